@@ -25,7 +25,7 @@ test:  ## run the tests that are not marked slow
 test-fast:  ## run the tests that need neither JAX nor PostgreSQL (about a minute)
 	pytest -n 3 -m "not slow and not postgres" $(FAST)
 
-FAST = tests/unit/contract tests/unit/store tests/unit/engine tests/unit/api tests/unit/commands tests/unit/backends/test_fake.py tests/contract/test_fake.py
+FAST = tests/unit/contract tests/unit/store tests/unit/engine tests/unit/server tests/unit/apps tests/unit/tools/commands tests/unit/backends/test_fake.py tests/contract/test_fake.py
 
 SLOW = slow and not exhaustive and not gpu and not network
 SLOW_JAX = tests/conformance tests/contract tests/unit
@@ -60,7 +60,7 @@ format:  ## format the code and fix what ruff can fix
 proto:  ## generate the protobuf modules, with an old compiler whose output runs on every supported runtime
 	python -m venv build/protoc
 	build/protoc/bin/pip install --quiet "grpcio-tools==1.62.3" "setuptools<80"
-	build/protoc/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. skyrl_tx/api/proto/wire.proto skyrl_tx/api/proto/trace.proto
+	build/protoc/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. skyrl_tx/server/submission/proto/wire.proto skyrl_tx/server/submission/proto/trace.proto
 
 vendor:  ## fetch the vendored scripts of the console from npm again, and check their hashes
 	python -m tests.support.fetch_vendored

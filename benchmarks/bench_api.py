@@ -22,7 +22,7 @@ import tinker
 
 from benchmarks.common import report, summary
 from benchmarks.http_stub import running_stub
-from skyrl_tx.process_setup import raise_file_limit
+from skyrl_tx.process.setup import raise_file_limit
 from tests.support.live_server import LiveServer
 
 BASE_MODEL = "fake"

@@ -26,8 +26,8 @@ from skyrl_tx.backends.jax.config import STEP_COMPILE_THREADS, JaxConfig, half_o
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions, SamplingParams
-from skyrl_tx.engine_process import FULL_COLLECTION_AFTER
-from skyrl_tx.process_setup import restart_with_huge_pages, tune_garbage_collection
+from skyrl_tx.launch.engine_process import FULL_COLLECTION_AFTER
+from skyrl_tx.process.setup import restart_with_huge_pages, tune_garbage_collection
 from skyrl_tx.testing.tiny_models import PRESETS, write_preset
 
 MODEL = ModelId("model")

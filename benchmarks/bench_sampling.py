@@ -42,7 +42,7 @@ from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, PromptOptions, SamplingParams
 from skyrl_tx.models.arithmetic import adapter_macs, expert_parameters, experts_read, frozen_macs
 from skyrl_tx.models.parts.attention import Attention
-from skyrl_tx.process_setup import restart_with_huge_pages
+from skyrl_tx.process.setup import restart_with_huge_pages
 from skyrl_tx.testing.tiny_models import PRESETS, write_preset
 from skyrl_tx.weights import hf
 from tests.support.client_environments import TORCH, prepare

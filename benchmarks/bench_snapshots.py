@@ -24,7 +24,7 @@ from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import Datum, LoraSpec, ModelPass, ModelSpec, OptimizerParams, OptimStep
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.process_setup import restart_with_huge_pages
+from skyrl_tx.process.setup import restart_with_huge_pages
 from skyrl_tx.store import futures, models
 from skyrl_tx.testing.tiny_models import PRESETS, write_preset
 from tests.support.engine_harness import EngineHarness

@@ -45,7 +45,7 @@ from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import Datum, LoraSpec, ModelPass, ModelSpec, OptimizerParams
 from skyrl_tx.engine.prepare import pass_examples, pass_output
 from skyrl_tx.models.arithmetic import adapter_macs, frozen_macs, mixing_macs
-from skyrl_tx.process_setup import restart_with_huge_pages
+from skyrl_tx.process.setup import restart_with_huge_pages
 from skyrl_tx.testing.tiny_models import PRESETS, write_preset
 from skyrl_tx.weights import hf
 from tests.support.client_environments import TORCH, prepare

@@ -28,7 +28,7 @@ from skyrl_tx.contract.backend import StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions, SamplingParams
-from skyrl_tx.process_setup import raise_file_limit
+from skyrl_tx.process.setup import raise_file_limit
 from tests.support.live_server import LiveServer
 
 LOSS = "importance_sampling"

@@ -10,10 +10,10 @@ import yaml
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.backends.registry import find_backend
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.settings import DEFAULT_BACKEND, ServerSettings
+from skyrl_tx.launch.settings import DEFAULT_BACKEND, ServerSettings
+from skyrl_tx.server.settings import ApiSettings
 
 PATH = Path(__file__).parents[1] / "examples" / "config.yaml"
 _WIDTH = 118

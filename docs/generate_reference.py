@@ -26,23 +26,23 @@ from pydantic_core import PydanticUndefined
 from docs import example_config, reference_text
 from docs.sdk_endpoints import SDK_ENDPOINTS
 from skyrl_tx import models
-from skyrl_tx.api import routes
-from skyrl_tx.api.app import create_app
-from skyrl_tx.api.chat import routes as chat_routes
-from skyrl_tx.api.chat.anthropic_schemas import CountTokensRequest, MessagesRequest
-from skyrl_tx.api.chat.errors import ANTHROPIC_PREFIX, OPENAI_PREFIXES
-from skyrl_tx.api.chat.openai_schemas import ChatCompletionRequest, CompletionRequest
-from skyrl_tx.api.loss_graph.vocabulary import FUNCTIONS, METHODS
-from skyrl_tx.api.metrics import ApiMetrics
-from skyrl_tx.api.schemas.base import WireModel
-from skyrl_tx.api.settings import ApiSettings
+from skyrl_tx.apps.chat import routes as chat_routes
+from skyrl_tx.apps.chat.anthropic_schemas import CountTokensRequest, MessagesRequest
+from skyrl_tx.apps.chat.errors import ANTHROPIC_PREFIX, OPENAI_PREFIXES
+from skyrl_tx.apps.chat.openai_schemas import ChatCompletionRequest, CompletionRequest
 from skyrl_tx.backends.registry import find_backend, find_sampler
 from skyrl_tx.contract.state_files import ALPHA
 from skyrl_tx.engine.meters import EngineMeters
 from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.launch.settings import ENVIRONMENT_PREFIX, QuickstartSettings, ServerSettings
 from skyrl_tx.losses import LOSSES, MEANS, Loss
 from skyrl_tx.models import FAMILIES, ModelFamily
-from skyrl_tx.settings import ENVIRONMENT_PREFIX, QuickstartSettings, ServerSettings
+from skyrl_tx.server import routes
+from skyrl_tx.server.app import create_app
+from skyrl_tx.server.monitoring.metrics import ApiMetrics
+from skyrl_tx.server.schemas.base import WireModel
+from skyrl_tx.server.settings import ApiSettings
+from skyrl_tx.server.submission.loss_graph.vocabulary import FUNCTIONS, METHODS
 from skyrl_tx.store.database import Store
 from tests.support.client_environments import COOKBOOK, SDKS
 
@@ -261,7 +261,7 @@ def _served_at(route: APIRoute, paths: Collection[str]) -> str:
 
 
 def _routers(paths: Sequence[str]) -> Mapping[str, list[APIRoute]]:
-    """Return the routes of each module of `skyrl_tx.api.routes`, in the order of the OpenAPI document."""
+    """Return the routes of each module of `skyrl_tx.server.routes`, in the order of the OpenAPI document."""
     found: dict[str, list[APIRoute]] = {}
     for each in pkgutil.iter_modules(routes.__path__):
         module = importlib.import_module(f"{routes.__name__}.{each.name}")

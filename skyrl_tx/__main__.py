@@ -2,7 +2,7 @@
 
 import sys
 
-from skyrl_tx.cli import main
+from skyrl_tx.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -29,7 +29,7 @@ from skyrl_tx.artifacts.files import (
 )
 from skyrl_tx.artifacts.folders import TEMPORARY, in_progress, locked, remove_interrupted
 from skyrl_tx.contract.ids import ArtifactId
-from skyrl_tx.failpoints import failpoint
+from skyrl_tx.process.failpoints import failpoint
 
 _log = logging.getLogger(__name__)
 

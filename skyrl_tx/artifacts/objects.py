@@ -40,7 +40,7 @@ from skyrl_tx.artifacts.files import (
     verify,
 )
 from skyrl_tx.contract.ids import ArtifactId
-from skyrl_tx.failpoints import failpoint
+from skyrl_tx.process.failpoints import failpoint
 
 _log = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
+from skyrl_tx.apps.history.observer import History
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import BackendLost, RequestError, ServerError
@@ -16,7 +17,6 @@ from skyrl_tx.contract.results import Failure
 from skyrl_tx.engine.activity import DeviceClock
 from skyrl_tx.engine.background_writer import BackgroundWriter
 from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
-from skyrl_tx.engine.history import History
 from skyrl_tx.engine.pauses import Pauses
 from skyrl_tx.engine.recovery import Recovery
 from skyrl_tx.engine.request_log import DeliveryAttempts, QueuedRequest, RequestLog

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from skyrl_tx.apps.history.observer import History
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.capabilities import Capabilities
@@ -17,7 +18,6 @@ from skyrl_tx.engine.background_writer import BackgroundWriter
 from skyrl_tx.engine.context import EngineContext
 from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
 from skyrl_tx.engine.fair_share import FairShare
-from skyrl_tx.engine.history import History
 from skyrl_tx.engine.housekeeping import ApiUptime, Housekeeping
 from skyrl_tx.engine.intake import Intake
 from skyrl_tx.engine.meters import EngineMeters
@@ -36,11 +36,11 @@ from skyrl_tx.engine.startup import recreate_lost_samplers, replay_quarantined
 from skyrl_tx.engine.status_publisher import StatusPublisher
 from skyrl_tx.engine.training import TrainingExecutor
 from skyrl_tx.engine.watchdog import Watchdog
+from skyrl_tx.process.threads import ServiceThread
 from skyrl_tx.store import cancellations, completions, engine_state, futures, identity, leases
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.engine_state import Pause
 from skyrl_tx.store.quota_view import QuotaView
-from skyrl_tx.threads import ServiceThread
 
 _log = logging.getLogger(__name__)
 _MAX_WAIT_S = 1.0

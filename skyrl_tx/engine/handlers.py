@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 from sqlmodel import Session
 
-from skyrl_tx.age import encrypt_files
 from skyrl_tx.artifacts import Artifact
+from skyrl_tx.artifacts.encryption import encrypt_files
 from skyrl_tx.contract import results
 from skyrl_tx.contract.backend import Snapshot, StatePart
 from skyrl_tx.contract.errors import ErrorCategory, ServerError, UserError

@@ -11,6 +11,8 @@ from typing import TypeVar
 
 from sqlmodel import Session
 
+from skyrl_tx.apps.history import kept_samples, logged, points
+from skyrl_tx.apps.teams import storage_hours, usage
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.ids import ArtifactId, ModelId, SamplerId, SessionId
 from skyrl_tx.engine.context import EngineContext
@@ -22,17 +24,12 @@ from skyrl_tx.store import (
     custom_losses,
     futures,
     identity,
-    kept_samples,
-    logged,
     models,
     partials,
-    points,
     pruning,
     samplers,
     sessions,
     stability,
-    storage_hours,
-    usage,
 )
 from skyrl_tx.store.database import Store
 

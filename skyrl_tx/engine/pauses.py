@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from skyrl_tx.amounts import amount_text
+from skyrl_tx.apps.teams.amounts import amount_text
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import RequestId, SessionId
 from skyrl_tx.contract.requests import ModelPass, Rejected, Sample

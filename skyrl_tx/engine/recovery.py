@@ -25,7 +25,7 @@ from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
 from skyrl_tx.engine.meters import EngineMeters
 from skyrl_tx.engine.request_log import BARRIER_KINDS, QueuedRequest
 from skyrl_tx.engine.schedule import SequenceCursor
-from skyrl_tx.failpoints import failpoint
+from skyrl_tx.process.failpoints import failpoint
 from skyrl_tx.store import futures, models
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreUnreachable

@@ -23,7 +23,7 @@ from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
 from skyrl_tx.engine.recovery import Recovery
 from skyrl_tx.engine.request_log import RequestLog
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.failpoints import failpoint
+from skyrl_tx.process.failpoints import failpoint
 from skyrl_tx.store import manifests, models
 from skyrl_tx.store.database import Store
 

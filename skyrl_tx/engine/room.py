@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
-from skyrl_tx.amounts import amount_text
+from skyrl_tx.apps.teams.amounts import amount_text
 from skyrl_tx.engine.accounts import Accounts
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.store.portions import Demand

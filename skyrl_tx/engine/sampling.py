@@ -22,7 +22,7 @@ from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.residency import PlacesBusy
 from skyrl_tx.engine.sample_output import SampleAssembler
 from skyrl_tx.engine.sample_queue import OwnerKey, SampleQueue, owner_key, sample_of
-from skyrl_tx.failpoints import failpoint
+from skyrl_tx.process.failpoints import failpoint
 from skyrl_tx.store import cancellations, partials, samplers, stability
 from skyrl_tx.store.engine_state import REQUEST_BYTES
 

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from skyrl_tx.process_setup import CommonSettings
+from skyrl_tx.process.setup import CommonSettings
 
 
 class EngineSettings(CommonSettings):

@@ -11,11 +11,11 @@ from sqlmodel import Session
 
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.engine.watchdog import Watchdog
+from skyrl_tx.process.threads import ServiceThread
 from skyrl_tx.store import engine_state
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError, StoreUnreachable
 from skyrl_tx.store.tables import EngineStateRow, EngineStatus
-from skyrl_tx.threads import ServiceThread
 
 _log = logging.getLogger(__name__)
 _PERIOD_S = 1.0

@@ -18,7 +18,7 @@ from skyrl_tx.engine.fair_share import FairShare
 from skyrl_tx.engine.handlers import handle
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.schedule import Step
-from skyrl_tx.failpoints import failpoint
+from skyrl_tx.process.failpoints import failpoint
 
 _log = logging.getLogger(__name__)
 

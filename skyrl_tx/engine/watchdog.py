@@ -8,7 +8,7 @@ from typing import Literal
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.engine.activity import Activity, LoopActivity
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.threads import ServiceThread
+from skyrl_tx.process.threads import ServiceThread
 
 _PERIOD_S = 1.0
 _CHECKS_PER_LIMIT = 4

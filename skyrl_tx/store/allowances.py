@@ -9,9 +9,9 @@ from itertools import islice
 from sqlalchemy import ColumnElement, false, literal_column, or_, select, true
 from sqlmodel import Session, col
 
+from skyrl_tx.apps.teams import usage
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, RequestId, SessionId
-from skyrl_tx.store import usage
 from skyrl_tx.store.checkpoints import is_visible, total_bytes
 from skyrl_tx.store.database import execute
 from skyrl_tx.store.history_tables import UsageKind

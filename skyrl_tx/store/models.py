@@ -7,8 +7,9 @@ from sqlalchemy import delete as delete_from
 from sqlalchemy.sql.elements import ColumnElement
 from sqlmodel import Session, col, select
 
+from skyrl_tx.apps.history import kept_samples, logged, points, sampled_steps
 from skyrl_tx.contract.ids import ArtifactId, ModelId, SessionId
-from skyrl_tx.store import checkpoints, kept_samples, logged, points, pruning, sampled_steps, samplers, sessions
+from skyrl_tx.store import checkpoints, pruning, samplers, sessions
 from skyrl_tx.store.database import execute, existing
 from skyrl_tx.store.tables import (
     CheckpointRow,

@@ -12,10 +12,10 @@ from typing import cast
 from sqlalchemy import delete, func, insert, select
 from sqlmodel import Session, col
 
+from skyrl_tx.process.threads import ServiceThread
 from skyrl_tx.store.database import Store, execute
 from skyrl_tx.store.errors import StoreError
 from skyrl_tx.store.history_tables import NoticeRow, ProcessName
-from skyrl_tx.threads import ServiceThread
 
 MAX_NOTICES = 1000
 """Rows that are kept."""
@@ -23,7 +23,7 @@ _MAX_CHARS = 1000
 _MAX_PER_MINUTE = 60
 _PERIOD_S = 1.0
 _CLOSE_S = 2.0
-_SUPERVISOR = "skyrl_tx.supervisor"
+_SUPERVISOR = "skyrl_tx.launch.supervisor"
 
 
 @dataclass(frozen=True, slots=True)

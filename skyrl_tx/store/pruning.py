@@ -10,8 +10,8 @@ from collections.abc import Collection
 from sqlalchemy import Float, bindparam, delete, exists, func, literal_column, or_, select, update
 from sqlmodel import Session, col
 
+from skyrl_tx.apps.history import kept_samples, points, sampled_steps
 from skyrl_tx.contract.ids import ModelId, SamplingSessionId, SessionId
-from skyrl_tx.store import kept_samples, points, sampled_steps
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
 from skyrl_tx.store.futures import high_water_mark, sequence_scope
 from skyrl_tx.store.sessions import SERVER_SESSIONS

@@ -14,9 +14,9 @@ from sqlalchemy import Connection, Dialect, Engine
 from sqlalchemy.exc import DataError, DBAPIError
 from sqlmodel import Session
 
-from skyrl_tx.failpoints import failpoint
+from skyrl_tx.process.failpoints import failpoint
+from skyrl_tx.process.threads import ServiceThread
 from skyrl_tx.store.errors import StoreBlocked, StoreError, ValueRefused
-from skyrl_tx.threads import ServiceThread
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 import pytest
 import tinker
 
-from skyrl_tx.api.settings import ApiSettings
+from skyrl_tx.server.settings import ApiSettings
 from tests.support.live_api import Server, live_api
 from tests.support.live_stack import LiveStack, live_stack
 from tests.support.scripted_engine import ScriptedEngine, scripted_engine

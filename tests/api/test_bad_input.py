@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_tx.api.proto import wire_pb2
-from skyrl_tx.api.tensors import to_proto
+from skyrl_tx.server.submission.proto import wire_pb2
+from skyrl_tx.server.submission.tensors import to_proto
 from tests.support.live_api import Server
 from tests.support.scripted_engine import ScriptedEngine
 

@@ -8,9 +8,10 @@ import httpx
 import pytest
 import tinker
 
-from skyrl_tx.api.settings import ApiSettings
-from skyrl_tx.prices import Prices
-from skyrl_tx.store import keys, storage_hours
+from skyrl_tx.apps.teams import storage_hours
+from skyrl_tx.apps.teams.prices import Prices
+from skyrl_tx.server.settings import ApiSettings
+from skyrl_tx.store import keys
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
 
 PRICES = Prices(training=2.0, sampled=8.0, prefill=1.0, storage=0.1)

@@ -15,20 +15,20 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.contract import codec, requests, results
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import RequestId
-from skyrl_tx.quickstart.model import write_tiny_model
+from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import engine_state, futures, partials
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.futures import PendingRequest
 from skyrl_tx.store.tables import EngineStateRow
+from skyrl_tx.tools.quickstart.model import write_tiny_model
 from tests.support.live_api import Server, live_api
 from tests.support.tiny_tokenizer import PACKAGED
 
 CHAT, MESSAGES, COMPLETIONS = "/v1/chat/completions", "/anthropic/api/v1/messages", "/v1/completions"
-TEMPLATE = Path(__file__).parents[1] / "unit" / "api" / "chat" / "templates" / "qwen3.jinja"
+TEMPLATE = Path(__file__).parents[1] / "unit" / "apps" / "chat" / "templates" / "qwen3.jinja"
 TOKENIZER = Tokenizer.from_file(str(PACKAGED / "tokenizer.json"))
 TALK = [{"role": "user", "content": "Weather in Bern?"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}

@@ -13,11 +13,12 @@ import httpx
 import pytest
 import tinker
 
-from skyrl_tx.api.client_metrics import ACTIVE_S
-from skyrl_tx.api.settings import ApiSettings
+from skyrl_tx.apps.history import logged, points
+from skyrl_tx.apps.history.client_metrics import ACTIVE_S
+from skyrl_tx.apps.history.points import Point
 from skyrl_tx.contract.ids import ModelId
-from skyrl_tx.store import keys, logged, models, points
-from skyrl_tx.store.points import Point
+from skyrl_tx.server.settings import ApiSettings
+from skyrl_tx.store import keys, models
 from skyrl_tx.store.tables import KeyScope, ModelRow
 from tests.support.live_api import Server, live_api
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack

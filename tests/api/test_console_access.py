@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from sqlmodel import Session
 
-from skyrl_tx.api.console.guard import CONTENT_SECURITY_POLICY
-from skyrl_tx.api.console.site import TABLES
-from skyrl_tx.api.settings import ApiSettings
+from skyrl_tx.apps.console.guard import CONTENT_SECURITY_POLICY
+from skyrl_tx.apps.console.site import TABLES
+from skyrl_tx.apps.history import kept_samples, logged, points
+from skyrl_tx.apps.history.kept_samples import NewGroup, NewSample
+from skyrl_tx.apps.history.logged import Logged, LoggedRun
+from skyrl_tx.apps.history.points import Point
 from skyrl_tx.contract.ids import RequestId
-from skyrl_tx.store import kept_samples, keys, logged, points
-from skyrl_tx.store.kept_samples import NewGroup, NewSample
-from skyrl_tx.store.logged import Logged, LoggedRun
-from skyrl_tx.store.points import Point
+from skyrl_tx.server.settings import ApiSettings
+from skyrl_tx.store import keys
 from tests.support.console_world import Browser, ConsoleWorld, console_world
 from tests.support.live_api import live_api
 

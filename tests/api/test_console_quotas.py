@@ -5,9 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from skyrl_tx.store import audit, quotas, sessions, usage
+from skyrl_tx.apps.teams import usage
+from skyrl_tx.apps.teams.usage import Work
+from skyrl_tx.store import audit, quotas, sessions
 from skyrl_tx.store.quotas import Subject
-from skyrl_tx.store.usage import Work
 from tests.support.console_world import ConsoleWorld, console_world
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.contract.custom_loss import CustomLoss, CustomLossInput, Operation
 from skyrl_tx.contract.requests import ModelPass, Rejected
+from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import custom_losses, engine_state, keys
 from skyrl_tx.store.tables import EngineStateRow
 from tests.support.live_api import Server, live_api

@@ -16,8 +16,8 @@ import pytest
 import tinker
 from safetensors.numpy import load
 
-from skyrl_tx.api.routes import downloads
 from skyrl_tx.contract.ids import CheckpointPath
+from skyrl_tx.server.routes import downloads
 from skyrl_tx.store import checkpoints
 from tests.support.live_stack import PUBLIC_NAME, LiveStack
 

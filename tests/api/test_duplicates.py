@@ -14,8 +14,8 @@ import httpx
 import pytest
 from sqlmodel import Session, col, func, select
 
-from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import models
 from skyrl_tx.store.tables import RequestRow, SamplingSessionRow
 from tests.support.live_api import Server, live_api

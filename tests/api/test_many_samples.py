@@ -11,8 +11,8 @@ import pytest
 import tinker
 from tinker import types
 
-from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.live_api import Server, live_api

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from starlette.routing import BaseRoute, Route
 
-from skyrl_tx.api.console.site import TABLES
+from skyrl_tx.apps.console.site import TABLES
 from skyrl_tx.store import keys
 from skyrl_tx.store.tables import KeyScope
 from tests.support.live_api import Server
@@ -79,7 +79,7 @@ class Thing:
 
 OPEN = {
     "GET openapi.json",  # documentation of the software, no data of users
-    "GET metrics",  # from this machine; with a key otherwise, see tests/unit/api/test_metrics.py
+    "GET metrics",  # from this machine; with a key otherwise, see tests/unit/server/monitoring/test_metrics.py
     "GET healthz",
     "GET livez",
     "GET trackio/version",

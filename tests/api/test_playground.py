@@ -14,10 +14,11 @@ import tinker
 from tinker import types
 from tokenizers import Tokenizer
 
-from skyrl_tx.api.settings import ApiSettings
+from skyrl_tx.apps.history import kept_samples
 from skyrl_tx.contract.ids import ModelId
-from skyrl_tx.quickstart.model import write_tiny_model
-from skyrl_tx.store import futures, kept_samples, sessions
+from skyrl_tx.server.settings import ApiSettings
+from skyrl_tx.store import futures, sessions
+from skyrl_tx.tools.quickstart.model import write_tiny_model
 from tests.support.console_world import Browser, ConsoleWorld, console_world
 from tests.support.live_api import live_api
 from tests.support.live_stack import CONTEXT, PUBLIC_NAME
@@ -25,7 +26,7 @@ from tests.support.tiny_tokenizer import PACKAGED
 from tests.support.waiting import until
 
 CHAT, RENDER, SCORE = "/console/chat", "/console/render", "/console/score"
-TEMPLATE = Path(__file__).parents[1] / "unit" / "api" / "chat" / "templates" / "qwen3.jinja"
+TEMPLATE = Path(__file__).parents[1] / "unit" / "apps" / "chat" / "templates" / "qwen3.jinja"
 TOKENIZER = Tokenizer.from_file(str(PACKAGED / "tokenizer.json"))
 TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2 + 2? é"}]
 RENDERED = (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
-from skyrl_tx.api.console.site import TABLES
+from skyrl_tx.apps.console.site import TABLES
 from skyrl_tx.store import audit, projects
 from skyrl_tx.store.tables import ProjectRole
 from tests.support.console_world import ConsoleWorld, console_world

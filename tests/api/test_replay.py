@@ -13,8 +13,8 @@ import pytest
 import tinker
 from tinker import types
 
-from skyrl_tx.api.proto import wire_pb2
-from skyrl_tx.api.wire import PROTOBUF, Body, BodyLimits
+from skyrl_tx.server.http.body import PROTOBUF, Body, BodyLimits
+from skyrl_tx.server.submission.proto import wire_pb2
 from tests.support.live_stack import CONTEXT, LiveStack, both_backends
 from tests.support.live_stack import PUBLIC_NAME as BASE_MODEL
 from tests.support.recording_middleware import Call

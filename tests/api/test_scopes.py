@@ -9,7 +9,7 @@ import pytest
 import tinker
 from tinker import types
 
-from skyrl_tx.api.scopes import scopes_of
+from skyrl_tx.server.identity.scopes import scopes_of
 from skyrl_tx.store import keys
 from skyrl_tx.store.tables import KeyScope
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack

@@ -4,8 +4,8 @@ import asyncio
 import socket
 from pathlib import Path
 
-from skyrl_tx.api.app import ApiServer
-from skyrl_tx.api.settings import ApiSettings
+from skyrl_tx.server.app import ApiServer
+from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store.database import Store
 
 

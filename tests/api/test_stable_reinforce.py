@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from sqlmodel import select
 from tinker import types
 
-from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import stability
 from skyrl_tx.store.tables import StabilityRow
 from skyrl_tx.testing.fake.backend import FakeBackend

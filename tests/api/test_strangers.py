@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from skyrl_tx.api.settings import ApiSettings
+from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import keys
 from tests.support.live_api import Server, live_api
 

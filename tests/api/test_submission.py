@@ -10,11 +10,11 @@ import httpx
 import numpy as np
 import pytest
 
-from skyrl_tx.api.proto import wire_pb2
-from skyrl_tx.api.tensors import to_proto
-from skyrl_tx.api.translate import sampling
 from skyrl_tx.contract import requests
 from skyrl_tx.contract.ids import ModelId, SamplerId, SamplingSessionId, SessionId
+from skyrl_tx.server.submission.proto import wire_pb2
+from skyrl_tx.server.submission.tensors import to_proto
+from skyrl_tx.server.submission.translate import sampling
 from skyrl_tx.store import samplers
 from skyrl_tx.store.tables import SamplingSessionRow
 from tests.support.live_api import Server

@@ -17,7 +17,6 @@ import tinker
 from sqlalchemy import func
 from sqlmodel import select
 
-from skyrl_tx.cli import main
 from skyrl_tx.contract.backend import Pass
 from skyrl_tx.contract.batches import PreparedModelPassBatch
 from skyrl_tx.store import audit, keys, quotas
@@ -25,6 +24,7 @@ from skyrl_tx.store.history_tables import RunPointRow
 from skyrl_tx.store.quotas import Subject
 from skyrl_tx.store.tables import KeyScope, RequestRow
 from skyrl_tx.testing.fake.backend import FakeBackend
+from skyrl_tx.tools.cli import main
 from tests.support.console_world import Browser
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
 from tests.support.waiting import until

@@ -8,7 +8,7 @@ import httpx
 import pytest
 import tinker
 
-from skyrl_tx.api.settings import ApiSettings
+from skyrl_tx.server.settings import ApiSettings
 from tests.support.certificates import Certificate, create_certificate
 from tests.support.live_api import Server, live_api
 

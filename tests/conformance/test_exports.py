@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tinker
 
-from skyrl_tx.cli import main
 from skyrl_tx.testing.tiny_models import write_model
+from skyrl_tx.tools.cli import main
 from tests.support.client_environments import TORCH, ClientEnvironment, PreparedEnvironment
 from tests.support.live_stack import live_model
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from skyrl_tx import failpoints
 from skyrl_tx.artifacts import LocalArtifacts
-from skyrl_tx.failpoints import Point, failpoint
+from skyrl_tx.process import failpoints
+from skyrl_tx.process.failpoints import Point, failpoint
 from tests.support.chaos.processes import API_POINTS, ENGINE_POINTS, Kill, random_kills
 from tests.support.chaos.runs import Outcome, Server, differences, fake_server, jax_server, run
 from tests.support.postgresql_server import PostgresqlServer

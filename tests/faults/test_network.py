@@ -16,10 +16,10 @@ import pytest
 import tinker
 from tinker import types
 
-from skyrl_tx.api.proto import wire_pb2
-from skyrl_tx.api.schemas.service import ClientConfigResponse
-from skyrl_tx.api.wire import PROTOBUF, Body, BodyLimits
 from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.server.http.body import PROTOBUF, Body, BodyLimits
+from skyrl_tx.server.schemas.service import ClientConfigResponse
+from skyrl_tx.server.submission.proto import wire_pb2
 from skyrl_tx.store import futures
 from tests.support.chaos.runs import Network, Outcome, differences, fake_server, run
 from tests.support.flaky_proxy import FAULTS, Fault, FlakyProxy, Schedule, flaky_proxy, seeded

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
+from skyrl_tx.apps.history import points
+from skyrl_tx.apps.teams import usage
 from skyrl_tx.contract.ids import ModelId
-from skyrl_tx.store import points, usage
 from skyrl_tx.store.database import Store
 
 NUM_KILLS = 10

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from skyrl_tx import __version__
-from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.contract import codec, requests, results
 from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.golden import BASE_MODEL, GOLDEN, GoldenClient, Json, Record, arithmetic, carry_on, read_golden

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tx.quickstart.model import write_tiny_model
+from skyrl_tx.tools.quickstart.model import write_tiny_model
 from tests.support.live_server import LiveServer
 from tests.support.torch_example import torch_environment
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from skyrl_tx.quickstart.model import write_tiny_model
-from skyrl_tx.quickstart.questions import load_excerpt
 from skyrl_tx.testing.tiny_models import write_model
+from skyrl_tx.tools.quickstart.model import write_tiny_model
+from skyrl_tx.tools.quickstart.questions import load_excerpt
 from tests.support.client_environments import COOKBOOK_WITH_TRACKIO
 from tests.support.live_server import LiveServer
 

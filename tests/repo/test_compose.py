@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from skyrl_tx.settings import check_environment
+from skyrl_tx.launch.settings import check_environment
 from tests.repo.test_dockerfile import arguments_of
 from tests.support.client_environments import DEPLOYMENT, ClientEnvironment, PreparedEnvironment
 from tests.support.compose import DEPLOY, read_project

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from skyrl_tx.cli import read_settings
-from skyrl_tx.settings import check_environment
+from skyrl_tx.launch.settings import check_environment
+from skyrl_tx.tools.cli import read_settings
 from tests.support.client_environments import DEPLOYMENT, ClientEnvironment, PreparedEnvironment
 from tests.support.compose import DEPLOY, ComposeRefused, read_file, read_project
 

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from skyrl_tx import __version__
-from skyrl_tx.cli import read_settings
-from skyrl_tx.settings import ServerSettings, check_environment
+from skyrl_tx.launch.settings import ServerSettings, check_environment
+from skyrl_tx.tools.cli import read_settings
 from tests.support.client_environments import DEPLOYMENT, ClientEnvironment, PreparedEnvironment
 from tests.support.helm import Helm
 

@@ -10,12 +10,12 @@ LIGHT = (
     "skyrl_tx.store.database",
     "skyrl_tx.backends.registry",
     "skyrl_tx.backends.jax",
-    "skyrl_tx.backends.vllm",
-    "skyrl_tx.api.app",
+    "skyrl_tx.integrations.vllm",
+    "skyrl_tx.server.app",
     "skyrl_tx.engine.engine",
-    "skyrl_tx.supervisor",
-    "skyrl_tx.cli",
-    "skyrl_tx.quickstart.model",  # `serve --base-model tiny` works without the extra `quickstart`
+    "skyrl_tx.launch.supervisor",
+    "skyrl_tx.tools.cli",
+    "skyrl_tx.tools.quickstart.model",  # `serve --base-model tiny` works without the extra `quickstart`
 )
 PROGRAM = f"""
 import importlib, json, sys

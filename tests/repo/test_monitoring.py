@@ -10,9 +10,9 @@ from types import ModuleType
 
 import pytest
 
-from skyrl_tx.api.metrics import ApiMetrics
 from skyrl_tx.engine.meters import EngineMeters
-from skyrl_tx.exposition import render
+from skyrl_tx.process.exposition import render
+from skyrl_tx.server.monitoring.metrics import ApiMetrics
 
 ROOT = Path(__file__).parents[2]
 MONITORING = ROOT / "deploy" / "monitoring"

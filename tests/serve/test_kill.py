@@ -11,8 +11,8 @@ import pytest
 import tinker
 from tinker import types
 
-from skyrl_tx.quickstart.model import write_tiny_model
-from skyrl_tx.quickstart.questions import load_excerpt
+from skyrl_tx.tools.quickstart.model import write_tiny_model
+from skyrl_tx.tools.quickstart.questions import load_excerpt
 from tests.support.live_server import LiveServer
 from tests.support.torch_example import torch_environment
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from skyrl_tx import engine_process
-from skyrl_tx.cli import main
+from skyrl_tx.launch import engine_process
+from skyrl_tx.tools.cli import main
 from tests.support.live_server import LiveServer
 
 HANGS = ("--base-model", "fake", "--backend", "fake", "--backend-config.step-delay-s", "300")

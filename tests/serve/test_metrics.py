@@ -12,7 +12,7 @@ import httpx
 import tinker
 from prometheus_client.parser import text_string_to_metric_families
 
-from skyrl_tx.exposition import socket_path
+from skyrl_tx.process.exposition import socket_path
 from skyrl_tx.store import engine_state, notices
 from skyrl_tx.store.database import Store
 from tests.support.live_server import LiveServer

@@ -12,7 +12,7 @@ import pytest
 import tinker
 from tinker import types
 
-from skyrl_tx import failpoints
+from skyrl_tx.process import failpoints
 from tests.support.client_environments import OBJECT_STORE, ClientEnvironment, PreparedEnvironment
 from tests.support.live_server import LiveServer
 from tests.support.s3_server import SECRET_KEY, S3Server, s3_server, variables
@@ -107,7 +107,7 @@ def test_kills_during_saves_and_an_empty_disk_change_no_bit(
 def test_doctor_checks_that_the_object_store_can_be_written(
     tmp_path: Path, store: S3Server, capfd, monkeypatch
 ) -> None:
-    from skyrl_tx.cli import main
+    from skyrl_tx.tools.cli import main
 
     for name, value in variables(store.url).items():
         monkeypatch.setenv(name, value)

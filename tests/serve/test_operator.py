@@ -21,7 +21,7 @@ import pytest
 import tinker
 from tinker import types
 
-from skyrl_tx.cli import main
+from skyrl_tx.tools.cli import main
 from tests.serve.test_postgresql import in_background
 from tests.support.client_environments import OBJECT_STORE, ClientEnvironment, PreparedEnvironment
 from tests.support.compose import read_file

@@ -20,7 +20,7 @@ from skyrl_tx.contract.requests import Datum, LoraSpec, ModelPass, ModelSpec, Op
 from skyrl_tx.contract.results import Metrics, SampleDelta
 from skyrl_tx.engine.engine import Engine
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.engine_process import open_store, run_engine
+from skyrl_tx.launch.engine_process import open_store, run_engine
 from skyrl_tx.store import futures, models, placement, samplers, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.futures import NewRequest

@@ -14,7 +14,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-VENDOR = Path(__file__).parents[2] / "skyrl_tx" / "api" / "console" / "static" / "vendor"
+VENDOR = Path(__file__).parents[2] / "skyrl_tx" / "apps" / "console" / "static" / "vendor"
 
 
 def packages() -> list[dict[str, Any]]:

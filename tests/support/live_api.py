@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import httpx
 from starlette.types import ASGIApp
 
-from skyrl_tx.api.app import ApiServer
-from skyrl_tx.api.settings import ApiSettings
 from skyrl_tx.contract import codec, requests
+from skyrl_tx.server.app import ApiServer
+from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import futures
 from skyrl_tx.store.database import Store
 

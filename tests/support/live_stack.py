@@ -10,15 +10,15 @@ from typing import Literal
 
 import pytest
 
-from skyrl_tx.api.settings import ApiSettings
+from skyrl_tx.apps.teams.prices import Prices
 from skyrl_tx.backends.jax import BACKEND as JAX
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.prices import Prices
-from skyrl_tx.quickstart.model import write_tiny_model
+from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
+from skyrl_tx.tools.quickstart.model import write_tiny_model
 from tests.support.live_api import Server, live_api
 from tests.support.live_engine import live_engine
 from tests.support.recording_middleware import RecordingMiddleware

@@ -9,7 +9,7 @@ from typing import Self
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.engine.engine import Engine
-from skyrl_tx.engine_process import open_store
+from skyrl_tx.launch.engine_process import open_store
 from skyrl_tx.store import engine_state, futures, leases
 from skyrl_tx.store.errors import StoreError
 from tests.support.engine_harness import EngineHarness

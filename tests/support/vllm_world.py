@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from skyrl_tx.backends.vllm.config import VllmConfig
-from skyrl_tx.backends.vllm.sampler import VllmSampler
 from skyrl_tx.contract.backend import Snapshot
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import OptimizerParams, PromptOptions, SamplingParams
 from skyrl_tx.contract.results import SampleDelta
+from skyrl_tx.integrations.vllm.config import VllmConfig
+from skyrl_tx.integrations.vllm.sampler import VllmSampler
 from skyrl_tx.testing.backend_driver import WEIGHTS_ONLY, BackendDriver
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig

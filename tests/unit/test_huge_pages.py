@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from skyrl_tx.process_setup import enable_huge_pages
+from skyrl_tx.process.setup import enable_huge_pages
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's tunables exist on Linux only")
 
@@ -22,7 +22,7 @@ def test_a_value_set_by_the_user_stays():
 
 def test_restart_happens_once_and_keeps_the_arguments():
     program = (
-        "import os, sys; from skyrl_tx.process_setup import restart_with_huge_pages as restart; restart();"
+        "import os, sys; from skyrl_tx.process.setup import restart_with_huge_pages as restart; restart();"
         "print(os.environ['GLIBC_TUNABLES'], sys.argv[1:])"
     )
     run = subprocess.run([sys.executable, "-c", program, "a b"], env={}, capture_output=True, text=True, check=True)

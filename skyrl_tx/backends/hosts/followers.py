@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection, wait
 
 from skyrl_tx.backends.hosts.calls import Call, Reply, decode, name_of
 from skyrl_tx.contract.errors import BackendLost
-from skyrl_tx.threads import ServiceThread
+from skyrl_tx.process.threads import ServiceThread
 
 GONE_S = 5.0
 """Time for the running call of rank 0 to fail by itself when another host has ended."""

@@ -17,7 +17,7 @@ from skyrl_tx.backends.registry import find_backend
 from skyrl_tx.contract.backend import AbstractBackend, HostRank, Pass, Snapshot
 from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatch
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.threads import ServiceThread
+from skyrl_tx.process.threads import ServiceThread
 
 _MAX_RECEIVED = 8
 """Frames that wait to be read, at most: those of files are large."""

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, get_args
 
-from skyrl_tx import failpoints
-from skyrl_tx.failpoints import Point
+from skyrl_tx.process import failpoints
+from skyrl_tx.process.failpoints import Point
 from tests.support.database_rows import rows
 
 Role = Literal["api", "engine"]
@@ -28,7 +28,7 @@ Victim = Literal["api", "engine", "both"]
 
 _PRELOADED = [
     "tests.support.chaos.processes",
-    "skyrl_tx.supervisor",
+    "skyrl_tx.launch.supervisor",
     "skyrl_tx.testing.fake.backend",
     "skyrl_tx.backends.jax.backend",
 ]
@@ -206,7 +206,7 @@ class ServerProcesses:
 
 def _run_command(arguments: list[str], environment: dict[str, str], log_path: str) -> None:
     """Run one command; the entry point of a process."""
-    from skyrl_tx.cli import main
+    from skyrl_tx.tools.cli import main
 
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)

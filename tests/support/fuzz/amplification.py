@@ -23,10 +23,10 @@ from typing import Any, cast
 import numpy as np
 import zstandard
 
-from skyrl_tx.api.app import create_app
-from skyrl_tx.api.proto import wire_pb2
-from skyrl_tx.api.settings import ApiSettings
-from skyrl_tx.api.wire import PROTOBUF
+from skyrl_tx.server.app import create_app
+from skyrl_tx.server.http.body import PROTOBUF
+from skyrl_tx.server.settings import ApiSettings
+from skyrl_tx.server.submission.proto import wire_pb2
 from skyrl_tx.store.database import Store
 from tests.support.fuzz.routes import Json, fitting
 from tests.support.live_server import LiveServer

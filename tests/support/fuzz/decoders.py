@@ -9,15 +9,15 @@ import numpy as np
 import zstandard
 from hypothesis import strategies as st
 
-from skyrl_tx.api.errors import ApiError
-from skyrl_tx.api.proto import wire_pb2
-from skyrl_tx.api.schemas.base import WireModel
-from skyrl_tx.api.schemas.training import ForwardBackwardRequest
-from skyrl_tx.api.submission import Submission, from_json
-from skyrl_tx.api.tensors import DenseBudget, from_proto
-from skyrl_tx.api.translate import training
-from skyrl_tx.api.wire import PROTOBUF, Body, BodyLimits
 from skyrl_tx.contract.errors import UserError
+from skyrl_tx.server.errors import ApiError
+from skyrl_tx.server.http.body import PROTOBUF, Body, BodyLimits
+from skyrl_tx.server.schemas.base import WireModel
+from skyrl_tx.server.schemas.training import ForwardBackwardRequest
+from skyrl_tx.server.submission.proto import wire_pb2
+from skyrl_tx.server.submission.submission import Submission, from_json
+from skyrl_tx.server.submission.tensors import DenseBudget, from_proto
+from skyrl_tx.server.submission.translate import training
 from tests.support.fuzz.reports import Finding, Tally
 
 LIMIT = 2**20

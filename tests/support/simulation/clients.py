@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from starlette.requests import Request
 
-from skyrl_tx.api.routes import futures, runs, sampling, sessions, training, weights
 from skyrl_tx.contract import requests
 from skyrl_tx.contract.requests import Datum, LoraSpec, ModelPass, ModelSpec, OptimizerParams, OptimStep
+from skyrl_tx.server.routes import futures, runs, sampling, sessions, training, weights
 from tests.support.simulation.device import BAD_TOKEN, CRASH_TOKEN
 from tests.support.simulation.scheduler import Event, Fiber, Process
 from tests.support.simulation.world import Lost

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyrl_tx.api.context import ApiContext
 from skyrl_tx.contract.ids import ArtifactId
+from skyrl_tx.server.context import ApiContext
 from tests.support.simulation import scenarios
 from tests.support.simulation.clients import Client, Sent, train
 from tests.support.simulation.database import Database

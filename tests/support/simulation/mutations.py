@@ -8,12 +8,12 @@ from typing import Any
 
 from sqlmodel import Session
 
-from skyrl_tx.api.authentication import Principal
-from skyrl_tx.api.engine_status import AdmissionControl
 from skyrl_tx.artifacts import files, local
 from skyrl_tx.contract.ids import ArtifactId, ModelId
 from skyrl_tx.engine.recovery import Recovery
 from skyrl_tx.engine.request_log import DeliveryAttempts
+from skyrl_tx.server.identity.authentication import Principal
+from skyrl_tx.server.monitoring.engine_status import AdmissionControl
 from skyrl_tx.store import checkpoints, futures, models
 from skyrl_tx.store.tables import CheckpointRow
 

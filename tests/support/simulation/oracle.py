@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from skyrl_tx.api.responses import result_response
 from skyrl_tx.artifacts import ArtifactCorrupt, ArtifactMissing, LocalArtifacts
 from skyrl_tx.contract import requests, results
 from skyrl_tx.contract.backend import StatePart
@@ -17,6 +16,7 @@ from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatc
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.engine import prepare
 from skyrl_tx.engine.sample_output import SampleAssembler
+from skyrl_tx.server.http.responses import result_response
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.state import FakeSnapshot
 from tests.support.simulation.clients import Client, Model, Sent

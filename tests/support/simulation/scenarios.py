@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from skyrl_tx.api.routes import futures, runs, sampling
+from skyrl_tx.server.routes import futures, runs, sampling
 from tests.support.simulation.clients import Client, train
 from tests.support.simulation.world import Lost
 

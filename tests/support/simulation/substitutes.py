@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 import anyio.to_thread
 from fastapi import concurrency
 
-from skyrl_tx import threads
+from skyrl_tx.process import threads
 from tests.support.simulation import scheduler as fibers
 from tests.support.simulation.scheduler import Scheduler
 

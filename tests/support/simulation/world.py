@@ -15,19 +15,20 @@ from fastapi import Request, Response
 from pydantic import BaseModel
 from safetensors.numpy import save_file
 
-from skyrl_tx import engine_process, failpoints, supervisor
-from skyrl_tx.api import app
-from skyrl_tx.api import context as api_context
-from skyrl_tx.api.authentication import authenticate_request
-from skyrl_tx.api.context import ApiContext
-from skyrl_tx.api.routes import futures as future_routes
-from skyrl_tx.api.settings import ApiSettings
-from skyrl_tx.api.wire import BodyLimits
 from skyrl_tx.artifacts import LocalArtifacts
 from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.engine.engine import Engine
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.engine_process import EngineEnd, EngineLost
+from skyrl_tx.launch import engine_process, supervisor
+from skyrl_tx.launch.engine_process import EngineEnd, EngineLost
+from skyrl_tx.process import failpoints
+from skyrl_tx.server import app
+from skyrl_tx.server import context as api_context
+from skyrl_tx.server.context import ApiContext
+from skyrl_tx.server.http.body import BodyLimits
+from skyrl_tx.server.identity.authentication import authenticate_request
+from skyrl_tx.server.routes import futures as future_routes
+from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import futures
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError
@@ -48,7 +49,7 @@ IDLE_PERIODS = {
     ("skyrl_tx.engine.watchdog", "_PERIOD_S"): _IDLE_S,
     ("skyrl_tx.engine.engine", "_MAX_WAIT_S"): _IDLE_S,
     ("skyrl_tx.engine.engine", "_PRUNE_PERIOD_S"): _IDLE_S,
-    ("skyrl_tx.api.long_poll", "_WAIT_S"): _IDLE_S,
+    ("skyrl_tx.server.http.long_poll", "_WAIT_S"): _IDLE_S,
     ("skyrl_tx.store.sqlite", "_POLL_S"): _IDLE_S,
 }
 
@@ -204,7 +205,7 @@ def _run(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 class EngineProcess:
-    """The engine as its supervisor sees it, see `skyrl_tx.engine_process.EngineProcess`."""
+    """The engine as its supervisor sees it, see `skyrl_tx.launch.engine_process.EngineProcess`."""
 
     def __init__(self, world: "World", loop: EventLoop, parent: Process) -> None:
         self._world = world

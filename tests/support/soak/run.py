@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from skyrl_tx.process_setup import raise_file_limit
+from skyrl_tx.process.setup import raise_file_limit
 from tests.support.database_rows import rows, size_bytes
 from tests.support.live_server import LiveServer
 from tests.support.postgresql_server import PostgresqlServer

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tx import failpoints
 from skyrl_tx.artifacts import ArtifactCorrupt, ArtifactMissing, ArtifactsUnreachable, Identity
 from skyrl_tx.artifacts import place as places
 from skyrl_tx.artifacts.bucket import Bucket
 from skyrl_tx.artifacts.objects import ObjectArtifacts
 from skyrl_tx.contract.errors import CapacityError
 from skyrl_tx.contract.ids import ArtifactId
+from skyrl_tx.process import failpoints
 
 Open = Callable[..., ObjectArtifacts]
 CHECKPOINT = {"base_model": "tiny", "model_id": "s:train:0", "kind": "weights", "name": "a"}

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from skyrl_tx.backends.composed import Agreement, compose
-from skyrl_tx.backends.vllm import SAMPLER
 from skyrl_tx.contract.backend import AbstractBackend, BackendSpec, Snapshot, StatePart
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.contract.state_files import CONFIG_FILE
+from skyrl_tx.integrations.vllm import SAMPLER
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.vllm_world import FAKE, World

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from skyrl_tx.backends.composed import ComposedBackend, compose
-from skyrl_tx.backends.vllm import SAMPLER
 from skyrl_tx.contract.backend import BackendSpec, Snapshot
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.errors import BackendLost, CapacityError
 from skyrl_tx.contract.ids import RequestId, SamplerId
 from skyrl_tx.contract.results import SampleDelta, TrainerGap
+from skyrl_tx.integrations.vllm import SAMPLER
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.vllm_stub import VllmStub

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from skyrl_tx.backends.composed import ComposedBackend, compose
-from skyrl_tx.backends.vllm import SAMPLER
 from skyrl_tx.contract.backend import BackendSpec
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import RequestId, SamplerId
 from skyrl_tx.contract.requests import PromptOptions
 from skyrl_tx.contract.results import SampleDelta
+from skyrl_tx.integrations.vllm import SAMPLER
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.vllm_stub import VllmStub

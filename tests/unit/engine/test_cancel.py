@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from skyrl_tx.api import engine_status
-from skyrl_tx.api.engine_status import AdmissionControl
-from skyrl_tx.api.errors import ApiError
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.results import Failure
+from skyrl_tx.server.errors import ApiError
+from skyrl_tx.server.monitoring import engine_status
+from skyrl_tx.server.monitoring.engine_status import AdmissionControl
 from skyrl_tx.store import cancellations
 from skyrl_tx.store.engine_state import REQUEST_BYTES
 from skyrl_tx.store.futures import Submitted

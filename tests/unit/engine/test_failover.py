@@ -6,8 +6,8 @@ import threading
 import pytest
 from sqlmodel import Session, delete, update
 
-from skyrl_tx.api.long_poll import ResultWatcher
 from skyrl_tx.contract.ids import SamplingSessionId
+from skyrl_tx.server.http.long_poll import ResultWatcher
 from skyrl_tx.store import completions
 from skyrl_tx.store.tables import AnswerCounterRow, RequestRow
 from tests.support.engine_harness import EngineHarness, sample

@@ -12,13 +12,13 @@ import pytest
 from sqlalchemy import Engine, event
 from sqlalchemy.exc import OperationalError
 
-from skyrl_tx.api.engine_status import EngineHealth
 from skyrl_tx.artifacts import LocalArtifacts
 from skyrl_tx.contract import requests, results
 from skyrl_tx.contract.errors import CapacityError, ErrorCategory
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath
 from skyrl_tx.contract.requests import SaveWeights
 from skyrl_tx.engine.request_log import DeliveryAttempts
+from skyrl_tx.server.monitoring.engine_status import EngineHealth
 from skyrl_tx.store import checkpoints, futures
 from skyrl_tx.store.errors import StoreBlocked
 from tests.support.engine_harness import EngineHarness, datum, forward_backward, optim_step, sample

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from skyrl_tx import failpoints
 from skyrl_tx.artifacts import LocalArtifacts, local
 from skyrl_tx.contract.ids import ArtifactId, CheckpointPath
 from skyrl_tx.contract.requests import SaveWeights
+from skyrl_tx.process import failpoints
 from skyrl_tx.store import checkpoints, identity, models, samplers
 from skyrl_tx.store.database import Store
 from tests.support.engine_harness import EngineHarness, forward_backward, optim_step, sample

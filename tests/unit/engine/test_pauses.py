@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from sqlmodel import select
 
+from skyrl_tx.apps.teams import usage
+from skyrl_tx.apps.teams.usage import Work
 from skyrl_tx.contract.backend import Pass
 from skyrl_tx.contract.errors import ErrorCategory, UserError
 from skyrl_tx.contract.results import Failure, PromptResult, SampledSequence, SampleOutput
@@ -18,12 +20,11 @@ from skyrl_tx.engine.accounts import Accounts
 from skyrl_tx.engine.pauses import Pauses
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.room import Room
-from skyrl_tx.store import audit, engine_state, futures, quotas, sessions, totals, usage
+from skyrl_tx.store import audit, engine_state, futures, quotas, sessions, totals
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.quota_view import QuotaView
 from skyrl_tx.store.quotas import Subject
 from skyrl_tx.store.tables import OverQuota, RequestRow
-from skyrl_tx.store.usage import Work
 from skyrl_tx.testing.fake.backend import FakeBackend
 from tests.support.engine_harness import EngineHarness, datum, forward_backward, optim_step, sample
 from tests.support.waiting import until

@@ -6,7 +6,6 @@ from msgspec import UNSET, structs
 from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
 from tinker.proto.response_conv import deserialize_forward_backward_output
 
-from skyrl_tx.api.responses import pass_message
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.ids import ModelId, RequestId
@@ -14,6 +13,7 @@ from skyrl_tx.contract.requests import PromptOptions, SamplingParams
 from skyrl_tx.contract.results import MeanTerm, PassResult, PromptResult, SampleDelta, SampleOutput, TopK, TrainerGap
 from skyrl_tx.engine import prepare
 from skyrl_tx.engine.sample_output import SampleAssembler
+from skyrl_tx.server.http.responses import pass_message
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.engine_harness import datum, forward_backward, sample

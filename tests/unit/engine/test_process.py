@@ -11,13 +11,14 @@ import time
 import httpx
 import pytest
 
-from skyrl_tx import engine_process, threads
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.backends.registry import find_backend
 from skyrl_tx.contract.backend import BackendSpec
 from skyrl_tx.contract.errors import BackendLost, UserError
-from skyrl_tx.engine_process import EngineEnd, EngineLaunch, EngineLost, EngineProcess, run_engine
-from skyrl_tx.process_setup import CannotServe
+from skyrl_tx.launch import engine_process
+from skyrl_tx.launch.engine_process import EngineEnd, EngineLaunch, EngineLost, EngineProcess, run_engine
+from skyrl_tx.process import threads
+from skyrl_tx.process.setup import CannotServe
 from skyrl_tx.store import engine_state, futures, models
 from skyrl_tx.store.database import Store, StoreInUse
 from skyrl_tx.store.tables import EngineStateRow

@@ -6,9 +6,10 @@ from functools import partial
 import pytest
 from sqlmodel import func, select
 
+from skyrl_tx.apps.history import points
 from skyrl_tx.contract import codec, requests
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId
-from skyrl_tx.store import futures, models, points, sessions
+from skyrl_tx.store import futures, models, sessions
 from skyrl_tx.store.futures import NewRequest, RequestPruned
 from skyrl_tx.store.tables import ModelRow, PrunedRow, RequestRow, SamplingSessionRow, SessionRow, SnapshotRow
 from tests.support.engine_harness import OWNER, EngineHarness, forward_backward, optim_step, sample

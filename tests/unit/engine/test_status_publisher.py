@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from skyrl_tx.api.engine_status import EngineHealth
 from skyrl_tx.engine.status_publisher import StatusPublisher
+from skyrl_tx.server.monitoring.engine_status import EngineHealth
 from skyrl_tx.store.database import Store
 
 

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from skyrl_tx.api.engine_status import EngineHealth
 from skyrl_tx.engine import activity as activity_module
 from skyrl_tx.engine import status_publisher, watchdog
 from skyrl_tx.engine.activity import LoopActivity, monitored
 from skyrl_tx.engine.watchdog import Watchdog
+from skyrl_tx.server.monitoring.engine_status import EngineHealth
 from skyrl_tx.store import engine_state
 from skyrl_tx.testing.fake.backend import FakeBackend
 from tests.support.engine_harness import EngineHarness, forward_backward

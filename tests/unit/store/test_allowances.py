@@ -2,12 +2,13 @@
 
 import pytest
 
+from skyrl_tx.apps.teams import usage
+from skyrl_tx.apps.teams.usage import Work
 from skyrl_tx.contract.ids import ArtifactId, CheckpointKind, ModelId, SessionId
-from skyrl_tx.store import allowances, audit, checkpoints, models, quotas, sessions, usage
+from skyrl_tx.store import allowances, audit, checkpoints, models, quotas, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.quotas import Account, Subject
 from skyrl_tx.store.tables import CheckpointRow, ModelRow
-from skyrl_tx.store.usage import Work
 
 DAY = 20_000 * 86_400.0
 NOON = DAY + 43_200

@@ -9,7 +9,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 from sqlmodel import Session
 
-from skyrl_tx import threads
+from skyrl_tx.process import threads
 from skyrl_tx.store import sessions
 from skyrl_tx.store.database import Store, StoreError, StoreInUse
 

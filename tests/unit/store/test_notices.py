@@ -28,7 +28,7 @@ def test_warnings_and_errors_are_kept_and_nothing_else(store: Store) -> None:
     with recorded_notices(store, "api"):
         log.info("all is well")
         log.warning("disk is %d %% full", 93)
-        logging.getLogger("skyrl_tx.supervisor").error("engine exited")
+        logging.getLogger("skyrl_tx.launch.supervisor").error("engine exited")
         until(lambda: len(store.read(notices.newest)) == 2, within_s=10)
     last, first = store.read(notices.newest)
     assert (first.process, first.level, first.text) == ("api", "warning", "disk is 93 % full")

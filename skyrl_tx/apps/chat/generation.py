@@ -1,0 +1,201 @@
+"""One running sample request, read as deltas: tokens, text and log-probabilities, each exactly once."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Literal
+
+import numpy as np
+from anyio import to_thread
+from sqlmodel import Session
+
+from skyrl_tx.apps.chat.detokenize import SampleText
+from skyrl_tx.apps.chat.streams import Stream
+from skyrl_tx.contract import codec
+from skyrl_tx.contract.arrays import Float32Array, Int32Array
+from skyrl_tx.contract.errors import ErrorCategory
+from skyrl_tx.contract.ids import RequestId
+from skyrl_tx.contract.results import Failure, PromptResult, SampledSequence, SampleOutput, TopK
+from skyrl_tx.server.context import ApiContext
+from skyrl_tx.server.errors import ApiError
+from skyrl_tx.server.http.long_poll import Notification
+from skyrl_tx.server.identity.authentication import Principal
+from skyrl_tx.store import cancellations, futures, partials
+
+_LOOK_EVERY_S = 20.0
+"""Notifications are not lost; this bounds the wait should one be."""
+_CANCELLED = Failure(message="cancelled: the client disconnected", category=ErrorCategory.USER)
+_AWAY = {"Retry-After": "5"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a sample ended; `stop_string` is the stop string that it met, if it met one."""
+
+    reason: Literal["stop", "length"]
+    stop_string: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """New tokens of sample `index`: token_ids int32 [n], logprobs float32 [n], topk [n, k] if requested.
+
+    `text` is what became certain with them; it may be of earlier tokens. `finish` comes with the last delta.
+    """
+
+    index: int
+    token_ids: Int32Array
+    logprobs: Float32Array
+    topk: TopK | None
+    text: str
+    finish: Finish | None = None
+
+
+class _Sample:
+    """The part of one sample that was sent."""
+
+    def __init__(self, text: SampleText) -> None:
+        self.text = text
+        self.sent: list[int] = []
+
+    def num_known(self, start: int, tokens: Int32Array) -> int | None:
+        """Return how many of the tokens from `start` were sent; None if some before them were not.
+
+        Raises ApiError 500 if others were sent.
+        """
+        if start > len(self.sent):  # a slice could not be written; its tokens come with the result
+            return None
+        known = min(len(self.sent) - start, len(tokens))
+        if self.sent[start : start + known] != tokens[:known].tolist():
+            raise ApiError(
+                HTTPStatus.INTERNAL_SERVER_ERROR,
+                "the engine was restarted and its sample is no longer the one that was sent so far; try again",
+            )
+        return known
+
+
+class Generation:
+    """A submitted sample request. Iterate `deltas` to its end, or call `close`, which cancels it."""
+
+    def __init__(
+        self,
+        context: ApiContext,
+        caller: Principal,
+        request_id: RequestId,
+        texts: Sequence[SampleText],
+        *,
+        completed: Notification,
+        changed: asyncio.Event,
+        stream: Stream | None,
+        resources: ExitStack,
+    ) -> None:
+        """`resources` holds the subscription and the stream. `changed` is set when either has news."""
+        self.request_id = request_id
+        self.num_tokens = 0
+        """Sampled tokens so far."""
+        self.prompt_result = PromptResult()
+        """Results about the prompt, once complete."""
+        self._context = context
+        self._caller = caller
+        self._samples = [_Sample(text) for text in texts]
+        self._completed = completed
+        self._changed = changed
+        self._stream = stream
+        self._resources = resources
+        self._is_over = False
+
+    async def deltas(self) -> AsyncGenerator[Delta]:
+        """Yield the deltas of all samples, those of each in order. Raises ApiError if the request fails."""
+        try:
+            while not self._is_over:
+                await self._wait()
+                for partial in [] if self._stream is None else self._stream.take():
+                    known = self._samples[partial.sample_index].num_known(partial.start, partial.tokens)
+                    if known is not None and known < len(partial.tokens):
+                        yield self._delta(
+                            partial.sample_index, partial.tokens, partial.logprobs, partial.topk, first=known
+                        )
+                if self._completed.done() or time.monotonic() >= self._look_at:
+                    output = await self._output()
+                    for index, sequence in enumerate([] if output is None else output.sequences):
+                        yield self._last(index, sequence)
+        finally:
+            self.close()
+
+    async def _wait(self) -> None:
+        self._look_at = time.monotonic() + _LOOK_EVERY_S
+        try:
+            async with asyncio.timeout(_LOOK_EVERY_S):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+        self._changed.clear()
+
+    def _delta(self, index: int, tokens: Int32Array, logprobs: Float32Array, topk: TopK | None, *, first: int) -> Delta:
+        sample, new = self._samples[index], tokens[first:]
+        sample.sent += new.tolist()
+        self.num_tokens += len(new)
+        if topk is not None:
+            topk = TopK(token_ids=topk.token_ids[first:], logprobs=topk.logprobs[first:])
+        text = sample.text.feed(new.tolist())
+        return Delta(index=index, token_ids=new, logprobs=logprobs[first:], topk=topk, text=text)
+
+    def _last(self, index: int, sequence: SampledSequence) -> Delta:
+        """Return what is left of a complete sample."""
+        sample = self._samples[index]
+        padded = np.pad(sequence.tokens, (0, max(0, len(sample.sent) - len(sequence.tokens))), constant_values=-1)
+        first = sample.num_known(0, padded) or 0
+        delta = self._delta(index, sequence.tokens, sequence.logprobs, sequence.topk, first=first)
+        text = delta.text + sample.text.finish()
+        matched = sample.text.matched
+        reason = "stop" if matched is not None else sequence.stop_reason
+        return Delta(
+            index=index,
+            token_ids=delta.token_ids,
+            logprobs=delta.logprobs,
+            topk=delta.topk,
+            text=text,
+            finish=Finish(reason, matched),
+        )
+
+    async def _output(self) -> SampleOutput | None:
+        """Read the result; None if there is none yet. Raises ApiError for a failure or an ended key."""
+        state = await to_thread.run_sync(
+            lambda: self._context.store.read(lambda tx: futures.result(tx, self.request_id, self._caller.owner)),
+            limiter=self._context.result_readers,
+        )
+        if state.status == "open":
+            if self._context.results.is_closed:
+                raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is shutting down; try again", _AWAY)
+            if self._completed.done() and not self._completed.result():
+                raise ApiError(HTTPStatus.UNAUTHORIZED, "X-API-Key: the key was revoked or has expired")
+            return None
+        self._is_over = True
+        if state.result is None:
+            raise ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, f"the result of {self.request_id} is gone or damaged")
+        result = codec.decode(state.result)
+        self._context.results.mark_fetched(self.request_id)
+        if isinstance(result, Failure):
+            is_user = result.category is ErrorCategory.USER
+            raise ApiError(HTTPStatus.BAD_REQUEST if is_user else HTTPStatus.INTERNAL_SERVER_ERROR, result.message)
+        assert isinstance(result, SampleOutput)
+        self.prompt_result = result.prompt
+        return result
+
+    def close(self) -> None:
+        """Release the subscription, and cancel the request unless it is complete. Idempotent; never waits."""
+        self._resources.close()
+        if self._is_over:
+            return
+        self._is_over = True
+        failure, store, owner = codec.encode(_CANCELLED), self._context.store, self._caller.owner
+
+        def cancel(tx: Session) -> None:
+            cancellations.cancel(tx, self.request_id, owner, failure, time.time())
+            futures.mark_fetched(tx, [self.request_id], time.time())  # no one will
+            partials.delete_of(tx, self.request_id)
+
+        store.write_soon(cancel)

@@ -1,0 +1,78 @@
+"""The field `model` of the OpenAI and Anthropic endpoints: which weights a name means."""
+
+import time
+from dataclasses import dataclass
+
+from sqlmodel import Session
+
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId
+from skyrl_tx.server.errors import ApiError, not_found
+from skyrl_tx.server.identity import access
+from skyrl_tx.server.identity.authentication import Principal
+from skyrl_tx.server.settings import ApiSettings
+from skyrl_tx.server.submission.translate.weights import sampler_path
+from skyrl_tx.server.submission.validation import shown
+from skyrl_tx.store import checkpoints
+from skyrl_tx.store.tables import CheckpointRow
+
+_SCHEME = "tinker://"
+_MAX_LISTED = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The weights that a client named: those of a checkpoint, or the base model's."""
+
+    name: str
+    base_model: str
+    path: CheckpointPath | None = None
+
+
+def resolve(tx: Session, caller: Principal, settings: ApiSettings, name: str) -> Weights:
+    """Return the weights of a name. Raises ApiError 404 if the caller may read none of that name.
+
+    A name is one of the served model, a `tinker://` path of sampler weights, `base;path`, or a run's id, which means
+    its newest sampler checkpoint.
+    """
+    base, _, path_text = name.rpartition(";")
+    public = settings.public_model_name
+    if base:
+        _known(settings, base)
+    if path_text.startswith(_SCHEME):
+        try:
+            path = sampler_path(path_text)
+        except UserError as error:
+            raise _no_model(name, settings, error.message) from error
+        access.readable_checkpoint(tx, caller, path)
+        return Weights(name, public, path)
+    if base:
+        raise _no_model(name, settings, f"{shown(path_text)} is not a tinker:// path")
+    if ":train:" not in name:
+        return Weights(name, _known(settings, name))
+    saved = access.readable_run(tx, caller, ModelId(name), time.time()).saved
+    sampling = [row for row in saved if row.kind == CheckpointKind.SAMPLER]
+    if not sampling:
+        raise not_found(f"model {shown(name)}: the run has no sampler checkpoint; save_weights_for_sampler makes one")
+    return Weights(name, public, sampling[-1].path)
+
+
+def _known(settings: ApiSettings, name: str) -> str:
+    try:
+        return settings.known_model_name(name)
+    except UserError as error:
+        raise _no_model(name, settings) from error
+
+
+def _no_model(name: str, settings: ApiSettings, reason: str = "") -> ApiError:
+    served = ", ".join(map(repr, settings.offered_names))
+    return not_found(
+        f"model {shown(name)} does not exist{f': {reason}' if reason else ''}; this server serves {served}, runs by "
+        "their id, and sampler checkpoints by their tinker:// path"
+    )
+
+
+def listed(tx: Session, caller: Principal) -> list[CheckpointRow]:
+    """Return the caller's sampler checkpoints, the newest first."""
+    rows, _ = checkpoints.list_owned(tx, caller.owner, _MAX_LISTED, 0, time.time())
+    return [row for row in rows if row.kind == CheckpointKind.SAMPLER]

@@ -1,0 +1,214 @@
+"""Starts samples for everyone who wants text: the OpenAI and Anthropic endpoints, and the console.
+
+Two calls: `start` with a `ChatRequest`, then `Generation.deltas`.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from http import HTTPStatus
+
+import numpy as np
+from fastapi.concurrency import run_in_threadpool
+from msgspec import UNSET
+
+from skyrl_tx.apps.chat.detokenize import SampleText
+from skyrl_tx.apps.chat.generation import Generation
+from skyrl_tx.apps.chat.limits import EngineLimits, Limits
+from skyrl_tx.apps.chat.resolve import Weights
+from skyrl_tx.apps.chat.streams import PartialStreams
+from skyrl_tx.apps.chat.text import Decoder, ModelText
+from skyrl_tx.contract import requests
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.requests import PromptOptions, SamplingParams
+from skyrl_tx.server.context import ApiContext
+from skyrl_tx.server.errors import ApiError
+from skyrl_tx.server.identity import direct_sessions
+from skyrl_tx.server.identity.authentication import Principal
+from skyrl_tx.server.submission import submission
+from skyrl_tx.server.submission.submission import Submission
+from skyrl_tx.server.submission.translate.sampling import MAX_SAMPLES
+from skyrl_tx.server.submission.validation import require
+from skyrl_tx.store import futures, sessions
+from skyrl_tx.store.quotas import Subject
+
+_AWAY = {"Retry-After": "5"}
+_MAX_TOTAL = 4096
+"""The most samples of one call, over all its prompts."""
+
+
+class ContextTooLong(UserError):
+    """The prompt, or the prompt with the new tokens, does not fit into the context."""
+
+    def __init__(self, num_prompt: int, max_tokens: int | None, limit: int) -> None:
+        asked = "" if max_tokens is None else f" and asks for {max_tokens} new ones"
+        super().__init__(f"the context has {limit} tokens; the prompt has {num_prompt}{asked}: shorten it")
+        self.num_prompt = num_prompt
+        self.limit = limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """One prompt, int32 tokens, and how to continue it.
+
+    `params` and `options` are those of any sample. `kind` is one of `sessions.SERVER_SESSIONS`. `extra_stop_tokens`
+    end a sample in addition to the model's own, and with them are no part of its text unless `keep_stop`.
+    """
+
+    weights: Weights
+    prompt: Sequence[int]
+    params: SamplingParams
+    options: PromptOptions = field(default_factory=PromptOptions)
+    num_samples: int = 1
+    is_streamed: bool = False
+    keep_stop: bool = False
+    skip_special: bool = True
+    needs_text: bool = True
+    """False: without a tokenizer the text is empty, and no error."""
+    is_private: bool = False
+    """True: the samples are not kept for people to read with those of the run."""
+    kind: str = sessions.OPENAI
+
+
+class _NoText:
+    """Stands for the tokenizer of a model that has none."""
+
+    def text_of(self, tokens: Sequence[int], *, skip_special: bool) -> str:
+        """Return no text."""
+        return ""
+
+
+class ChatService:
+    """The part of the API process that turns prompts into text. Created with the application."""
+
+    def __init__(self, context: ApiContext) -> None:
+        settings = context.settings
+        self.context = context
+        self.text = ModelText(settings)
+        self.engine_limits = EngineLimits(context.store)
+        self.streams = PartialStreams(context.store, settings.max_streams)
+        context.results.add_reader(self.streams.read)
+
+    @property
+    def limits(self) -> Limits:
+        """The engine's limits; reads the database now and then."""
+        return self.engine_limits.current()
+
+    async def start(self, caller: Principal, request: ChatRequest) -> Generation:
+        """Submit a request; raises ApiError or UserError if it cannot be. The caller must end the generation."""
+        return (await self.start_all(caller, [request]))[0]
+
+    async def start_all(self, caller: Principal, wanted: Sequence[ChatRequest]) -> list[Generation]:
+        """Submit several requests; if one cannot be, none runs."""
+        report = await self.context.engine.recent_report()
+        if report.problem is not None:
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, report.problem, _AWAY)
+        for pause in report.pauses:
+            if pause.limit == "sample_tokens_per_day" and pause.quota_subject == Subject("owner", caller.owner):
+                # The clients' libraries would send the request again and again until the day ends.
+                headers = {"Retry-After": "60", "X-Should-Retry": "false"}
+                raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, pause.reason, headers, reason="quota")
+        total = sum(request.num_samples for request in wanted)
+        require(1 <= total <= min(_MAX_TOTAL, MAX_SAMPLES), f"n: {total} samples in all, at most {_MAX_TOTAL}")
+        started: list[Generation] = []
+        try:
+            for request in wanted:
+                started.append(await self._start(caller, request))
+        except BaseException:
+            for generation in started:
+                generation.close()
+            raise
+        return started
+
+    async def _start(self, caller: Principal, request: ChatRequest) -> Generation:
+        context = self.context
+        key = f"chat/{secrets.token_hex(16)}"
+        request_id = futures.request_id(key)
+        changed = asyncio.Event()
+        with ExitStack() as stack:
+            completed = stack.enter_context(context.results.subscribe(request_id, caller.key_id))
+            completed.add_done_callback(lambda _: changed.set())
+            stream = None
+            if request.is_streamed and not request.options.wants_prompt:
+                stream = self.streams.open(request_id, changed.set)
+                stack.callback(self.streams.close, request_id)
+            texts = await run_in_threadpool(self._submit, caller, request, key, is_streamed=stream is not None)
+            return Generation(
+                context,
+                caller,
+                request_id,
+                texts,
+                completed=completed,
+                changed=changed,
+                stream=stream,
+                resources=stack.pop_all(),
+            )
+
+    def check_length(self, num_prompt: int, max_tokens: int | None) -> None:
+        """Raise ContextTooLong if a prompt and its new tokens do not fit."""
+        limit = self.limits.max_context_length
+        if limit is not None and num_prompt + (1 if max_tokens is None else max_tokens) > limit:
+            raise ContextTooLong(num_prompt, max_tokens, limit)
+
+    def _submit(self, caller: Principal, request: ChatRequest, key: str, *, is_streamed: bool) -> list[SampleText]:
+        """Store the request. Runs in a thread."""
+        self.check_length(len(request.prompt), request.params.max_tokens)
+        texts = self._texts(request)
+        store, admission = self.context.store, self.context.admission
+        prompt = np.asarray(request.prompt, np.int32)
+        with admission.reserved(caller.owner, prompt.nbytes):
+            submitted = None
+            sample = Submission.of(requests.Rejected(kind="sample", message=""))
+            while submitted is None:  # the session may end while it is used
+                weights = request.weights
+                row = direct_sessions.sampling_session(store, caller, request.kind, weights.base_model, weights.path)
+                sample = Submission.of(
+                    requests.Sample(
+                        prompt=prompt,
+                        num_samples=request.num_samples,
+                        sampler=row.sampler_id,
+                        params=request.params,
+                        options=request.options,
+                        is_private=request.is_private or UNSET,
+                    )
+                )
+                quotas = self.context.quotas.sampling(caller.owner, caller.key_id, row.session_id, "", sample.request)
+                with quotas as note_stored:
+                    engine = admission.engine_for(row.sampling_session_id)
+                    submitted = store.write(
+                        lambda tx, row=row, sample=sample, engine=engine: submission.to_sampler(
+                            tx, row, caller.owner, None, key, sample, is_streamed=is_streamed, engine=engine
+                        )
+                    )
+                    if submitted is not None:
+                        note_stored()
+        admission.record(caller.owner, submitted, len(sample.body))
+        return texts
+
+    def _texts(self, request: ChatRequest) -> list[SampleText]:
+        """Return the texts of the samples. Raises UserError if the model has no tokenizer and text is wanted."""
+        decoder: Decoder = self.text if request.needs_text or self.text.has_tokenizer else _NoText()
+        if decoder is self.text:
+            self.text.check()
+        stop_tokens = frozenset(request.params.stop_token_ids)
+        if request.params.eos_stops:
+            stop_tokens |= self.limits.eos_token_ids
+        return [
+            SampleText(
+                decoder,
+                stops=request.params.stop_strings,
+                stop_tokens=stop_tokens,
+                keep_stop=request.keep_stop,
+                skip_special=request.skip_special,
+            )
+            for _ in range(request.num_samples)
+        ]
+
+
+def with_stop_token(params: SamplingParams, token: int | None) -> SamplingParams:
+    """Return parameters with one more stop token, unless not even EOS stops."""
+    if token is None or not params.eos_stops or token in params.stop_token_ids:
+        return params
+    return replace(params, stop_token_ids=(*params.stop_token_ids, token))

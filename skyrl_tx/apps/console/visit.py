@@ -1,0 +1,136 @@
+"""One request to the console as its pages see it, and what they return."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, TypeVar
+from urllib.parse import urlencode
+
+from sqlmodel import Session
+from starlette.requests import Request
+from starlette.responses import Response
+
+from skyrl_tx.apps.console.login import ConsoleSessions, Visitor
+from skyrl_tx.server.context import ApiContext
+from skyrl_tx.server.errors import bad_request
+from skyrl_tx.server.identity.authentication import Principal
+
+T = TypeVar("T")
+_MAX_OFFSET = 10_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page to render: a template with its values."""
+
+    template: str
+    values: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    status: HTTPStatus = HTTPStatus.OK
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One authenticated request for a page, or one form."""
+
+    context: ApiContext
+    sessions: ConsoleSessions
+    visitor: Visitor
+    request: Request
+    form: Mapping[str, Sequence[str]]
+    now: float
+
+    @property
+    def caller(self) -> Principal:
+        """The principal that looks at the page."""
+        return self.visitor.principal
+
+    @property
+    def path(self) -> Mapping[str, str]:
+        """The variable parts of the path, by name."""
+        return self.request.path_params
+
+    def read(self, work: Callable[[Session], T]) -> T:
+        """Run a query."""
+        return self.context.store.read(work)
+
+    def write(self, work: Callable[[Session], T]) -> T:
+        """Run a transaction and wait for its commit."""
+        return self.context.store.write(work)
+
+    def query(self, name: str, default: str = "") -> str:
+        """Return a parameter of the address, cut to a length that no honest one has."""
+        return self.request.query_params.get(name, default)[:500]
+
+    def whole(self, name: str, default: int, *, least: int = 0, most: int = _MAX_OFFSET) -> int:
+        """Return a parameter of the address as a whole number. Raises ApiError 400 naming it."""
+        return _whole(name, self.query(name), default, least, most)
+
+    def field(self, name: str, default: str = "") -> str:
+        """Return a field of the form, without spaces around it."""
+        return self.form.get(name, [default])[-1].strip()
+
+    def fields(self, name: str) -> Sequence[str]:
+        """Return all values of a field of the form."""
+        return self.form.get(name, [])
+
+    def address(self, **changes: object) -> str:
+        """Return the address of this page with other parameters; None removes one."""
+        parameters = {**self.request.query_params, **changes}
+        kept = {name: value for name, value in parameters.items() if value is not None}
+        return self.request.url.path + ("?" + urlencode(kept) if kept else "")
+
+
+def _whole(name: str, text: str, default: int, least: int, most: int) -> int:
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) < 18) or not least <= int(text) <= most:
+        raise bad_request(f"{name}: {text[:50]!r} is not a whole number from {least} to {most}")
+    return int(text)
+
+
+Handler = Callable[[Visit], Page | Response]
+
+
+class PageTable:
+    """The pages of one module: method, path and handler of each."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[str, str, Handler]] = []
+
+    def get(self, path: str) -> Callable[[Handler], Handler]:
+        """Add a page."""
+        return self._add("GET", path)
+
+    def post(self, path: str) -> Callable[[Handler], Handler]:
+        """Add a form, which only visitors who may change something can send."""
+        return self._add("POST", path)
+
+    def _add(self, method: str, path: str) -> Callable[[Handler], Handler]:
+        def add(handler: Handler) -> Handler:
+            self.entries.append((method, path, handler))
+            return handler
+
+        return add
+
+
+@dataclass(frozen=True, slots=True)
+class Pager:
+    """Which part of a list a page shows, and the addresses of the parts before and after it."""
+
+    first: int
+    last: int
+    total: int
+    before: str | None
+    after: str | None
+
+    @classmethod
+    def of(cls, visit: Visit, offset: int, limit: int, shown: int, total: int) -> "Pager":
+        """Return the pager of a list that shows `shown` of `total` rows from `offset` on."""
+        return cls(
+            first=offset + 1 if shown else 0,
+            last=offset + shown,
+            total=total,
+            before=visit.address(offset=max(offset - limit, 0) or None) if offset else None,
+            after=visit.address(offset=offset + limit) if offset + shown < total else None,
+        )

@@ -1,0 +1,151 @@
+"""Metrics that only the client knows: checks them, finds the model that they belong to, and stores them."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from sqlmodel import Session
+
+from skyrl_tx.apps.history import logged
+from skyrl_tx.apps.history.logged import Logged, LoggedRun
+from skyrl_tx.apps.history.schemas import MAX_METRICS, MAX_NAME_LENGTH, MAX_STEP, Values
+from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.server.identity.access import spec_of
+from skyrl_tx.store import models
+from skyrl_tx.store.database import Store, existing
+from skyrl_tx.store.tables import ModelRow, SessionRow
+
+ACTIVE_S = 600.0
+"""The time since a model's last request for which new metrics may be its own."""
+CLIENT_RUN = "client"
+"""The name of logged runs whose metrics name their model themselves."""
+_POINTS_PER_TRANSACTION = 500
+"""So that other writes wait only briefly."""
+_MAX_CONFIG_NAMES = 256
+_MAX_CONFIG_CHARS = 2**15
+_NON_FINITE = frozenset({"NaN", "Infinity", "-Infinity"})
+"""Text that loggers send for numbers that JSON does not have."""
+_MODEL_NAMES = "model_id", "training_run_id"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunMetrics:
+    """Points of one logged run, and how its model is found: named, or sought among the owner's active ones."""
+
+    run: LoggedRun
+    points: Sequence[Logged]
+    config: Mapping[str, object] | None = None
+    model_id: ModelId | None = None
+    seeks_model: bool = False
+
+
+def metrics_of_model(owner: str, model_id: ModelId, points: Sequence[Logged] = ()) -> RunMetrics:
+    """Return metrics whose model the client named."""
+    run = LoggedRun(owner=owner, project="", key=model_id, name=CLIENT_RUN)
+    return RunMetrics(run=run, points=points, model_id=model_id)
+
+
+def store_metrics(store: Store, metrics: RunMetrics, now: float) -> int:
+    """Store points of a logged run; return how many are new. Raises UserError if the owner has too many runs."""
+
+    def work(tx: Session, points: Sequence[Logged]) -> int:
+        row = logged.open_run(
+            tx,
+            metrics.run,
+            now,
+            config=metrics.config,
+            model_id=metrics.model_id,
+            seeks_model=metrics.seeks_model,
+        )
+        if row.seeks_model:
+            found = candidates(tx, metrics.run, row.config, now)
+            if found:
+                logged.set_model(tx, row, found[0].model_id if len(found) == 1 else None)
+        return logged.add_points(tx, row, points, now)
+
+    return sum(store.write(lambda tx, part=part: work(tx, part)) for part in _parts(metrics.points))
+
+
+def candidates(tx: Session, run: LoggedRun, config: Mapping[str, object], now: float) -> list[ModelRow]:
+    """Return the models of its owner that a logged run with this config may train.
+
+    A config that names a model of the owner decides. Otherwise these are the active ones, without those of another LoRA
+    rank than the config has; of these, the ones whose session has the run's name, if there are such.
+    """
+    for name in _MODEL_NAMES:
+        value = config.get(name)
+        if isinstance(value, str) and models.owner(tx, ModelId(value)) == run.owner:
+            row = models.get(tx, ModelId(value))
+            return [] if row is None else [row]
+    rank = config.get("lora_rank")
+    found = [row for row in models.active(tx, run.owner, now - ACTIVE_S) if rank in (None, spec_of(row).lora.rank)]
+    # The cookbook names the session and the logged run alike if it gets a `wandb_name`.
+    return [row for row in found if existing(tx, SessionRow, row.session_id).display_name == run.name] or found
+
+
+def as_object(value: object) -> Mapping[str, object]:
+    """Return a JSON object; an empty one for any other value."""
+    return cast(Mapping[str, object], value) if isinstance(value, dict) else {}
+
+
+def as_list(value: object) -> Sequence[object]:
+    """Return a JSON list; an empty one for any other value."""
+    return cast(list[object], value) if isinstance(value, list) else ()
+
+
+def readable_values(metrics: Mapping[str, object]) -> Values:
+    """Return the numbers among logged values, with None for NaN and infinity; others and surplus names are left out."""
+    values: Values = {}
+    for name, value in metrics.items():
+        if len(values) == MAX_METRICS:
+            break
+        if readable_name(name) is None:
+            continue
+        if isinstance(value, bool | int | float):
+            values[name] = _finite(value)
+        elif isinstance(value, str) and value in _NON_FINITE:
+            values[name] = None
+    return values
+
+
+def readable_name(value: object) -> str | None:
+    """Return a logged name; None for what is no text, too long, or not storable in every database."""
+    if isinstance(value, str) and 0 < len(value) <= MAX_NAME_LENGTH and "\0" not in value:
+        return value
+    return None
+
+
+def readable_step(value: object) -> int | None:
+    """Return a logged step; None for anything but an integer that JSON readers keep."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MAX_STEP:
+        return value
+    return None
+
+
+def readable_config(value: object) -> dict[str, object]:
+    """Return the scalars of a logged config, within bounds; other parts are left out."""
+    config: dict[str, object] = {}
+    num_chars = 0
+    for name, part in as_object(value).items():
+        if isinstance(part, int | float) and _finite(part) is None:
+            continue
+        if isinstance(part, str | int | float):
+            num_chars += len(name) + (len(part) if isinstance(part, str) else 20)
+            if len(config) == _MAX_CONFIG_NAMES or num_chars > _MAX_CONFIG_CHARS:
+                break
+            config[name] = part
+    return config
+
+
+def _finite(value: float) -> float | None:
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _parts(points: Sequence[Logged]) -> Iterator[Sequence[Logged]]:
+    for start in range(0, len(points), _POINTS_PER_TRANSACTION):
+        yield points[start : start + _POINTS_PER_TRANSACTION]

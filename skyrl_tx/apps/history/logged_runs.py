@@ -1,0 +1,31 @@
+"""Joining logged runs to training runs by hand, for the endpoint and for the page of a run."""
+
+from sqlmodel import Session
+
+from skyrl_tx.apps.history import logged
+from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.server.errors import bad_request, not_found
+from skyrl_tx.server.identity import access
+from skyrl_tx.server.identity.authentication import Principal
+from skyrl_tx.store import models
+from skyrl_tx.store.history_tables import LoggedRunRow
+
+
+def visible(tx: Session, caller: Principal, logged_run_id: int) -> LoggedRunRow:
+    """Find a logged run. Raises ApiError 404 if the caller has none of this id."""
+    row = logged.get_run(tx, logged_run_id)
+    if row is None or not caller.acts_for(row.owner):
+        raise not_found(f"logged run {logged_run_id} does not exist")
+    return row
+
+
+def join(tx: Session, caller: Principal, logged_run_id: int, run_id: str | None) -> None:
+    """Join a logged run to a training run of the same owner, or with None to none. Raises ApiError 400 or 404."""
+    row = visible(tx, caller, logged_run_id)
+    if run_id is None:
+        logged.set_model(tx, row, None)
+        return
+    model_id = access.model(tx, caller, ModelId(run_id)).model_id
+    if models.owner(tx, model_id) != row.owner:
+        raise bad_request(f"training_run_id {model_id!r}: it belongs to another owner than the logged run")
+    logged.set_model(tx, row, model_id)

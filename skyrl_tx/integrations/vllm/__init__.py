@@ -1,0 +1,18 @@
+"""The entry point of the sampler on vLLM servers. Importing it does not import httpx."""
+
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.sampler import Sampler, SamplerSpec
+from skyrl_tx.integrations.vllm.config import VllmConfig
+
+
+def _load() -> type[Sampler]:
+    try:
+        from skyrl_tx.integrations.vllm.sampler import VllmSampler
+    except ModuleNotFoundError as error:
+        if error.name != "httpx":
+            raise
+        raise UserError("--sampler vllm: httpx is not installed: pip install 'skyrl_tx[vllm]'") from error
+    return VllmSampler
+
+
+SAMPLER = SamplerSpec(config=VllmConfig, load=_load)

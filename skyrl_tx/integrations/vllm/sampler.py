@@ -1,0 +1,221 @@
+"""VllmSampler: the engine's calls on one side, an event loop with one stream for each sample on the other."""
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Collection, Coroutine
+from concurrent.futures import Future
+from dataclasses import replace
+from itertools import count, islice
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from skyrl_tx.contract.backend import Snapshot
+from skyrl_tx.contract.batches import PreparedSampleBatch
+from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.contract.errors import CapacityError, RequestError, UserError
+from skyrl_tx.contract.ids import RequestId, SamplerId
+from skyrl_tx.contract.meters import Meters
+from skyrl_tx.contract.results import SampleDelta
+from skyrl_tx.contract.sampler import Sampler
+from skyrl_tx.integrations.vllm import wire
+from skyrl_tx.integrations.vllm.adapter_files import Adapter, AdapterDirectory
+from skyrl_tx.integrations.vllm.config import VllmConfig
+from skyrl_tx.integrations.vllm.own_server import OwnServer, find_command
+from skyrl_tx.integrations.vllm.probe import probe
+from skyrl_tx.integrations.vllm.server import Refused, ServerLost, VllmServer
+from skyrl_tx.integrations.vllm.streams import RemoteSample, Streams
+from skyrl_tx.integrations.vllm.watch import ServerWatch
+from skyrl_tx.process.threads import ServiceThread
+
+_log = logging.getLogger(__name__)
+_WAIT_S = 0.02
+"""How long `step_sample` waits if nothing has come: training goes on meanwhile."""
+_CLOSE_S = 5.0
+
+T = TypeVar("T")
+_Key = tuple[RequestId, int]
+
+
+class VllmSampler(Sampler):
+    """Samples on vLLM servers.
+
+    The engine's thread owns the table of open samples. A sample that leaves it has no more deltas, whatever its stream
+    still brings.
+    """
+
+    def __init__(self, base_model: str, config: BaseModel) -> None:
+        assert isinstance(config, VllmConfig)
+        self._base_model = base_model
+        self._config = config
+        self._own_server: OwnServer | None = None
+        self._open: dict[_Key, RemoteSample] = {}
+        self._adapters: dict[SamplerId, Adapter] = {}
+        self._arrived: deque[tuple[RemoteSample, SampleDelta]] = deque()
+        self._has_arrived = threading.Event()
+        self._numbers = count()
+        self._servers: list[VllmServer] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+        if config.url is None:
+            find_command(config)  # raises before the trainer takes minutes to start
+
+    def start(self, trainer: Capabilities) -> Capabilities:
+        """See Sampler. Waits for the servers; starts one if none is named."""
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells every request
+        self._directory = AdapterDirectory(self._config.adapter_dir)
+        if self._config.url is None:
+            try:
+                self._own_server = OwnServer(self._config, self._base_model, trainer, self._directory.path)
+            except UserError:
+                self._directory.close()
+                raise
+            self._config = self._own_server.config
+        self._loop = asyncio.new_event_loop()
+        self._thread = ServiceThread("vllm-streams", self._loop.run_forever)
+        self._thread.start()
+        self._servers = self._start(self._make_servers()).result()
+        check = (lambda: None) if self._own_server is None else self._own_server.check
+        checks = probe(self._servers, self._config, trainer, self._directory.is_abandoned, check)
+        found = self._start(checks).result()
+        if self._own_server is not None:
+            self._own_server.was_ready = True
+        self._streams = Streams(
+            self._servers,
+            self._config,
+            self._arrive,
+            base_model=found.base_model,
+            eos_token_ids=trainer.eos_token_ids,
+        )
+        self._watch = ServerWatch(self._servers, self._config)
+        self._start(self._watch.run())
+        return found.capabilities
+
+    def close(self) -> None:
+        """See Sampler."""
+        try:
+            self._close_streams()
+        finally:
+            if self._own_server is not None:
+                self._own_server.close()
+
+    def _close_streams(self) -> None:
+        if self._loop is None:
+            return
+        loop, self._loop = self._loop, None
+        asyncio.run_coroutine_threadsafe(self._end(), loop).result(_CLOSE_S)
+        loop.call_soon_threadsafe(loop.stop)
+        self._thread.join(_CLOSE_S)
+        loop.close()
+        self._open.clear()
+        self._directory.close()
+
+    def load_sampler(self, sampler: SamplerId, source: Snapshot) -> None:
+        """See SamplingBackend. Files are written in another thread; each server loads them before its first sample."""
+        if sampler not in self._adapters:
+            if len(self._adapters) >= self._config.max_adapters:
+                raise CapacityError(f"all {self._config.max_adapters} places for adapters on vLLM are taken")
+            name = f"{self._directory.path.name}-{next(self._numbers)}"
+            self._adapters[sampler] = adapter = Adapter(name, source, self._directory)
+            self._start(self._write(adapter))
+
+    def drop_sampler(self, sampler: SamplerId) -> None:
+        """See SamplingBackend."""
+        adapter = self._adapters.pop(sampler, None)
+        if adapter is not None:
+            self._start(self._drop(adapter))
+
+    def begin_sample(self, batch: PreparedSampleBatch) -> None:
+        """See SamplingBackend. Raises UserError for what vLLM cannot sample."""
+        for request in batch.requests:
+            wire.check_sample(request, renormalizes=self._config.filtered_logprobs == "renormalized")
+        for request in batch.requests:
+            adapter = None if request.sampler is None else self._adapters[request.sampler]
+            for index in range(request.first_index, request.first_index + request.num_samples):
+                sample = RemoteSample(request=request, index=index, adapter=adapter)
+                self._open[request.request_id, index] = sample
+                sample.task = self._start(self._streams.run(sample))
+
+    def step_sample(self) -> list[SampleDelta]:
+        """See SamplingBackend. Returns all that has come; if nothing has, waits a moment."""
+        if not self._open:
+            return []
+        self._has_arrived.wait(_WAIT_S)
+        self._has_arrived.clear()
+        deltas: list[SampleDelta] = []
+        while self._arrived:
+            sample, delta = self._arrived.popleft()
+            key = delta.request_id, delta.index
+            if self._open.get(key) is not sample:  # cancelled or ended meanwhile
+                continue
+            if delta.stop_reason is not None or delta.error is not None:
+                del self._open[key]
+            deltas.append(delta)
+        return deltas or [sample.delta() for sample in islice(self._open.values(), 1)]
+
+    def cancel_sample(self, request_ids: Collection[RequestId]) -> None:
+        """See SamplingBackend. The end of a stream ends its sample on the server."""
+        for key in [key for key in self._open if key[0] in request_ids]:
+            self._end_stream(key)
+
+    def end_sample(self, request_id: RequestId, index: int) -> None:
+        """See SamplingBackend."""
+        if (request_id, index) in self._open:
+            self._end_stream((request_id, index))
+
+    @property
+    def is_away(self) -> bool:
+        """See Sampler."""
+        return self._watch.num_lost == len(self._servers)
+
+    def meters(self, trainer: Meters) -> Meters:
+        """See Sampler."""
+        return replace(
+            trainer,
+            outage=self._watch.describe(),
+            sampler_servers=len(self._servers),
+            sampler_servers_lost=self._watch.num_lost,
+        )
+
+    def _end_stream(self, key: _Key) -> None:
+        if (task := self._open.pop(key).task) is not None:
+            task.cancel()
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    # In the event loop
+
+    def _arrive(self, sample: RemoteSample, delta: SampleDelta) -> None:
+        self._arrived.append((sample, delta))
+        self._has_arrived.set()
+
+    async def _make_servers(self) -> list[VllmServer]:
+        return [VllmServer(url, self._config) for url in self._config.urls]
+
+    async def _write(self, adapter: Adapter) -> None:
+        try:
+            await adapter.directory()
+        except (RequestError, OSError) as error:  # its samples try again, and report the error
+            _log.warning("adapter %s cannot be written: %s", adapter.name, error)
+
+    async def _drop(self, adapter: Adapter) -> None:
+        """Unload an adapter from all servers and remove its files."""
+        for server in self._servers:
+            try:
+                await server.drop(adapter.name)
+            except (ServerLost, Refused) as error:
+                _log.warning("%s keeps adapter %s: %s", server.url, adapter.name, error)
+        await adapter.remove()
+
+    async def _end(self) -> None:
+        this = asyncio.current_task()
+        tasks = [task for task in asyncio.all_tasks() if task is not this]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for server in self._servers:
+            await server.close()

@@ -1,0 +1,194 @@
+"""One vLLM server over HTTP: its adapters, and what its responses mean. Used by one event loop."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from skyrl_tx.integrations.vllm.config import VllmConfig
+from skyrl_tx.integrations.vllm.wire import error_of
+
+_DOWN_S = 2.0
+"""How long a server that was lost gets no samples that another one can take."""
+_MAX_LINE_BYTES = 16 * 2**20
+_BROKEN_STATUSES = frozenset({502, 503, 504})
+"""The server, or what a proxy expects there, is not ready: for any call."""
+_LOST_STATUSES = _BROKEN_STATUSES | {500}
+"""A sample gets 500 from a server whose engine has ended, but the load of an adapter gets it for a bad adapter."""
+
+
+class ServerLost(Exception):
+    """A server does not respond, or stopped in the middle. The call may succeed later, here or on another server."""
+
+
+class Refused(Exception):
+    """A server refuses a call, and would again."""
+
+
+class AdapterMissing(Exception):
+    """A server does not know an adapter (any more)."""
+
+
+@dataclass(slots=True)
+class _Loading:
+    """Whether a server has an adapter, and the lock of the call that loads it."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    is_loaded: bool = False
+
+
+class VllmServer:
+    """The calls of one server. Each raises ServerLost, Refused or AdapterMissing."""
+
+    def __init__(self, url: str, config: VllmConfig) -> None:
+        """Connect to nothing. Must be called in the event loop."""
+        headers = {"Authorization": f"Bearer {config.api_key.get_secret_value()}"} if config.api_key else {}
+        timeout = httpx.Timeout(config.silence_timeout_s, connect=config.connect_timeout_s)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        # A proxy of the environment is for the internet, not for these servers.
+        self._client = httpx.AsyncClient(
+            base_url=url, headers=headers, timeout=timeout, limits=limits, trust_env=False, follow_redirects=False
+        )
+        self.url = url
+        self._load_timeout_s = config.load_timeout_s
+        self._adapters: dict[str, _Loading] = {}
+        self._down_until = 0.0
+        self._ping_timeout_s = config.connect_timeout_s
+        self._lost_since: float | None = None
+        self.lost_reason = ""
+        """Why the last call that failed did, in a word."""
+        self.num_open = 0
+        """Samples that are open on this server."""
+
+    @property
+    def is_down(self) -> bool:
+        """Whether a call has failed a short time ago."""
+        return time.monotonic() < self._down_until
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds since the first of the calls that have all failed; 0 if the last one has not. For any thread."""
+        since = self._lost_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    async def ping(self) -> None:
+        """Ask whether the server is there. Another status than those of a broken one will do."""
+        await self._call("GET", "/health", None, self._ping_timeout_s)
+
+    async def close(self) -> None:
+        """Close all connections, which ends the samples on the server."""
+        await self._client.aclose()
+
+    async def get(self, path: str, timeout_s: float) -> Any:
+        """Return the content of a GET."""
+        return _content(await self._call("GET", path, None, timeout_s))
+
+    async def is_route(self, path: str) -> bool:
+        """Whether the server has a route, which refuses an empty body. Without it the response names no error."""
+        response = await self._call("POST", path, {}, None)
+        return "error" in _content(response)
+
+    async def generate(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the whole response of `/inference/v1/generate`."""
+        response = await self._call("POST", "/inference/v1/generate", body, None)
+        self._check(response.status_code, response.text)
+        return _content(response)
+
+    async def stream(self, body: Mapping[str, Any]) -> AsyncIterator[str]:
+        """Yield the lines of a streamed response of `/inference/v1/generate`."""
+        try:
+            async with self._client.stream("POST", "/inference/v1/generate", json=body) as response:
+                if response.status_code != 200:
+                    text = (await response.aread()).decode(errors="replace")
+                    self._check(response.status_code, text)
+                self._note_works()
+                async for line in response.aiter_lines():
+                    if len(line) > _MAX_LINE_BYTES:
+                        raise Refused(f"a line of {len(line)} characters")
+                    yield line
+        except (httpx.HTTPError, httpx.StreamError) as error:
+            raise self._lost(error) from error
+
+    async def ensure(self, name: str, directory: Path) -> None:
+        """Load an adapter, if this server does not have it."""
+        loading = self._adapters.setdefault(name, _Loading())
+        async with loading.lock:
+            if loading.is_loaded:
+                return
+            body = {"lora_name": name, "lora_path": str(directory)}
+            response = await self._call("POST", "/v1/load_lora_adapter", body, self._load_timeout_s)
+            if response.status_code != 200:
+                message = error_of(response.text)
+                if response.status_code == 400 and "already been loaded" in message:  # by a call that was cut off
+                    loading.is_loaded = True
+                    return
+                raise Refused(f"the adapter cannot be loaded (HTTP {response.status_code}): {message}")
+            loading.is_loaded = True
+
+    def forget(self, name: str) -> None:
+        """Note that the server does not have an adapter any more."""
+        if (loading := self._adapters.get(name)) is not None:
+            loading.is_loaded = False
+
+    async def drop(self, name: str) -> None:
+        """Unload an adapter, if the server has it."""
+        loading = self._adapters.pop(name, None)
+        if loading is not None and loading.is_loaded:
+            await self.unload(name)
+
+    async def unload(self, name: str) -> None:
+        """Unload an adapter by name. The server may not have it."""
+        response = await self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, self._load_timeout_s)
+        if response.status_code not in (200, 404):
+            raise Refused(f"the adapter cannot be unloaded: {error_of(response.text)}")
+
+    async def _call(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None
+    ) -> httpx.Response:
+        timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else timeout_s
+        try:
+            response = await self._client.request(method, path, json=body, timeout=timeout)
+        except httpx.HTTPError as error:
+            raise self._lost(error) from error
+        if response.status_code in _BROKEN_STATUSES:
+            raise self._lost(f"HTTP {response.status_code}: {error_of(response.text)}")
+        self._note_works()
+        return response
+
+    def _note_works(self) -> None:
+        self._down_until, self._lost_since = 0.0, None
+
+    def _check(self, status: int, text: str) -> None:
+        """Raise what a response of `generate` means, unless it is a result."""
+        if status == 200:
+            return
+        message = error_of(text)
+        if status in _LOST_STATUSES:
+            raise self._lost(f"HTTP {status}: {message}")
+        if status == 404 and "does not exist" in message:
+            raise AdapterMissing(message)
+        raise Refused(f"HTTP {status}: {message}")
+
+    def _lost(self, error: Exception | str) -> ServerLost:
+        now = time.monotonic()
+        self._down_until = now + _DOWN_S
+        if self._lost_since is None:
+            self._lost_since = now
+        self.lost_reason = type(error).__name__ if isinstance(error, Exception) else error.partition(":")[0]
+        if isinstance(error, httpx.TimeoutException):
+            return ServerLost(f"vLLM at {self.url} did not respond in time ({type(error).__name__})")
+        reason = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else error
+        return ServerLost(f"vLLM at {self.url} is not there: {' '.join(reason.split())}")
+
+
+def _content(response: httpx.Response) -> Any:
+    """Return the JSON of a response, or an empty mapping."""
+    try:
+        return response.json()
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return {}

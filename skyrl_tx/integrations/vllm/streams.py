@@ -1,0 +1,196 @@
+"""One sample as a stream of a server, which begins again when the server is lost."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from msgspec import structs
+
+from skyrl_tx.contract.batches import SampleRequest
+from skyrl_tx.contract.errors import RequestError
+from skyrl_tx.contract.results import PromptResult, SampleDelta
+from skyrl_tx.integrations.vllm import wire
+from skyrl_tx.integrations.vllm.adapter_files import Adapter
+from skyrl_tx.integrations.vllm.config import VllmConfig
+from skyrl_tx.integrations.vllm.pool import affinity, choose
+from skyrl_tx.integrations.vllm.server import AdapterMissing, Refused, ServerLost, VllmServer
+from skyrl_tx.integrations.vllm.wire import Chunk, WireError
+
+_log = logging.getLogger(__name__)
+_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 2.0
+
+
+class SampleFailed(Exception):
+    """The sample cannot be drawn; the message is for the client."""
+
+
+@dataclass(slots=True, eq=False)
+class RemoteSample:
+    """One sample, and what the engine has got of it."""
+
+    request: SampleRequest
+    index: int
+    adapter: Adapter | None
+    """None: the base model."""
+    tokens: list[int] = field(default_factory=list[int])
+    num_restarts: int = 0
+    """How often it began again after its first tokens."""
+    prompt: PromptResult | None = None
+    task: "Future[None] | None" = None
+    """The work that draws it."""
+
+    @property
+    def wants_prompt(self) -> bool:
+        """Whether the sample has to bring results about the prompt, and does not have them."""
+        return self.index == 0 and self.request.options.wants_prompt and self.prompt is None
+
+    def delta(self, *, error: str | None = None) -> SampleDelta:
+        """Return a delta without tokens."""
+        none = np.zeros(0, np.int32)
+        return SampleDelta(
+            request_id=self.request.request_id,
+            index=self.index,
+            tokens=none,
+            logprobs=none.astype(np.float32),
+            error=error,
+        )
+
+
+class Streams:
+    """Runs samples on servers, in one event loop."""
+
+    def __init__(
+        self,
+        servers: Sequence[VllmServer],
+        config: VllmConfig,
+        emit: Callable[[RemoteSample, SampleDelta], None],
+        *,
+        base_model: str,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        """`emit` receives the new tokens of samples, and their failures."""
+        self._servers = servers
+        self._config = config
+        self._emit = emit
+        self._base_model = base_model
+        self._eos_token_ids = eos_token_ids
+        self.num_restarts = 0
+        """Samples that began again because a server was lost."""
+
+    async def run(self, sample: RemoteSample) -> None:
+        """Draw a sample to its end. A failure is its last delta."""
+        try:
+            await self._run(sample)
+        except SampleFailed as error:
+            self._emit(sample, sample.delta(error=str(error)))
+        except RequestError as error:
+            self._emit(sample, sample.delta(error=error.message))
+        except OSError as error:
+            self._emit(sample, sample.delta(error=f"the adapter cannot be written for vLLM: {error.strerror}"))
+        except Exception as error:  # one sample must not end the others
+            _log.error("a sample on vLLM failed", exc_info=error)
+            self._emit(sample, sample.delta(error=f"internal error of the sampler: {type(error).__name__}"))
+
+    async def _run(self, sample: RemoteSample) -> None:
+        lost_at, backoff_s, has_reloaded = 0.0, _BACKOFF_S, False
+        while True:
+            num_tokens = len(sample.tokens)
+            server = choose(self._servers, affinity(sample.request))
+            server.num_open += 1
+            try:
+                await self._run_on(server, sample)
+                return
+            except AdapterMissing as error:
+                if has_reloaded:
+                    raise SampleFailed(f"vLLM at {server.url} does not keep the adapter: {error}") from error
+                has_reloaded = True
+                continue
+            except Refused as error:
+                raise SampleFailed(f"vLLM at {server.url} refused the sample: {error}") from error
+            except (ServerLost, WireError) as error:
+                now = time.monotonic()
+                if len(sample.tokens) > num_tokens:  # it had worked meanwhile
+                    lost_at, backoff_s, has_reloaded = 0.0, _BACKOFF_S, False
+                lost_at = lost_at or now
+                self._check_again(sample, error, lost_s=now - lost_at)
+                if sample.tokens:
+                    sample.num_restarts += 1
+                self.num_restarts += 1
+            finally:
+                server.num_open -= 1
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    def _check_again(self, sample: RemoteSample, error: Exception, *, lost_s: float) -> None:
+        """Raise SampleFailed if a sample has waited long enough, or has started often enough."""
+        if sample.num_restarts >= self._config.max_restarts and sample.tokens:
+            raise SampleFailed(f"the sample began {sample.num_restarts + 1} times and did not end: {error}")
+        if lost_s >= self._config.outage_timeout_s:
+            raise SampleFailed(
+                f"no vLLM server drew the sample for {lost_s:.0f} s: {error}; send the request again later"
+            )
+        _log.warning("a sample begins again after %d tokens: %s", len(sample.tokens), error)
+
+    async def _run_on(self, server: VllmServer, sample: RemoteSample) -> None:
+        request, adapter, model = sample.request, sample.adapter, self._base_model
+        if adapter is not None:
+            await server.ensure(adapter.name, await adapter.directory())
+            model = adapter.name
+        try:
+            if sample.wants_prompt:
+                content = await server.generate(wire.prompt_body(request, model=model))
+                sample.prompt = wire.prompt_result(content, request.prompt, request.options)
+            body = wire.sample_body(
+                request,
+                sample.index,
+                model=model,
+                eos_token_ids=self._eos_token_ids,
+                stream_tokens=self._config.stream_tokens,
+            )
+            await self._follow(server, sample, body)
+        except AdapterMissing:
+            if adapter is not None:
+                server.forget(adapter.name)
+            raise
+
+    async def _follow(self, server: VllmServer, sample: RemoteSample, body: dict[str, object]) -> None:
+        """Emit what a stream brings. A sample that began again first brings what the engine has already."""
+        num_repeated = 0
+        async for line in server.stream(body):
+            chunk = wire.read_event(line, sample.request.options.sample_topk)
+            if chunk is None:
+                continue
+            known = sample.tokens[num_repeated : num_repeated + chunk.tokens.size]
+            if chunk.tokens[: len(known)].tolist() != known:
+                raise SampleFailed(
+                    f"vLLM at {server.url} was lost after {len(sample.tokens)} tokens of the sample, and its seed gave "
+                    "other tokens when it began again; send the request again"
+                )
+            num_repeated += chunk.tokens.size
+            self._take(sample, chunk, skip=len(known))
+            if chunk.stop_reason is not None:
+                return
+        raise ServerLost(f"vLLM at {server.url} ended the stream before the sample")
+
+    def _take(self, sample: RemoteSample, chunk: Chunk, skip: int) -> None:
+        tokens = chunk.tokens[skip:]
+        if not tokens.size and chunk.stop_reason is None:
+            return
+        topk = chunk.topk
+        if topk is not None:
+            topk = replace(topk, token_ids=topk.token_ids[skip:], logprobs=topk.logprobs[skip:])
+        delta = structs.replace(
+            sample.delta(),
+            tokens=tokens,
+            logprobs=chunk.logprobs[skip:],
+            stop_reason=chunk.stop_reason,
+            topk=topk,
+            prompt=None if sample.tokens else sample.prompt,
+        )
+        sample.tokens.extend(tokens.tolist())
+        self._emit(sample, delta)

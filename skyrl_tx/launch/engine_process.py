@@ -1,0 +1,485 @@
+"""The engine as a process: in the foreground, or as a child that never outlives its parent."""
+
+import asyncio
+import faulthandler
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from pydantic import BaseModel
+from sqlmodel import Session
+
+from skyrl_tx.artifacts import ArtifactsUnreachable, open_artifacts
+from skyrl_tx.backends.composed import compose
+from skyrl_tx.backends.hosts.calls import Welcome
+from skyrl_tx.backends.hosts.channel import LeaderLost
+from skyrl_tx.backends.hosts.following import follow
+from skyrl_tx.backends.hosts.leading import LeadingBackend
+from skyrl_tx.backends.hosts.settings import HostsSettings
+from skyrl_tx.backends.registry import find_backend, find_sampler
+from skyrl_tx.contract.backend import AbstractBackend, BackendSpec
+from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.contract.errors import BackendLost, RequestError
+from skyrl_tx.engine.engine import Engine
+from skyrl_tx.engine.meters import EngineMeters
+from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.process.exposition import MetricsSocket, render, served_at, socket_path
+from skyrl_tx.process.setup import (
+    CannotServe,
+    LogFormat,
+    LogLevel,
+    configure_logging,
+    enable_huge_pages,
+    tune_garbage_collection,
+)
+from skyrl_tx.process.signals import enable_stack_dumps, handle_signals
+from skyrl_tx.process.threads import EXIT_STATUS, ServiceThread, end_process_on_failure
+from skyrl_tx.store import engine_state, futures
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreInUse, StoreUnreachable
+from skyrl_tx.store.notices import recorded_notices
+from skyrl_tx.store.writer import RetryPolicy
+
+_log = logging.getLogger(__name__)
+
+_OPEN_AGAIN_S = 1.0
+FULL_COLLECTION_AFTER = 20
+"""See `tune_garbage_collection`."""
+_RECORD_S = 5.0
+STUCK_STATUS = 75
+"""Exit status of an engine that ends because a call does not return (EX_TEMPFAIL of sysexits.h)."""
+MIN_INTERPRETER_TIMEOUT_S = 30.0
+"""Calls that load libraries and weights may keep the interpreter's lock for seconds."""
+
+
+_CRASH_SIGNALS = {
+    signal.SIGSEGV,
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGSYS,
+    signal.SIGTRAP,
+}
+"""Signals that a process causes itself. Others come from outside, also SIGKILL unless memory was exhausted."""
+
+
+class EngineLost(Exception):
+    """The backend or the database was lost; a new process continues from the log."""
+
+
+_EXPECTED_ERRORS = (RequestError, StoreError, StoreInUse, OSError, ValueError)
+"""Errors caused by a wrong path, model or setting; their message suffices without a traceback."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLaunch:
+    """Arguments of an engine process; pickled for the child, so backend and sampler are given by name."""
+
+    settings: EngineSettings
+    backend: str
+    backend_config: BaseModel
+    log_level: LogLevel
+    log_format: LogFormat = "text"
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Variables of a child's environment, such as those that choose its devices."""
+    hosts: HostsSettings = field(default_factory=HostsSettings)
+    """Several hosts that hold the model together. A rank above 0 runs no engine: it follows that of rank 0."""
+    sampler: str | None = None
+    sampler_config: BaseModel | None = None
+    sampler_check_share: float = 0.0
+    sampler_falls_back: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineEnd:
+    """Reason for the end of an engine process."""
+
+    message: str
+    is_final: bool
+    """Whether the settings are wrong or the data directory is in use, so that a restart would fail in the same way."""
+    is_crash: bool
+    """Whether the engine's own work ended it; False for a kill from outside and for a lost database."""
+    was_killed: bool = False
+    """Whether a signal from outside ended it."""
+    was_unreachable: bool = False
+    """Whether the database or the object store could not be reached, which may pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlace:
+    """The machine and the process in which an engine runs.
+
+    A container that starts again has the host name and the process id of before, so `boot_id` says which run it is.
+    """
+
+    host: str
+    pid: int
+    boot_id: str
+
+
+class EngineProcess:
+    """Handle of an engine in a child process."""
+
+    def __init__(self, launch: EngineLaunch) -> None:
+        """Start the child; its messages are received by `wait`."""
+        enable_huge_pages(os.environ)  # inherited by the child
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, child_end = spawn.Pipe()
+        self._num_memory_kills = _num_memory_kills()
+        self._boot_id = engine_state.new_boot_id()
+        arguments = launch, child_end, self._boot_id
+        self._process = spawn.Process(target=_run_child, args=arguments, name="skyrl-tx engine")
+        # Ctrl-C in a terminal signals the whole process group. SIGINT is blocked in the child: the parent stops it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        # Only the child holds its end now, so that the pipe breaks when either process ends, in whatever way.
+        child_end.close()
+        _log.info("engine process %d started", self.place.pid)
+
+    @property
+    def place(self) -> EnginePlace:
+        """The machine, the process id and the run of the child."""
+        assert self._process.pid is not None  # it has been started
+        return EnginePlace(socket.gethostname(), self._process.pid, self._boot_id)
+
+    async def wait(self, on_ready: Callable[[Capabilities], None]) -> EngineEnd:
+        """Wait for the end of the child and return its reason; calls `on_ready` when the engine is ready."""
+        end: EngineEnd | None = None
+        while (message := await _receive(self._pipe)) is not None:
+            if isinstance(message, Capabilities):
+                on_ready(message)
+            else:
+                end = message
+        await asyncio.to_thread(self._process.join)
+        self._pipe.close()
+        return end or _end_by_exit(self._process.exitcode or 0, _num_memory_kills() > self._num_memory_kills)
+
+    def request_stop(self) -> None:
+        """Ask the engine to finish its step, take its snapshots and exit."""
+        with suppress(OSError):  # it has ended
+            self._pipe.send("stop")
+
+    def kill(self) -> None:
+        """Kill the child; every acknowledged request is on disk."""
+        self._process.kill()
+
+
+async def _receive(pipe: Connection) -> Capabilities | EngineEnd | None:
+    """Wait for the child's next message: it is ready, or why it ends. None once it has ended."""
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(pipe.fileno(), readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(pipe.fileno())
+    try:
+        return pipe.recv()
+    except (EOFError, OSError):
+        return None
+
+
+def _end_by_exit(exit_code: int, was_memory_exhausted: bool) -> EngineEnd:
+    """Return the end of a process that sent no reason: its exit code, or a signal's negative number."""
+    if exit_code == EXIT_STATUS:
+        message = "one of its threads ended; its log says why"
+        return EngineEnd(message=message, is_final=False, is_crash=False)
+    if exit_code == 0:
+        return EngineEnd(message="stopped by a signal", is_final=False, is_crash=False, was_killed=True)
+    if exit_code > 0:
+        return EngineEnd(message=f"exited with status {exit_code}", is_final=False, is_crash=True)
+    number = signal.Signals(-exit_code)
+    is_memory = number is signal.SIGKILL and was_memory_exhausted
+    message = f"killed by {number.name}" + (
+        ", because the machine or its cgroup had no free memory" if is_memory else ""
+    )
+    is_crash = is_memory or number in _CRASH_SIGNALS
+    return EngineEnd(message=message, is_final=False, is_crash=is_crash, was_killed=not is_crash)
+
+
+def _num_memory_kills() -> int:
+    """Return how many processes the kernel has killed because memory was exhausted; 0 where it does not tell."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()  # the counter includes kills within a cgroup
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+
+def run_in_foreground(launch: EngineLaunch, on_ready: Callable[[Capabilities], None]) -> None:
+    """Run the engine in this process until a signal; a second one exits at once. Raises CannotServe."""
+    boot_id = engine_state.new_boot_id()
+    try:
+        _run(launch, boot_id, on_ready, _end_in_foreground, second_signal_exits=True)
+    except Exception as error:
+        end = _end_by(error)
+        if end.is_crash:
+            with closing(open_store(launch.settings, threading.Event())) as store:
+                store.write(lambda tx: record_end(tx, boot_id, is_crash=True))
+        if launch.hosts.size > 1:
+            _log.critical("%s", end.message)
+            os._exit(1)  # at its exit JAX would wait for the other hosts
+        raise CannotServe(end.message) from error
+
+
+def record_end(tx: Session, boot_id: str, *, is_crash: bool) -> None:
+    """Record the end of a run of an engine: a crash counts for the request that ran alone.
+
+    A run that has published no status has run nothing. One whose number another engine has now counts for nothing.
+    """
+    if (number := engine_state.number_of(tx, boot_id)) is not None:
+        futures.record_end(tx, is_crash=is_crash, engine=number)
+
+
+def _run_child(launch: EngineLaunch, parent: Connection, boot_id: str) -> None:
+    """Run the engine as a child; the entry point of its process."""
+    os.environ.update(launch.environment)
+    configure_logging("engine", launch.log_level, launch.log_format)
+    enable_stack_dumps()
+    end_process_on_failure()
+    ServiceThread("follow-parent", lambda: _follow_parent(parent)).start()
+
+    def on_stuck(store: Store, reason: str) -> None:
+        parent.send(EngineEnd(message=reason, is_final=False, is_crash=True))
+        _end_stuck_process(reason)
+
+    try:
+        _run(launch, boot_id, parent.send, on_stuck, second_signal_exits=False)
+        if launch.hosts.rank > 0:
+            parent.send(EngineEnd(message="host 0 has stopped", is_final=False, is_crash=False))
+    except Exception as error:
+        parent.send(_end_by(error))
+        if launch.hosts.size > 1:
+            os._exit(1)  # at its exit JAX would wait for the other hosts
+        sys.exit(1)
+
+
+def _follow_parent(parent: Connection) -> None:
+    """Stop on the parent's request, and exit when the parent ends."""
+    try:
+        while True:
+            parent.recv()
+            os.kill(os.getpid(), signal.SIGTERM)
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def _run(
+    launch: EngineLaunch,
+    boot_id: str,
+    on_ready: Callable[[Capabilities], None],
+    on_stuck: Callable[[Store, str], object],
+    *,
+    second_signal_exits: bool,
+) -> None:
+    tune_garbage_collection(full_after=FULL_COLLECTION_AFTER)
+    if launch.hosts.rank > 0:
+        _follow(launch.hosts, on_ready)
+        return
+    backend, config = find_backend(launch.backend), launch.backend_config
+    if launch.sampler is not None and launch.sampler_config is not None:
+        backend, config = compose(
+            backend,
+            config,
+            find_sampler(launch.sampler),
+            launch.sampler_config,
+            check_share=launch.sampler_check_share,
+            falls_back=launch.sampler_falls_back,
+        )
+    with _interpreter_watchdog(launch.settings.step_timeout_s):
+        run_engine(
+            launch.settings,
+            backend,
+            config,
+            on_ready,
+            on_stuck,
+            boot_id=boot_id,
+            over_hosts=partial(_over_hosts, launch),
+            second_signal_exits=second_signal_exits,
+        )
+
+
+def _over_hosts(launch: EngineLaunch, backend: AbstractBackend, on_lost: Callable[[str], object]) -> AbstractBackend:
+    """Return the backend as rank 0 of several hosts; as it is on one host."""
+    if launch.hosts.size == 1:
+        return backend
+    welcome = Welcome(
+        backend=launch.backend,
+        base_model=launch.settings.base_model,
+        config=launch.backend_config.model_dump_json().encode(),
+    )
+    return LeadingBackend(backend, launch.hosts, welcome, on_lost=on_lost)
+
+
+def _follow(hosts: HostsSettings, on_ready: Callable[[Capabilities], None]) -> None:
+    """Repeat the calls of rank 0 in this process, which SIGTERM ends at once. Raises EngineLost with rank 0."""
+    try:
+        follow(hosts, on_ready=on_ready, on_lost=_end_stuck_process)
+    except LeaderLost as error:
+        raise EngineLost(str(error)) from error
+
+
+def _end_in_foreground(store: Store, reason: str) -> None:
+    """Record the crash, which no parent does, and end this process."""
+    with suppress(StoreError, TimeoutError):  # the next engine finds out by itself
+        store.write_soon(lambda tx: futures.record_end(tx, is_crash=True, engine=store.engine)).result(_RECORD_S)
+    _end_stuck_process(reason)
+
+
+def _end_stuck_process(reason: str) -> None:
+    """End this process at once, because a call of the backend does not return; log the stacks of all threads."""
+    _log.critical("%s; this process ends, and the next one continues from the log. All stacks:", reason)
+    faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
+    os._exit(STUCK_STATUS)
+
+
+@contextmanager
+def _interpreter_watchdog(timeout_s: float) -> Generator[None]:
+    """End this process, with all stacks, when no Python code has run for a time. 0: never.
+
+    A call that keeps the interpreter's lock stops every thread that could notice it, except faulthandler's, which is
+    written in C. As long as Python code runs, its timer starts again and again.
+    """
+    ended = threading.Event()
+    log = sys.__stderr__ or sys.stderr
+    limit_s = max(timeout_s, MIN_INTERPRETER_TIMEOUT_S)
+
+    def restart_timer() -> None:
+        while not ended.wait(min(1.0, limit_s / 4)):
+            faulthandler.dump_traceback_later(limit_s, exit=True, file=log)
+
+    thread = ServiceThread("interpreter-watchdog", restart_timer)
+    if timeout_s:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if timeout_s:
+            thread.join()
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _end_by(error: Exception) -> EngineEnd:
+    """Return the end that an error causes, with a message of one line; logs the traceback of an unexpected error."""
+    message = " ".join(str(error).split())
+    if isinstance(error, _EXPECTED_ERRORS) and message:
+        _log.debug("the engine failed", exc_info=error)
+    else:
+        _log.error("the engine failed", exc_info=error)
+        message = f"{type(error).__name__}: {message}"
+    return EngineEnd(
+        message=message,
+        is_final=not isinstance(error, EngineLost),
+        is_crash=not isinstance(error.__cause__ or error, (StoreError, StoreInUse, OSError)),
+        was_unreachable=isinstance(error.__cause__, (StoreUnreachable, ArtifactsUnreachable)),
+    )
+
+
+def run_engine(
+    settings: EngineSettings,
+    spec: BackendSpec,
+    backend_config: BaseModel,
+    on_ready: Callable[[Capabilities], None] = lambda _: None,
+    on_stuck: Callable[[Store, str], object] = lambda _store, _reason: None,
+    *,
+    boot_id: str | None = None,
+    over_hosts: Callable[[AbstractBackend, Callable[[str], object]], AbstractBackend] = lambda backend, _: backend,
+    second_signal_exits: bool = True,
+) -> None:
+    """Run an engine on the main thread until SIGTERM or SIGINT.
+
+    `boot_id` is the id of this run, a new one by default. `over_hosts` returns the backend with which the engine works;
+    it also receives what ends this process.
+    A second signal ends the process at once, unless `second_signal_exits` is False because a parent decides on that.
+    Raises EngineLost, and other errors if the engine cannot start.
+    """
+    stop = threading.Event()
+    meters = EngineMeters(with_owners=settings.metrics_owners)
+    store = open_store(settings, stop)
+
+    def on_signal(number: int) -> None:
+        if stop.is_set() and second_signal_exits:
+            os._exit(128 + number)
+        stop.set()
+        store.wake()
+
+    with closing(store), _served_at_port(settings, meters), handle_signals({signal.SIGTERM, signal.SIGINT}, on_signal):
+        try:
+            backend = over_hosts(
+                spec.load()(settings.base_model, backend_config), lambda reason: on_stuck(store, reason)
+            )
+            artifacts = open_artifacts(
+                settings.data_dir,
+                settings.artifacts,
+                max_cache_bytes=settings.max_artifact_cache_bytes,
+                min_free_bytes=settings.min_free_disk_bytes,
+            )
+            engine = Engine(settings, backend, store, artifacts, meters, boot_id or engine_state.new_boot_id())
+            path = socket_path(settings.data_dir, store.engine)
+            with _served_metrics(path, engine.meters), recorded_notices(store, "engine"):
+                engine.run(stop, on_ready, lambda reason: on_stuck(store, reason))
+        except (BackendLost, StoreError, ArtifactsUnreachable) as error:
+            raise EngineLost(f"backend, database or object store lost: {error}") from error
+
+
+@contextmanager
+def _served_metrics(path: Path, meters: EngineMeters) -> Generator[None]:
+    """Serve the engine's metrics to the API. An engine that cannot runs without."""
+    try:
+        served = MetricsSocket(path, lambda is_openmetrics: render(meters.registry, is_openmetrics=is_openmetrics))
+    except OSError as error:
+        _log.warning("the metrics of the engine cannot be served: %s", error)
+        yield
+        return
+    try:
+        yield
+    finally:
+        served.close()
+
+
+@contextmanager
+def _served_at_port(settings: EngineSettings, meters: EngineMeters) -> Generator[None]:
+    """Serve the engine's metrics at a port, if one is set. Raises OSError if it cannot be used."""
+    if not settings.metrics_port:
+        yield
+        return
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(served_at(settings.metrics_host, settings.metrics_port, meters.registry))
+        except OSError as error:
+            where = f"--metrics-host {settings.metrics_host} --metrics-port {settings.metrics_port}"
+            raise OSError(f"{where}: {error.strerror or error}") from error
+        yield
+
+
+def open_store(settings: EngineSettings, stop: threading.Event) -> Store:
+    """Open the engine's database. Waits while it is full or locked, now and with each later write, until `stop`."""
+    store: Store | None = None
+
+    def report(tx: Session, detail: str) -> None:
+        engine_state.report_waiting(tx, 1 if store is None else store.engine, detail)
+
+    retry, url = RetryPolicy(until=stop, report=report), settings.store_url
+    while True:
+        try:
+            store = Store.open(settings.data_dir, role="engine", url=url, retry=retry, is_shared=settings.engines > 1)
+            return store
+        except StoreBlocked as error:
+            _log.warning("%s; trying again", error)
+            time.sleep(_OPEN_AGAIN_S)

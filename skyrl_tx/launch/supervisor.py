@@ -1,0 +1,499 @@
+"""Server commands: `serve` runs the API in this process and each engine in a child that it restarts after a crash."""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from sqlmodel import Session
+
+from skyrl_tx import __version__
+from skyrl_tx.artifacts import ArtifactsUnreachable, PlaceRefused, open_artifacts
+from skyrl_tx.backends.hosts.settings import HostsSettings
+from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.integrations.ray.engine import RayEngine, connected
+from skyrl_tx.launch.device_shares import device_shares
+from skyrl_tx.launch.engine_process import (
+    EngineEnd,
+    EngineLaunch,
+    EnginePlace,
+    EngineProcess,
+    record_end,
+    run_in_foreground,
+)
+from skyrl_tx.launch.settings import ServerSettings, SettingsError
+from skyrl_tx.process.setup import CannotServe, check_certificate, listen, tune_garbage_collection, url_of
+from skyrl_tx.process.signals import handle_signals
+from skyrl_tx.server.app import ApiServer
+from skyrl_tx.store import checkpoints, futures, keys, models
+from skyrl_tx.store.database import Store, StoreError, StoreInUse
+from skyrl_tx.store.errors import StoreBlocked, StoreUnreachable
+from skyrl_tx.store.notices import recorded_notices
+
+_log = logging.getLogger(__name__)
+
+_STOP_S = 30.0
+"""Time for the engine to finish its step and take its snapshots."""
+_GRACE_S = 2
+"""Time for open calls to get their response when the API stops."""
+_MAX_DELAY_S = 15.0
+_DATABASE_RETRY_S = 0.5
+_RELEASE_S = 3.0
+"""Time after which a killed engine no longer counts as running."""
+_FULL_COLLECTION_AFTER = 1_000
+"""Practically never: long polls create no cyclic garbage, and other calls are short."""
+
+
+class SupervisedApi(ApiServer):
+    """The API on a socket, with signals handled by the supervisor."""
+
+    def __init__(self, settings: ServerSettings, store: Store) -> None:
+        super().__init__(settings.for_api(), store)
+        self.config.timeout_graceful_shutdown = _GRACE_S
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Capture no signals."""
+        yield
+
+
+class RestartPolicy:
+    """Restarts with exponential backoff, and a limit on starts without progress."""
+
+    def __init__(self, max_starts: int, *, first_delay_s: float = 0.25) -> None:
+        self._max_starts = max_starts
+        self._first_delay_s = first_delay_s
+        self._starts_without_progress = 0
+
+    def next_delay_s(self, *, made_progress: bool) -> float | None:
+        """Return the seconds to wait before the next start, or None to give up."""
+        self._starts_without_progress = 1 if made_progress else self._starts_without_progress + 1
+        if self._starts_without_progress >= self._max_starts:
+            return None
+        return min(self._first_delay_s * 2 ** (self._starts_without_progress - 1), _MAX_DELAY_S)
+
+
+class RunningEngine(Protocol):
+    """One life of an engine, which has been started: `EngineProcess`, or `RayEngine`."""
+
+    @property
+    def place(self) -> EnginePlace | None:
+        """The machine and process in which it runs; None as long as that is open."""
+        ...
+
+    async def wait(self, on_ready: Callable[[Capabilities], None]) -> EngineEnd:
+        """Wait for its end and return the reason; calls `on_ready` when it is ready."""
+        ...
+
+    def request_stop(self) -> None:
+        """Ask it to finish its step, take its snapshots and end."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once."""
+        ...
+
+
+class EngineSupervisor:
+    """Keeps one engine running until stopped."""
+
+    def __init__(
+        self,
+        start: Callable[[], RunningEngine],
+        restarts: RestartPolicy,
+        *,
+        on_ready: Callable[[Capabilities], None],
+        record_end: Callable[[EngineEnd, float], bool],
+    ) -> None:
+        """`record_end(end, since)` counts a crash for the request that caused it.
+
+        It returns whether a request was completed after `since`, in seconds since the epoch.
+        """
+        self._start = start
+        self._restarts = restarts
+        self._on_ready = on_ready
+        self._record_end = record_end
+        self._stopping = asyncio.Event()
+        self._engine: RunningEngine | None = None
+        self.was_ready = False
+        """Whether the engine was ever ready."""
+        self._is_ready = False
+
+    async def run(self) -> None:
+        """Run the engine until stopped; raises CannotServe if it cannot start or crashes repeatedly."""
+        while not self._stopping.is_set():
+            started_at = time.time()
+            self._is_ready = False
+            self._engine = self._start()
+            end = await self._engine.wait(self._ready)
+            if self._stopping.is_set():
+                return
+            if end.is_final and not self.was_ready:
+                raise CannotServe(end.message)
+            made_progress = await self._made_progress(end, started_at) or end.was_killed or end.was_unreachable
+            delay_s = self._restarts.next_delay_s(made_progress=made_progress)
+            if delay_s is None:
+                raise CannotServe(f"the engine crashes repeatedly, giving up; last: {end.message}")
+            _log.warning("engine exited: %s; restarting it in %.2f s", end.message, delay_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay_s)
+
+    async def _made_progress(self, end: EngineEnd, started_at: float) -> bool:
+        """Record the end and return whether the engine made progress, as does one that loses the database."""
+        was_unavailable = False
+        while not self._stopping.is_set():
+            try:
+                return await asyncio.to_thread(self._record_end, end, started_at) or was_unavailable
+            except (StoreUnreachable, StoreBlocked) as error:
+                if not was_unavailable:
+                    _log.warning("%s; the engine restarts when the database is available", error)
+                was_unavailable = True
+            except StoreError as error:
+                raise CannotServe(str(error)) from error
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), _DATABASE_RETRY_S)
+        return True
+
+    @property
+    def place(self) -> EnginePlace | None:
+        """The machine and process in which the engine runs now, or ran last."""
+        return None if self._engine is None else self._engine.place
+
+    def stop(self) -> None:
+        """Let the engine finish its step and exit."""
+        self._stopping.set()
+        if self._engine is not None:
+            self._engine.request_stop()
+
+    def stop_after_rank_0(self, within_s: float) -> None:
+        """Stop a host that follows when rank 0 has ended, or after a time; at once if it does not follow, or again.
+
+        Rank 0 needs it to finish its step and to take its snapshots.
+        """
+        if self._stopping.is_set() or not self._is_ready:
+            self.stop()
+            return
+        self._stopping.set()
+        asyncio.get_running_loop().call_later(within_s, self.stop)
+
+    def kill(self) -> None:
+        """Kill the engine."""
+        if self._engine is not None:
+            self._engine.kill()
+
+    def _ready(self, ready: Capabilities) -> None:
+        if not self.was_ready:
+            self._on_ready(ready)
+        self.was_ready = self._is_ready = True
+
+
+async def run_servers(api: SupervisedApi, listener: socket.socket, engines: Sequence[EngineSupervisor]) -> None:
+    """Run the API and the given engines until a signal.
+
+    Raises CannotServe if the API cannot continue, or none of the engines.
+    """
+    with _stop_on_signal(engines) as stop:
+        await _serve_until(stop, api, listener, engines)
+    if not api.started:
+        raise CannotServe("the API could not start; the log above says why")
+
+
+async def _serve_until(
+    stop: asyncio.Event, api: SupervisedApi, listener: socket.socket, engines: Sequence[EngineSupervisor]
+) -> None:
+    """Run the servers until `stop` is set, or the API or all engines have ended."""
+    serving = asyncio.create_task(api.serve(sockets=[listener]))
+    supervising = asyncio.create_task(_supervise(engines)) if engines else None
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({task for task in (serving, supervising, stopped) if task}, return_when=asyncio.FIRST_COMPLETED)
+    # All stop together, so that results that the engines finish now still reach open long polls.
+    api.should_exit = True
+    if supervising is not None:
+        await _stop(supervising, engines)
+    await serving
+    stopped.cancel()
+    if supervising is not None:
+        await supervising
+
+
+async def _run_alone(engines: Sequence[EngineSupervisor]) -> None:
+    """Run engines without an API until a signal. Raises CannotServe if none can continue."""
+    with _stop_on_signal(engines) as stop:
+        supervising, stopped = asyncio.create_task(_supervise(engines)), asyncio.create_task(stop.wait())
+        await asyncio.wait({supervising, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        await _stop(supervising, engines)
+        stopped.cancel()
+        await supervising
+
+
+@contextlib.contextmanager
+def _stop_on_signal(engines: Sequence[EngineSupervisor]) -> Generator[asyncio.Event]:
+    """Yield an event that SIGINT and SIGTERM set. A second signal kills the engines and exits."""
+    stop = asyncio.Event()
+
+    def on_signal(number: int) -> None:
+        if stop.is_set():
+            for engine in engines:
+                engine.kill()
+            os._exit(128 + number)
+        _log.info("stopping: finishing the running work and accepting no more; a second signal exits at once")
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    with handle_signals({signal.SIGINT, signal.SIGTERM}, lambda number: loop.call_soon_threadsafe(on_signal, number)):
+        yield stop
+
+
+async def _stop(supervising: asyncio.Task[None], engines: Sequence[EngineSupervisor]) -> None:
+    """Stop the engines, and kill those that do not stop in time."""
+    for engine in engines:
+        engine.stop()
+    _, running = await asyncio.wait({supervising}, timeout=_STOP_S)
+    if running:
+        _log.warning("the engine did not stop within %d s; killing it: every acknowledged request is on disk", _STOP_S)
+        for engine in engines:
+            engine.kill()
+
+
+async def _supervise(engines: Sequence[EngineSupervisor]) -> None:
+    """Keep engines running until stopped. If one cannot continue, the others go on; raises the error of the last."""
+    running = {asyncio.create_task(engine.run()) for engine in engines}
+    while running:
+        ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            if (error := task.exception()) is None:
+                continue
+            if not running:
+                raise error
+            _log.error("%s; %d engines go on", error, len(running))
+
+
+def serve(settings: ServerSettings) -> int:
+    """Run the API and the engine until a signal; raises CannotServe."""
+    check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
+    launch = launch_of(settings)
+    if launch.hosts.rank > 0:
+        raise CannotServe(f"host {launch.hosts.rank} of {launch.hosts.size} serves no API: run `skyrl-tx engine` here")
+    with (
+        contextlib.closing(listen(settings.host, settings.port)) as listener,
+        contextlib.closing(_open_store(settings)) as store,
+        _starts(settings, launch) as starts,
+    ):
+        if settings.engines == 1 or settings.fresh:
+            _refuse_second_engine(store)
+        _open_artifacts(settings)
+        if settings.fresh:
+            _abandon_models(store)
+        _log.info("skyrl_tx %s loads %s with backend %s", __version__, settings.base_model, settings.backend)
+        requires_key = not settings.no_auth and store.read(keys.any_made)
+        url, num_ready = url_of(listener, settings.scheme), itertools.count(1)
+
+        def on_ready(ready: Capabilities) -> None:
+            if (number := next(num_ready)) == 1:
+                _log_ready(settings, ready, url, requires_key=requires_key)
+            if settings.engines > 1:
+                _log.info("%d of %d engines are ready", number, settings.engines)
+
+        engines = [_supervised(start, store, settings.max_engine_starts, on_ready) for start in starts]
+        tune_garbage_collection(full_after=_FULL_COLLECTION_AFTER)
+        with recorded_notices(store, "api"):
+            asyncio.run(run_servers(SupervisedApi(settings, store), listener, engines))
+    return 0
+
+
+@contextlib.contextmanager
+def _starts(settings: ServerSettings, launch: EngineLaunch) -> Generator[list[Callable[[], RunningEngine]]]:
+    """Yield what starts each engine: as a child of this process, or on nodes of a Ray cluster. Raises CannotServe."""
+    if settings.metrics_port:
+        raise CannotServe("--metrics-port is for one engine alone: `skyrl-tx engine`, without --launcher ray")
+    if settings.launcher != "ray":
+        shares = device_shares(settings.engines, os.environ, Path("/dev"))
+        yield [partial(EngineProcess, replace(launch, environment=environment)) for environment in shares]
+        return
+    with connected(settings.ray) as ray:
+        yield [partial(RayEngine, ray, launch, settings.ray.resources) for _ in range(settings.engines)]
+
+
+def _supervised(
+    start: Callable[[], RunningEngine], store: Store, max_starts: int, on_ready: Callable[[Capabilities], None]
+) -> EngineSupervisor:
+    """Return the supervisor of one engine."""
+
+    def record(end: EngineEnd, since: float) -> bool:
+        """Record the end of the engine; return whether a request was completed after `since`."""
+
+        def work(tx: Session) -> bool:
+            if supervisor.place is not None:
+                record_end(tx, supervisor.place.boot_id, is_crash=end.is_crash)
+            return futures.any_answered_since(tx, since)
+
+        return store.write(work)
+
+    supervisor = EngineSupervisor(start, RestartPolicy(max_starts), on_ready=on_ready, record_end=record)
+    return supervisor
+
+
+def serve_api(settings: ServerSettings) -> int:
+    """Run the API alone until a signal; raises CannotServe."""
+    check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
+    with (
+        contextlib.closing(listen(settings.host, settings.port)) as listener,
+        contextlib.closing(_open_store(settings)) as store,
+    ):
+        url = url_of(listener, settings.scheme)
+        _open_artifacts(settings)
+        _log.info("skyrl_tx %s, the API alone at %s, data in %s", __version__, url, settings.data_dir)
+        tune_garbage_collection(full_after=_FULL_COLLECTION_AFTER)
+        with recorded_notices(store, "api"):
+            asyncio.run(run_servers(SupervisedApi(settings, store), listener, []))
+    return 0
+
+
+def serve_engine(settings: ServerSettings) -> int:
+    """Run the engine alone until a signal; raises CannotServe."""
+    launch = launch_of(settings)
+    if launch.hosts.rank > 0:
+        return _follow(launch, settings.max_engine_starts)
+    _log.info("skyrl_tx %s, the engine alone, data in %s", __version__, settings.data_dir)
+    if settings.launcher == "ray":
+        with contextlib.closing(_open_database(settings)) as store, _starts(settings, launch) as starts:
+            is_ready = partial(_log_ready, settings, url=None)
+            asyncio.run(
+                _run_alone([_supervised(start, store, settings.max_engine_starts, is_ready) for start in starts])
+            )
+        return 0
+    run_in_foreground(launch, lambda ready: _log_ready(settings, ready, None))
+    return 0
+
+
+def _follow(launch: EngineLaunch, max_starts: int) -> int:
+    """Follow rank 0 until a signal, and start again whenever it ends; raises CannotServe if it refuses this host."""
+    hosts = launch.hosts
+    _log.info("skyrl_tx %s, host %d of %d, which follows %s", __version__, hosts.rank, hosts.size, hosts.address)
+    follower = EngineSupervisor(
+        lambda: EngineProcess(launch),
+        RestartPolicy(max_starts),
+        on_ready=lambda _: _log.info("host %d is ready", hosts.rank),
+        record_end=lambda _end, _since: True,  # rank 0 counts crashes, and gives up
+    )
+
+    async def run() -> None:
+        call = asyncio.get_running_loop().call_soon_threadsafe
+        with handle_signals(
+            {signal.SIGINT, signal.SIGTERM}, lambda _: call(follower.stop_after_rank_0, _STOP_S + _GRACE_S)
+        ):
+            await follower.run()
+
+    asyncio.run(run())
+    return 0
+
+
+def launch_of(settings: ServerSettings) -> EngineLaunch:
+    """Return the arguments of the engine process."""
+    hosts = _hosts_of(settings)
+    if hosts.size > 1 and settings.sampler is not None:
+        raise CannotServe(
+            f"--sampler {settings.sampler}: it cannot be used with --hosts.size {hosts.size}: every host repeats each "
+            "call of the backend, so each would send every sample to the sampler; use one host, or no sampler"
+        )
+    return EngineLaunch(
+        settings=settings.for_engine(),
+        backend=settings.backend,
+        backend_config=settings.backend_config,
+        sampler=settings.sampler,
+        sampler_config=settings.sampler_config,
+        sampler_check_share=settings.sampler_check_share,
+        sampler_falls_back=settings.sampler_fallback == "trainer",
+        log_level=settings.log_level,
+        log_format=settings.log_format,
+        hosts=hosts,
+    )
+
+
+def _hosts_of(settings: ServerSettings) -> HostsSettings:
+    try:
+        return settings.joined_hosts
+    except SettingsError as error:
+        raise CannotServe(str(error)) from error
+
+
+def _open_database(settings: ServerSettings) -> Store:
+    try:
+        return Store.open(settings.data_dir, role="api", url=settings.store_url, is_shared=settings.engines > 1)
+    except (StoreInUse, StoreError, OSError) as error:
+        raise CannotServe(str(error)) from error
+
+
+def _open_store(settings: ServerSettings) -> Store:
+    """Open the database for an API. Raises CannotServe if others reach the API and there are no keys."""
+    store = _open_database(settings)
+    api = settings.for_api()
+    if not (api.is_loopback or api.no_auth or store.read(lambda tx: keys.any_usable(tx, time.time()))):
+        store.close()
+        raise CannotServe(
+            f"--host {settings.host} is reachable by others and there are no API keys: create one with\n"
+            f"    skyrl-tx keys create --admin NAME --data-dir {settings.data_dir}\n"
+            "or add --no-auth to disable authentication, or use 127.0.0.1"
+        )
+    if api.no_auth and not api.is_loopback:
+        _log.warning("--no-auth: everyone who can reach --host %s is an admin", settings.host)
+    elif api.no_auth or not store.read(keys.any_made):
+        _log.info("no API key is required: every user of this machine is an admin; see `skyrl-tx keys create`")
+    return store
+
+
+def _open_artifacts(settings: ServerSettings) -> None:
+    """Raise CannotServe if the place of the artifacts is refused; record it otherwise."""
+    try:
+        open_artifacts(settings.data_dir, settings.artifacts)
+    except (PlaceRefused, ArtifactsUnreachable) as error:
+        raise CannotServe(str(error)) from error
+
+
+def _refuse_second_engine(store: Store) -> None:
+    """Raise CannotServe, before anything is changed, if an engine is running on the database."""
+    end = time.monotonic() + _RELEASE_S
+    while store.is_peer_running():
+        if time.monotonic() > end:
+            raise CannotServe(
+                "an engine is already running on this database; `skyrl-tx api` adds another API process to it"
+            )
+        time.sleep(0.05)
+
+
+def _abandon_models(store: Store) -> None:
+    """Abandon the models of earlier starts, and log which ones and what remains."""
+    abandoned, num_saved, size_bytes = store.write(
+        lambda tx: (models.abandon_all(tx), *checkpoints.count(tx, time.time())),
+    )
+    names = ", ".join(row.model_id for row in abandoned[:5]) + (", …" if len(abandoned) > 5 else "")
+    _log.info(
+        "fresh start: %d models in training are abandoned%s; %d named checkpoints (%.1f MB) remain and can be loaded",
+        len(abandoned),
+        f" ({names})" if abandoned else "",
+        num_saved,
+        size_bytes / 1e6,
+    )
+
+
+def _log_ready(settings: ServerSettings, ready: Capabilities, url: str | None, *, requires_key: bool = False) -> None:
+    """Log what is served, and how to connect."""
+    _log.info("devices: %s", ", ".join(ready.devices))
+    _log.info("model: %s, %s parameters", settings.public_model_name, f"{ready.num_parameters:,}")
+    _log.info("data: %s", settings.data_dir)
+    if url is None:
+        _log.info("ready")
+        return
+    _log.info("ready at %s; connect with", url)
+    _log.info("    import tinker")
+    key = "tml-…" if requires_key else "tml-local"  # the SDK asks for a key of this form in any case
+    _log.info('    service = tinker.ServiceClient(base_url="%s", api_key="%s")', url, key)

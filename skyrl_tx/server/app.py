@@ -1,0 +1,263 @@
+"""The HTTP application and its server: components, routes, error responses."""
+
+import asyncio
+import logging
+import secrets
+import socket
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from http import HTTPStatus
+from typing import cast
+
+import uvicorn
+from anyio.to_thread import current_default_thread_limiter
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from skyrl_tx import __version__
+from skyrl_tx.apps.chat import errors as chat_errors
+from skyrl_tx.apps.chat import routes as chat_routes
+from skyrl_tx.apps.console.site import create_routes
+from skyrl_tx.apps.history.routes import metrics, traces, trackio
+from skyrl_tx.apps.teams.routes import audit, billing
+from skyrl_tx.artifacts import open_artifacts
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.process.setup import listen
+from skyrl_tx.server.context import ApiContext
+from skyrl_tx.server.errors import ApiError
+from skyrl_tx.server.http.body import BodyBudget
+from skyrl_tx.server.http.connections import Connections, HttpProtocol, Listener, max_connections
+from skyrl_tx.server.http.long_poll import LongPollMiddleware, ResultWatcher
+from skyrl_tx.server.http.request_guard import RequestGuard, TrustedProxies
+from skyrl_tx.server.identity.authentication import OWNER, Authenticator, Caller, SigningKey
+from skyrl_tx.server.identity.scopes import API_PREFIX as _PREFIX
+from skyrl_tx.server.monitoring import metrics_page
+from skyrl_tx.server.monitoring.engine_status import AdmissionControl, EngineHealth
+from skyrl_tx.server.monitoring.metrics import ApiMetrics
+from skyrl_tx.server.monitoring.server_sampler import ServerSampler
+from skyrl_tx.server.quotas import Quotas
+from skyrl_tx.server.routes import (
+    account,
+    custom_losses,
+    downloads,
+    futures,
+    runs,
+    sampling,
+    service,
+    sessions,
+    training,
+    weights,
+)
+from skyrl_tx.server.settings import ApiSettings
+from skyrl_tx.server.submission.validation import shown
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreError, ValueRefused
+
+_log = logging.getLogger(__name__)
+_KEEP_ALIVE_S = 75
+_BACKLOG = 4096
+_TICKS_PER_LOOK = 5
+_TICK_S = 0.1
+"""Interval at which uvicorn calls `on_tick`."""
+# Matched in this order, the most frequently called first.
+_ROUTERS = (
+    futures,
+    sampling,
+    training,
+    service,
+    sessions,
+    weights,
+    runs,
+    metrics,
+    traces,
+    downloads,
+    account,
+    billing,
+    audit,
+    custom_losses,
+)
+
+
+def create_context(settings: ApiSettings, store: Store) -> ApiContext:
+    """Build the components of an API process."""
+    signing_key, metrics, results = SigningKey.of(settings.data_dir), ApiMetrics(), ResultWatcher(store)
+    metrics.polls_waiting.set_function(lambda: results.num_waiting)
+    results.observe_wakeup = metrics.poll_wakeup_s.observe
+    quotas = Quotas(store)
+    quotas.view.refresh()
+    results.add_reader(quotas.view.refresh)
+    store.observe_commits(metrics.store_write_s.observe, metrics.store_group_size.observe)
+    return ApiContext(
+        settings=settings,
+        store=store,
+        artifacts=open_artifacts(
+            settings.data_dir, settings.artifacts, max_cache_bytes=settings.max_artifact_cache_bytes
+        ),
+        signing_key=signing_key,
+        authenticator=Authenticator(settings, store, signing_key),
+        engine=EngineHealth(store, settings.engine_silence_s),
+        admission=AdmissionControl(store),
+        received_bodies=BodyBudget(settings.max_inflight_bytes // 2),
+        decoded_bodies=BodyBudget(settings.max_inflight_bytes // 2),
+        results=results,
+        metrics=metrics,
+        quotas=quotas,
+    )
+
+
+def create_app(settings: ApiSettings, store: Store) -> FastAPI:
+    """Build the HTTP application. The caller closes the store."""
+    context = create_context(settings, store)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
+        current_default_thread_limiter().total_tokens = settings.request_threads
+        context.results.start()
+        yield
+        context.results.close()
+
+    # FastAPI's documentation pages load scripts of another host. /openapi.json stays.
+    app = FastAPI(title="skyrl_tx", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.context = context
+    app.state.authenticator = context.authenticator
+    for routes in _ROUTERS:
+        app.include_router(routes.router, prefix=_PREFIX)
+    app.include_router(metrics_page.router)
+    app.include_router(trackio.router)
+    app.add_api_route(
+        _PREFIX + "/{path:path}",
+        _unknown_endpoint,
+        methods=["GET", "POST", "PUT", "DELETE", "PATCH"],
+        include_in_schema=False,
+    )
+    chat_routes.install(app, context)
+    handle_error = chat_errors.by_path(_handle_error)
+    if not settings.no_console:
+        app.router.routes.extend(create_routes(context))
+    app.add_middleware(
+        LongPollMiddleware,
+        path=_PREFIX + "/retrieve_future",
+        endpoint=futures.retrieve_future,
+        handle_error=_handle_error,
+        wait_for_results=context.priority.wait_for_results,
+    )
+    app.add_middleware(
+        RequestGuard,
+        settings=settings,
+        requires_key=context.authenticator.requires_key,
+        handle_error=handle_error,
+        groups=context.metrics.http,
+    )
+    refusals = ApiError, HTTPException, RequestValidationError, UserError, ValueRefused
+    for kind in (*refusals, StoreError, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, handle_error)
+    return app
+
+
+async def _unknown_endpoint(path: str, request: Request, caller: Caller) -> None:
+    """Refuse every path that no router serves."""
+    raise ApiError(HTTPStatus.NOT_FOUND, f"{request.method} {_PREFIX}/{path} is not offered by this server yet")
+
+
+async def _handle_error(request: Request, error: Exception) -> Response:
+    """Return an error as `{"detail": text}`. Unexpected errors are logged under a reference that the text names."""
+    match error:
+        case ClientDisconnect():  # no complete body, no effect, and no reader of this response
+            _log.info("%s %s: the client disconnected while sending the body", request.method, request.url.path)
+            return Response(status_code=HTTPStatus.BAD_REQUEST)
+        case ApiError():
+            if error.reason is not None:
+                cast(ApiContext, request.app.state.context).metrics.refused(error.reason)
+            return _detail(error.status, error.detail, error.headers)
+        case HTTPException():
+            return _detail(error.status_code, str(error.detail))
+        case RequestValidationError():
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            return _detail(HTTPStatus.BAD_REQUEST, f"{where}: {first['msg']}, not {shown(first.get('input'))}")
+        case UserError() | ValueRefused():
+            return _detail(HTTPStatus.BAD_REQUEST, str(error))
+        case StoreError():
+            owner = {"owner": request.scope.get(OWNER)}
+            _log.error("%s %s: %s", request.method, request.url.path, error, extra=owner)
+            return _detail(HTTPStatus.SERVICE_UNAVAILABLE, f"the database is not available: {error}")
+        case _:
+            reference = secrets.token_hex(4)
+            owner = {"owner": request.scope.get(OWNER)}
+            failed = "%s %s failed (reference %s)"
+            _log.error(failed, request.method, request.url.path, reference, exc_info=error, extra=owner)
+            return _detail(
+                HTTPStatus.INTERNAL_SERVER_ERROR, f"internal error; the server's log has it under reference {reference}"
+            )
+
+
+def _detail(status: int, detail: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"detail": detail}, status_code=status, headers=headers)
+
+
+class ApiServer(uvicorn.Server):
+    """A uvicorn server with limits for each connection, which releases its long polls before it stops."""
+
+    def __init__(self, settings: ApiSettings, store: Store) -> None:
+        self.app = create_app(settings, store)
+        context = cast(ApiContext, self.app.state.context)
+        self.sampler = ServerSampler(settings, store, context.metrics, context.results)
+        most = max_connections()
+        # A quarter is left to others. 10,000 polls of one address need 14,400 open files.
+        default = max(1, most * 3 // 4)
+        self.connections = Connections(
+            max_open=most,
+            max_per_address=settings.max_connections_per_address or default,
+            header_timeout_s=settings.header_timeout_s,
+            body_timeout_s=settings.body_timeout_s,
+            is_exempt=TrustedProxies(settings.trusted_proxies).__contains__,
+        )
+        context.metrics.connections.set_function(lambda: self.connections.num_open)
+        super().__init__(
+            uvicorn.Config(
+                self.app,
+                host=settings.host,
+                port=settings.port,
+                access_log=False,
+                log_config=None,
+                backlog=_BACKLOG,
+                loop="asyncio",  # others do not call Listener.accept
+                http=cast(type[asyncio.Protocol], partial(HttpProtocol, connections=self.connections)),
+                ws="none",
+                proxy_headers=False,  # RequestGuard reads them
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                ssl_certfile=settings.ssl_certfile,
+                ssl_keyfile=settings.ssl_keyfile,
+            )
+        )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to serve, with TCP_NODELAY on the given sockets. Connections inherit it from their listener.
+
+        asyncio sets it only on sockets that it creates. Without it a response body waits until the client has
+        acknowledged the head, which clients delay by 40 ms.
+        """
+        given = sockets or [listen(self.config.host, self.config.port)]
+        for listener in given:
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await super().startup([Listener(listener, self.connections) for listener in given])
+        if not sockets:
+            given[0].close()
+        if self.started:
+            self.sampler.start()
+
+    async def on_tick(self, counter: int) -> bool:
+        """End connections of slow clients, twice a second."""
+        if counter % _TICKS_PER_LOOK == 0:
+            self.connections.end_late(_TICKS_PER_LOOK * _TICK_S)
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Release the long polls, then shut down."""
+        cast(ApiContext, self.app.state.context).results.release()
+        await super().shutdown(sockets)
+        await asyncio.to_thread(self.sampler.close)

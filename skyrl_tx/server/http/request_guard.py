@@ -1,0 +1,211 @@
+"""Checks of every request before its endpoint: the host that it names, the web page and the proxies that it came from.
+
+While no API key is required, everyone who can send a request is an admin. That must not include web pages that the
+user visits, which reach loopback by DNS rebinding or cross-site requests, nor the clients of a reverse proxy.
+
+As the outermost layer it also counts all responses.
+"""
+
+import ipaddress
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from functools import lru_cache
+from http import HTTPStatus
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+from fastapi.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
+
+from skyrl_tx.server.errors import ApiError
+from skyrl_tx.server.http.connections import ThrottledWarning, plain_address
+from skyrl_tx.server.identity.scopes import API_PREFIX
+from skyrl_tx.server.monitoring.metrics import HttpGroups
+from skyrl_tx.server.settings import ApiSettings
+
+_log = logging.getLogger(__name__)
+
+_FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip"})
+_CHECKED = _FORWARDED | {b"host", b"origin", b"sec-fetch-site"}
+_OWN_SITE = frozenset({b"same-origin", b"none"})
+"""`none`: the user entered the address (W3C, Fetch Metadata Request Headers)."""
+UNTRUSTED = "skyrl_tx.untrusted"
+"""Key in the ASGI scope of a request that may come from a web page or through a proxy, on a server with keys."""
+_CREATE_KEYS = "create API keys with `skyrl-tx keys create`"
+
+
+class TrustedProxies:
+    """The addresses and networks of the reverse proxies whose headers are believed."""
+
+    def __init__(self, networks: Iterable[str]) -> None:
+        self._networks = [ipaddress.ip_network(network, strict=False) for network in networks]
+        self._cached = lru_cache(maxsize=4096)(self._find)
+
+    def __bool__(self) -> bool:
+        return bool(self._networks)
+
+    def __contains__(self, address: str) -> bool:
+        return self._cached(address)
+
+    def _find(self, address: str) -> bool:
+        try:
+            found = ipaddress.ip_address(address)
+        except ValueError:  # the client of a test has a name
+            return False
+        return any(found in network for network in self._networks)
+
+
+class KnownHosts:
+    """The hosts by which clients may address this server.
+
+    A page of another site can make its own name resolve to this server (DNS rebinding), but no IP address and no name
+    of this machine.
+    """
+
+    def __init__(self, settings: ApiSettings) -> None:
+        named = [settings.host, socket.gethostname(), urlsplit(settings.public_url or "").hostname or ""]
+        self._names = {name.lower().rstrip(".") for name in ("localhost", *named, *settings.allowed_hosts)}
+        self._cached = lru_cache(maxsize=4096)(self._find)
+
+    def __contains__(self, host: bytes) -> bool:
+        return len(host) <= 300 and self._cached(host)
+
+    def _find(self, host: bytes) -> bool:
+        try:
+            name = urlsplit(f"//{host.decode('ascii')}").hostname or ""
+        except ValueError:
+            return False
+        name = name.rstrip(".")
+        if name in self._names or name.endswith(".localhost"):
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return not host  # sent by HTTP/1.0 clients, never by a browser
+        return True
+
+
+class RequestGuard:
+    """ASGI middleware that refuses, with 403, requests that would be an admin's only because no key is required."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        settings: ApiSettings,
+        requires_key: Callable[[], bool],
+        handle_error: Callable[[Request, Exception], Awaitable[Response]],
+        groups: HttpGroups,
+    ) -> None:
+        """`requires_key()` returns whether API keys are required now; it may read the database."""
+        self._app = app
+        self._proxied = cast(ASGIApp, ProxyHeadersMiddleware(cast(Any, app), settings.trusted_proxies))
+        self._proxies = TrustedProxies(settings.trusted_proxies)
+        self._hosts = KnownHosts(settings)
+        self._always_checks_host = bool(settings.allowed_hosts)
+        self._requires_key = requires_key
+        self._handle_error = handle_error
+        self._groups = groups
+        self._warn = ThrottledWarning(_log)
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """Serve one ASGI connection.
+
+        Not a coroutine: each of thousands of long polls would keep one more in memory.
+        """
+        if scope["type"] != "http":
+            return self._app(scope, receive, send)
+        send = _counted(self._groups, scope["path"], send)
+        app, is_proxied = self._app, False
+        if self._proxies and (client := scope.get("client")):
+            address = plain_address(client[0])
+            if address in self._proxies:
+                scope["client"] = address, client[1]
+                app, is_proxied = self._proxied, True
+        problem = self._problem(scope, is_proxied=is_proxied)
+        if problem is None:
+            return app(scope, receive, send)
+        return self._refuse_without_keys(problem, app, scope, receive, send)
+
+    def _problem(self, scope: Scope, *, is_proxied: bool) -> str | None:
+        """Return why a request may not be an admin's without a key; None for the requests of ordinary clients."""
+        headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
+        checked = [header for header in headers if header[0] in _CHECKED]
+        if len(checked) == 1 and checked[0][0] == b"host" and checked[0][1] in self._hosts:
+            return None
+        values = dict(checked)
+        forwarded = _FORWARDED & values.keys()
+        origin = values.get(b"origin", b"")
+        site = values.get(b"sec-fetch-site", b"none")
+        if forwarded and not is_proxied:
+            return (
+                f"{min(forwarded).decode()}: the request came through a proxy, whose users would all be admins. "
+                f"Please {_CREATE_KEYS}, or if the proxy authenticates its users, name it with --trusted-proxies"
+            )
+        for name, value in checked:
+            if name == b"host" and value not in self._hosts:
+                return _unknown_host(value)
+        if site not in _OWN_SITE and not _opens_page(scope):
+            return f"Sec-Fetch-Site {_shown(site)}: a web page of another site sent this request; {_CREATE_KEYS}"
+        if origin and origin.partition(b"://")[2].lower() != values.get(b"host", b"").lower():
+            return f"Origin {_shown(origin)}: a web page of another site sent this request; {_CREATE_KEYS}"
+        return None
+
+    async def _refuse_without_keys(
+        self, problem: str, app: ASGIApp, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        request = Request(scope)
+        hosts = [value for name, value in scope["headers"] if name == b"host"]
+        has_unknown_host = self._always_checks_host and not all(host in self._hosts for host in hosts)
+        try:
+            if has_unknown_host or not await run_in_threadpool(self._requires_key):
+                raise ApiError(HTTPStatus.FORBIDDEN, problem)
+        except Exception as error:
+            if isinstance(error, ApiError):
+                self._warn(f"refused {request.method} {request.url.path[:100]}: {error.detail}")
+            response = await self._handle_error(request, error)
+            await response(scope, receive, send)
+        else:
+            scope[UNTRUSTED] = problem
+            await app(scope, receive, send)
+
+
+def _counted(groups: HttpGroups, path: str, send: Send) -> Send:
+    """Return a `send` that counts a response and observes its time."""
+    group = groups.known.get(path) or groups.of_other(path)
+    started = time.monotonic()
+
+    async def send_and_count(message: Message) -> None:
+        await send(message)
+        if message["type"] == "http.response.start":
+            group.of_status(str(message["status"])).inc()
+        elif not message.get("more_body"):
+            group.observe_seconds(time.monotonic() - started)
+
+    return send_and_count
+
+
+def _opens_page(scope: Scope) -> bool:
+    """Return whether the user follows a link to a page of the console.
+
+    The site with the link cannot read the page, and no GET has an effect (W3C, Fetch Metadata Request Headers).
+    """
+    headers = dict(scope["headers"])
+    is_page = headers.get(b"sec-fetch-mode") == b"navigate" and headers.get(b"sec-fetch-dest") == b"document"
+    return is_page and scope["method"] == "GET" and not scope["path"].startswith(API_PREFIX + "/")
+
+
+def _shown(value: bytes) -> str:
+    return repr(value[:100].decode("latin-1"))
+
+
+def _unknown_host(host: bytes) -> str:
+    return (
+        f"Host {_shown(host)}: not a name of this server. Add it with --allowed-hosts if clients use it; without API "
+        f"keys only localhost, IP addresses and the name of this machine are accepted ({_CREATE_KEYS})"
+    )

@@ -1,0 +1,186 @@
+"""Stored results as responses of `retrieve_future`: protobuf or JSON, by the Accept header."""
+
+import math
+from itertools import groupby
+from typing import assert_never, cast
+
+import msgspec
+import numpy as np
+from fastapi import Response
+from msgspec import UNSET
+
+from skyrl_tx.contract import results
+from skyrl_tx.contract.arrays import Cells, Float32Array, NumberArray
+from skyrl_tx.server.http.body import PROTOBUF
+from skyrl_tx.server.submission.proto import wire_pb2
+from skyrl_tx.server.submission.tensors import batched, to_proto
+
+_OUTPUT_TYPE = "ArrayRecord"
+_NOT_COMPUTED = -99999.0
+_STOP_REASONS: dict[results.StopReason, wire_pb2.StopReason] = {
+    "stop": wire_pb2.STOP_REASON_STOP,
+    "length": wire_pb2.STOP_REASON_LENGTH,
+}
+
+
+def result_response(result: results.Result, accept: str) -> Response:
+    """Encode a result. A failed request has status 200 too: the SDK would poll again after any other."""
+    if PROTOBUF in accept:
+        if isinstance(result, results.ForwardBackwardOutput):
+            return Response(pass_message(result).SerializeToString(), media_type=PROTOBUF)
+        if isinstance(result, results.SampleOutput):
+            return Response(sample_message(result).SerializeToString(), media_type=PROTOBUF)
+    return Response(msgspec.json.encode(as_json(result)), media_type="application/json")
+
+
+def pass_message(output: results.ForwardBackwardOutput) -> wire_pb2.ForwardBackwardOutput:
+    """Encode a pass: one record for each run of consecutive datums with one trailing shape."""
+    message = wire_pb2.ForwardBackwardOutput(loss_fn_output_type=_OUTPUT_TYPE, metrics=dict(output.metrics))
+    for _, group in groupby(output.logprobs, key=lambda array: array.shape[1:]):
+        run = [*group]
+        record = message.loss_fn_outputs.add(type_tag=_OUTPUT_TYPE, num_datums=len(run))
+        record.fields["logprobs"].CopyFrom(batched(run))
+    return message
+
+
+def sample_message(output: results.SampleOutput) -> wire_pb2.SampleResponse:
+    """Encode samples. An absent optional field was not requested."""
+    prompt = output.prompt
+    message = wire_pb2.SampleResponse(prompt_cache_hit_tokens=prompt.cache_hit_tokens)
+    for sequence in output.sequences:
+        part = message.sequences.add(
+            stop_reason=_STOP_REASONS[sequence.stop_reason],
+            tokens=sequence.tokens.tobytes(),
+            logprobs=sequence.logprobs.tobytes(),
+        )
+        if sequence.topk is not None:
+            part.topk_sampled_logprobs.CopyFrom(_topk(sequence.topk))
+    if prompt.logprobs is not None:
+        message.prompt_logprobs = prompt.logprobs.tobytes()
+    if prompt.topk is not None:
+        message.topk_prompt_logprobs.CopyFrom(_topk(prompt.topk))
+    if prompt.targets is not None:
+        message.target_prompt_logprobs.CopyFrom(to_proto(prompt.targets, output.target_cells))
+    if prompt.alt_tokens is not None:
+        message.prompt_alt_tokens.tokens.CopyFrom(to_proto(prompt.alt_tokens.token_ids))
+        message.prompt_alt_tokens.logprobs.CopyFrom(to_proto(prompt.alt_tokens.logprobs))
+    return message
+
+
+def as_json(result: results.Result) -> dict[str, object]:
+    """Convert a result to a JSON object. The key `error` exists exactly in failures."""
+    match result:
+        case results.Failure():
+            return {"error": result.message, "category": result.category.value}
+        case results.CreateModelOutput():
+            return {"type": "create_model", "model_id": result.model_id}
+        case results.ForwardBackwardOutput():
+            outputs = [{"logprobs": _tensor_json(logprobs)} for logprobs in result.logprobs]
+            return {
+                "loss_fn_output_type": _OUTPUT_TYPE,
+                "loss_fn_outputs": outputs,
+                "metrics": _metrics(result.metrics),
+            }
+        case results.OptimStepOutput():
+            return {"type": "optim_step", "metrics": _metrics(result.metrics)}
+        case results.SaveWeightsOutput():
+            if result.kind == "weights":
+                return {"type": "save_weights", "path": result.path}
+            if result.kind == "external_weights":
+                return {"type": "save_weights_external", "path": result.path, "size_bytes": result.size_bytes}
+            return {
+                "type": "save_weights_for_sampler",
+                "path": result.path,
+                "sampling_session_id": result.sampling_session_id,
+            }
+        case results.LoadWeightsOutput():
+            return {"type": "load_weights", "path": result.path, "model_id": result.model_id}
+        case results.CreateCustomLossOutput():
+            return {"type": "create_custom_loss", "loss_id": result.loss_id}
+        case results.UnloadModelOutput():
+            return {"type": "unload_model", "model_id": result.model_id}
+        case results.SampleOutput():
+            return _sample_json(result)
+        case _:
+            assert_never(result)
+
+
+def _sample_json(output: results.SampleOutput) -> dict[str, object]:
+    sequences: list[dict[str, object]] = []
+    for sequence in output.sequences:
+        part: dict[str, object] = {
+            "stop_reason": sequence.stop_reason,
+            "tokens": sequence.tokens.tolist(),
+            "logprobs": _numbers(sequence.logprobs),
+        }
+        if sequence.topk is not None:
+            part["topk_logprobs"] = _topk_json(sequence.topk)
+        if (gap := sequence.trainer_gap) is not UNSET:
+            part["trainer_gap"] = {"mean": gap.mean, "max": gap.largest, "num_tokens": gap.num_tokens}
+        sequences.append(part)
+    prompt = output.prompt
+    response: dict[str, object] = {
+        "type": "sample",
+        "sequences": sequences,
+        "prompt_cache_hit_tokens": prompt.cache_hit_tokens,
+    }
+    if prompt.logprobs is not None:
+        response["prompt_logprobs"] = _known(prompt.logprobs)
+    if prompt.topk is not None:
+        response["topk_prompt_logprobs"] = _topk_json(prompt.topk)
+    if prompt.targets is not None:
+        response["target_prompt_logprobs"] = _tensor_json(prompt.targets, output.target_cells)
+    if prompt.alt_tokens is not None:
+        response["prompt_alt_tokens"] = {
+            "tokens": _tensor_json(prompt.alt_tokens.token_ids),
+            "logprobs": _tensor_json(prompt.alt_tokens.logprobs),
+        }
+    return response
+
+
+def _topk(topk: results.TopK) -> wire_pb2.TopkLogprobs:
+    length, k = topk.token_ids.shape
+    return wire_pb2.TopkLogprobs(
+        token_ids=topk.token_ids.tobytes(), logprobs=topk.logprobs.tobytes(), k=k, length=length
+    )
+
+
+def _topk_json(topk: results.TopK) -> list[list[tuple[int, float | str]] | None]:
+    rows: list[list[tuple[int, float | str]] | None] = []
+    for token_ids, logprobs in zip(topk.token_ids.tolist(), topk.logprobs.tolist(), strict=True):
+        known = (pair for pair in zip(token_ids, logprobs, strict=True) if pair[1] != _NOT_COMPUTED)
+        pairs = [(token_id, _number(logprob)) for token_id, logprob in known]
+        rows.append(pairs or None)
+    return rows
+
+
+def _tensor_json(array: NumberArray, cells: Cells | None = None) -> dict[str, object]:
+    values = array.reshape(-1) if cells is None else cells.of(array)
+    dtype = "float32" if array.dtype.kind == "f" else "int64"
+    tensor: dict[str, object] = {"data": _numbers(values), "dtype": dtype, "shape": list(array.shape)}
+    if cells is not None:
+        tensor |= {"sparse_crow_indices": cells.crow.tolist(), "sparse_col_indices": cells.columns.tolist()}
+    return tensor
+
+
+def _numbers(array: NumberArray) -> list[float | str]:
+    values = cast(list[float | str], array.tolist())
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        return [_number(value) for value in cast(list[float], values)]
+    return values
+
+
+def _known(array: Float32Array) -> list[float | str | None]:
+    """Convert logprobs to JSON, with null for NaN, which marks positions that were not computed."""
+    return [None if math.isnan(value) else _number(value) for value in cast(list[float], array.tolist())]
+
+
+def _metrics(metrics: results.Metrics) -> dict[str, float | str]:
+    return {name: _number(value) for name, value in metrics.items()}
+
+
+def _number(value: float) -> float | str:
+    """Return a number, or its name in protobuf's JSON mapping if JSON has no such number. Every SDK reads the names."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

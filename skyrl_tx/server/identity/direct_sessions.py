@@ -1,0 +1,96 @@
+"""Samples that name their weights themselves: the session and the sampling session that the server makes for them.
+
+All such samples of an owner share one session for each kind of client. Each of their requests is a heartbeat of it.
+"""
+
+import time
+
+from sqlmodel import Session
+
+from skyrl_tx.contract.ids import CheckpointPath, SamplerId, SamplingSessionId, SessionId
+from skyrl_tx.contract.ids import sampling_session_id as sampling_session_id_of
+from skyrl_tx.server.identity import access
+from skyrl_tx.server.identity.authentication import Principal
+from skyrl_tx.store import audit, samplers, sessions
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.tables import SamplingSessionRow
+
+_HEARTBEAT_EVERY_S = 20.0
+
+
+def sampling_session(
+    store: Store, caller: Principal, kind: str, base_model: str, path: CheckpointPath | None
+) -> SamplingSessionRow:
+    """Find or create the caller's sampling session of a kind, for the base model or the checkpoint that a path names.
+
+    `kind` is one of `sessions.SERVER_SESSIONS`. Raises ApiError 404 if the caller may read no such checkpoint.
+    """
+    path_text = None if path is None else str(path)
+
+    def find(tx: Session) -> tuple[SessionId | None, SamplerId | None, SamplingSessionRow | None]:
+        session_id = sessions.unfinished(tx, caller.owner, kind)
+        sampler = sampler_id(tx, caller, path)
+        if session_id is None:
+            return None, sampler, None
+        return session_id, sampler, samplers.find(tx, session_id, path_text, sampler)
+
+    def look(tx: Session) -> SamplingSessionRow | None:
+        session_id, _, row = find(tx)
+        found = None if session_id is None else sessions.find(tx, session_id)
+        is_recent = found is not None and found.last_heartbeat_at > time.time() - _HEARTBEAT_EVERY_S
+        return row if is_recent else None
+
+    def create(tx: Session) -> SamplingSessionRow:
+        now = time.time()
+        session_id, sampler, row = find(tx)
+        if session_id is None:
+            session_id = sessions.create(tx, owner=caller.owner, display_name=kind, now=now)
+        sessions.heartbeat(tx, session_id, now)  # no client sends heartbeats for it
+        if row is not None:
+            return row
+        name = _unused_name(tx, session_id)
+        return new_row(tx, caller, session_id, name, base_model, path_text, sampler)
+
+    return store.read(look) or store.write(create)
+
+
+def _unused_name(tx: Session, session_id: SessionId) -> SamplingSessionId:
+    """Return the first free name after the number of sampling sessions, of which old ones may be gone."""
+    number = len(samplers.ids_of_session(tx, session_id))
+    while samplers.get(tx, name := sampling_session_id_of(session_id, number)) is not None:
+        number += 1
+    return name
+
+
+def sampler_id(tx: Session, caller: Principal, path: CheckpointPath | None) -> SamplerId | None:
+    """Return the weights that a path names now; None for the base model. Raises ApiError 404 if there are none."""
+    if path is None:
+        return None
+    checkpoint, _ = access.readable_checkpoint(tx, caller, path)
+    return SamplerId(checkpoint.artifact_id)
+
+
+def new_row(
+    tx: Session,
+    caller: Principal,
+    session_id: SessionId,
+    name: SamplingSessionId,
+    base_model: str,
+    path: str | None,
+    sampler: SamplerId | None,
+) -> SamplingSessionRow:
+    """Insert a sampling session, and record that its checkpoint is read."""
+    now = time.time()
+    if path is not None:
+        audit.record(tx, "checkpoint_read", caller.actor, now, path=path, purpose="sample")
+    row = SamplingSessionRow(
+        sampling_session_id=name,
+        session_id=session_id,
+        base_model=base_model,
+        model_path=path,
+        sampler_id=sampler,
+        created_at=now,
+        last_used_at=now,
+    )
+    samplers.create_session(tx, row)
+    return row

@@ -1,0 +1,217 @@
+"""The engine's health as the API reports it, and admission control for samples (429)."""
+
+import asyncio
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from zlib import crc32
+
+from fastapi.concurrency import run_in_threadpool
+
+from skyrl_tx.server.errors import ApiError
+from skyrl_tx.store import engine_state
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.engine_state import REQUEST_BYTES, Pause, SampleLoad
+from skyrl_tx.store.futures import Submitted
+from skyrl_tx.store.tables import EngineStateRow
+
+_HEALTH_MAX_AGE_S = 0.5
+_LOAD_MAX_AGE_S = 0.25
+_AFFINITY = 4
+# The SDK pauses after a 429 with this header (0.38, lib/public_interfaces/sampling_client.py).
+_HEADERS = {"Retry-After": "1", "X-Tinker-Sampling-Backpressure": "1"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReport:
+    """The engine's health at one time."""
+
+    problem: str | None = None
+    """Why the engine executes no requests; None while it is healthy."""
+    activity: str | None = None
+    """Which activity takes longer than `--engine-silence-s`, such as a large step; the engine is healthy meanwhile."""
+    outage: str | None = None
+    """Which part of the backend does not work, such as a sampler on other servers, while the engine is healthy."""
+    progress: str | None = None
+    """The progress of work in the background, such as compilation."""
+    pauses: tuple[Pause, ...] = ()
+    """The quotas because of which requests wait."""
+
+    @property
+    def detail(self) -> str | None:
+        """The outage, the long activity and the progress of a healthy engine; None if there is none of them."""
+        return "; ".join(filter(None, (self.outage, self.activity, self.progress))) or None
+
+
+class EngineHealth:
+    """Reads the engine's published status; polls that end together share one query."""
+
+    def __init__(self, store: Store, silence_s: float) -> None:
+        self._store = store
+        self._silence_s = silence_s
+        self._checked_at = float("-inf")
+        self._cached = EngineReport()
+        self._lock = asyncio.Lock()
+
+    def report(self) -> EngineReport:
+        """Read the engine's health."""
+        rows, now = self._store.read(lambda tx: (engine_state.all_engines(tx), engine_state.shared_time(tx)))
+        state = engine_state.main_engine(rows)
+        if state is None:
+            return EngineReport(problem="the engine has not started yet")
+        problem, activity = self._problem(state, now), None
+        if state.activity_since is not None and (age_s := state.updated_at - state.activity_since) > self._silence_s:
+            activity = f"the engine has been busy for {age_s:.0f} s: {state.activity}"
+        if problem is not None and activity is not None:
+            return EngineReport(problem=f"{problem}; {activity}")
+        return EngineReport(
+            problem=problem,
+            activity=activity,
+            outage=None if problem else engine_state.outage_of(rows),
+            progress=None if problem else engine_state.progress_of(rows),
+            pauses=engine_state.pauses_of(*rows),
+        )
+
+    def _problem(self, state: EngineStateRow, now: float) -> str | None:
+        silence_s = now - state.updated_at
+        if silence_s > self._silence_s:
+            silence = f"the engine has published no status for {silence_s:.0f} s"
+            return silence if self._store.write_failure is None else f"{silence}; {self._store.write_failure}"
+        if state.status != "ready":
+            return f"the engine is {state.status}" + (f": {state.detail}" if state.detail else "")
+        return f"the engine waits: {state.detail}" if state.detail else None
+
+    async def recent_report(self) -> EngineReport:
+        """Return a report that is at most half a second old. Called on one event loop."""
+        async with self._lock:
+            if time.monotonic() - self._checked_at >= _HEALTH_MAX_AGE_S:
+                self._cached = await run_in_threadpool(self.report)
+                self._checked_at = time.monotonic()
+            return self._cached
+
+    async def report_within(self, timeout_s: float) -> EngineReport:
+        """Return a recent report, or the last one if the database does not respond in time. Raises nothing."""
+        reading = asyncio.create_task(self.recent_report())
+        reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # no one may wait for its error
+        await asyncio.wait({reading}, timeout=timeout_s)
+        is_read = reading.done() and not reading.cancelled() and reading.exception() is None
+        return reading.result() if is_read else self._cached
+
+
+class AdmissionControl:
+    """Refuses samples while the queued ones exceed the byte limit of the engines and their owner has its share of it.
+
+    The load is what the engines published last, plus what this process has submitted since. The limit divided by the
+    number of owners with queued samples is the share of each. An owner below its share may exceed the limit, so that no
+    other owner can lock it out, by as much as is left of twice the limit: memory stays bounded, and there is always
+    something left for the next owner.
+
+    With several engines it also chooses the one that gets a sample: the same for all samples of a session, whose
+    prompts may have a prefix in common, unless that one has `_AFFINITY` requests more than the least loaded.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._read_at = float("-inf")
+        self._engines: list[int] = []  # those that execute requests
+        self._loads: dict[int, SampleLoad] = {}
+        self._load: SampleLoad | None = None  # of all engines
+        self._submitted: dict[int, deque[tuple[int, str, int]]] = {}  # by engine: (position, owner, bytes)
+        self._num_bytes: Counter[str] = Counter()
+
+    @contextmanager
+    def reserved(self, owner: str, num_bytes: int) -> Generator[None]:
+        """Count a sample of this size while it is submitted, so that samples which arrive together pass no check twice.
+
+        Raises ApiError 429 if it exceeds the limit and its owner's share now. A sample that exceeds the limit by itself
+        passes: the engine refuses it and names the numbers.
+        """
+        self._refresh()
+        size = num_bytes + REQUEST_BYTES
+        with self._lock:
+            self._check(owner, size)
+            self._num_bytes[owner] += size
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_bytes[owner] -= size
+
+    def _check(self, owner: str, size: int) -> None:
+        load = self._load
+        if load is None or size > load.max_bytes:
+            return
+        queued = load.num_bytes + self._num_bytes.total()
+        if queued + size <= load.max_bytes:
+            return
+        own = load.by_owner.get(owner, 0) + self._num_bytes[owner]
+        share = load.max_bytes // len({owner, *load.by_owner, *(+self._num_bytes)})
+        if own + size > min(share, 2 * load.max_bytes - queued - size):
+            detail = f"queued samples take {queued} of {load.max_bytes} bytes, {own} of them yours: send this one later"
+            raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, detail, headers=_HEADERS, reason="queue_full")
+
+    def engine_for(self, sampling_session_id: str) -> int:
+        """Choose the engine for a sample of a session."""
+        with self._lock:
+            engines = self._engines
+            if len(engines) < 2:
+                return engines[0] if engines else 1
+            loads = {number: self._num_requests(number) for number in engines}
+        preferred = max(engines, key=lambda number: crc32(f"{sampling_session_id}/{number}".encode()))
+        least = min(engines, key=lambda number: (loads[number], number))
+        return preferred if loads[preferred] - loads[least] <= _AFFINITY else least
+
+    def _num_requests(self, number: int) -> int:
+        load = self._loads.get(number)
+        return (0 if load is None else load.num_requests) + len(self._submitted.get(number, ()))
+
+    def record(self, owner: str, submitted: Submitted, num_bytes: int) -> None:
+        """Count a submitted sample until the published load of its engine includes it; a duplicate is not counted."""
+        if submitted.position is None:
+            return
+        with self._lock:
+            size = num_bytes + REQUEST_BYTES
+            self._submitted.setdefault(submitted.engine, deque()).append((submitted.position, owner, size))
+            self._num_bytes[owner] += size
+
+    def _refresh(self) -> None:
+        """Read the published loads if the cached ones are old, and drop the submissions that they include."""
+        now = time.monotonic()
+        if now - self._read_at < _LOAD_MAX_AGE_S:
+            return
+        self._read_at = now
+        rows = self._store.read(engine_state.all_engines)
+        newest = max((row.updated_at for row in rows), default=0.0)
+        running = [row for row in rows if engine_state.is_running(row, newest)]
+        ready = [row.number for row in running if engine_state.is_ready(row, newest)]
+        loads = {row.number: load for row in running if (load := engine_state.sample_load(row)) is not None}
+        with self._lock:
+            self._engines = ready or [row.number for row in running]
+            self._loads, self._load = loads, _sum_of(list(loads.values()))
+            present = {row.number for row in running}
+            for number, submitted in self._submitted.items():
+                counted = 0 if number not in loads else loads[number].position
+                # Several threads record submissions, so the queue is only roughly in the order of positions.
+                while submitted and (submitted[0][0] <= counted or (present and number not in present)):
+                    _, owner, num_bytes = submitted.popleft()
+                    self._num_bytes[owner] -= num_bytes
+            self._num_bytes = +self._num_bytes  # without the owners that have nothing left
+
+
+def _sum_of(loads: Sequence[SampleLoad]) -> SampleLoad | None:
+    if len(loads) < 2:
+        return loads[0] if loads else None
+    by_owner = Counter[str]()
+    for load in loads:
+        by_owner.update(load.by_owner)
+    return SampleLoad(
+        position=0,
+        num_bytes=sum(load.num_bytes for load in loads),
+        max_bytes=sum(load.max_bytes for load in loads),
+        by_owner=by_owner,
+    )

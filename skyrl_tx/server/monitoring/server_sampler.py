@@ -1,0 +1,213 @@
+"""Samples the state of the whole server each ten seconds: for the gauges of `/metrics`, and as a row of its history."""
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from sqlmodel import Session
+
+from skyrl_tx.process.threads import ServiceThread
+from skyrl_tx.server.http.long_poll import ResultWatcher
+from skyrl_tx.server.monitoring.metrics import ApiMetrics
+from skyrl_tx.server.settings import ApiSettings
+from skyrl_tx.store import engine_state, server_points, totals
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.dialect import DATABASE_NAME
+from skyrl_tx.store.errors import StoreError
+from skyrl_tx.store.tables import EngineStateRow
+from skyrl_tx.store.totals import StoreTotals
+
+_log = logging.getLogger(__name__)
+_ARTIFACTS_EVERY_S = 60.0
+_RATES: Mapping[str, str] = {
+    "training_tokens": "training_tokens_per_s",
+    "generation_tokens": "sampled_tokens_per_s",
+    "prompt_tokens": "prompt_tokens_per_s",
+    "prompt_tokens_cached": "prompt_tokens_cached_per_s",
+    "requests_completed": "requests_completed_per_s",
+    "requests_failed": "requests_failed_per_s",
+    "optim_steps": "optim_steps_per_s",
+}
+"""The engine's totals, and the names of their rates."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineWord:
+    """The engine's published state, and what it counted since its start."""
+
+    boot_id: str
+    at: float
+    meters: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @classmethod
+    def of(cls, row: EngineStateRow | None) -> "EngineWord | None":
+        """Return the word of a row; None while the engine has published no meters."""
+        return None if row is None or row.meters is None else cls(row.boot_id, row.updated_at, row.meters)
+
+
+def rates(before: EngineWord | None, after: EngineWord | None) -> dict[str, float]:
+    """Return what the engine did a second, and its share of time for each work, between two words of one engine."""
+    if before is None or after is None or before.boot_id != after.boot_id or after.at <= before.at:
+        return {}
+    seconds = after.at - before.at
+    found = {
+        name: round(max(after.meters["totals"].get(total, 0) - before.meters["totals"].get(total, 0), 0) / seconds, 3)
+        for total, name in _RATES.items()
+    }
+    for work, value in after.meters["device_seconds"].items():
+        busy_s = max(value - before.meters["device_seconds"].get(work, 0.0), 0.0)
+        found[f"{work}_share"] = round(min(busy_s / seconds, 1.0), 4)
+    return found
+
+
+def sums(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the numbers of several engines as those of one server.
+
+    Shares of time are means, memory is that of the fullest device, and the requests since a snapshot the most.
+    """
+    found: dict[str, list[float]] = {}
+    for values in each:
+        for name, value in values.items():
+            found.setdefault(name, []).append(value)
+    return {
+        name: max(values)
+        if name.startswith("memory_") or name == "effects_since_snapshot"
+        else sum(values) / len(values)
+        if name.endswith("_share")
+        else sum(values)
+        for name, values in found.items()
+    }
+
+
+def gauges(word: EngineWord | None) -> dict[str, float]:
+    """Return the engine's queues, places, slots, caches and memory."""
+    if word is None:
+        return {}
+    meters = word.meters
+    found: dict[str, float] = {
+        f"{queue}_{name}": n for queue, each in meters["queues"].items() for name, n in each.items()
+    }
+    found |= meters["places"]
+    backend = dict(meters["backend"])
+    memory = cast(list[dict[str, int]], backend.pop("device_memory", []))
+    if memory:
+        found["memory_used_bytes"] = max(each["used_bytes"] for each in memory)
+        found["memory_limit_bytes"] = max(each["limit_bytes"] for each in memory)
+    slots = ("decode_slots", "decode_slots_used", "kv_cache_tokens", "kv_cache_tokens_used", "prefix_cache_tokens")
+    return found | {name: backend[name] for name in slots if name in backend}
+
+
+class ServerSampler:
+    """A thread that samples at times which are multiples of ten seconds, and once at its start.
+
+    Several API processes sample at the same times, and the first one writes the row. Rates come from what the engine
+    published, so the rows of all processes would be equal, except for the open polls.
+    """
+
+    def __init__(self, settings: ApiSettings, store: Store, metrics: ApiMetrics, results: ResultWatcher) -> None:
+        self._settings = settings
+        self._store = store
+        self._metrics = metrics
+        self._results = results
+        self._before: dict[int, EngineWord] = {}
+        self._boot_ids: dict[int, str] = {}
+        self._artifacts_at = 0.0
+        self._ended = threading.Event()
+        self._thread = ServiceThread("server-sampler", self._repeat)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _repeat(self) -> None:
+        self._try(None)
+        while True:
+            next_at = (int(time.time()) // server_points.PERIOD_S + 1) * server_points.PERIOD_S
+            if self._ended.wait(max(next_at - time.time(), 0.0)):
+                return
+            self._try(next_at)
+
+    def _try(self, at: int | None) -> None:
+        try:
+            values = self.sample(time.time())
+            if at is not None:
+                self._store.write(lambda tx: _write(tx, at, values))
+        except (StoreError, OSError) as error:  # people see a gap; other parts report the cause
+            _log.debug("the state of the server was not sampled: %s", error)
+
+    def sample(self, now: float) -> dict[str, float]:
+        """Read the state of the server and set the gauges; return the values of a row."""
+
+        def look(tx: Session) -> tuple[list[EngineStateRow], float, StoreTotals]:
+            rows = engine_state.all_engines(tx)
+            return rows, engine_state.shared_time(tx), totals.read(tx, now, engine_state.pauses_of(*rows))
+
+        rows, shared_now, found = self._store.read(look)
+        metrics = self._metrics
+        silence_s = self._settings.engine_silence_s
+        ready = [row for row in rows if engine_state.is_ready(row, shared_now, silence_s)]
+        self._set_engines(rows, len(ready))
+        disk_free = shutil.disk_usage(self._settings.data_dir).free
+        oldest_s = 0.0 if found.oldest_at is None else max(now - found.oldest_at, 0.0)
+        metrics.requests_open.set(found.num_open)
+        metrics.oldest_request_s.set(oldest_s)
+        metrics.sessions_active.set(found.num_active_sessions)
+        metrics.disk_free.set(disk_free)
+        self._set_sizes(now)
+        published = {row.number: word for row in ready if (word := EngineWord.of(row)) is not None}
+        values = {
+            "engine_ready": float(bool(ready)),
+            "requests_open": found.num_open,
+            "oldest_request_s": round(oldest_s, 1),
+            "sessions_active": found.num_active_sessions,
+            "polls_waiting": self._results.num_waiting,
+            "disk_free_bytes": disk_free,
+            **sums([gauges(word) for word in published.values()]),
+            **sums([rates(self._before.get(number), word) for number, word in published.items()]),
+        }
+        self._before = published
+        return values
+
+    def _set_engines(self, rows: Sequence[EngineStateRow], num_ready: int) -> None:
+        """Set the gauges of the status of the engines."""
+        metrics, main = self._metrics, engine_state.main_engine(rows)
+        metrics.engine_ready.set(num_ready)
+        if main is None:
+            return
+        metrics.engine_word_at.set(main.updated_at)
+        for row in rows:
+            if row.boot_id != (before := self._boot_ids.get(row.number)):
+                if before is not None:
+                    metrics.engine_starts.inc()
+                self._boot_ids[row.number] = row.boot_id
+        devices = [str(name) for name in cast(list[object], main.capabilities.get("devices", []))]
+        if devices:
+            metrics.config.info({"device": devices[0], "num_devices": str(len(devices))})
+
+    def _set_sizes(self, now: float) -> None:
+        metrics = self._metrics
+        if self._settings.database_url is None:
+            for part, name in ("db", DATABASE_NAME), ("wal", f"{DATABASE_NAME}-wal"):
+                path = self._settings.data_dir / name
+                metrics.store_bytes.labels(part).set(path.stat().st_size if path.exists() else 0)
+        if now - self._artifacts_at >= _ARTIFACTS_EVERY_S:
+            self._artifacts_at = now
+            for kind, (count, num_bytes) in self._store.read(lambda tx: totals.artifacts(tx, now)).items():
+                metrics.artifacts.labels(kind).set(count)
+                if num_bytes is not None:
+                    metrics.artifact_bytes.labels(kind).set(num_bytes)
+
+
+def _write(tx: Session, at: int, values: Mapping[str, float]) -> None:
+    server_points.add(tx, at, values)
+    server_points.thin(tx, at)

@@ -1,0 +1,152 @@
+"""Endpoints for results: the long poll, the poll for many results, and cancellation."""
+
+import asyncio
+import logging
+import time
+from http import HTTPStatus
+
+from anyio import to_thread
+from fastapi import APIRouter, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse
+from sqlmodel import Session
+
+from skyrl_tx.contract import codec, results
+from skyrl_tx.contract.errors import ErrorCategory
+from skyrl_tx.contract.ids import RequestId, SamplingSessionId
+from skyrl_tx.server.context import Call, Incoming, read_poll
+from skyrl_tx.server.errors import ApiError, bad_request, not_found
+from skyrl_tx.server.http.long_poll import wait_for
+from skyrl_tx.server.http.responses import result_response
+from skyrl_tx.server.identity import access
+from skyrl_tx.server.identity.authentication import authenticate_request
+from skyrl_tx.server.schemas import service as schemas
+from skyrl_tx.server.submission.validation import shown
+from skyrl_tx.store import cancellations, completions, futures
+from skyrl_tx.store.errors import StoreError
+
+_log = logging.getLogger(__name__)
+_ERROR_PAUSE_S = 1.0
+_MAX_COMPLETIONS = 1000
+_CANCELLED = results.Failure(message="cancelled by the client", category=ErrorCategory.USER)
+router = APIRouter()
+
+
+@router.post("/retrieve_future", response_model=None)
+async def retrieve_future(request: Request) -> Response:
+    """Return a result, by long poll: 408 after a while without one, and the client polls again."""
+    call = await read_poll(request, await authenticate_request(request))
+    poll = call.body.model(schemas.RetrieveFutureRequest)
+    request_id = RequestId(poll.request_id)
+    max_bytes = call.settings.large_result_bytes if poll.allow_metadata_only else None
+    accept = request.headers.get("accept", "")
+    context = call.context
+    state = "paused_capacity"
+    try:
+        owner, key_id = call.caller.owner_filter, call.caller.key_id
+        if await context.results.wait_for_result(request_id, owner, call.settings.retrieve_hold_s, key_id):
+            with context.priority.writing_result():
+                response = await to_thread.run_sync(
+                    _read_result, call, request_id, accept, max_bytes, limiter=context.result_readers
+                )
+            if response is not None:
+                return response
+        report = await context.engine.recent_report()
+        reason = report.problem or report.activity
+        if report.outage and await run_in_threadpool(
+            call.store.read, lambda tx: futures.is_open_sample(tx, request_id)
+        ):
+            reason = report.outage
+        if report.pauses and report.problem is None:
+            pause = await run_in_threadpool(context.quotas.pause_of, request_id, report.pauses)
+            state, reason = ("paused_rate_limit", pause) if pause is not None else (state, reason)
+    except StoreError as error:
+        # The SDK retries a 5xx at once, without a pause and without end (0.38, lib/api_future_impl.py).
+        about = {"request_id": request_id, "owner": call.caller.owner}
+        _log.error("no result can be read: %s", error, extra=about)
+        await asyncio.sleep(_ERROR_PAUSE_S)
+        reason = f"the database is not available: {error}"
+    # The client polls again, and shows the reason if there is one: the SDK shows none next to "active".
+    again = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+    if reason is not None:
+        again |= {"queue_state": state, "queue_state_reason": reason}
+    return JSONResponse(again, status_code=HTTPStatus.REQUEST_TIMEOUT)
+
+
+@router.post("/retrieve_futures", response_model_exclude_none=True)
+async def retrieve_futures(call: Incoming) -> schemas.RetrieveFuturesResponse:
+    """List the samples of one client that completed since a cursor, by long poll."""
+    poll = call.body.model(schemas.RetrieveFuturesRequest)
+    name = SamplingSessionId(poll.target.sampling_session_id)
+    hold_s = call.settings.retrieve_hold_s
+    end = time.monotonic() + min(hold_s if poll.timeout is None else max(poll.timeout, 0.0), hold_s)
+    while True:
+        with call.context.results.subscribe(name, call.caller.key_id) as completed:
+            found = await run_in_threadpool(_completions, call, name, poll.target.cloned_sampler_id, poll.prev_cursor)
+            left = end - time.monotonic()
+            if found.completions or left <= 0 or call.context.results.is_closed:
+                return found
+            if not await wait_for(completed, left):
+                return found
+
+
+def _completions(call: Call, name: SamplingSessionId, clone: int, cursor: int) -> schemas.RetrieveFuturesResponse:
+    def read(tx: Session) -> list[completions.Completion]:
+        access.sampling_session(tx, call.caller, name)
+        return completions.completions_of_client(tx, name, clone, cursor, _MAX_COMPLETIONS)
+
+    found = call.store.read(read)
+    return schemas.RetrieveFuturesResponse(
+        completions=[
+            schemas.Completion(
+                state="failed" if each.failed else "finished",
+                request_id=each.request_id,
+                response_payload_uncompressed_size=None if each.failed else each.num_bytes or None,
+            )
+            for each in found
+        ],
+        cursor=found[-1].answer_order if found else cursor,
+    )
+
+
+@router.post("/cancel_future")
+def cancel_future(call: Incoming) -> dict[str, str]:
+    """Cancel a sample; no effect if it is completed or unknown."""
+    request_id = RequestId(call.body.model(schemas.CancelFutureRequest).request_id)
+    failure = codec.encode(_CANCELLED)
+    owner = call.caller.owner_filter
+    outcome = call.store.write(lambda tx: cancellations.cancel(tx, request_id, owner, failure, time.time()))
+    if outcome == "no sample":
+        raise bad_request(f"request_id {shown(request_id)}: only samples can be cancelled")
+    call.store.wake()  # wakes the polls of this process; the commit notifies the engine only
+    return {"type": "cancel_future"}
+
+
+def _read_result(call: Call, request_id: RequestId, accept: str, max_bytes: int | None) -> Response | None:
+    """Read and encode a result; None if the request is open. A result can be read repeatedly.
+
+    Of a result of more than `max_bytes` bytes only the size is returned: the client reserves memory for it and polls
+    again without a limit (SDK 0.16 … 0.38, lib/api_future_impl.py).
+    """
+    state = call.store.read(lambda tx: futures.result(tx, request_id, call.caller.owner_filter))
+    if state.status == "unknown" and not futures.is_request_id(request_id):
+        raise not_found(f"request_id {shown(request_id)} does not exist: this server issues no ids of that form")
+    if state.status in ("unknown", "pruned"):
+        # After a 410 the client samples again; another status would end it (SDK 0.38, lib/api_future_impl.py).
+        raise ApiError(
+            HTTPStatus.GONE,
+            f"request_id {shown(request_id)}: its result was fetched long ago and is gone, or never existed",
+        )
+    if state.status == "damaged":
+        message = f"request_id {shown(request_id)}: its stored result is damaged, its checksum does not match"
+        return result_response(results.Failure(message=message, category=ErrorCategory.SERVER), accept)
+    if state.result is None:
+        return None
+    result = codec.decode(state.result)
+    assert isinstance(result, results.Result)
+    response = result_response(result, accept)
+    size = len(response.body)
+    if max_bytes is not None and size > max_bytes:
+        return JSONResponse({"status": "complete_metadata", "response_payload_size": size})
+    call.context.results.mark_fetched(request_id)
+    return response

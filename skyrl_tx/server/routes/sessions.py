@@ -1,0 +1,239 @@
+"""Endpoints for client sessions and their search."""
+
+import time
+from collections.abc import Collection
+from http import HTTPStatus
+from itertools import islice
+from typing import get_args
+
+from fastapi import APIRouter, Request
+from sqlmodel import Session
+
+from skyrl_tx.contract.ids import SessionId
+from skyrl_tx.server.context import AccessScope, Incoming, Limit, Offset, base_url
+from skyrl_tx.server.errors import ApiError
+from skyrl_tx.server.identity import access
+from skyrl_tx.server.identity.authentication import USER_URN, Principal
+from skyrl_tx.server.schemas import service as schemas
+from skyrl_tx.server.schemas.base import utc_time
+from skyrl_tx.store import audit, checkpoints, models, samplers, sessions
+from skyrl_tx.store.checkpoints import StorageUsage
+from skyrl_tx.store.database import existing
+from skyrl_tx.store.tables import SessionRow
+
+router = APIRouter()
+
+_ACTIVE_S = 600.0
+"""The time since the last heartbeat for which a session counts as active. The SDK sends one every 10 s."""
+
+
+@router.post("/create_session")
+def create_session(call: Incoming, request: Request) -> dict[str, str]:
+    """Create a session; a retry with the same idempotency key returns the first one.
+
+    Clients log the `info_message`: the address of the session's page.
+    """
+    new = call.body.model(schemas.CreateSessionRequest)
+    session_id = call.session_id("session")
+
+    def work(tx: Session) -> SessionId:
+        if session_id is not None and sessions.find(tx, session_id) is not None:
+            return session_id
+        access.check_assignment(tx, call.caller, new.project_id)
+        return sessions.create(
+            tx,
+            session_id=session_id,
+            owner=call.caller.owner,
+            key_id=call.caller.key_id,
+            tags=new.tags,
+            user_metadata=new.user_metadata,
+            sdk_version=new.sdk_version,
+            project_id=new.project_id,
+            display_name=new.display_name,
+            now=time.time(),
+        )
+
+    created = call.store.write(work)
+    response = {"type": "create_session", "session_id": str(created)}
+    if not call.settings.no_console:
+        response["info_message"] = f"live: {base_url(call.settings, request)}/sessions/{created}"
+    return response
+
+
+@router.post("/session_heartbeat")
+def heartbeat(call: Incoming) -> dict[str, str]:
+    """Record a heartbeat of a session; 410 if it has finished."""
+    session_id = SessionId(call.body.model(schemas.HeartbeatRequest).session_id)
+
+    def work(tx: Session) -> None:
+        row = access.session(tx, call.caller, session_id)
+        if row.finished_at is not None:
+            raise ApiError(HTTPStatus.GONE, f"session {session_id!r} has finished ({row.finish_reason})")
+        sessions.heartbeat(tx, session_id, time.time())
+
+    call.store.write(work)
+    return {"type": "session_heartbeat"}
+
+
+@router.post("/sessions/{session_id}/finish")
+def finish(session_id: str, call: Incoming) -> dict[str, str]:
+    """Finish a session; a later call does not change the reason."""
+    request = call.body.model(schemas.FinishRequest)
+    reason = request.reason.type + (f": {request.detail}" if request.detail else "")
+
+    def work(tx: Session) -> None:
+        row = access.session(tx, call.caller, SessionId(session_id))
+        sessions.finish(tx, row.session_id, reason, time.time())
+
+    call.store.write(work)
+    return {}
+
+
+@router.get("/sessions")
+def list_sessions(
+    call: Incoming, limit: Limit = 20, offset: Offset = 0, access_scope: AccessScope = "owned"
+) -> dict[str, list[str]]:
+    """List the caller's sessions, the newest first.
+
+    `accessible` adds the sessions of its projects; for an admin it lists those of all owners.
+    """
+    is_wide = access_scope == "accessible"
+    owner = call.caller.owner_filter if is_wide else call.caller.owner
+    return {
+        "sessions": [*call.store.read(lambda tx: sessions.list_ids(tx, owner, limit, offset, with_projects=is_wide))]
+    }
+
+
+@router.get("/sessions/{session_id}", response_model_exclude_none=True)
+def get_session(session_id: str, call: Incoming, access_scope: AccessScope = "owned") -> schemas.SessionResponse:
+    """Describe one session: its training runs and samplers."""
+
+    def work(tx: Session) -> schemas.SessionResponse:
+        found = access.visible_session(tx, call.caller, SessionId(session_id))
+        row = existing(tx, SessionRow, found.session_id)
+        return schemas.SessionResponse(
+            training_run_ids=[model.model_id for model in models.of_session(tx, row.session_id)],
+            sampler_ids=[*samplers.ids_of_session(tx, row.session_id)],
+            user_metadata=_metadata(row),
+            display_name=row.display_name,
+        )
+
+    return call.store.read(work)
+
+
+@router.put("/sessions/{session_id}/project")
+def set_project(session_id: str, call: Incoming) -> dict[str, str]:
+    """Move a session, with its runs and checkpoints, into a project."""
+    project_id = call.body.model(schemas.ProjectRequest).project_id
+
+    def work(tx: Session) -> None:
+        row = access.assignable_session(tx, call.caller, SessionId(session_id))
+        access.check_assignment(tx, call.caller, project_id)
+        sessions.set_project(tx, row.session_id, project_id)
+        audit.record(
+            tx,
+            "project_session_assigned",
+            call.caller.actor,
+            time.time(),
+            project_id=project_id,
+            session_id=row.session_id,
+        )
+
+    call.store.write(work)
+    return {}
+
+
+@router.post("/sessions/search", response_model_exclude_none=True)
+def search(call: Incoming) -> schemas.SessionSearchResponse:
+    """Search sessions, the newest first."""
+    request = call.body.model(schemas.SessionSearchRequest)
+    owners = _owners(call.caller, request.owner)
+    now = time.time()
+
+    def work(tx: Session) -> schemas.SessionSearchResponse:
+        rows = sessions.iterate(
+            tx, call.caller.owner_filter, owners, request.project_ids, _position(tx, request.cursor)
+        )
+        found = [*islice((row for row in rows if _matches(row, request, now)), request.limit + 1)]
+        page = found[: request.limit]
+        stored = checkpoints.usage_of_sessions(tx, [row.session_id for row in page], now)
+        return schemas.SessionSearchResponse(
+            sessions=[_summary(row, stored.get(row.session_id, StorageUsage()), now) for row in page],
+            next_cursor=schemas.SearchCursor(
+                last_created_at=utc_time(page[-1].created_at), last_session_id=page[-1].session_id
+            )
+            if len(found) > len(page)
+            else None,
+        )
+
+    return call.store.read(work)
+
+
+def _owners(caller: Principal, asked: schemas.SearchOwner) -> Collection[str] | None:
+    """Return the owners whose sessions are searched, as far as the caller sees them; None for all owners."""
+    match asked.type:
+        case "own":
+            return [caller.owner]
+        case "accessible":
+            return None
+        case "user":
+            return [urn.removeprefix(USER_URN) for urn in asked.owner_urns]
+
+
+def _position(tx: Session, cursor: schemas.SearchCursor | None) -> tuple[float, SessionId] | None:
+    """Return the position after which a page starts. The time comes from the row, because JSON rounds it."""
+    if cursor is None:
+        return None
+    last = sessions.find(tx, SessionId(cursor.last_session_id))
+    created_at = cursor.last_created_at.timestamp() if last is None else last.created_at
+    return created_at, SessionId(cursor.last_session_id)
+
+
+def _matches(row: SessionRow, request: schemas.SessionSearchRequest, now: float) -> bool:
+    metadata = _metadata(row)
+    if any(metadata.get(name) != value for name, value in request.user_metadata.items()):
+        return False
+    if request.statuses is not None:
+        status = _status(row, now)
+        if not any(_has_status(status, wanted) for wanted in request.statuses):
+            return False
+    if request.session_id is None and request.display_name is None:
+        return True
+    name = (row.display_name or "").lower()
+    is_named = request.display_name is not None and all(word in name for word in request.display_name.lower().split())
+    return is_named or row.session_id == request.session_id
+
+
+def _has_status(status: schemas.ClientFinished | schemas.Active | None, wanted: schemas.StatusQuery) -> bool:
+    if status is None or status.type != wanted.type:
+        return False
+    return (
+        wanted.reasons is None or not isinstance(status, schemas.ClientFinished) or status.reason.type in wanted.reasons
+    )
+
+
+def _status(row: SessionRow, now: float) -> schemas.ClientFinished | schemas.Active | None:
+    if row.finished_at is None:
+        return schemas.Active() if row.last_heartbeat_at > now - _ACTIVE_S else None
+    reason, _, detail = (row.finish_reason or "").partition(": ")
+    if reason not in get_args(schemas.FinishReasonType):
+        return None
+    return schemas.ClientFinished(reason=schemas.FinishReason.model_validate({"type": reason}), detail=detail or None)
+
+
+def _summary(row: SessionRow, stored: StorageUsage, now: float) -> schemas.SessionSummary:
+    return schemas.SessionSummary(
+        session_id=row.session_id,
+        created_at=utc_time(row.created_at),
+        owner=f"{USER_URN}{row.owner}",
+        project_id=row.project_id or "",
+        status=_status(row, now),
+        checkpoints_count=stored.num_checkpoints,
+        display_name=row.display_name,
+        user_metadata=_metadata(row),
+        checkpoint_storage_bytes=stored.num_bytes,
+    )
+
+
+def _metadata(row: SessionRow) -> dict[str, str]:
+    return {name: str(value) for name, value in row.user_metadata.items()}

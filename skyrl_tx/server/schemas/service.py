@@ -1,0 +1,207 @@
+"""Schemas of sessions, the session search, client flags, health, futures, API keys and storage."""
+
+from datetime import datetime
+from typing import Annotated, Literal
+
+from pydantic import AwareDatetime, Field
+
+from skyrl_tx.server.schemas.base import List, Metadata, Name, Response, Table, WireModel
+
+FinishReasonType = Literal["success", "errored", "interrupted"]
+
+
+class ClientConfigResponse(Response):
+    """The client flags that this server sets, equal for every release; the SDK has defaults for others.
+
+    With `custom_loss_server_side` the SDK uploads the losses of `create_custom_loss`. Without `use_pyqwest_transport`
+    it sends requests with httpx alone.
+    """
+
+    pjwt_auth_enabled: bool = True
+    parallel_fwdbwd_chunks: bool = True
+    proto_write_fwdbwd: bool = True
+    proto_compress_fwdbwd: bool = True
+    fwd_via_fwdbwd: bool = True
+    create_model_via_load_weights: bool = True
+    sample_use_retrieve_futures: bool = True
+    sample_join_sampling_session: bool = True
+    custom_loss_server_side: bool = False
+    use_pyqwest_transport: bool = True
+
+
+class CreateSessionRequest(WireModel):
+    """A new session of a client process."""
+
+    tags: Annotated[List[Name], Field(max_length=100)] = Field(default_factory=list[str])
+    user_metadata: Metadata | None = None
+    sdk_version: Name | None = None
+    project_id: Name | None = None
+    display_name: Annotated[str, Field(max_length=1000)] | None = None
+    type: str | None = None
+
+
+class HeartbeatRequest(WireModel):
+    """A heartbeat of a session."""
+
+    session_id: str
+    type: str | None = None
+
+
+class FinishReason(WireModel):
+    """The reason why a client process ended."""
+
+    type: FinishReasonType
+
+
+class FinishRequest(WireModel):
+    """The end of a session."""
+
+    reason: FinishReason
+    detail: Annotated[str, Field(max_length=10_000)] | None = None
+
+
+class ProjectRequest(WireModel):
+    """The project of a session. A project is a name and needs no creation."""
+
+    project_id: str = Field(min_length=1, max_length=200)
+
+
+class SupportedModel(Response):
+    """A base model that clients may request."""
+
+    model_name: str
+    max_context_length: int | None = None
+    trainable: bool = True
+    sampleable: bool = True
+
+
+class SessionResponse(Response):
+    """The runs and samplers of a session; metadata values are text."""
+
+    training_run_ids: list[str]
+    sampler_ids: list[str]
+    user_metadata: dict[str, str]
+    display_name: str | None = None
+
+
+class RetrieveFutureRequest(WireModel):
+    """A long poll for one result."""
+
+    request_id: str
+    allow_metadata_only: bool | None = None
+
+
+class SamplingSessionTarget(WireModel):
+    """The samples of one client: of the creator of the sampling session (0), or of a copy."""
+
+    type: Literal["sampling_session"] = "sampling_session"
+    sampling_session_id: str
+    cloned_sampler_id: int = Field(default=0, ge=0, le=10**9)
+
+
+class RetrieveFuturesRequest(WireModel):
+    """A long poll for completed samples. `retrieved_request_ids` is ignored: fetches are recorded already."""
+
+    target: SamplingSessionTarget
+    prev_cursor: int = Field(default=0, ge=0, lt=2**63)
+    timeout: float | None = None
+    retrieved_request_ids: List[str] = Field(default_factory=list[str])
+
+
+class Completion(Response):
+    """A request that completed."""
+
+    state: Literal["finished", "failed"]
+    request_id: str
+    response_payload_uncompressed_size: int | None = None
+
+
+class RetrieveFuturesResponse(Response):
+    """The requests that completed after the cursor, and the cursor of the next poll."""
+
+    completions: list[Completion]
+    cursor: int
+
+
+class CancelFutureRequest(WireModel):
+    """A request to cancel a sample."""
+
+    request_id: str
+
+
+class SearchOwner(WireModel):
+    """The owners to search: the caller, all that the caller may see, or the listed ones."""
+
+    type: Literal["own", "accessible", "user"] = "own"
+    owner_urns: list[str] = Field(default_factory=list[str], max_length=10)
+
+
+class StatusQuery(WireModel):
+    """A status to search for; `reasons` applies to `client_finished`."""
+
+    type: Literal["active", "cancelled", "failed", "client_finished"]
+    reasons: Annotated[List[FinishReasonType], Field(max_length=16)] | None = None
+
+
+class SearchCursor(WireModel):
+    """The last session of the previous page."""
+
+    last_created_at: AwareDatetime
+    last_session_id: str
+
+
+class SessionSearchRequest(WireModel):
+    """Search conditions: `session_id` and `display_name` are alternatives, all others must hold."""
+
+    session_id: str | None = None
+    project_ids: Annotated[List[str], Field(max_length=1000)] | None = None
+    user_metadata: Table[str] = Field(default_factory=dict[str, str])
+    display_name: Annotated[str, Field(max_length=1000)] | None = None
+    owner: SearchOwner = Field(default_factory=SearchOwner)
+    statuses: Annotated[List[StatusQuery], Field(max_length=16)] | None = None
+    limit: Annotated[int, Field(ge=1, le=200)] = 50
+    cursor: SearchCursor | None = None
+
+
+class ClientFinished(Response):
+    """The status of a session that its client finished."""
+
+    type: Literal["client_finished"] = "client_finished"
+    reason: FinishReason
+    detail: str | None = None
+
+
+class Active(Response):
+    """The status of a session with a recent heartbeat."""
+
+    type: Literal["active"] = "active"
+
+
+class SessionSummary(Response):
+    """A session that was found; without a status if its heartbeats stopped."""
+
+    session_id: str
+    created_at: datetime
+    owner: str
+    project_id: str
+    status: ClientFinished | Active | None = None
+    checkpoints_count: int
+    display_name: str | None = None
+    user_metadata: dict[str, str] | None = None
+    checkpoint_storage_bytes: int | None = None
+
+
+class SessionSearchResponse(Response):
+    """A page of sessions; the last page has no cursor."""
+
+    sessions: list[SessionSummary]
+    next_cursor: SearchCursor | None = None
+
+
+class KeyResponse(Response):
+    """A description of the caller's API key. `details` has the name of the organization and the owner as `email`."""
+
+    key_id: int
+    name: str
+    note: str
+    details: dict[str, dict[str, str]]

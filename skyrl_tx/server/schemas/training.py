@@ -1,0 +1,112 @@
+"""Schemas of model creation and training."""
+
+from typing import Literal
+
+from skyrl_tx.server.schemas.base import CreationIds, Int, List, ModelRequestIds, Response, Table, WireModel
+from skyrl_tx.server.schemas.inputs import Datum
+
+
+class LoraConfig(WireModel):
+    """The LoRA adapter to train."""
+
+    changes_maths = True
+    rank: Int
+    seed: Int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerConfig(WireModel):
+    """The optimizer of a model."""
+
+    changes_maths = True
+    type: str = "adamw"
+
+
+class CreateModelRequest(CreationIds):
+    """A request for a model with a new LoRA adapter."""
+
+    base_model: str
+    lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfig | None = None
+    type: str | None = None
+
+
+class AdamParams(WireModel):
+    """AdamW hyper-parameters. A release that does not know one does not send it; null stands for NaN or infinity."""
+
+    changes_maths = True
+    learning_rate: float | None = None
+    beta1: float | None = None
+    beta2: float | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+    grad_clip_norm: float | None = None
+
+
+class OptimStepRequest(ModelRequestIds):
+    """One optimizer step; `optimizer_params` belongs to other optimizers than AdamW."""
+
+    adam_params: AdamParams | None = None
+    optimizer_params: dict[str, object] | None = None
+
+
+class PassInput(WireModel):
+    """The data and loss of a forward or forward/backward request."""
+
+    changes_maths = True
+    data: List[Datum]
+    loss_fn: str
+    loss_fn_config: Table[float | str] | None = None
+
+
+class ForwardBackwardRequest(ModelRequestIds):
+    """A forward/backward request in JSON (SDK up to 0.24)."""
+
+    forward_backward_input: PassInput
+
+
+class ForwardRequest(ModelRequestIds):
+    """A forward request in JSON (SDK up to 0.24)."""
+
+    forward_input: PassInput
+
+
+class UnloadModelRequest(ModelRequestIds):
+    """A request to remove a model."""
+
+
+class GetInfoRequest(WireModel):
+    """A request for a description of a model."""
+
+    model_id: str
+    type: str | None = None
+
+
+class ModelData(Response):
+    """The names of a model; the SDK loads the tokenizer from `tokenizer_id`."""
+
+    arch: str | None = None
+    model_name: str
+    tokenizer_id: str
+
+
+class GetInfoResponse(Response):
+    """A description of a model."""
+
+    type: Literal["get_info"] = "get_info"
+    model_id: str
+    model_data: ModelData
+    model_name: str
+    is_lora: bool = True
+    lora_rank: int
+    optimizer_config: OptimizerConfig
+
+
+class FutureHandle(Response):
+    """The future of a queued request; `retrieve_future` returns its result."""
+
+    request_id: str
+    model_id: str | None = None
+    sample_sequence_ids: list[str] | None = None

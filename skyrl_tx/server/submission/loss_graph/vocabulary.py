@@ -1,0 +1,344 @@
+"""The functions and methods of torch that a custom loss may use, each as operations of the contract.
+
+Where torch and numpy differ in a derivative at a corner, the operations are those that have torch's: a clamp passes the
+gradient at its bounds, a relu does not at 0.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.server.submission.loss_graph.arguments import Argument, Arguments, Dtype, Sizes
+from skyrl_tx.server.submission.loss_graph.builder import Value
+from skyrl_tx.server.submission.loss_graph.indexing import item
+
+_Function = Callable[[Arguments], Argument]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The parameters of a function, see `Arguments`, and what it returns."""
+
+    parameters: str
+    function: _Function
+
+
+def _unary(operation: str) -> _Function:
+    return lambda x: x.builder.emit(operation, x.number("input"))
+
+
+def _binary(operation: str) -> _Function:
+    return lambda x: x.builder.emit(operation, x.number("input"), x.number("other"))
+
+
+def _logical(operation: str) -> _Function:
+    return lambda x: x.builder.emit(operation, x.builder.truth(x.value("input")), x.builder.truth(x.value("other")))
+
+
+def _bitwise(operation: str) -> _Function:
+    def function(x: Arguments) -> Value:
+        values = [x.value("input"), x.value("other")]
+        if not all(value.is_bool for value in values):
+            raise UserError("`&`, `|` and `^` are offered for bool tensors only, such as comparisons and x.bool()")
+        return x.builder.emit(operation, *values)
+
+    return function
+
+
+def _invert(x: Arguments) -> Value:
+    if not (value := x.tensor("input")).is_bool:
+        raise UserError("`~` is offered for bool tensors only, such as comparisons and x.bool()")
+    return x.builder.emit("logical_not", value)
+
+
+def _div(x: Arguments) -> Value:
+    x.only("rounding_mode", None)
+    return x.builder.emit("div", x.number("input"), x.number("other"))
+
+
+def _pow(x: Arguments) -> Value:
+    base, exponent = x.number("input"), x.number("exponent")
+    if exponent.constant == 1.0:
+        return base
+    simple = {2.0: "square", 0.5: "sqrt", -1.0: "reciprocal"}.get(exponent.constant or 0.0)
+    return x.builder.emit("pow", base, exponent) if simple is None else x.builder.emit(simple, base)
+
+
+def _clamp(x: Arguments) -> Value:
+    value, low, high = x.number("input"), x.get("min"), x.get("max")
+    if low is None and high is None:
+        raise UserError("one of the arguments min and max is needed")
+    for name, outside in (("min", "lt"), ("max", "gt")):
+        if x.get(name) is not None:
+            bound = x.number(name)
+            value = x.builder.emit("where", x.builder.emit(outside, value, bound), bound, value)
+    return value
+
+
+def _relu(x: Arguments) -> Value:
+    x.only("inplace", False)
+    value, zero = x.number("input"), x.builder.constant(0.0)
+    return x.builder.emit("where", x.builder.emit("le", value, zero), zero, value)
+
+
+def _softplus(x: Arguments) -> Value:
+    x.only("beta", 1, 1.0)
+    x.only("threshold", 20, 20.0)
+    return x.builder.emit("softplus", x.number("input"))
+
+
+def _log_sigmoid(x: Arguments) -> Value:
+    emit = x.builder.emit
+    return emit("neg", emit("softplus", emit("neg", x.number("input"))))
+
+
+def _where(x: Arguments) -> Value:
+    if not (condition := x.tensor("condition")).is_bool:
+        raise UserError("argument condition must be a bool tensor, such as a comparison or x.bool()")
+    return x.builder.emit("where", condition, x.number("input"), x.number("other"))
+
+
+def _masked_fill(x: Arguments) -> Value:
+    if not (mask := x.tensor("mask")).is_bool:
+        raise UserError("argument mask must be a bool tensor, such as a comparison or x.bool()")
+    return x.builder.emit("where", mask, x.number("value"), x.number("input"))
+
+
+def _reduction(operation: str) -> _Function:
+    def function(x: Arguments) -> Value:
+        x.float32("dtype")
+        return _reduce(x, operation, x.number("input"), x.flag("keepdim"))
+
+    return function
+
+
+def _reduce(x: Arguments, operation: str, value: Value, keeps: bool) -> Value:
+    return x.builder.emit(operation, value, options=(int(keeps), *x.axes("dim", len(value.shape))))
+
+
+def _extreme(reduction: str, binary: str) -> _Function:
+    def function(x: Arguments) -> Value:
+        other = x.get("other")
+        if isinstance(other, Value):
+            return x.builder.emit(binary, x.number("input"), x.builder.number(other))
+        if other is not None:
+            raise UserError(f"a dimension, which also gives indices, is not offered; use {reduction}")
+        return _reduce(x, reduction, x.number("input"), keeps=False)
+
+    return function
+
+
+def _variance(x: Arguments) -> Value:
+    emit, value = x.builder.emit, x.number("input")
+    x.only("correction", 1, 0)
+    correction = x.get("correction", 1) if x.get("unbiased") is None else x.flag("unbiased")
+    axes = x.axes("dim", len(value.shape))
+    distance = emit("sub", value, emit("mean", value, options=(1, *axes)))
+    total = emit("sum", emit("square", distance), options=(int(x.flag("keepdim")), *axes))
+    count = x.builder.constant(1.0)
+    for axis in axes:
+        count = emit("mul", count, emit("size", value, options=(axis,)))
+    return emit("div", total, emit("sub", count, x.builder.constant(1.0 if correction else 0.0)))
+
+
+def _deviation(x: Arguments) -> Value:
+    return x.builder.emit("sqrt", _variance(x))
+
+
+def _log_softmax(x: Arguments) -> Value:
+    x.float32("dtype")
+    value = x.number("input")
+    axis = x.axis("dim", len(value.shape))
+    return x.builder.emit("sub", value, x.builder.emit("logsumexp", value, options=(1, axis)))
+
+
+def _softmax(x: Arguments) -> Value:
+    return x.builder.emit("exp", _log_softmax(x))
+
+
+def _cumsum(x: Arguments) -> Value:
+    x.float32("dtype")
+    value = x.number("input")
+    return x.builder.emit("cumsum", value, options=(x.axis("dim", len(value.shape)),))
+
+
+def _dot(x: Arguments) -> Value:
+    product = x.builder.emit("mul", x.number("input"), x.number("other"))
+    if len(product.shape) != 1:
+        raise UserError(f"takes two tensors [T], not {product.text}")
+    return x.builder.emit("sum", product, options=(0, 0))
+
+
+def _full(number: float) -> _Function:
+    def function(x: Arguments) -> Value:
+        x.float32("dtype")
+        return x.builder.emit("broadcast", x.builder.constant(number), x.tensor("input"))
+
+    return function
+
+
+def _full_like(x: Arguments) -> Value:
+    x.float32("dtype")
+    return x.builder.emit("broadcast", x.number("fill_value"), x.tensor("input"))
+
+
+def _same(x: Arguments) -> Value:
+    return x.tensor("input")
+
+
+def _to(x: Arguments) -> Value:
+    match x.get("dtype"):
+        case Dtype("float32"):
+            return x.number("input")
+        case Dtype("bool"):
+            return x.builder.truth(x.tensor("input"))
+        case _:
+            raise UserError("only the dtypes torch.float32 and torch.bool are offered")
+
+
+def _unsqueeze(x: Arguments) -> Value:
+    value = x.tensor("input")
+    return x.builder.emit("unsqueeze", value, options=(x.axis("dim", len(value.shape) + 1),))
+
+
+def _squeeze(x: Arguments) -> Value:
+    value = x.tensor("input")
+    axis = x.axis("dim", len(value.shape))
+    if value.shape[axis].symbol != "1":
+        raise UserError(f"dimension {axis} of {value.text} is not of size 1 for every datum")
+    return x.builder.emit("squeeze", value, options=(axis,))
+
+
+def _size(x: Arguments) -> Argument:
+    value = x.tensor("input")
+    return Sizes(value) if x.get("dim") is None else size_of(x, value, x.axis("dim", len(value.shape)))
+
+
+def _numel(x: Arguments) -> Value:
+    value, count = x.tensor("input"), x.builder.constant(1.0)
+    for axis in range(len(value.shape)):
+        count = x.builder.emit("mul", count, size_of(x, value, axis))
+    return count
+
+
+def _attribute(x: Arguments) -> Argument:
+    value, name = x.tensor("input"), x.get("name")
+    if name == "shape":
+        return Sizes(value)
+    if name == "ndim":
+        return len(value.shape)
+    raise UserError("the attributes of a tensor that are offered are shape and ndim")
+
+
+def _item(x: Arguments) -> Argument:
+    of, index = x.get("input"), x.get("index")
+    if isinstance(of, Sizes):
+        if (
+            isinstance(index, bool)
+            or not isinstance(index, int)
+            or not -len(of.value.shape) <= index < len(of.value.shape)
+        ):
+            raise UserError(f"a shape of {len(of.value.shape)} sizes takes one whole number as index")
+        return size_of(x, of.value, index % len(of.value.shape))
+    return item(x.builder, x.tensor("input"), index)
+
+
+def size_of(x: Arguments, value: Value, axis: int) -> Value:
+    """Return the size of a dimension, as a scalar."""
+    return x.builder.emit("size", value, options=(axis,))
+
+
+_UNARY = {
+    **{name: name for name in ("neg", "abs", "sign", "floor", "square", "reciprocal", "sqrt", "exp", "expm1", "log")},
+    **{name: name for name in ("log1p", "sin", "cos", "tanh", "sigmoid")},
+    **{"negative": "neg", "absolute": "abs", "isnan": "is_nan"},
+}
+_BINARY = {
+    **{name: name for name in ("add", "sub", "mul", "maximum", "minimum", "logaddexp")},
+    **{name: name for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **{"subtract": "sub", "multiply": "mul", "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge"},
+    "not_equal": "ne",
+}
+_REDUCTION = "input dim? keepdim? dtype?"
+_SHARED: Mapping[str, Entry] = {
+    **{name: Entry("input", _unary(operation)) for name, operation in _UNARY.items()},
+    **{name: Entry("input other", _binary(operation)) for name, operation in _BINARY.items()},
+    **{name: Entry("input other", _logical(name)) for name in ("logical_and", "logical_or", "logical_xor")},
+    "logical_not": Entry("input", lambda x: x.builder.emit("logical_not", x.builder.truth(x.tensor("input")))),
+    "div": Entry("input other rounding_mode?", _div),
+    "divide": Entry("input other rounding_mode?", _div),
+    "true_divide": Entry("input other rounding_mode?", _div),
+    "pow": Entry("input exponent", _pow),
+    "clamp": Entry("input min? max?", _clamp),
+    "clip": Entry("input min? max?", _clamp),
+    "clamp_min": Entry("input min", _clamp),
+    "clamp_max": Entry("input max", _clamp),
+    "relu": Entry("input inplace?", _relu),
+    "masked_fill": Entry("input mask value", _masked_fill),
+    **{name: Entry(_REDUCTION, _reduction(name)) for name in ("sum", "mean")},
+    **{name: Entry("input dim? keepdim?", _reduction(name)) for name in ("amax", "amin")},
+    "logsumexp": Entry("input dim keepdim?", _reduction("logsumexp")),
+    "max": Entry("input other?", _extreme("amax", "maximum")),
+    "min": Entry("input other?", _extreme("amin", "minimum")),
+    "var": Entry("input dim? unbiased? keepdim? correction?", _variance),
+    "std": Entry("input dim? unbiased? keepdim? correction?", _deviation),
+    "softmax": Entry("input dim dtype?", _softmax),
+    "log_softmax": Entry("input dim dtype?", _log_softmax),
+    "cumsum": Entry("input dim dtype?", _cumsum),
+    "dot": Entry("input other", _dot),
+    "clone": Entry("input", _same),
+    "detach": Entry("input", lambda x: x.builder.emit("stop_gradient", x.tensor("input"))),
+    "unsqueeze": Entry("input dim", _unsqueeze),
+    "squeeze": Entry("input dim", _squeeze),
+    "numel": Entry("input", _numel),
+}
+"""Functions `torch.<name>` that are methods of a tensor too."""
+
+_METHODS_ONLY: Mapping[str, Entry] = {
+    "float": Entry("input", lambda x: x.number("input")),
+    "bool": Entry("input", lambda x: x.builder.truth(x.tensor("input"))),
+    "to": Entry("input dtype", _to),
+    "type": Entry("input dtype", _to),
+    "contiguous": Entry("input", _same),
+    "size": Entry("input dim?", _size),
+    "dim": Entry("input", lambda x: len(x.tensor("input").shape)),
+    "where": Entry("input condition other", _where),
+}
+_NEURAL: Mapping[str, Entry] = {
+    "sigmoid": _SHARED["sigmoid"],
+    "tanh": _SHARED["tanh"],
+    "relu": _SHARED["relu"],
+    "softmax": Entry("input dim _stacklevel? dtype?", _softmax),
+    "log_softmax": Entry("input dim _stacklevel? dtype?", _log_softmax),
+}
+_OPERATORS: Mapping[str, Entry] = {
+    **{name: _SHARED[name] for name in ("add", "sub", "mul", "neg", "abs", "pow", "eq", "ne", "lt", "le", "gt", "ge")},
+    "truediv": Entry("input other", _div),
+    "pos": Entry("input", _same),
+    "and_": Entry("input other", _bitwise("logical_and")),
+    "or_": Entry("input other", _bitwise("logical_or")),
+    "xor": Entry("input other", _bitwise("logical_xor")),
+    "invert": Entry("input", _invert),
+    "getitem": Entry("input index", _item),
+}
+
+METHODS: Mapping[str, Entry] = {**_SHARED, **_METHODS_ONLY}
+"""Methods of a tensor, by name."""
+FUNCTIONS: Mapping[str, Entry] = {
+    **{f"torch.{name}": entry for name, entry in _SHARED.items()},
+    "torch.where": Entry("condition input other", _where),
+    "torch.zeros_like": Entry("input dtype?", _full(0.0)),
+    "torch.ones_like": Entry("input dtype?", _full(1.0)),
+    "torch.full_like": Entry("input fill_value dtype?", _full_like),
+    **{f"torch.nn.functional.{name}": entry for name, entry in _NEURAL.items()},
+    "torch.nn.functional.softplus": Entry("input beta? threshold?", _softplus),
+    "torch._C._nn.softplus": Entry("input beta? threshold?", _softplus),
+    "torch.nn.functional.logsigmoid": Entry("input", _log_sigmoid),
+    "torch._C._nn.log_sigmoid": Entry("input", _log_sigmoid),
+    **{f"torch._C._special.special_{name}": _SHARED[name] for name in ("expm1", "log1p", "softmax", "log_softmax")},
+    "torch._C._special.special_expit": _SHARED["sigmoid"],
+    "torch._C._special.special_logsumexp": _SHARED["logsumexp"],
+    **{f"operator.{name}": entry for name, entry in _OPERATORS.items()},
+    "getattr": Entry("input name", _attribute),
+}
+"""Functions by the qualified name that `torch.fx` gives them."""

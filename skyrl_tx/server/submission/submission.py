@@ -1,0 +1,359 @@
+"""Requests into the store: each is stored once, however often the client sends it."""
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from http import HTTPStatus
+from typing import TypeVar
+
+import msgspec
+from pydantic import ValidationError
+from sqlmodel import Session
+
+from skyrl_tx.contract import codec
+from skyrl_tx.contract.custom_loss import CUSTOM, LOGPROBS, CustomLoss
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.ids import ModelId, SamplerId, SamplingSessionId, SessionId, custom_loss_id
+from skyrl_tx.contract.ids import model_id as model_id_of
+from skyrl_tx.contract.losses import TARGET_TOKENS
+from skyrl_tx.contract.requests import CreateCustomLoss, CreateModel, LoadWeights, ModelPass, Rejected, Request
+from skyrl_tx.contract.results import CreateCustomLossOutput
+from skyrl_tx.server.context import Call
+from skyrl_tx.server.errors import ApiError, bad_request
+from skyrl_tx.server.http.body import parse
+from skyrl_tx.server.identity import access
+from skyrl_tx.server.identity.authentication import Principal
+from skyrl_tx.server.schemas.base import CreationIds, ModelRequestIds, WireModel
+from skyrl_tx.server.schemas.training import FutureHandle
+from skyrl_tx.server.submission.translate.provenance import Provenance, fill_recorded
+from skyrl_tx.server.submission.validation import first_error, shown
+from skyrl_tx.store import custom_losses, futures, models, placement, samplers, stability
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.tables import ModelRow, SamplingSessionRow
+
+_log = logging.getLogger(__name__)
+_TOUCH_MODEL_EVERY_S = 1.0
+_TOUCH_SAMPLER_EVERY_S = 60.0
+
+SchemaT = TypeVar("SchemaT", bound=WireModel)
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A translated request on its way into the store.
+
+    Attributes:
+        request: What the engine will execute.
+        body: The encoded request, made before the transaction.
+        digest: The idempotency digest. It is equal whenever a client sends the same request again, because it covers
+            the request as sent, without what the server drew or looked up.
+        provenance: The provenance spans of each datum, where recorded samples will complete the request.
+        sequence_ids: The recorded samples that completed it.
+        base_model: The base model of the model that the request creates, if it creates one.
+    """
+
+    request: Request
+    body: bytes
+    digest: bytes
+    provenance: tuple[Provenance, ...] = ()
+    sequence_ids: Collection[str] = ()
+    base_model: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        *,
+        as_sent: Request | None = None,
+        provenance: tuple[Provenance, ...] = (),
+        base_model: str | None = None,
+    ) -> "Submission":
+        """Encode a request. `as_sent` is what its digest covers, by default the request itself."""
+        body = codec.encode(request)
+        sent = body if as_sent is None or as_sent is request else codec.encode(as_sent)
+        if provenance:
+            sent += msgspec.msgpack.encode(provenance)
+        return cls(request, body, futures.idempotency_digest(sent), provenance, base_model=base_model)
+
+    @classmethod
+    def rejected(
+        cls, kind: str, message: str, *, backward: bool = False, as_sent: Request | None = None
+    ) -> "Submission":
+        """Return a request that keeps its sequence number and fails with this message."""
+        return cls.of(Rejected(kind=kind, message=message, backward=backward), as_sent=as_sent)
+
+    @property
+    def kind(self) -> str:
+        """The kind that the row shows: a rejected barrier is still a barrier for the engine's scheduler."""
+        return self.request.kind if isinstance(self.request, Rejected) else codec.kind_of(self.request)
+
+    def with_request(self, request: Request, sequence_ids: Collection[str] = ()) -> "Submission":
+        """Return this submission with another request under the same digest."""
+        return replace(self, request=request, body=codec.encode(request), sequence_ids=sequence_ids)
+
+
+def from_json(
+    kind: str,
+    schema: type[SchemaT],
+    value: Mapping[str, object],
+    translate: Callable[[SchemaT], Submission],
+    check_unknown: Callable[[WireModel], None],
+    *,
+    backward: bool = False,
+) -> Submission:
+    """Check JSON against its schema and translate it. Errors become a rejected request, which its future reports."""
+    try:
+        model = schema.model_validate(value)
+        submission = translate(model)
+        check_unknown(model)
+        return submission
+    except ValidationError as error:
+        return Submission.rejected(kind, first_error(error), backward=backward)
+    except UserError as error:
+        return Submission.rejected(kind, error.message, backward=backward)
+
+
+def with_recorded_samples(store: Store, caller: Principal, submission: Submission) -> Submission:
+    """Complete a pass that has provenance spans with its recorded samples; reject it if a span is wrong."""
+    request = submission.request
+    if not submission.provenance or not isinstance(request, ModelPass):
+        return submission
+    _log_own_definition(request.loss)
+    wanted = set[str]().union(*(datum.sequence_ids for datum in submission.provenance))
+    recorded = store.read(lambda tx: stability.find(tx, caller.owner_filter, wanted, time.time()))
+    try:
+        return submission.with_request(fill_recorded(request, submission.provenance, recorded), recorded.keys())
+    except UserError as error:
+        reason = Rejected(kind=submission.kind, message=error.message, backward=request.backward)
+        return submission.with_request(reason)
+
+
+def with_custom_loss(call: Call, model_id: ModelId, submission: Submission) -> Submission:
+    """Complete a pass of a custom loss with the loss; reject it if its session has no such loss.
+
+    Inputs that the loss does not read are left out: the SDK sends all that a datum has.
+    """
+    request = submission.request
+    if not isinstance(request, ModelPass) or request.loss != CUSTOM:
+        return submission
+    loss_id = request.loss_config.get("loss_id")
+
+    def find(tx: Session) -> bytes | None:
+        row = access.addressed_model(tx, call.caller, model_id)
+        return custom_losses.find(tx, loss_id, row.session_id) if isinstance(loss_id, str) else None
+
+    unknown = sorted(request.loss_config.keys() - {"loss_id"})
+    body = call.store.read(find)
+    if unknown or body is None:
+        reason = f"loss_fn_config.{unknown[0][:80]}: {CUSTOM} takes loss_id" if unknown else _no_loss(loss_id)
+        return submission.with_request(Rejected(kind=submission.kind, message=reason, backward=request.backward))
+    stored = codec.decode(body)
+    assert isinstance(stored, CreateCustomLoss)
+    read = {TARGET_TOKENS, *(each.name for each in stored.loss.inputs)} - {LOGPROBS}
+    data = tuple(
+        replace(datum, loss_inputs={name: array for name, array in datum.loss_inputs.items() if name in read})
+        for datum in request.data
+    )
+    return submission.with_request(replace(request, custom=stored.loss, data=data))
+
+
+def _no_loss(loss_id: object) -> str:
+    return (
+        f"loss_fn_config.loss_id {shown(loss_id)}: the session of this model has no such custom loss; losses unused "
+        "for 30 days are removed"
+    )
+
+
+@functools.cache
+def _log_own_definition(loss: str) -> None:
+    """Log once per process that a loss which needs provenance is this project's own definition."""
+    _log.info("%s is used: Tinker's formula is not public, this is this project's own definition, see the docs", loss)
+
+
+def submit_json(
+    call: Call,
+    kind: str,
+    schema: type[SchemaT],
+    translate: Callable[[SchemaT], Submission],
+    *,
+    backward: bool = False,
+) -> FutureHandle:
+    """Queue a request for a model, sent in JSON. An error in it becomes the result of its future."""
+    value = call.body.mapping()
+    ids = parse(ModelRequestIds, value)
+    return submit(call, ids, from_json(kind, schema, value, translate, call.check_unknown, backward=backward))
+
+
+def submit(call: Call, ids: ModelRequestIds, submission: Submission) -> FutureHandle:
+    """Queue a request for a model, completed with its recorded samples, or with its custom loss."""
+    complete = with_recorded_samples(call.store, call.caller, submission)
+    complete = with_custom_loss(call, ModelId(ids.model_id), complete)
+    handle = call.store.write(lambda tx: to_model(tx, call, ids, complete))
+    call.context.metrics.submitted(complete.kind).inc()
+    return handle
+
+
+def to_model(tx: Session, call: Call, ids: ModelRequestIds, submission: Submission) -> FutureHandle:
+    """Queue a request for a model. A `seq_id` of 0 is not a sequence number."""
+    now = time.time()
+    model_id = ModelId(ids.model_id)
+    row = access.addressed_model(tx, call.caller, model_id)
+    key = _key(f"model/{model_id}", ids.seq_id or None, call.idempotency_key)
+    submitted = _insert(
+        tx, submission, key, row.owner, row.session_id, ids.seq_id, model_id=model_id, engine=row.engine
+    )
+    if row.last_request_at < now - _TOUCH_MODEL_EVERY_S:
+        models.touch(tx, model_id, now)
+    if submission.sequence_ids:
+        stability.touch(tx, submission.sequence_ids, now)
+    if isinstance(submission.request, ModelPass) and submission.request.loss == CUSTOM:
+        custom_losses.touch(tx, str(submission.request.loss_config["loss_id"]), now)
+    return FutureHandle(request_id=submitted.request_id, model_id=model_id)
+
+
+def creation(tx: Session, call: Call, ids: CreationIds, submission: Submission) -> FutureHandle:
+    """Queue a request that creates a model, and create the model's row. A rejected request creates none.
+
+    `create_model` and `load_weights` share the numbers of a session's models, so they share the keys too.
+    """
+    now = time.time()
+    session_id = SessionId(ids.session_id)
+    session = access.open_session(tx, call.caller, session_id)
+    model_id = model_id_of(session_id, ids.model_seq_id)
+    request = submission.request
+    spec = request.spec if isinstance(request, CreateModel | LoadWeights) else None
+    key = f"create/{session_id}/{ids.model_seq_id}"
+    engine = placement.for_model(tx)
+    submitted = _insert(
+        tx, submission, key, session.owner, session_id, 0, model_id=model_id if spec else None, engine=engine
+    )
+    if spec is not None and submitted.is_new:
+        assert submission.base_model is not None
+        row = ModelRow(
+            model_id=model_id,
+            session_id=session_id,
+            base_model=submission.base_model,
+            spec=codec.encode(spec),
+            user_metadata=ids.user_metadata,
+            created_at=now,
+            last_request_at=now,
+            engine=engine,
+        )
+        models.create(tx, row)
+    return FutureHandle(request_id=submitted.request_id, model_id=model_id)
+
+
+def custom_loss(tx: Session, call: Call, session_id: SessionId, seq_id: int, loss: CustomLoss) -> FutureHandle:
+    """Store a custom loss of a session, and its result, which needs no engine."""
+    now = time.time()
+    session = access.open_session(tx, call.caller, session_id)
+    loss_id = custom_loss_id(session_id, seq_id)
+    submission = Submission.of(CreateCustomLoss(loss=loss))
+    submitted = _insert(tx, submission, f"custom_loss/{session_id}/{seq_id}", session.owner, session_id, None)
+    if submitted.is_new:
+        try:
+            custom_losses.create(
+                tx,
+                loss_id,
+                session_id=session_id,
+                owner=session.owner,
+                name=loss.name,
+                body=submission.body,
+                now=now,
+            )
+        except (custom_losses.ConflictingLoss, custom_losses.TooManyLosses) as error:
+            raise bad_request(str(error)) from error
+        result = codec.encode(CreateCustomLossOutput(loss_id=loss_id))
+        futures.complete(tx, submitted.request_id, result, failed=False, effect_order=None, now=now)
+    return FutureHandle(request_id=submitted.request_id)
+
+
+def to_sampler(
+    tx: Session,
+    row: SamplingSessionRow,
+    owner: str,
+    seq_id: int | None,
+    key: str,
+    submission: Submission,
+    *,
+    is_streamed: bool = False,
+    engine: int = 1,
+) -> futures.Submitted | None:
+    """Queue a prompt for a sampling session. `key` is its `sampling_key`; `is_streamed`: it is read while decoded.
+
+    `engine` is the one that shall execute it. Weights that are not on disk yet are in the memory of their model's
+    engine, which then gets the prompt. Returns None, and queues nothing, if the session has another sampler than `row`,
+    or is gone.
+    """
+    now = time.time()
+    name = row.sampling_session_id
+    current = samplers.get(tx, name)
+    if current is None or current.sampler_id != row.sampler_id:
+        return None
+    if current.model_id is not None and current.size_bytes is None:
+        engine = models.engine_of(tx, current.model_id) or engine
+    submitted = _insert(
+        tx,
+        submission,
+        key,
+        owner,
+        row.session_id,
+        seq_id,
+        sampling_session_id=name,
+        sampler_id=row.sampler_id,
+        is_streamed=is_streamed,
+        engine=engine,
+    )
+    if row.last_used_at < now - _TOUCH_SAMPLER_EVERY_S:
+        samplers.touch(tx, name, now)
+    return submitted
+
+
+def sampling_key(sampling_session_id: SamplingSessionId, seq_id: int | None, idempotency_key: str | None) -> str:
+    """Return the idempotency key of a prompt, from which its sequence ids are derived too."""
+    return _key(f"sample/{sampling_session_id}", seq_id, idempotency_key)
+
+
+def _key(stem: str, seq_id: int | None, idempotency_key: str | None) -> str:
+    """Return what identifies a request: its sequence number, or else the header; "" if it has neither."""
+    if seq_id is not None:
+        return f"{stem}/{seq_id}"
+    return "" if idempotency_key is None else f"{stem}/key/{idempotency_key}"
+
+
+def _insert(
+    tx: Session,
+    submission: Submission,
+    key: str,
+    owner: str,
+    session_id: SessionId,
+    seq_id: int | None,
+    *,
+    model_id: ModelId | None = None,
+    sampling_session_id: SamplingSessionId | None = None,
+    sampler_id: SamplerId | None = None,
+    is_streamed: bool = False,
+    engine: int = 1,
+) -> futures.Submitted:
+    new = futures.NewRequest(
+        key=key,
+        kind=submission.kind,
+        owner=owner,
+        session_id=session_id,
+        body=submission.body,
+        digest=submission.digest,
+        model_id=model_id,
+        seq_id=seq_id,
+        sampling_session_id=sampling_session_id,
+        sampler_id=sampler_id,
+        is_streamed=is_streamed,
+        engine=engine,
+    )
+    try:
+        return futures.submit(tx, new, time.time())
+    except futures.ConflictingRequest as error:
+        raise bad_request(str(error)) from error
+    except futures.RequestPruned as error:
+        raise ApiError(HTTPStatus.GONE, str(error)) from error

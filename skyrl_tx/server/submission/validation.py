@@ -1,0 +1,250 @@
+"""Checks of the wire format: what the API alone can see. Each error names the field and its value.
+
+What a backend can do is checked by `engine/validate.py`. The parts of a body are counted before a parser builds an
+object for each of them: a part of two bytes becomes an object of 50 to 500 bytes, so the size of a body does not bound
+the memory of its parse.
+"""
+
+import logging
+import math
+import secrets
+from collections.abc import Iterator
+from functools import cache
+from typing import cast
+
+import numpy as np
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
+from pydantic import ValidationError
+
+from skyrl_tx.contract.arrays import NumberArray
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.server.errors import too_large
+from skyrl_tx.server.schemas.base import WireModel
+from skyrl_tx.store.checkpoints import MAX_TTL_S
+
+_log = logging.getLogger(__name__)
+_MAX_REMEMBERED = 1000
+_MIN_TTL_S = 3600
+_PIECE = 2**20
+_JSON_PARTS = {ord("["): 2, ord("{"): 2, ord('"'): 1}
+"""Bytes that begin a part; a string has two quotes."""
+_Nested = dict[int, "_Nested | None"]
+"""The fields of a message whose content counts, by number; None for packed numbers."""
+_VARINT, _FIXED64, _LENGTH, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
+_OPAQUE: _Nested = {}
+_SMALL = 16
+"""A rest of a message of at most this size counts as parts without being read: that is quicker, and rarely wrong."""
+_SLOW = 8
+"""Parts that a number in a needlessly long form counts for: no encoder writes it, and it is slow to read."""
+
+
+def check_json(data: bytes, max_parts: int) -> None:
+    """Raise ApiError 413 if JSON may hold more than `max_parts` arrays, objects and strings.
+
+    Brackets inside strings count too. Numbers do not: an array of numbers takes at most ten times its text.
+    """
+    if len(data) <= 2 * max_parts:
+        return
+    codes = np.frombuffer(data, np.uint8)
+    halves = 0
+    for start in range(0, len(codes), _PIECE):  # NumPy releases the interpreter lock in each comparison
+        piece = codes[start : start + _PIECE]
+        halves += sum(weight * int(np.count_nonzero(piece == code)) for code, weight in _JSON_PARTS.items())
+        if halves > 2 * max_parts:
+            raise too_large(f"body holds more than {max_parts} JSON arrays, objects and strings; send less at once")
+
+
+def check_protobuf(data: bytes, kind: type[Message], max_parts: int) -> None:
+    """Raise ApiError 413 if a protobuf message has more than `max_parts` fields, those of its messages included.
+
+    Malformed bytes are left to the parser, which does not read beyond them.
+    """
+    nested = _nested(cast(Descriptor, kind.DESCRIPTOR)) or _OPAQUE
+    if len(data) > 2 * max_parts and _count(data, 0, len(data), nested, max_parts) < 0:
+        raise too_large(f"body holds more than {max_parts} protobuf fields; send less at once")
+
+
+@cache
+def _nested(kind: Descriptor) -> _Nested | None:
+    """Return the fields of a message whose content counts; None for a message without messages and repeated numbers."""
+    messages = {field.number: field.message_type for field in kind.fields if field.message_type is not None}
+    numbers: _Nested = {field.number: None for field in kind.fields if field.is_repeated and field.is_packed}
+    if not messages and not numbers:
+        return None
+    return numbers | {number: inner for number, each in messages.items() if (inner := _nested(each)) is not None}
+
+
+def _count(data: bytes, start: int, end: int, nested: _Nested, left: int) -> int:
+    """Subtract the number of parts in `data[start:end]` from `left`, until it is negative.
+
+    Runs for each field of each body: lengths of one and two bytes are read in place.
+    """
+    try:
+        while end - start > _SMALL and left >= 0:
+            left -= 1
+            tag = data[start]
+            start += 1
+            if tag > 127:
+                tag, start = _varint(data, start - 1)
+                left -= _SLOW
+            wire_type = tag & 7
+            if wire_type == _LENGTH:
+                size = data[start]
+                start += 1
+                if size > 127:
+                    size, start = _varint(data, start - 1)
+                    if size <= 127:
+                        left -= _SLOW
+                if (number := tag >> 3) in nested:
+                    inner = nested[number]
+                    if inner is None or size <= _SMALL:
+                        left -= size if inner is None else size >> 1
+                    else:
+                        left = _count(data, start, min(start + size, end), inner, left)
+                start += size
+            elif wire_type == _VARINT:
+                while data[start] > 127:
+                    start += 1
+                start += 1
+            elif wire_type in (_FIXED64, _FIXED32):
+                start += 8 if wire_type == _FIXED64 else 4
+            elif wire_type not in (_START_GROUP, _END_GROUP):
+                break
+    except IndexError:  # cut short
+        return left
+    return left - (max(end - start, 0) >> 1)
+
+
+def _varint(data: bytes, start: int) -> tuple[int, int]:
+    """Read a number; return it and the position after it."""
+    byte = data[start]
+    value, shift = byte & 127, 7
+    while byte > 127:
+        start += 1
+        byte = data[start]
+        value |= (byte & 127) << shift
+        shift += 7
+    return value, start + 1
+
+
+def shown(value: object) -> str:
+    """Return a value as an error message quotes it: at most 100 characters, whatever its size."""
+    text = ""
+    for piece in _pieces(value):
+        text += piece
+        if len(text) > 100:
+            return f"{text[:100]}…"
+    return text
+
+
+def _pieces(value: object) -> Iterator[str]:
+    """Yield the text of `repr` in pieces, so that a caller who wants its beginning does not wait for all of it."""
+    match value:
+        case str():
+            yield repr(value[:101])
+        case list():
+            yield "["
+            for index, part in enumerate(cast(list[object], value)):
+                yield ", " if index else ""
+                yield from _pieces(part)
+            yield "]"
+        case dict():
+            yield "{"
+            for index, (name, part) in enumerate(cast(dict[object, object], value).items()):
+                yield ", " if index else ""
+                yield from _pieces(name)
+                yield ": "
+                yield from _pieces(part)
+            yield "}"
+        case _:
+            yield repr(value)
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise UserError unless the condition holds."""
+    if not condition:
+        raise UserError(message)
+
+
+def finite(value: float, where: str) -> float:
+    """Return a number that is neither NaN nor infinite; raises UserError for one that is."""
+    require(math.isfinite(value), f"{where} {value}: must be a finite number")
+    return value
+
+
+def finite_array(array: NumberArray, where: str) -> NumberArray:
+    """Return an array without NaN and infinity; raises UserError for one with either. Integers have neither."""
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        flat = array.reshape(-1)
+        index = int(np.flatnonzero(~np.isfinite(flat))[0])
+        raise UserError(f"{where}[{index}] {cast(float, flat[index])}: must be a finite number")
+    return array
+
+
+def check_ttl(seconds: int | None, where: str) -> int | None:
+    """Return a lifetime between an hour and ten years; None is unlimited. Raises UserError for other values."""
+    require(
+        seconds is None or _MIN_TTL_S <= seconds <= MAX_TTL_S,
+        f"{where} {seconds}: must be between {_MIN_TTL_S} (an hour) and {MAX_TTL_S} (ten years), or absent",
+    )
+    return seconds
+
+
+def seed_or_random(value: int | None, where: str) -> int:
+    """Return the client's seed, or draw one: a stored request is complete, so that replay gives the same result."""
+    if value is None:
+        return secrets.randbits(63)
+    require(-(2**63) <= value < 2**64, f"{where} {shown(value)}: must fit into 64 bits")
+    return value
+
+
+def first_error(error: ValidationError) -> str:
+    """Describe the first field that does not match the schema, with its value."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"]) or "body"
+    if first["type"] == "missing":
+        return f"{where}: missing"
+    if first["type"] == "finite_number":
+        return f"{where} {shown(first['input'])}: must be a finite number"
+    if first["type"] == "too_long" and isinstance(first["input"], dict):
+        return f"{where}: must have at most {first.get('ctx', {})['max_length']} names"
+    return f"{where}: {first['msg'].removeprefix('Value error, ')}, not {shown(first['input'])}"
+
+
+def is_off(value: object) -> bool:
+    """Whether an unknown field has a value that SDK releases send for "not used"."""
+    return value is None or value in (False, 0, "") or value == [] or value == {}
+
+
+def refuse_extra(model: WireModel, prefix: str) -> None:
+    """Raise UserError for an unknown field of an object that is set."""
+    for name, value in (model.model_extra or {}).items():
+        require(is_off(value), f"{prefix}{name} {shown(value)}: this server does not know the field")
+
+
+class UnknownFields:
+    """Refuses unknown fields that may change results; logs the others, once per name and SDK version."""
+
+    def __init__(self) -> None:
+        self._logged: set[tuple[str, str]] = set()
+
+    def check(self, model: WireModel, sdk_version: str, prefix: str = "") -> None:
+        """Raise UserError for an unknown field that is set in an object whose `changes_maths` is true.
+
+        Checks the objects in it too, but not those in lists: `translate` checks the chunks and tensors.
+        """
+        if model.changes_maths:
+            refuse_extra(model, prefix)
+        for name in model.model_extra or ():
+            self.log(f"{prefix}{name}", sdk_version)
+        for name in model.model_fields_set:
+            value: object = getattr(model, name, None)
+            if isinstance(value, WireModel):
+                self.check(value, sdk_version, f"{prefix}{name}.")
+
+    def log(self, name: str, sdk_version: str) -> None:
+        """Log an ignored field once. Names come from clients, so at most 1,000 are remembered."""
+        if (name, sdk_version) not in self._logged and len(self._logged) < _MAX_REMEMBERED:
+            self._logged.add((name, sdk_version))
+            _log.info("unknown field %s of SDK %s is ignored", shown(name), shown(sdk_version))

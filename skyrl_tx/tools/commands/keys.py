@@ -1,0 +1,164 @@
+"""`skyrl-tx keys`: create, list, rotate and revoke API keys."""
+
+import argparse
+import re
+import sys
+import time
+from functools import partial
+from typing import get_args
+
+from sqlmodel import Session
+
+from skyrl_tx.store import audit, keys
+from skyrl_tx.store.tables import ApiKeyRow, KeyScope
+from skyrl_tx.tools.commands.common import (
+    CommandError,
+    Record,
+    duration_s,
+    finish_list_parser,
+    finish_parser,
+    open_database,
+    os_user,
+    when,
+)
+
+_OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    creating = actions.add_parser(
+        "create",
+        help="create a key and print it once",
+        description="Create a key and print it. Only its digest is stored, so it cannot be printed again. The first "
+        "key enables authentication, on loopback too. The first admin key takes over everything created before.",
+        allow_abbrev=False,
+    )
+    creating.add_argument(
+        "owner", metavar="OWNER", help="owner of the key; all keys of an owner have access to the same data"
+    )
+    scope = creating.add_mutually_exclusive_group()
+    scope.add_argument(
+        "--scope",
+        choices=get_args(KeyScope),
+        default="user",
+        help="admin: all calls, the data of all owners; user: all calls; sample: sampling only; read: lists, "
+        "descriptions and downloads only; metrics: metrics only (default: user)",
+    )
+    scope.add_argument("--admin", action="store_const", dest="scope", const="admin", help="same as --scope admin")
+    creating.add_argument(
+        "--expires-in", type=duration_s, metavar="TIME", help="lifetime, for example 12h or 30d; default: no expiry"
+    )
+    creating.add_argument("--name", help="name of the key (default: OWNER)")
+    creating.add_argument("--note", default="", help="comment on the key")
+    finish_parser(creating, _create)
+    listing = actions.add_parser("list", help="show all keys, without their secret part", allow_abbrev=False)
+    finish_list_parser(listing, _records, nothing="no keys")
+    rotating = actions.add_parser(
+        "rotate",
+        help="replace a key by a new one",
+        description="Create a key with the owner, scope, name, note and lifetime of another, and print it. The old one "
+        "expires after the overlap.",
+        allow_abbrev=False,
+    )
+    rotating.add_argument("key_id", type=int, metavar="ID", help="number of a key, as `list` shows it")
+    rotating.add_argument(
+        "--overlap", type=duration_s, default=86_400.0, metavar="TIME", help="life of the old key (default: 24h)"
+    )
+    finish_parser(rotating, _rotate)
+    revoking = actions.add_parser("revoke", help="revoke keys permanently", allow_abbrev=False)
+    revoking.add_argument("key_id", nargs="+", type=int, metavar="ID", help="number of a key, as `list` shows it")
+    finish_parser(revoking, _revoke)
+
+
+def _create(arguments: argparse.Namespace) -> None:
+    owner: str = arguments.owner
+    if not _OWNER.fullmatch(owner):
+        raise CommandError(f"owner {owner!r} must be 1 to 64 letters, digits or '.', '_', '@', '+', '-'")
+    if owner == keys.LOCAL_OWNER:
+        raise CommandError(f"owner {owner!r} is reserved for data created without authentication; choose another name")
+    now = time.time()
+
+    def work(tx: Session) -> tuple[str, ApiKeyRow]:
+        key, row = keys.create(
+            tx,
+            owner=owner,
+            scope=arguments.scope,
+            name=arguments.name or owner,
+            note=arguments.note,
+            now=now,
+            expires_at=None if arguments.expires_in is None else now + arguments.expires_in,
+        )
+        _record(tx, "organization_key_created", row.key_id, owner=owner, scope=row.scope)
+        return key, row
+
+    with open_database(arguments, create=True) as store:
+        key, row = store.write(work)
+    _print(key, row)
+
+
+def _rotate(arguments: argparse.Namespace) -> None:
+    now = time.time()
+
+    def work(tx: Session) -> tuple[str, ApiKeyRow]:
+        key, row = keys.rotate(tx, arguments.key_id, overlap_s=arguments.overlap, now=now)
+        _record(tx, "organization_key_rotated", arguments.key_id, owner=row.owner, replaced_by=row.key_id)
+        return key, row
+
+    with open_database(arguments) as store:
+        try:
+            key, row = store.write(work)
+        except keys.KeyNotUsable as error:
+            raise CommandError(f"{error}; `skyrl-tx keys list` shows all") from error
+    _print(key, row)
+    print(f"key {arguments.key_id} expires at {when(now + arguments.overlap)} at the latest", file=sys.stderr)
+
+
+def _print(key: str, row: ApiKeyRow) -> None:
+    """Print a new key on standard output, and what it is on standard error."""
+    expiry = "" if row.expires_at is None else f", expires at {when(row.expires_at)}"
+    print(key)
+    print(f"key {row.key_id} of {row.owner}, scope {row.scope}{expiry}; it is not shown again", file=sys.stderr)
+
+
+def _records(tx: Session, arguments: argparse.Namespace) -> list[Record]:
+    now = time.time()
+    return [
+        {
+            "id": row.key_id,
+            "key": f"{row.hint}…",
+            "owner": row.owner,
+            "scope": row.scope,
+            "name": row.name,
+            "note": row.note or None,
+            "status": keys.status(row, now),
+            "made": when(row.created_at),
+            "last_used": when(row.last_used_at),
+            "expires": when(row.expires_at),
+            "revoked": when(row.revoked_at),
+        }
+        for row in keys.list_all(tx)
+    ]
+
+
+def _record(tx: Session, event: audit.Event, key_id: int | None, **details: audit.Detail) -> None:
+    audit.record(tx, event, audit.OPERATOR, time.time(), path=None, key=key_id, os_user=os_user(), **details)
+
+
+def _revoke_one(tx: Session, key_id: int) -> bool:
+    row = keys.get(tx, key_id)
+    if row is None or not keys.revoke(tx, key_id, time.time()):
+        return False
+    _record(tx, "organization_key_revoked", key_id, owner=row.owner)
+    return True
+
+
+def _revoke(arguments: argparse.Namespace) -> None:
+    with open_database(arguments) as store:
+        for key_id in arguments.key_id:
+            if not store.write(partial(_revoke_one, key_id=key_id)):
+                raise CommandError(
+                    f"key {key_id}: there is none, or it has been revoked; `skyrl-tx keys list` shows all"
+                )
+            print(f"revoked key {key_id}")

@@ -1,0 +1,295 @@
+"""`skyrl-tx runs` and `skyrl-tx checkpoints`: list, delete and restore them, and set the expiry of checkpoints."""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal
+
+from sqlmodel import Session, col, select
+
+from skyrl_tx.apps.history import points
+from skyrl_tx.contract import codec
+from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId
+from skyrl_tx.contract.requests import ModelSpec, UnloadModel
+from skyrl_tx.store import audit, checkpoints, futures, models
+from skyrl_tx.store.audit import OPERATOR
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.futures import NewRequest
+from skyrl_tx.store.tables import CheckpointRow, ModelRow, SessionRow
+from skyrl_tx.tools.commands import run_report
+from skyrl_tx.tools.commands.common import (
+    CommandError,
+    Record,
+    claim_artifacts,
+    collect_artifacts,
+    confirmed,
+    find_checkpoint,
+    finish_list_parser,
+    finish_parser,
+    open_database,
+    os_user,
+    when,
+)
+
+_LAST = 64
+"""Passes from which the list computes a run's last loss."""
+_LIVE = ("creating", "ready")
+_UNLOAD_TIMEOUT_S = 60.0
+_RESTORE = "the files stay for a day, or for the server's --deletion-undo-s; until then restore with `skyrl-tx "
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `runs`."""
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    listing = actions.add_parser("list", help="show all runs, most recently used first", allow_abbrev=False)
+    listing.add_argument("--owner", help="only runs of this owner")
+    listing.add_argument("--deleted", action="store_true", help="only deleted runs, which `undelete` can restore")
+    finish_list_parser(listing, _runs, nothing="no runs")
+    showing = actions.add_parser("show", help="show one run: metrics, curves, checkpoints", allow_abbrev=False)
+    showing.add_argument("run_id", metavar="RUN", help="id of a run, as `list` shows it")
+    showing.add_argument("--json", action="store_true", help="print JSON, with all points")
+    finish_parser(showing, run_report.show)
+    deleting = actions.add_parser(
+        "delete",
+        help="delete runs with all their checkpoints",
+        description="Delete runs with all their checkpoints and results. `undelete` can restore them for a day, or for "
+        "the server's --deletion-undo-s. With --now a running server unloads them, and nothing can be restored.",
+        allow_abbrev=False,
+    )
+    deleting.add_argument("run_id", nargs="+", metavar="RUN", help="id of a run, as `list` shows it")
+    deleting.add_argument("--now", action="store_true", help="delete for good")
+    deleting.add_argument("--yes", action="store_true", help="do not ask for confirmation")
+    finish_parser(deleting, _delete_runs)
+    restoring = actions.add_parser("undelete", help="restore deleted runs with their checkpoints", allow_abbrev=False)
+    restoring.add_argument("run_id", nargs="+", metavar="RUN", help="id of a run, as `list --deleted` shows it")
+    finish_parser(restoring, _undelete_runs)
+
+
+def _runs(tx: Session, arguments: argparse.Namespace) -> list[Record]:
+    wanted = select(ModelRow, SessionRow.owner).join(SessionRow).order_by(col(ModelRow.last_request_at).desc())
+    deleted_at = col(ModelRow.deleted_at)
+    wanted = wanted.where(deleted_at.is_not(None) if arguments.deleted else deleted_at.is_(None))
+    if arguments.owner is not None:
+        wanted = wanted.where(SessionRow.owner == arguments.owner)
+    records: list[Record] = []
+    for row, owner in tx.exec(wanted):
+        saved = [] if arguments.deleted else checkpoints.list_of_run(tx, row.model_id, time.time())
+        spec = codec.decode(row.spec)
+        assert isinstance(spec, ModelSpec)
+        records.append(
+            {
+                "run": row.model_id,
+                "base_model": row.base_model,
+                "rank": spec.lora.rank,
+                "owner": owner,
+                "status": row.status,
+                "step": row.num_steps,
+                "loss": run_report.last_loss(points.newest(tx, row.model_id, _LAST, "train")),
+                "last_used": when(row.last_request_at),
+                "checkpoints": len(saved),
+                "bytes": sum(checkpoint.size_bytes for checkpoint in saved),
+                **_deletion(row, arguments),
+            }
+        )
+    return records
+
+
+def _deletion(row: ModelRow | CheckpointRow, arguments: argparse.Namespace) -> Record:
+    return {"deleted": when(row.deleted_at)} if arguments.deleted else {}
+
+
+def _delete_runs(arguments: argparse.Namespace) -> None:
+    with open_database(arguments) as store:
+        for run_id in arguments.run_id:
+            row = store.read(lambda tx, run_id=run_id: models.get(tx, ModelId(run_id)))
+            if row is None or (row.deleted_at is not None and not arguments.now):
+                raise CommandError(f"{run_id!r}: there is no such run; `skyrl-tx runs list` shows all")
+        if not arguments.yes and not confirmed(f"delete {', '.join(arguments.run_id)} with all checkpoints?"):
+            raise CommandError("nothing was deleted")
+        if arguments.now:
+            claim_artifacts(store, arguments)
+        for run_id in map(ModelId, arguments.run_id):
+            if arguments.now:
+                _delete_run(store, run_id)
+            else:
+                store.write(partial(_change_run, run_id=run_id, event="run_delete"))
+            print(f"deleted {run_id}")
+        print(collect_artifacts(store, arguments) if arguments.now else f"{_RESTORE}runs undelete`")
+
+
+def _change_run(tx: Session, run_id: ModelId, event: Literal["run_delete", "run_restore"]) -> bool:
+    """Delete or restore a run; return False if that was not possible."""
+    now = time.time()
+    is_done = models.mark_deleted(tx, run_id, now) if event == "run_delete" else models.undelete(tx, run_id)
+    if is_done:
+        audit.record(tx, event, OPERATOR, now, run_id=run_id, os_user=os_user())
+    return is_done
+
+
+def _undelete_runs(arguments: argparse.Namespace) -> None:
+    with open_database(arguments) as store:
+        for run_id in map(ModelId, arguments.run_id):
+            if not store.write(partial(_change_run, run_id=run_id, event="run_restore")):
+                raise CommandError(
+                    f"{run_id!r}: there is no such deleted run; `skyrl-tx runs list --deleted` shows all"
+                )
+            print(f"restored {run_id}")
+
+
+def _delete_run(store: Store, model_id: ModelId) -> None:
+    """Unload a run, then delete its rows."""
+    if store.is_peer_running():
+        _unload(store, model_id)
+
+    def work(tx: Session) -> None:
+        models.set_status(tx, model_id, "unloaded")
+        models.delete(tx, model_id)
+
+    store.write(work)
+
+
+def _unload(store: Store, model_id: ModelId) -> None:
+    """Submit an unload request to the running engine and wait for it; raises CommandError on timeout."""
+
+    def submit(tx: Session) -> None:
+        row = models.get(tx, model_id)
+        if row is not None and row.status in _LIVE:
+            new = NewRequest(
+                key="",
+                kind=codec.kind_of(UnloadModel()),
+                owner=models.owner(tx, model_id) or "",
+                session_id=row.session_id,
+                body=codec.encode(UnloadModel()),
+                model_id=model_id,
+                engine=row.engine,
+            )
+            futures.submit(tx, new, time.time())
+
+    store.write(submit)
+    end = time.monotonic() + _UNLOAD_TIMEOUT_S
+    while (row := store.read(lambda tx: models.get(tx, model_id))) and row.status in _LIVE:
+        if time.monotonic() > end:
+            raise CommandError(f"{model_id}: the running server has not unloaded it yet; try again later")
+        store.wait(0.2)
+
+
+def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `checkpoints`."""
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    listing = actions.add_parser("list", help="show checkpoints, newest first", allow_abbrev=False)
+    listing.add_argument("--run", dest="run_id", metavar="RUN", help="only checkpoints of this run")
+    listing.add_argument(
+        "--kind", choices=[kind.value for kind in CheckpointKind], help="only checkpoints of this kind"
+    )
+    listing.add_argument(
+        "--deleted", action="store_true", help="only deleted checkpoints, which `undelete` can restore"
+    )
+    finish_list_parser(listing, _checkpoints, nothing="no checkpoints")
+    deleting = actions.add_parser("delete", help="delete checkpoints", allow_abbrev=False)
+    deleting.add_argument("path", nargs="+", metavar="PATH", help="tinker://<run>/<kind>/<name>")
+    deleting.add_argument("--now", action="store_true", help="delete for good; `undelete` cannot restore them")
+    finish_parser(deleting, _delete_checkpoints)
+    restoring = actions.add_parser("undelete", help="restore deleted checkpoints", allow_abbrev=False)
+    restoring.add_argument("path", nargs="+", metavar="PATH", help="tinker://<run>/<kind>/<name>")
+    finish_parser(restoring, _undelete_checkpoints)
+    keeping = actions.add_parser("keep", help="set when checkpoints expire", allow_abbrev=False)
+    keeping.add_argument("path", nargs="+", metavar="PATH", help="tinker://<run>/<kind>/<name>")
+    keeping.add_argument(
+        "--for", dest="seconds", type=int, metavar="SECONDS", help="time to live from now; default: no expiry"
+    )
+    finish_parser(keeping, _keep)
+
+
+def _checkpoints(tx: Session, arguments: argparse.Namespace) -> list[Record]:
+    is_wanted = col(CheckpointRow.deleted_at).is_not(None) if arguments.deleted else checkpoints.is_visible(time.time())
+    wanted = select(CheckpointRow).where(is_wanted).order_by(col(CheckpointRow.created_at).desc())
+    if arguments.run_id is not None:
+        wanted = wanted.where(CheckpointRow.model_id == arguments.run_id)
+    if arguments.kind is not None:
+        wanted = wanted.where(CheckpointRow.kind == arguments.kind)
+    return [
+        {
+            "path": str(row.path),
+            "made": when(row.created_at),
+            "expires": when(row.expires_at),
+            "public": row.public,
+            "bytes": row.size_bytes,
+            **_deletion(row, arguments),
+        }
+        for row in tx.exec(wanted)
+    ]
+
+
+def _delete_checkpoints(arguments: argparse.Namespace) -> None:
+    with open_database(arguments) as store:
+        if arguments.now:
+            claim_artifacts(store, arguments)
+            paths = list(map(CheckpointPath.parse, arguments.path))
+            store.write(partial(_purge, paths=paths))
+        else:
+            change = partial(checkpoints.mark_deleted, now=time.time())
+            paths = _for_each(store, arguments.path, change, "checkpoint_delete")
+        for path in paths:
+            print(f"deleted {path}")
+        print(collect_artifacts(store, arguments) if arguments.now else f"{_RESTORE}checkpoints undelete`")
+
+
+def _purge(tx: Session, paths: Sequence[CheckpointPath]) -> None:
+    for path in paths:
+        if not checkpoints.delete(tx, path):
+            raise CommandError(f"{path}: there is no such checkpoint; `skyrl-tx checkpoints list` shows all")
+        audit.record(tx, "checkpoint_delete", OPERATOR, time.time(), path=path, os_user=os_user(), for_good=True)
+
+
+def _undelete_checkpoints(arguments: argparse.Namespace) -> None:
+    paths = list(map(CheckpointPath.parse, arguments.path))
+
+    def work(tx: Session) -> None:
+        for path in paths:
+            if models.is_deleted(tx, path.model_id):
+                raise CommandError(
+                    f"{path}: its run is deleted; `skyrl-tx runs undelete {path.model_id}` restores both"
+                )
+            if not checkpoints.undelete(tx, path):
+                raise CommandError(
+                    f"{path}: there is no such deleted checkpoint, or its name was used again; "
+                    "`skyrl-tx checkpoints list --deleted` shows all"
+                )
+            audit.record(tx, "checkpoint_restore", OPERATOR, time.time(), path=path, os_user=os_user())
+
+    with open_database(arguments) as store:
+        store.write(work)
+        for path in paths:
+            print(f"restored {path}")
+
+
+def _keep(arguments: argparse.Namespace) -> None:
+    if arguments.seconds is not None and not 0 < arguments.seconds <= checkpoints.MAX_TTL_S:
+        raise CommandError(
+            f"--for {arguments.seconds}: must be above 0 and at most {checkpoints.MAX_TTL_S} (ten years)"
+        )
+    expires_at = None if arguments.seconds is None else time.time() + arguments.seconds
+    with open_database(arguments) as store:
+        change = partial(checkpoints.set_ttl, expires_at=expires_at)
+        for path in _for_each(store, arguments.path, change, "checkpoint_ttl_set", ttl_seconds=arguments.seconds):
+            print(f"{path} {'never expires' if expires_at is None else f'expires at {when(expires_at)}'}")
+
+
+def _for_each(
+    store: Store,
+    texts: Sequence[str],
+    change: Callable[[Session, CheckpointPath], object],
+    event: audit.Event,
+    **details: audit.Detail,
+) -> list[CheckpointPath]:
+    """Change all checkpoints in one transaction, with an entry in the audit log for each; return their paths."""
+    paths = [find_checkpoint(store, text).path for text in texts]
+
+    def work(tx: Session) -> None:
+        for path in paths:
+            change(tx, path)
+            audit.record(tx, event, OPERATOR, time.time(), path=path, os_user=os_user(), **details)
+
+    store.write(work)
+    return paths

@@ -1,0 +1,72 @@
+"""`skyrl-tx stacks`: makes the processes of a data directory write the stacks of their threads to their logs."""
+
+import argparse
+import os
+import signal
+from pathlib import Path
+
+from skyrl_tx.tools.commands.common import CommandError, finish_parser
+
+_ROLES = "api", "engine"
+_PROCESSES = Path("/proc")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    finish_parser(parser, _run)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    data_dir: Path = arguments.data_dir
+    holders = {role: pid for role in _ROLES if (pid := holder(data_dir / f"{role}.lock")) is not None}
+    if not holders:
+        raise CommandError(f"--data-dir {data_dir}: no server runs there")
+    for role, pid in holders.items():
+        if not _catches_sigquit(pid):
+            raise CommandError(
+                f"process {pid} ({role}) would be ended by the signal: it is starting, or an old release"
+            )
+        os.kill(pid, signal.SIGQUIT)
+        print(f"process {pid} ({role}) writes its stacks to its log")
+
+
+def holder(lock: Path) -> int | None:
+    """Return the running process that has a role's lock file open, or None."""
+    try:
+        pid = int(lock.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    if not _PROCESSES.is_dir():  # not Linux: the number may be that of another process since
+        return pid if _exists(pid) else None
+    try:
+        descriptors = list((_PROCESSES / str(pid) / "fd").iterdir())
+    except FileNotFoundError:
+        return None
+    except PermissionError as error:
+        raise CommandError(f"process {pid} belongs to another user: {error.strerror}") from error
+    return pid if lock.resolve() in map(_target, descriptors) else None
+
+
+def _target(descriptor: Path) -> Path | None:
+    """Return the file of an open descriptor; None if it has been closed since."""
+    try:
+        return descriptor.readlink()
+    except FileNotFoundError:
+        return None
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _catches_sigquit(pid: int) -> bool:
+    """Return whether a process handles the signal, which ends others; True where that cannot be read."""
+    status = _PROCESSES / str(pid) / "status"
+    if not status.is_file():
+        return True
+    caught = next(line for line in status.read_text().splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (signal.SIGQUIT - 1) & 1)

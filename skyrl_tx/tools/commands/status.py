@@ -1,0 +1,190 @@
+"""`skyrl-tx status` and `skyrl-tx top`: one screen about a server, once or continuously."""
+
+import argparse
+import json
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from skyrl_tx.store.errors import StoreError
+from skyrl_tx.tools.commands import server_status
+from skyrl_tx.tools.commands.common import finish_parser, in_units, open_database
+from skyrl_tx.tools.commands.server_status import ServerStatus
+
+_BARS = "▁▂▃▄▅▆▇█"
+_NUM_BARS = 30
+_MAX_ROWS = 12
+_PERIOD_S = 1.0
+_GOOD = frozenset({"ready"})
+
+
+def add_status_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `status`."""
+    parser.description = (
+        "Show what a server does: the engine, open requests by owner, speed, memory and the last failures. Reads the "
+        "database alone, so it also describes a server that is dead. The exit status is 1 unless the engine is ready."
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--here",
+        action="store_true",
+        help="only the engines of this machine, by its host name: whether a container's engine is ready",
+    )
+    finish_parser(parser, _run_status)
+
+
+def add_top_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `top`."""
+    parser.description = "Show the screen of `skyrl-tx status` again each second, until Ctrl-C."
+    parser.add_argument("--times", type=int, metavar="N", help="end after N screens (default: never)")
+    finish_parser(parser, _run_top)
+
+
+def _run_status(arguments: argparse.Namespace) -> int:
+    with open_database(arguments) as store:
+        status = store.read(lambda tx: server_status.read(tx, socket.gethostname() if arguments.here else None))
+    if arguments.json:
+        print(json.dumps(asdict(status), indent=2))
+    else:
+        Console(highlight=False).print(screen(status))
+    return 0 if status.engine in _GOOD else 1
+
+
+def _run_top(arguments: argparse.Namespace) -> None:
+    with (
+        open_database(arguments) as store,
+        suppress(KeyboardInterrupt),
+        Live(console=Console(highlight=False), auto_refresh=False, screen=arguments.times is None) as live,
+    ):
+        num_shown = 0
+        while arguments.times is None or num_shown < arguments.times:
+            if num_shown:
+                time.sleep(_PERIOD_S)
+            num_shown += 1
+            try:
+                shown = screen(store.read(server_status.read))
+            except StoreError as error:  # a database that restarts: the next second may succeed
+                shown = Text(str(error), "red")
+            live.update(shown, refresh=True)
+
+
+def screen(status: ServerStatus) -> RenderableType:
+    """Return the screen of a status."""
+    return Group(*_blocks(status))
+
+
+def _blocks(status: ServerStatus) -> Iterator[RenderableType]:
+    yield _head(status)
+    backend = (status.meters or {"backend": {}})["backend"]
+    if outage := backend.get("outage"):
+        yield Text(outage, "bold red")
+    if progress := backend.get("progress"):
+        yield Text(progress)
+    yield from _speed(status)
+    if status.meters:
+        yield from map(Text, _held(status.meters))
+    yield Text(
+        f"open requests {status.num_open}{f', oldest {_ago(status.oldest_s)}' if status.oldest_s is not None else ''}"
+        f" · active sessions {status.num_active_sessions}"
+    )
+    if status.work:
+        yield _table(
+            ("OWNER", "MODEL", "KIND", "WAITING", "RUNNING", "OLDEST"), map(_work_row, status.work[:_MAX_ROWS])
+        )
+        if len(status.work) > _MAX_ROWS:
+            yield Text(f"… and {len(status.work) - _MAX_ROWS} more")
+    if status.failures:
+        rows = ((_ago(each["ago_s"]), each["owner"], each["kind"], each["message"]) for each in status.failures)
+        yield _table(("FAILED", "OWNER", "KIND", "MESSAGE"), rows)
+
+
+def _head(status: ServerStatus) -> Text:
+    line = Text.assemble("engine ", (status.engine, "bold green" if status.engine in _GOOD else "bold red"))
+    if status.engine == "not running" and status.engine_silent_s is not None:
+        line.append(f", last heard of {_ago(status.engine_silent_s)} ago")
+    elif status.activity:
+        line.append(f": {status.activity}")
+        if status.activity_s is not None and status.activity_s >= 1:
+            line.append(f" for {_ago(status.activity_s)}")
+    elif status.engine in _GOOD:
+        line.append(": waits for requests")
+    if status.detail:
+        line.append(f" ({status.detail})")
+    if status.devices:
+        line.append(f" · {len(status.devices)} × {status.devices[0]}")
+    if status.sampled_s is None or status.sampled_s > 3 * server_status.SILENCE_S:
+        line.append(" · no API process has written its gauges for 30 s", "red")
+    return line
+
+
+def _speed(status: ServerStatus) -> Iterator[Text]:
+    names = {"training": "training_tokens_per_s", "sampling": "sampled_tokens_per_s", "prompts": "prompt_tokens_per_s"}
+    for label, name in names.items():
+        if name in status.rates:
+            yield Text(f"{label:<9}{status.rates[name]:>10,.0f} tokens/s  {_bars(status.history[name])}")
+    if (failed := status.rates.get("requests_failed_per_s", 0.0)) > 0:
+        yield Text(f"failures {failed * 60:.1f} a minute", "red")
+
+
+def _held(meters: Mapping[str, Any]) -> Iterator[str]:
+    """Yield lines about what the engine holds."""
+    places, backend, queues = meters["places"], meters["backend"], meters["queues"]
+    held = [
+        f"models {places['models_resident']}/{places['models_places']}",
+        f"samplers {places['samplers_resident']}/{places['samplers_places']}",
+    ]
+    if "decode_slots" in backend:
+        held.append(f"slots {backend['decode_slots_used']}/{backend['decode_slots']}")
+    if "kv_cache_tokens" in backend:
+        held.append(f"KV cache {backend['kv_cache_tokens_used']:,}/{backend['kv_cache_tokens']:,} tokens")
+    if memory := backend.get("device_memory"):
+        fullest = max(memory, key=lambda each: each["used_bytes"])
+        held.append(f"memory {in_units(fullest['used_bytes'])}/{in_units(fullest['limit_bytes'])}")
+    if tokens := backend.get("compared_tokens"):
+        mean, largest = backend["trainer_gap_nats"] / tokens, backend["trainer_gap_max_nats"]
+        held.append(f"gap to the trainer {mean:.1e} nats, {largest:.1e} at most, in {tokens:,} tokens")
+    yield " · ".join(held)
+    yield " · ".join(
+        f"{name}: {queue['waiting']} waiting, {queue['running']} running, "
+        f"{in_units(queue['backlog_bytes'])} of {in_units(queue['backlog_limit_bytes'])}"
+        for name, queue in queues.items()
+    )
+
+
+def _work_row(work: Mapping[str, Any]) -> tuple[str, ...]:
+    model = work["model"] or "–"
+    return work["owner"], model, work["kind"], str(work["waiting"]), str(work["running"]), _ago(work["oldest_s"])
+
+
+def _table(header: Sequence[str], rows: Iterator[tuple[str, ...]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in header:
+        table.add_column(name, overflow="ellipsis", no_wrap=name != "MESSAGE")
+    for row in rows:
+        table.add_row(*map(Text, row))  # no markup: owners and messages are texts of users
+    return table
+
+
+def _bars(values: Sequence[float]) -> str:
+    """Return the last values as a line of bars; the highest is a full one."""
+    if not values or max(values) <= 0:
+        return ""
+    width = -(-len(values) // _NUM_BARS)
+    means = [sum(part) / len(part) for part in (values[i : i + width] for i in range(0, len(values), width))]
+    return "".join(_BARS[min(int(mean / max(means) * len(_BARS)), len(_BARS) - 1)] for mean in means)
+
+
+def _ago(seconds: float) -> str:
+    """Return a time for people: 12 s, 5 min, 3 h or 2 d."""
+    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

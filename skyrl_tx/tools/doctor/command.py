@@ -1,0 +1,153 @@
+"""The command `skyrl-tx doctor`: runs all checks, and prints what they find as text or as JSON."""
+
+import argparse
+import json
+import sys
+import textwrap
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from skyrl_tx.artifacts import ArtifactStore, ArtifactsUnreachable, PlaceRefused, open_artifacts
+from skyrl_tx.launch.settings import ServerSettings
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreError
+from skyrl_tx.tools.commands.common import CommandError, table
+from skyrl_tx.tools.commands.stacks import holder
+from skyrl_tx.tools.doctor import artifacts, database, devices, disk, machine, model, network, packages, storage
+from skyrl_tx.tools.doctor.findings import STATUS, Finding, Subject, error, lines, worst
+from skyrl_tx.tools.quickstart.model import built_in_as_directory
+
+Check = Callable[[Subject], Iterator[Finding]]
+_CHECKS: dict[str, Check] = {
+    "packages": packages.check_packages,
+    "limits": machine.check_limits,
+    "clock": machine.check_clock,
+    "proxies": machine.check_proxies,
+    "port": network.check_port,
+    "tls": network.check_tls,
+    "disk": disk.check_data_dir,
+    "cache": disk.check_compile_cache,
+    "storage": storage.check_object_store,
+    "devices": devices.check_devices,
+    "tokenizer": model.check_text,
+    "database": database.check_database,
+}
+_NEED_MODEL = frozenset({"tokenizer"})
+_REPORT = "this is an error of skyrl-tx: please report it with this text"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's own flags; those of `serve` are read after them."""
+    parser.description = textwrap.fill(
+        "Examine what a server needs: devices and memory for the model, packages, limits, clock, port, TLS, disk, "
+        "tokenizer, chat template, database, and the weight files of a data directory. Works while a server runs, and "
+        "changes nothing, except with --remove-unclaimed; an object store gets a small object for a moment. Takes all "
+        "flags of `skyrl-tx serve` too, so give it those of the server, or its --config. The exit status is 0 if all "
+        "is well, 1 for warnings, 2 for errors.",
+        width=110,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, with all artifacts")
+    parser.add_argument("--no-hashes", action="store_true", help="do not read the weight files to check their hashes")
+    parser.add_argument(
+        "--remove-unclaimed",
+        action="store_true",
+        help="move artifacts to the trash whose rows the database does not have, because it was lost or is older",
+    )
+    parser.add_argument("--yes", action="store_true", help="do not ask for confirmation")
+
+
+def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
+    """Run the command; return its exit status."""
+    if arguments.remove_unclaimed:
+        return _remove_unclaimed(settings, is_confirmed=arguments.yes)
+    with _written_model(settings) as examined:
+        subject = Subject(examined, _server_pids(settings.data_dir))
+        checks = [(name, check) for name, check in _CHECKS.items() if name not in _NEED_MODEL or _has_text(settings)]
+        findings = [finding for name, check in checks for finding in _guarded(name, check, subject)]
+    report: artifacts.ArtifactReport | None = None
+    with ExitStack() as stack:
+        store = None
+        if database.is_current(settings):  # opening another one would migrate it
+            try:
+                store = stack.enter_context(closing(_open(settings)))
+            except StoreError as problem:
+                findings.append(error("database", str(problem), "see the guide: run in production"))
+        findings += database.check_access(settings, store)
+        if store is not None:
+            try:
+                report = artifacts.examine(store, _artifacts(settings), with_hashes=not arguments.no_hashes)
+                findings += artifacts.check_artifacts(report)
+            except (ArtifactsUnreachable, PlaceRefused):
+                pass  # an error of "storage" says so
+    level = worst(findings)
+    if arguments.json:
+        content = {"level": level, "findings": [asdict(finding) for finding in findings]}
+        if report is not None:
+            content |= {"artifacts": report.records, "trash": report.num_trashed}
+        print(json.dumps(content, indent=2))
+    else:
+        _print(findings, report)
+    return STATUS[level]
+
+
+@contextmanager
+def _written_model(settings: ServerSettings) -> Generator[ServerSettings]:
+    """Write a built-in model into a temporary directory if the settings name it; a server keeps it with its data."""
+    name = settings.base_model
+    with built_in_as_directory(name) as written:
+        changes = {} if written == name else {"base_model": written, "served_model_name": name}
+        yield settings.model_copy(update=changes)
+
+
+def _has_text(settings: ServerSettings) -> bool:
+    """Whether a model with files was named."""
+    return bool(settings.base_model) and settings.backend != "fake"
+
+
+def _server_pids(data_dir: Path) -> dict[str, int]:
+    try:
+        found = {role: holder(data_dir / f"{role}.lock") for role in ("api", "engine")}
+    except CommandError:  # of another user
+        return {}
+    return {role: pid for role, pid in found.items() if pid is not None}
+
+
+def _guarded(name: str, check: Check, subject: Subject) -> list[Finding]:
+    """Return the findings of a check, or what failed in it, so that one check never hides the others."""
+    findings: list[Finding] = []
+    try:
+        findings.extend(check(subject))
+    except Exception as problem:
+        findings.append(error(name, f"the check failed: {type(problem).__name__}: {problem}", _REPORT))
+    return findings
+
+
+def _print(findings: list[Finding], report: artifacts.ArtifactReport | None) -> None:
+    print("\n".join(lines(findings)))
+    notable = [] if report is None else [record for record in report.records if record["state"] != "ok"]
+    if notable:
+        print("\n".join(["", *table(notable)]))
+    counts = [sum(finding.level == level for finding in findings) for level in ("error", "warning")]
+    print(f"\n{counts[0]} errors, {counts[1]} warnings")
+
+
+def _open(settings: ServerSettings) -> Store:
+    return Store.open(settings.data_dir, role="tool", url=settings.store_url)
+
+
+def _artifacts(settings: ServerSettings) -> ArtifactStore:
+    return open_artifacts(settings.data_dir, settings.artifacts, is_recorded=False)
+
+
+def _remove_unclaimed(settings: ServerSettings, *, is_confirmed: bool) -> int:
+    if not database.is_current(settings):
+        print(f"skyrl-tx doctor: --data-dir {settings.data_dir}: no database of this release", file=sys.stderr)
+        return STATUS["error"]
+    try:
+        with closing(_open(settings)) as store:
+            return artifacts.remove_unclaimed(store, _artifacts(settings), is_confirmed=is_confirmed)
+    except (CommandError, StoreError, ArtifactsUnreachable, PlaceRefused) as problem:
+        print(f"skyrl-tx doctor: {problem}", file=sys.stderr)
+        return STATUS["error"]

@@ -1,0 +1,208 @@
+"""Checks of the database: reachable, schema, locks, clock, access."""
+
+import shutil
+import sqlite3
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import Connection, create_engine, inspect, text
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlmodel import Session
+
+from skyrl_tx.launch.settings import ServerSettings
+from skyrl_tx.store import keys, migrations
+from skyrl_tx.store.database import HEAD, Store
+from skyrl_tx.store.dialect import DATABASE_NAME
+from skyrl_tx.tools.commands.common import in_units
+from skyrl_tx.tools.doctor.findings import Finding, Subject, error, ok, warning
+
+_LARGE_WAL_BYTES = 256 * 2**20
+_CONNECTIONS = 20
+"""Connections of one process to PostgreSQL, at most: 16 readers, a writer, a listener, and a margin."""
+_SLOW_ROUND_TRIP_S = 0.005
+_CLOCK_S = 5.0
+_UPGRADE = "take a backup with the release that wrote it, then start the server"
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """A database as it describes itself."""
+
+    version: str | None
+    """The version of the schema; None for an empty database."""
+    findings: tuple[Finding, ...]
+
+
+def check_database(subject: Subject) -> Iterator[Finding]:
+    """Check that the database can be reached and read by this release. Changes nothing."""
+    settings = subject.settings
+    for role, pid in subject.server_pids.items():
+        yield ok("database", f"the {role} runs as process {pid}")
+    try:
+        described = _describe(settings)
+    except (ArgumentError, DBAPIError, sqlite3.Error, OSError, ImportError) as problem:
+        cause = getattr(problem, "orig", None) or problem
+        yield error(
+            "database",
+            f"{_shown(settings)} cannot be read: {' '.join(str(cause).split())}",
+            "check --database-url, the user's rights, and that the database runs",
+        )
+        return
+    if described is None:
+        if any((settings.data_dir / "artifacts").glob("art-*")):
+            advice = "put a backup in its place; or start a server, then run `skyrl-tx recover`"
+            yield error("database", f"there is none in {settings.data_dir}, but there are weights", advice)
+        else:
+            yield ok("database", f"there is none in {settings.data_dir}; the first start creates it")
+        return
+    yield from described.findings
+    yield from _check_version(described.version)
+
+
+def is_current(settings: ServerSettings) -> bool:
+    """Return whether there is a database with the schema of this release, so that opening it changes nothing."""
+    try:
+        described = _describe(settings)
+    except (ArgumentError, DBAPIError, sqlite3.Error, OSError, ImportError):
+        return False
+    return described is not None and described.version == HEAD
+
+
+def check_access(settings: ServerSettings, store: Store | None) -> Iterator[Finding]:
+    """Check who can use the server."""
+    if settings.for_api().is_loopback:
+        return
+    address = f"--host {settings.host}"
+
+    def has_key(tx: Session) -> bool:
+        return keys.any_usable(tx, time.time())
+
+    if settings.no_auth:
+        yield warning("access", f"{address} with --no-auth: everyone who can reach it is an admin", "create API keys")
+    elif store is None or not store.read(has_key):
+        yield error(
+            "access",
+            f"{address} is reachable by others, and there are no API keys: the server refuses to start",
+            f"skyrl-tx keys create --admin NAME --data-dir {settings.data_dir}",
+        )
+    else:
+        yield ok("access", "calls need an API key")
+
+
+def _describe(settings: ServerSettings) -> _Described | None:
+    """Return what the database says about itself, None if there is none yet. Raises the errors of the driver."""
+    if settings.store_url is not None and not settings.store_url.startswith("sqlite"):
+        return _describe_postgresql(settings)
+    path = _sqlite_path(settings)
+    return _describe_sqlite(path) if path.is_file() else None
+
+
+def _sqlite_path(settings: ServerSettings) -> Path:
+    if settings.store_url is None:
+        return settings.data_dir / DATABASE_NAME
+    return Path(make_url(settings.store_url).database or "")
+
+
+def _describe_sqlite(path: Path) -> _Described:
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5.0)) as connection:
+        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        version: str | None = None
+        if "alembic_version" in tables:
+            (version,) = connection.execute("SELECT version_num FROM alembic_version").fetchone()
+    log = path.with_name(f"{path.name}-wal")
+    size, log_size = path.stat().st_size, log.stat().st_size if log.exists() else 0
+    findings = [ok("database", f"SQLite {sqlite3.sqlite_version}, {path}: {in_units(size)}")]
+    if log_size > _LARGE_WAL_BYTES:
+        findings.append(
+            warning(
+                "database",
+                f"its write-ahead log has {in_units(log_size)}",
+                "a program reads the database for a long time: find it with `fuser`, or restart the server",
+            )
+        )
+    return _Described(version, tuple(findings))
+
+
+def _describe_postgresql(settings: ServerSettings) -> _Described:
+    url = make_url(settings.store_url or "").set(drivername="postgresql+psycopg")
+    engine = create_engine(url.set(query={"connect_timeout": "5", **url.query}))
+    try:
+        with engine.connect() as connection:
+            version: str | None = None
+            if "alembic_version" in inspect(connection).get_table_names():
+                version = connection.scalar(text("SELECT version_num FROM alembic_version"))
+            return _Described(version, tuple(_examine_postgresql(connection, _shown(settings))))
+    finally:
+        engine.dispose()
+
+
+def _examine_postgresql(connection: Connection, shown: str) -> Iterator[Finding]:
+    def value_of(query: str) -> str:
+        return str(connection.scalar(text(query)))
+
+    release = value_of("SHOW server_version").split()[0]
+    yield ok("database", f"PostgreSQL {release}, {shown}: {in_units(int(value_of(_SIZE)))}")
+    if value_of("SELECT pg_is_in_recovery()") == "True":
+        yield error("database", "it is a replica, which cannot be written", "name the primary in --database-url")
+    if (encoding := value_of("SHOW server_encoding")) != "UTF8":
+        yield error("database", f"its encoding is {encoding}", "create the database with the encoding UTF8")
+    if (commit := value_of("SHOW synchronous_commit")) in ("local", "off"):
+        yield warning("database", f"synchronous_commit is {commit}", "leave it at on: a failover may lose commits")
+    most, used = int(value_of("SHOW max_connections")), int(value_of("SELECT count(*) FROM pg_stat_activity"))
+    if most - used < 2 * _CONNECTIONS:
+        yield warning(
+            "database",
+            f"{used} of {most} connections are in use; each process of the server takes up to {_CONNECTIONS}",
+            "raise max_connections",
+        )
+    times: list[float] = []
+    for _ in range(10):
+        started = time.perf_counter()
+        connection.execute(text("SELECT 1"))
+        times.append(time.perf_counter() - started)
+    if (round_trip_s := statistics.median(times)) > _SLOW_ROUND_TRIP_S:
+        yield warning(
+            "database",
+            f"a query takes {1000 * round_trip_s:.1f} ms, and every request waits for several",
+            "run the server and PostgreSQL in one network",
+        )
+    away_s = abs(float(value_of("SELECT extract(epoch FROM clock_timestamp())")) - time.time())
+    if away_s > _CLOCK_S:
+        yield warning("database", f"its clock differs by {away_s:.0f} s from this machine's", "synchronize both clocks")
+    if shutil.which("pg_dump") is None:
+        yield warning(
+            "database",
+            "pg_dump is not installed, which `skyrl-tx backup` needs",
+            "install PostgreSQL's client programs of the server's release or a newer one",
+        )
+
+
+_SIZE = "SELECT pg_database_size(current_database())"
+
+
+def _check_version(version: str | None) -> Iterator[Finding]:
+    if version == HEAD:
+        yield ok("database", f"schema {version} is this release's")
+    elif version is None:
+        yield ok("database", "it is empty; the first start creates the tables")
+    elif version in ("0001", *migrations.MIGRATIONS):
+        message = f"schema {version} is older than {HEAD}: the next start migrates it, and older releases cannot use it"
+        yield warning("database", message, _UPGRADE)
+    else:
+        message = f"a newer release wrote its schema {version}; this one supports up to {HEAD}"
+        yield error("database", message, "run the newer release, or choose another data directory")
+
+
+def _shown(settings: ServerSettings) -> str:
+    """Return the database without its password."""
+    if settings.store_url is None:
+        return str(settings.data_dir / DATABASE_NAME)
+    try:
+        return make_url(settings.store_url).set(query={}).render_as_string(hide_password=True)
+    except ArgumentError:
+        return "--database-url"

@@ -1,0 +1,97 @@
+"""Asks JAX for its devices, and plans the memory of a model on them without loading its weights.
+
+A program of its own, so that the caller can limit its time, and so that what it takes of a device is released at its
+end: `python -m skyrl_tx.tools.doctor.probe` reads a `Question` as JSON from standard input and writes an `Answer`.
+"""
+
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+
+from skyrl_tx import models
+from skyrl_tx.backends.jax import mesh
+from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.kernel_choice import KernelError
+from skyrl_tx.backends.jax.start_plan import plan_start
+from skyrl_tx.layers.sharding import Layout
+from skyrl_tx.tools.doctor.probe_messages import Answer, Device, Plan, Question
+from skyrl_tx.weights import hf
+
+
+def examine(question: Question) -> Answer:
+    """Return the devices and the plan."""
+    config = JaxConfig.model_validate(question.backend_config)
+    try:
+        devices = [_describe(device) for device in jax.devices()]
+    except RuntimeError as error:
+        return Answer(devices=[], problem=" ".join(str(error).split()))
+    try:
+        layout = mesh.make_layout(config.mesh)
+        if not question.base_model:
+            return Answer(devices=devices)
+        directory = hf.resolve(question.base_model, with_weights=False)
+        family = models.find_family(content := hf.read_json(directory, "config.json"))
+        model = replace(family.config_from_hf(content), expert_lora=config.expert_lora)
+        mesh.check_divides(layout, model)
+        file_bytes = _size_of_weights(question.base_model, directory) if config.load_format == "auto" else None
+        has_end = bool(hf.read_eos_token_ids(directory))
+        plan = _plan(config, layout, model)
+    except mesh.MeshError as error:
+        return Answer(devices=devices, problem=str(error), setting="--backend-config.mesh")
+    except KernelError as error:
+        return Answer(devices=devices, problem=str(error), setting=error.setting)
+    except (models.UnsupportedModel, hf.CheckpointError) as error:
+        return Answer(devices=devices, problem=str(error), setting="--base-model")
+    return Answer(devices=devices, plan=msgspec.structs.replace(plan, file_bytes=file_bytes, has_end=has_end))
+
+
+def _describe(device: Any) -> Device:
+    stats = device.memory_stats() or {}
+    return Device(kind=device.device_kind, platform=device.platform, limit_bytes=stats.get("bytes_limit"))
+
+
+def _size_of_weights(base_model: str, directory: Path) -> int | None:
+    """Return the size of the weight files. Raises CheckpointError if some are missing from a directory of the user."""
+    if not Path(base_model).expanduser().is_dir() and not any(directory.glob("*.safetensors")):
+        return None
+    return sum(path.stat().st_size for path in set(hf.locate_tensors(directory).values()))
+
+
+def _plan(config: JaxConfig, layout: Layout, model: models.ModelConfig) -> Plan:
+    assert layout.mesh is not None
+    limits = [_describe(device).limit_bytes for device in layout.mesh.devices.flat]
+    reported = [limit for limit in limits if limit is not None]
+    limit = min(reported) if len(reported) == len(limits) else None
+    dtype, platform = np.dtype(mesh.choose_dtype(config, layout)), mesh.platform_of(layout)
+    plan = plan_start(config, layout, model, dtype, platform=platform, limit_bytes=limit)
+    return Plan(
+        num_parameters=plan.num_parameters,
+        dtype=plan.dtype,
+        weight_bytes=plan.weight_bytes,
+        free_bytes=-1 if plan.free_bytes is None else plan.free_bytes,
+        max_context_length=model.max_context_length,
+        kv_tokens=plan.samples.tokens,
+        max_length=plan.samples.max_length,
+        micro_batch_tokens=plan.passes.micro_batch_tokens,
+        is_remat=plan.passes.remat,
+        max_models=plan.max_models,
+        file_bytes=None,
+        has_end=True,
+    )
+
+
+def main() -> None:
+    """Answer the question on standard input."""
+    logging.disable(logging.WARNING)
+    question = msgspec.json.decode(sys.stdin.buffer.read(), type=Question)
+    sys.stdout.buffer.write(msgspec.json.encode(examine(question)))
+
+
+if __name__ == "__main__":
+    main()

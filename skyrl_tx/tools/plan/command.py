@@ -1,0 +1,121 @@
+"""The command `skyrl-tx plan`: prints the plan of a model on devices that are not here, as a table or as JSON."""
+
+import argparse
+import json
+import re
+import sys
+import textwrap
+from dataclasses import replace
+
+from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.launch.settings import ServerSettings
+from skyrl_tx.tools.plan.hardware import KINDS, DeviceError, Devices, parse_devices
+from skyrl_tx.tools.quickstart.model import built_in_as_directory
+
+PROGRAMS = "forward", "gradient", "optimizer", "prefill", "decode", "adapters"
+"""All programs that take much memory or time, which `--compile` compiles in their largest shapes."""
+_SHORT_FLAGS = {"context": "max_context_length", "adapters": "max_lora_adapters", "rank": "max_lora_rank"}
+"""Short names of settings of the backend."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's own flags; those of `serve` are read after them."""
+    parser.description = textwrap.fill(
+        "Plan a model on devices that are not here: memory by item, what fits, the best mesh, and the most tokens per "
+        "second. Reads config.json of the model, no weights, and needs no accelerator. Takes all flags of `skyrl-tx "
+        "serve` too, or its --config. The exit status is 0 if the model fits, 1 if not, 2 for a wrong command line.",
+        width=110,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--device",
+        type=_devices,
+        required=True,
+        metavar="NAME[:TOPOLOGY]",
+        help=f"the devices, such as h200, h200:8, v5e:2x4 or v5p:2x2x1; names: {', '.join(KINDS)}",
+    )
+    parser.add_argument(
+        "--mesh",
+        type=_mesh,
+        metavar="dp=N,fsdp=N,tp=N,ep=N,cp=N",
+        help="the mesh of all devices, by default the best one",
+    )
+    parser.add_argument(
+        "--compile",
+        nargs="?",
+        const=PROGRAMS,
+        type=_programs,
+        metavar="PROGRAM,…",
+        help="compile programs for these devices, and show the compiler's memory next to the plan's; needs their "
+        f"compiler, and minutes. All by default, which are {', '.join(PROGRAMS)}",
+    )
+    parser.add_argument("--context", type=_size, metavar="TOKENS", help="the longest sequence, prompt and new tokens")
+    parser.add_argument("--adapters", type=_size, metavar="N", help="models in training at the same time")
+    parser.add_argument("--rank", type=_size, metavar="N", help="the highest LoRA rank")
+
+
+def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
+    """Run the command; return its exit status."""
+    config = settings.backend_config
+    if not isinstance(config, JaxConfig):
+        return _fail(f"--backend {settings.backend}: only plans of the backend jax are known")
+    changes = {field: getattr(arguments, flag) for flag, field in _SHORT_FLAGS.items()} | {"mesh": arguments.mesh}
+    given = {name: value for name, value in changes.items() if value is not None}
+    is_mesh_given = "mesh" in given or "mesh" in config.model_fields_set
+    import jax  # late, because it takes a second, which --help need not
+
+    from skyrl_tx.tools.plan import report
+    from skyrl_tx.tools.plan.account import account_of, compiled
+
+    jax.config.update("jax_platforms", "cpu")  # shapes need no device: a server may be using that of this machine
+    try:
+        with built_in_as_directory(settings.base_model) as model:
+            account = account_of(model, config.model_copy(update=given), arguments.device, is_mesh_given=is_mesh_given)
+        account = replace(account, base_model=settings.base_model)
+        wanted = arguments.compile
+        programs = tuple(compiled(account, config.model_copy(update=given), wanted)) if wanted else None
+    except UserError as error:
+        return _fail(str(error))
+    if arguments.json:
+        print(json.dumps(report.record(account, programs), indent=2))
+    else:
+        print("\n".join(report.lines(account, programs)))
+    return 0 if account.fits else 1
+
+
+def _devices(text: str) -> Devices:
+    try:
+        return parse_devices(text)
+    except DeviceError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _mesh(text: str) -> MeshConfig:
+    """Convert `fsdp=2,tp=4`; sizes that are not named are 1."""
+    sizes: dict[str, str] = {}
+    for part in text.split(","):
+        name, _, size = part.strip().partition("=")
+        if name in sizes or name not in MeshConfig.model_fields or re.fullmatch(r"[1-9]\d{0,3}", size) is None:
+            axes = ", ".join(MeshConfig.model_fields)
+            raise argparse.ArgumentTypeError(f"{part!r} must be one of {axes}, with a size, such as fsdp=2,tp=4")
+        sizes[name] = size
+    return MeshConfig.model_validate(sizes)
+
+
+def _programs(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := set(names) - set(PROGRAMS):
+        raise argparse.ArgumentTypeError(f"{min(unknown)!r} must be one of {', '.join(PROGRAMS)}")
+    return names
+
+
+def _size(text: str) -> int:
+    if re.fullmatch(r"[1-9]\d{0,8}", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number above 0")
+    return int(text)
+
+
+def _fail(message: str) -> int:
+    print(f"skyrl-tx plan: {message}", file=sys.stderr)
+    return 2

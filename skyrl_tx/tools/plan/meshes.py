@@ -1,0 +1,101 @@
+"""The choice of a mesh: the one that samples a token and trains on it in the least time, by the roofline."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from skyrl_tx.backends.jax import mesh
+from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
+from skyrl_tx.backends.jax.costs import RANK, adapter_bytes
+from skyrl_tx.backends.jax.memory import SAMPLE_SHARE, SLOTS, SUFFICIENT_TOKENS, RoomBytes
+from skyrl_tx.backends.jax.start_plan import bytes_on_each_device, layout_without_devices
+from skyrl_tx.layers.parameter import flatten
+from skyrl_tx.models import ModelConfig, describe_params
+from skyrl_tx.tools.plan.hardware import Devices
+from skyrl_tx.tools.plan.roofline import Bound, Work, decoding, training
+
+ROOM = 0.8
+"""Share of a device's memory that weights may take; a mesh with more is chosen only where no other is left."""
+_SEQUENCE_TOKENS = 4096
+"""Length of sequences and samples by which meshes are compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A mesh with its bounds: of micro-batches that keep a device busy, and of as many samples as fit."""
+
+    mesh: MeshConfig
+    weight_bytes: int
+    """On each device."""
+    has_room: bool
+    training: Bound
+    decoding: Bound
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Time to sample a token and train on it. Meshes that send little are better, as sending seldom overlaps."""
+        return self.training.s_per_token + self.decoding.s_per_token
+
+
+def candidates(
+    model: ModelConfig,
+    config: JaxConfig,
+    devices: Devices,
+    dtype: np.dtype,
+    meshes: Iterable[MeshConfig],
+) -> list[Candidate]:
+    """Return those of the meshes that divide the model, the best first."""
+    described = describe_params(model)
+    num_parameters = sum(int(np.prod(each.shape)) for each in flatten(described).values())
+    length = min(_SEQUENCE_TOKENS, config.max_context_length or model.max_context_length, model.max_context_length)
+    found: list[Candidate] = []
+    for each in meshes:
+        layout = layout_without_devices(each)
+        try:
+            mesh.check_divides(layout, model)
+        except mesh.MeshError:
+            continue
+        shards = layout.num_shards("batch")
+        room = RoomBytes.of(model, layout, dtype.itemsize)
+        sample_bytes = room.position * length + room.state
+        weight_bytes = bytes_on_each_device(described, layout, dtype)
+        fitting = int(SAMPLE_SHARE * (devices.limit_bytes - weight_bytes)) // sample_bytes * shards
+        work = Work(
+            micro_batch_tokens=SUFFICIENT_TOKENS * shards,
+            sequence_tokens=length,
+            is_remat=True,
+            rank=RANK,
+            num_slots=max(min(fitting, config.sample_slots or SLOTS[0] * each.dp), 1),
+            sample_tokens=length,
+        )
+        cache_bytes = sample_bytes * -(-work.num_slots // shards)
+        size = {"num_parameters": num_parameters, "itemsize": dtype.itemsize}
+        found.append(
+            Candidate(
+                mesh=each,
+                weight_bytes=weight_bytes,
+                has_room=weight_bytes <= ROOM * devices.limit_bytes,
+                training=training(model, devices, each, work, **size, adapter_bytes=adapter_bytes(model, RANK, layout)),
+                decoding=decoding(model, devices, each, work, **size, cache_bytes=cache_bytes),
+            )
+        )
+    return sorted(found, key=lambda each: (not each.has_room, each.seconds_per_token, each.weight_bytes, each.mesh.cp))
+
+
+def meshes_of(number: int, *, with_cp: bool) -> Iterator[MeshConfig]:
+    """Yield the meshes of a number of devices; those with `cp` are for rows that are too long for all others."""
+    for cp in range(1, number + 1) if with_cp else (1,):
+        if number % cp == 0:
+            yield from _meshes_by_cp(number // cp, cp)
+
+
+def _meshes_by_cp(number: int, cp: int) -> Iterator[MeshConfig]:
+    for dp, fsdp, tp in itertools.product(_divisors(number), repeat=3):
+        if number % (dp * fsdp * tp) == 0:
+            yield MeshConfig(dp=dp, fsdp=fsdp, tp=tp, ep=number // (dp * fsdp * tp), cp=cp)
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]

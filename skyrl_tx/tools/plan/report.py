@@ -1,0 +1,186 @@
+"""An account as text and as JSON."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from skyrl_tx.backends.jax.ahead import CompiledProgram
+from skyrl_tx.backends.jax.config import MeshConfig
+from skyrl_tx.backends.jax.kernel_choice import explain_kernels
+from skyrl_tx.backends.jax.mesh import training_layout
+from skyrl_tx.backends.jax.program_text import ProgramText
+from skyrl_tx.backends.jax.start_plan import layout_without_devices
+from skyrl_tx.tools.commands.common import Record, in_units, table
+from skyrl_tx.tools.plan.account import Account
+from skyrl_tx.tools.plan.long_rows import LongRows
+from skyrl_tx.tools.plan.meshes import Candidate
+
+_SHOWN_MESHES = 4
+
+
+def record(account: Account, programs: Sequence[CompiledProgram] | None) -> Record:
+    """Return the account as a JSON object. Bytes are of each device, tokens per second of all together.
+
+    `programs` are null if none were compiled.
+    """
+    devices, plan, samples = account.devices, account.plan, account.plan.samples
+    return {
+        "base_model": account.base_model,
+        "architecture": account.model.architecture,
+        "num_parameters": plan.num_parameters,
+        "num_active_parameters": account.num_active,
+        "dtype": plan.dtype,
+        "device": {
+            "name": devices.kind.name,
+            "topology": list(devices.topology),
+            "number": devices.number,
+            "memory_bytes": devices.kind.memory_bytes,
+            "usable_bytes": devices.limit_bytes,
+            "flops": devices.kind.flops,
+            "bytes_per_s": devices.kind.bytes_per_s,
+            "link_bytes_per_s": devices.kind.link_bytes_per_s,
+        },
+        "mesh": account.chosen.mesh.model_dump(),
+        "meshes": [_candidate(each) for each in (account.chosen, *account.others)],
+        "fits": account.fits,
+        "memory": [asdict(item) for item in account.items],
+        "free_bytes": devices.limit_bytes - account.used_bytes,
+        "limits": {
+            "context_tokens": samples.max_length,
+            "kv_tokens": samples.tokens,
+            "sample_slots": samples.num_slots,
+            "samples_of_longest_context": account.samples_at_context,
+            "models": plan.max_models,
+            "row_tokens": plan.longest_row,
+            "row_host_bytes": plan.offloaded_bytes,
+            "micro_batch_tokens": plan.passes.micro_batch_tokens,
+            "is_rematerialized": plan.passes.remat,
+        },
+        "long_rows": None if account.long_rows is None else _long_rows_record(account.long_rows),
+        "kernels": list(explain_kernels(plan.kernels, account.model)),
+        "rates": [asdict(rate) for rate in account.rates],
+        "programs": None if programs is None else [asdict(each) for each in programs],
+        "warnings": list(account.warnings),
+    }
+
+
+def lines(account: Account, programs: Sequence[CompiledProgram] | None) -> Iterator[str]:
+    """Yield the account as text."""
+    devices, plan, samples = account.devices, account.plan, account.plan.samples
+    verdict = "fits" if account.fits else "does not fit"
+    yield (
+        f"{account.base_model} ({account.model.architecture}, {plan.num_parameters:,} parameters, "
+        f"{account.num_active:,} active) {verdict} on {devices} with mesh {account.chosen.mesh}."
+    )
+    limit = devices.limit_bytes
+    yield from ("", f"Memory of each device, {in_units(limit)} of which the server may take:")
+    rows = [_row(item.item, item.bytes, item.detail, limit) for item in account.items]
+    rows.append(_row("free", limit - account.used_bytes, "", limit))
+    yield from table(rows)
+    yield from ("", "What fits:")
+    yield f"  context       {samples.max_length} tokens, prompt and new ones"
+    at_context = f"{account.samples_at_context} of {samples.max_length}"
+    at_most = f"{samples.num_slots} of {samples.length_of_all} tokens, {at_context}"
+    yield f"  samples       {at_most}"
+    yield f"  models        {plan.max_models} in training at the same time; others are evicted to disk"
+    yield f"  micro-batch   {plan.passes.micro_batch_tokens} tokens on all devices"
+    yield f"  training row  {plan.longest_row} tokens by memory, {account.model.max_context_length} by the model"
+    yield from _long_rows(account)
+    yield from ("", *explain_kernels(plan.kernels, account.model))
+    yield from ("", "Tokens per second on all devices, at most (a roofline):")
+    for rate in account.rates:
+        expected = rate.expected_tokens_per_s
+        share = "no share of it was measured there" if expected is None else f"about {expected:,} are to be expected"
+        yield f"  {rate.work:<13} {rate.tokens_per_s:,}, bound by {rate.bound_by}: {rate.detail}; {share}"
+    if account.others:
+        yield from ("", "Meshes, by the least time to sample a token and train on it:")
+        candidates = (account.chosen, *account.others)[:_SHOWN_MESHES]
+        yield from table([_mesh_row(each) for each in candidates])
+    if programs is not None:
+        yield from ("", "Memory of programs by the compiler for these devices, and by this plan:")
+        yield from table([_memory_row(each) for each in programs])
+        yield from (f"{each.name}: {each.problem[:300]}" for each in programs if each.problem)
+        layers = account.model.num_layers
+        if rows := [_work_row(each.name, each.text, layers) for each in programs if each.text is not None]:
+            yield from ("", "One run of each: steps of loops one after another, kernels, and what each device sends:")
+            yield from table(rows)
+    for warning in account.warnings:
+        yield from ("", f"warning: {warning}")
+    yield from ("", f"skyrl-tx serve --base-model {account.base_model}{_flags(account.chosen.mesh)}")
+
+
+def _long_rows_record(rows: LongRows) -> Record:
+    fitting = None if rows.fitting is None else rows.fitting.model_dump()
+    return {"tokens": rows.tokens, "mesh": rows.mesh.model_dump(), "longest": rows.longest, "fitting_mesh": fitting}
+
+
+def _long_rows(account: Account) -> Iterator[str]:
+    """Yield how rows are computed that are longer than a micro-batch."""
+    plan, devices = account.plan, account.devices
+    shards = training_layout(layout_without_devices(account.chosen.mesh)).num_shards("tokens")
+    passes, indent = plan.passes, " " * 16
+    most = account.model.max_context_length
+    if passes.remat_above is not None and passes.remat_above * shards < most:
+        yield f"{indent}of more than {passes.remat_above * shards} tokens: layers rematerialized"
+    if passes.offload_above is not None and passes.offload_above * shards < most:
+        taken = plan.offloaded_bytes * min(devices.number, devices.kind.per_host)
+        yield (
+            f"{indent}of more than {passes.offload_above * shards} tokens: layers' inputs in the host's memory, "
+            f"{in_units(taken)} of each host for the longest"
+        )
+
+
+def _row(item: str, size: int, detail: str, limit: int) -> Record:
+    shown = f"-{in_units(-size)}" if size < 0 else in_units(size)
+    return {"item": item, "bytes": shown, "share": f"{100 * size / limit:.1f} %", "what": detail}
+
+
+def _candidate(each: Candidate) -> Record:
+    return {
+        "mesh": each.mesh.model_dump(),
+        "weight_bytes": each.weight_bytes,
+        "has_room": each.has_room,
+        "training_tokens_per_s": int(each.training.tokens_per_s),
+        "sampling_tokens_per_s": int(each.decoding.tokens_per_s),
+    }
+
+
+def _mesh_row(each: Candidate) -> Record:
+    return {
+        "mesh": str(each.mesh),
+        "weights": in_units(each.weight_bytes) + ("" if each.has_room else ", too much"),
+        "training": f"{each.training.tokens_per_s:,.0f} ({each.training.by})",
+        "sampling": f"{each.decoding.tokens_per_s:,.0f} ({each.decoding.by})",
+    }
+
+
+def _memory_row(each: CompiledProgram) -> Record:
+    sizes = {
+        "compiler": each.total_bytes,
+        "plan": each.planned_bytes,
+        "arguments": each.argument_bytes,
+        "temporary": each.temporary_bytes,
+        "results": each.output_bytes,
+        "code": each.code_bytes,
+        "accessed": each.accessed_bytes,
+    }
+    shown = {name: in_units(size) if size else "unknown" for name, size in sizes.items()}
+    if each.problem:
+        shown["compiler"] = "too much"
+    return {"program": each.name, **shown, "what": each.detail}
+
+
+def _work_row(name: str, text: ProgramText, num_layers: int) -> Record:
+    steps = f"{text.num_steps:,}" + (f", and {text.num_open_loops} loops by data" if text.num_open_loops else "")
+    sent = (f"{number.calls} {kind} of {in_units(number.bytes)}" for kind, number in text.collectives.items())
+    in_layers = (f"{number.calls / num_layers:.3g} {kind}" for kind, number in text.in_layers.items())
+    return {
+        "program": name,
+        "steps": steps,
+        "kernels": ", ".join(f"{calls} {kernel}" for kernel, calls in text.kernels.items()) or "none",
+        "collectives a layer": ", ".join(in_layers) or "none",
+        "all collectives": ", ".join(sent) or "none",
+    }
+
+
+def _flags(mesh: MeshConfig) -> str:
+    return "".join(f" --backend-config.mesh.{axis} {size}" for axis, size in mesh.model_dump().items() if size > 1)

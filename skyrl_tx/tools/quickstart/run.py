@@ -1,0 +1,197 @@
+"""The quickstart: serves a tiny model, trains it through the Tinker SDK, and prints the results."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from matplotlib.figure import Figure
+from tinker import SamplingClient, ServiceClient, TinkerError, TrainingClient
+
+from skyrl_tx.launch.settings import QuickstartSettings
+from skyrl_tx.tools.quickstart import training
+from skyrl_tx.tools.quickstart.model import TINY_MODELS, TITLES, architecture_in, write_tiny_model
+from skyrl_tx.tools.quickstart.questions import QuestionFileError, QuestionSet, load_excerpt, load_questions
+from skyrl_tx.tools.quickstart.server import ServerFailed, serve
+
+ANY_KEY = "tml-local"  # the SDK requires a key of this form; the server on loopback requires none
+
+RANK = 32
+NUM_SHOWN = 2  # questions whose answers are printed
+NUM_REWARDED = 32  # held-out questions whose answers are rewarded, four each
+NUM_HELD_OUT = 64  # questions of the held-out loss
+PRINT_EVERY = 20  # supervised steps
+SAMPLE_SLOTS = 8
+"""With more the server compiles a program for each of several numbers of rows, which takes longer than it saves."""
+
+
+def run(settings: QuickstartSettings) -> int:
+    """Run the quickstart; return the exit status."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stops the server as Ctrl-C does
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # suppresses its advice to install torch
+    try:
+        questions = load_questions(settings.data) if settings.data else load_excerpt()
+        settings.output.mkdir(parents=True, exist_ok=True)
+        _check_output(settings)
+    except (QuestionFileError, OutputInUse, OSError) as error:
+        print(f"skyrl-tx quickstart: {error}", file=sys.stderr)
+        return 2
+    try:
+        _serve_and_train(settings, questions)
+    except (ServerFailed, TinkerError, httpx.HTTPError) as error:
+        print(f"skyrl-tx quickstart: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("skyrl-tx quickstart: stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+class OutputInUse(Exception):
+    """The output directory has a run of another architecture."""
+
+
+def _check_output(settings: QuickstartSettings) -> None:
+    """Raise OutputInUse rather than overwrite the model of an earlier run's checkpoints."""
+    found = architecture_in(settings.output / "model")
+    if found not in (None, settings.architecture):
+        raise OutputInUse(f"--output {settings.output} has a run of --architecture {found}; name another directory")
+
+
+def _serve_and_train(settings: QuickstartSettings, questions: QuestionSet) -> None:
+    started = time.monotonic()
+    name = next(name for name, architecture in TINY_MODELS.items() if architecture == settings.architecture)
+    model = write_tiny_model(settings.output / "model", settings.architecture)
+    title, seconds = TITLES[settings.architecture], time.monotonic() - started
+    print(f"Tiny model: {model} ({title} architecture, random weights, written in {seconds:.1f} s)")
+    print(f"Questions: {len(questions.train)} to train on, {len(questions.held_out)} held out")
+    data_dir, log, curves = (settings.output / name for name in ("server", "server.log", "curves.png"))
+    flags = ("--base-model", str(model.resolve()), "--served-model-name", name)
+    flags += ("--backend-config.sample-slots", str(SAMPLE_SLOTS))
+    with serve(data_dir.resolve(), log, *flags) as url:
+        print(f"Server: {url}, ready after {time.monotonic() - started:.1f} s", flush=True)
+        with ServiceClient(base_url=url, api_key=ANY_KEY, display_name="quickstart") as service:
+            client = service.create_lora_training_client(name, rank=RANK, seed=settings.seed).result()
+            page = f"{url}/training_runs/{client.model_id}"
+            print(f"Watch it live: {page} (curves of loss and reward, samples, checkpoints)", flush=True)
+            trainer = _Trainer(client, questions, settings.seed, url)
+            nll, reward = trainer.train_supervised(settings.steps), trainer.train_by_reward(settings.rl_steps)
+            draw_curves(curves, nll, reward)
+            to_train = client.save_state("quickstart").result().path
+            to_sample = client.save_weights_for_sampler("quickstart").result().path
+    print(f"""
+Held-out loss    {nll.before:.3f} -> {nll.after:.3f} nats per answer token
+Held-out reward  {reward.before:.3f} -> {reward.after:.3f}
+Curves      {curves}
+Checkpoints {to_train} (to train on)
+            {to_sample} (to sample from)
+Server log  {log}
+Done in {time.monotonic() - started:.0f} s. To serve this model and its checkpoints again, and to talk to them \
+at http://127.0.0.1:8000/playground:
+  skyrl-tx serve --base-model {model} --served-model-name {name} --data-dir {data_dir}
+The same with a real model: skyrl-tx serve --base-model Qwen/Qwen3-0.6B, and in Python \
+tinker.ServiceClient(base_url="http://127.0.0.1:8000", api_key="{ANY_KEY}")\
+.create_lora_training_client("Qwen/Qwen3-0.6B").result()""")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A metric during one kind of training: of the batch of each step, and before and after on held-out questions."""
+
+    batches: Sequence[float]
+    before: float
+    after: float
+
+
+class _Trainer:
+    """Runs both kinds of training of a model and prints their progress."""
+
+    def __init__(self, client: TrainingClient, questions: QuestionSet, seed: int, url: str):
+        self._client = client
+        self._metrics_url = f"{url}/api/v1/training_runs/{client.model_id}/metrics"
+        self._num_steps = 0
+        self._questions = questions
+        self._seed = seed
+        self._chat = training.Chat(client.get_tokenizer())
+        self._started = time.monotonic()
+
+    def train_supervised(self, num_steps: int) -> Curve:
+        """Train on worked answers; raises the SDK's errors."""
+        self._print(f"Supervised: {num_steps} steps of {training.SFT_BATCH_SIZE} worked answers, loss cross_entropy")
+        train = [self._chat.sft_datum(question) for question in self._questions.train]
+        held_out = [self._chat.sft_datum(question) for question in self._questions.held_out[:NUM_HELD_OUT]]
+        before = training.held_out_nll(self._client, held_out)
+        self._print(f"  held-out loss before  {before:.3f} nats per answer token")
+        self._print_answers("before training", self._sampler())
+        losses: list[float] = []
+        for step, nll in enumerate(training.train_sft(self._client, train, num_steps, self._seed), start=1):
+            losses.append(nll)
+            self._log(step, train_nll=nll)
+            if step % PRINT_EVERY == 1 or step == num_steps:
+                self._print(f"  step {step:4d}/{num_steps}  loss {nll:.3f}")
+        after = training.held_out_nll(self._client, held_out)
+        self._num_steps = num_steps
+        self._log(0, held_out_nll=before)
+        self._log(num_steps, held_out_nll=after)
+        self._print(f"  held-out loss after   {after:.3f}")
+        self._print_answers("after supervised training", self._sampler())
+        return Curve(batches=losses, before=before, after=after)
+
+    def train_by_reward(self, num_steps: int) -> Curve:
+        """Train on sampled answers and their rewards; raises the SDK's errors."""
+        self._print(
+            f"Reinforcement: {num_steps} steps of {training.RL_NUM_GROUPS} x {training.RL_GROUP_SIZE} sampled "
+            f"answers, loss importance_sampling; reward {training.REWARD_TEXT}"
+        )
+        held_out = self._questions.held_out[:NUM_REWARDED]
+        before = training.mean_reward(self._sampler(), self._chat, held_out, self._seed)
+        self._print(f"  held-out reward before  {before:.3f}")
+        rewards: list[float] = []
+        steps = training.train_rl(self._client, self._chat, self._questions.train, num_steps, self._seed)
+        for step, (reward, num_trained) in enumerate(steps, start=1):
+            rewards.append(reward)
+            self._log(self._num_steps + step, reward=reward, answers_trained_on=num_trained)
+            self._print(f"  step {step:4d}/{num_steps}  reward {reward:.3f}  {num_trained} answers trained on")
+        sampler = self._sampler()
+        after = training.mean_reward(sampler, self._chat, held_out, self._seed)
+        self._log(self._num_steps, held_out_reward=before)
+        self._log(self._num_steps + num_steps, held_out_reward=after)
+        self._print(f"  held-out reward after   {after:.3f}")
+        self._print_answers("after reinforcement", sampler)
+        return Curve(batches=rewards, before=before, after=after)
+
+    def _log(self, step: int, **metrics: float) -> None:
+        """Send what only the client knows to the run's page; raises the client's errors."""
+        body = {"step": step, "metrics": metrics}
+        httpx.post(self._metrics_url, json=body, headers={"X-API-Key": ANY_KEY}).raise_for_status()
+
+    def _sampler(self) -> SamplingClient:
+        return self._client.save_weights_and_get_sampling_client().result()
+
+    def _print_answers(self, when: str, sampler: SamplingClient) -> None:
+        lines = training.answers(sampler, self._chat, self._questions.held_out[:NUM_SHOWN], self._seed)
+        self._print(f"  held-out answers {when}:")
+        print(*lines, sep="\n", flush=True)
+
+    def _print(self, line: str) -> None:
+        print(f"[{time.monotonic() - self._started:6.1f} s] {line}", flush=True)
+
+
+def draw_curves(path: Path, nll: Curve, reward: Curve) -> None:
+    """Write a PNG with the supervised loss on the left and the reward on the right."""
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.set(title="Supervised: cross_entropy", ylabel="nats per answer token")
+    right.set(title="Reinforcement: importance_sampling", ylabel="mean reward")
+    for axes, curve, top in ((left, nll, None), (right, reward, 1.0)):
+        steps = len(curve.batches)
+        axes.plot(range(steps), curve.batches, color="tab:blue", label="training batch")
+        axes.plot([0, steps], [curve.before, curve.after], "o", color="tab:orange", label="held out, before and after")
+        axes.set(xlabel="step", ylim=(0, top))
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,202 @@
+"""Training of the quickstart: supervised fine-tuning, then reinforcement learning, through the Tinker SDK.
+
+The reinforcement learning task is the answer's format, which a tiny model can learn from its own samples: end within
+a budget of tokens, with the line `#### <number>`. The number's correctness is not rewarded.
+"""
+
+import random
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from tinker import AdamParams, Datum, ModelInput, SampledSequence, SamplingClient, SamplingParams, TrainingClient
+from tinker.types import ForwardBackwardOutput
+
+from skyrl_tx.tools.quickstart.questions import Question
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizer
+
+T = TypeVar("T")
+
+SFT_BATCH_SIZE = 16
+# Measured on the tiny model, whose base weights are random: a hundred times the rate of a pretrained model.
+SFT_LEARNING_RATE = 1e-2
+SFT_WARMUP_STEPS = 5
+
+RL_NUM_GROUPS = 8  # questions per step
+RL_GROUP_SIZE = 8  # answers per question
+RL_LEARNING_RATE = 2e-3
+MAX_TOKENS = 64  # per answer; worked answers have 61 on average
+REWARD_TEXT = f"0.5 for ending within {MAX_TOKENS} tokens, 1 if the last line is '#### <number>'"
+_RESULT_LINE = re.compile(r"^#### -?\d[\d,]*(?:\.\d+)?\Z", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Converts between text and tokens, in Qwen's chat format with one question and one answer."""
+
+    tokenizer: "PreTrainedTokenizer"
+
+    @cached_property
+    def turn_end(self) -> int:
+        """The token that ends an answer."""
+        return self.encode("<|im_end|>")[0]
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, special tokens included."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def prompt(self, question: Question) -> list[int]:
+        """Return the prompt tokens of a question."""
+        return self.encode(f"<|im_start|>user\n{question.text}<|im_end|>\n<|im_start|>assistant\n")
+
+    def sft_datum(self, question: Question) -> Datum:
+        """Return prompt and worked answer as a training example; only answer tokens have weight 1."""
+        prompt, answer = self.prompt(question), [*self.encode(question.answer), self.turn_end]
+        tokens = prompt + answer
+        weights = np.zeros(len(tokens) - 1, np.float32)
+        weights[len(prompt) - 1 :] = 1.0
+        return Datum(
+            model_input=ModelInput.from_ints(tokens[:-1]),
+            loss_fn_inputs={"target_tokens": np.array(tokens[1:]), "weights": weights},  # type: ignore[dict-item]
+        )
+
+    def text(self, sequence: SampledSequence) -> str:
+        """Return the text of a sample, without the token that ended it."""
+        tokens = sequence.tokens[:-1] if sequence.tokens[-1:] == [self.turn_end] else sequence.tokens
+        text = self.tokenizer.decode(tokens)
+        assert isinstance(text, str)
+        return text
+
+
+def shuffled(items: Sequence[T], seed: int) -> Iterator[T]:
+    """Yield items in a random order that changes every epoch; equal seeds give equal orders."""
+    generator = random.Random(seed)
+    while True:
+        epoch = list(items)
+        generator.shuffle(epoch)
+        yield from reversed(epoch)
+
+
+def train_sft(client: TrainingClient, data: Sequence[Datum], num_steps: int, seed: int) -> Iterator[float]:
+    """Run supervised steps on shuffled batches; yields the nats per answer token of each batch, before its update."""
+    shuffled_data = shuffled(data, seed)
+    for step in range(num_steps):
+        batch = list(islice(shuffled_data, SFT_BATCH_SIZE))
+        warmup = min(1.0, (step + 1) / SFT_WARMUP_STEPS)
+        rate = SFT_LEARNING_RATE * warmup * (1 - step / num_steps)
+        # Both requests are sent before the first result is awaited, so that the server does not idle between them.
+        gradient = client.forward_backward(batch, "cross_entropy")
+        update = client.optim_step(AdamParams(learning_rate=rate))
+        nll = mean_nll(batch, gradient.result())
+        update.result()
+        yield nll
+
+
+def held_out_nll(client: TrainingClient, data: Sequence[Datum]) -> float:
+    """Return the loss on held-out examples, in nats per answer token."""
+    return mean_nll(data, client.forward(list(data), "cross_entropy").result())
+
+
+def mean_nll(data: Sequence[Datum], output: ForwardBackwardOutput) -> float:
+    """Return the mean negative log-likelihood over the answer tokens of a pass."""
+    weights = [datum.loss_fn_inputs["weights"].to_numpy() for datum in data]
+    logprobs = [row["logprobs"].to_numpy() for row in output.loss_fn_outputs]
+    total = sum(float(np.dot(w, p)) for w, p in zip(weights, logprobs, strict=True))
+    return -total / sum(float(w.sum()) for w in weights)
+
+
+def train_rl(
+    client: TrainingClient, chat: Chat, questions: Sequence[Question], num_steps: int, seed: int
+) -> Iterator[tuple[float, int]]:
+    """Run policy gradient steps on groups of sampled answers.
+
+    An answer's advantage is its reward minus the mean of its group. Yields the mean reward of each step, sampled before
+    its update, and the number of answers of groups with different rewards, on which the step trains.
+    """
+    shuffled_questions = shuffled(questions, seed)
+    for step in range(num_steps):
+        sampler = client.save_weights_and_get_sampling_client().result()
+        asked = list(islice(shuffled_questions, RL_NUM_GROUPS))
+        groups = sample_groups(sampler, chat, asked, RL_GROUP_SIZE, seed + step * RL_NUM_GROUPS)
+        rewards = [[reward(chat, sequence) for sequence in group] for group in groups]
+        batch = [
+            rl_datum(chat.prompt(question), sequence, value - float(np.mean(values)))
+            for question, group, values in zip(asked, groups, rewards, strict=True)
+            if len(set(values)) > 1  # with equal rewards all advantages are 0
+            for sequence, value in zip(group, values, strict=True)
+        ]
+        if batch:
+            gradient = client.forward_backward(batch, "importance_sampling")
+            update = client.optim_step(AdamParams(learning_rate=RL_LEARNING_RATE))
+            gradient.result()
+            update.result()
+        yield float(np.mean(rewards)), len(batch)
+
+
+def reward(chat: Chat, sequence: SampledSequence) -> float:
+    """Return 1 for an answer that ends by itself with a line `#### <number>`, 0.5 for ending otherwise, else 0.
+
+    A reward for the line alone is soon got by writing nothing else, and then no sample ends from which to learn it.
+    """
+    if sequence.stop_reason != "stop":
+        return 0.0
+    return 1.0 if _RESULT_LINE.search(chat.text(sequence)) else 0.5
+
+
+def mean_reward(sampler: SamplingClient, chat: Chat, questions: Sequence[Question], seed: int) -> float:
+    """Return the mean reward of four sampled answers per question."""
+    groups = sample_groups(sampler, chat, questions, 4, seed)
+    return float(np.mean([[reward(chat, sequence) for sequence in group] for group in groups]))
+
+
+def sample_groups(
+    sampler: SamplingClient,
+    chat: Chat,
+    questions: Iterable[Question],
+    group_size: int,
+    seed: int,
+    temperature: float = 1.0,
+) -> list[list[SampledSequence]]:
+    """Return `group_size` answers per question; all requests are sent before the first result is awaited."""
+    futures = [
+        sampler.sample(
+            ModelInput.from_ints(chat.prompt(question)),
+            num_samples=group_size,
+            sampling_params=SamplingParams(
+                max_tokens=MAX_TOKENS, temperature=temperature, seed=seed + index, stop=[chat.turn_end]
+            ),
+        )
+        for index, question in enumerate(questions)
+    ]
+    return [list(future.result().sequences) for future in futures]
+
+
+def rl_datum(prompt: list[int], sequence: SampledSequence, advantage: float) -> Datum:
+    """Return a sampled answer as a training example, with its sampler's logprobs; prompt tokens have advantage 0."""
+    tokens = [*prompt, *sequence.tokens]
+    assert sequence.logprobs is not None
+    padding = [0.0] * (len(prompt) - 1)
+    return Datum(
+        model_input=ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={
+            "target_tokens": tokens[1:],  # type: ignore[dict-item]
+            "logprobs": padding + list(sequence.logprobs),  # type: ignore[dict-item]
+            "advantages": padding + [advantage] * len(sequence.tokens),  # type: ignore[dict-item]
+        },
+    )
+
+
+def answers(sampler: SamplingClient, chat: Chat, questions: Sequence[Question], seed: int) -> Iterator[str]:
+    """Yield lines to print: each question with a greedy answer and one at temperature 1."""
+    greedy = sample_groups(sampler, chat, questions, 1, seed, temperature=0.0)
+    sampled = sample_groups(sampler, chat, questions, 1, seed)
+    for question, (first,), (second,) in zip(questions, greedy, sampled, strict=True):
+        yield f"  Q: {question.text}"
+        yield f"     greedy   {chat.text(first)!r}"
+        yield f"     sampled  {chat.text(second)!r}"

@@ -1,0 +1,79 @@
+"""Text piece by piece equals text decoded at once, and holds back what may be a stop string."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from skyrl_tx.apps.chat.detokenize import Detokenizer, SampleText, StopStrings
+from tests.support.tiny_tokenizer import PACKAGED, VOCAB_SIZE
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(PACKAGED / "tokenizer.json"))
+
+
+class TinyDecoder:
+    def text_of(self, tokens: Sequence[int], *, skip_special: bool) -> str:
+        return tokenizer().decode(list(tokens), skip_special_tokens=skip_special)
+
+
+SLICES = st.lists(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6), max_size=12)
+"""Any tokens, of which many are parts of characters."""
+
+
+@given(slices=SLICES, skip_special=st.booleans())
+def test_pieces_join_to_the_whole_text(slices: list[list[int]], skip_special: bool) -> None:
+    detokenizer = Detokenizer(TinyDecoder(), skip_special=skip_special)
+    text = "".join(map(detokenizer.feed, slices)) + detokenizer.finish()
+    assert text == TinyDecoder().text_of([token for part in slices for token in part], skip_special=skip_special)
+
+
+@given(text=st.text(max_size=40), size=st.integers(1, 4))
+def test_no_piece_has_a_part_of_a_character(text: str, size: int) -> None:
+    tokens = tokenizer().encode(text, add_special_tokens=False).ids
+    detokenizer = Detokenizer(TinyDecoder(), skip_special=False)
+    pieces = [detokenizer.feed(tokens[start : start + size]) for start in range(0, len(tokens), size)]
+    whole = TinyDecoder().text_of(tokens, skip_special=False)
+    assert "".join(pieces) + detokenizer.finish() == whole
+    assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in whole
+
+
+WORDS = st.text("ab<", max_size=12)
+
+
+@given(pieces=st.lists(WORDS, max_size=8), stops=st.lists(st.text("ab<", min_size=1, max_size=4), max_size=3))
+@pytest.mark.parametrize("keep", [False, True])
+def test_text_ends_before_the_first_complete_stop_string(pieces: list[str], stops: list[str], keep: bool) -> None:
+    found = StopStrings(stops, keep_match=keep)
+    text = "".join(map(found.feed, pieces)) + found.finish()
+    whole = "".join(pieces)
+    ends = [(whole.find(stop) + len(stop), whole.find(stop), stop) for stop in stops if stop in whole]
+    if not ends:
+        assert text == whole and found.matched is None
+    else:
+        end, start, _ = min(ends)
+        assert text == whole[: end if keep else start] and found.matched is not None
+
+
+@given(pieces=st.lists(WORDS, max_size=8), stop=st.text("ab<", min_size=2, max_size=4))
+def test_only_a_possible_beginning_of_a_stop_string_is_held(pieces: list[str], stop: str) -> None:
+    found, released, seen = StopStrings([stop]), "", ""
+    for piece in pieces:
+        released, seen = released + found.feed(piece), seen + piece
+        if found.matched is not None:
+            break
+        held = seen.removeprefix(released)
+        assert seen.startswith(released) and stop.startswith(held) and len(held) < len(stop)
+
+
+def test_stop_token_is_no_part_of_the_text() -> None:
+    eos = tokenizer().token_to_id("<|im_end|>")
+    tokens = tokenizer().encode("a b", add_special_tokens=False).ids
+    for keep, expected in ((False, "a b"), (True, "a b<|im_end|>")):
+        text = SampleText(TinyDecoder(), stops=[], stop_tokens=frozenset({eos}), keep_stop=keep, skip_special=False)
+        assert text.feed([*tokens, eos]) + text.finish() == expected

@@ -1,0 +1,36 @@
+"""Sums over the samples of each step, apart for each owner and gone with their run."""
+
+from dataclasses import replace
+
+from skyrl_tx.apps.history import sampled_steps
+from skyrl_tx.apps.history.sampled_steps import SampledStep
+from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.store.database import Store
+
+RUN, OTHER = ModelId("m"), ModelId("n")
+FOUR = SampledStep(step=2, samples=4, cut=1, tokens=40, scored_tokens=30, logprob_sum=-6.0)
+
+
+def add(store: Store, sampled: SampledStep, model_id: ModelId = RUN, owner: str = "ann") -> None:
+    store.write(lambda tx: sampled_steps.add(tx, model_id, owner, sampled))
+
+
+def of_run(store: Store, model_id: ModelId = RUN, **where: int) -> list[SampledStep]:
+    return store.read(lambda tx: sampled_steps.of_model(tx, model_id, "ann", **where))
+
+
+def test_samples_of_a_step_add_up_for_their_owner(store: Store) -> None:
+    add(store, FOUR)
+    add(store, FOUR)
+    add(store, FOUR, owner="bob")
+    add(store, replace(FOUR, step=3))
+    total = SampledStep(step=2, samples=8, cut=2, tokens=80, scored_tokens=60, logprob_sum=-12.0)
+    assert of_run(store) == [total, replace(FOUR, step=3)]
+    assert of_run(store, after_step=2) == of_run(store, limit=1) == [replace(FOUR, step=3)]
+
+
+def test_sums_go_with_their_run(store: Store) -> None:
+    add(store, FOUR)
+    add(store, FOUR, OTHER)
+    store.write(lambda tx: sampled_steps.remove_runs(tx, [RUN]))
+    assert of_run(store) == [] and of_run(store, OTHER) == [FOUR]

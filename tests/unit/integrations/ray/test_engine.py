@@ -1,0 +1,258 @@
+"""Placing, starting and ending the hosts of an engine in a Ray cluster, and why it ended."""
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from skyrl_tx.backends.hosts.channel import listen
+from skyrl_tx.backends.hosts.settings import HostsSettings
+from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.integrations.ray import engine as engine_module
+from skyrl_tx.integrations.ray import host
+from skyrl_tx.integrations.ray.engine import Ended, RayEngine, cause_of, connected
+from skyrl_tx.integrations.ray.host import RayHost, reserved_ports
+from skyrl_tx.launch.engine_process import EngineEnd, EngineLaunch, EnginePlace
+from skyrl_tx.launch.settings import RaySettings, SettingsError
+from skyrl_tx.launch.supervisor import launch_of
+from skyrl_tx.process.setup import CannotServe
+from skyrl_tx.testing.fake.backend import FakeBackend
+from skyrl_tx.testing.fake.config import FakeConfig
+from skyrl_tx.tools.cli import read_settings
+from tests.support.ray_stub import StubRay, run
+
+READY = FakeBackend("tiny", FakeConfig()).start()
+KILL = EngineEnd(message="killed by SIGKILL", is_final=False, is_crash=False, was_killed=True)
+CRASH = EngineEnd(message="killed by SIGSEGV", is_final=False, is_crash=True)
+LEADER_LOST = EngineEnd(message="host 0 has ended", is_final=False, is_crash=False)
+FOLLOWER_LOST = EngineEnd(message="host 1 has ended", is_final=False, is_crash=True)
+NO_DATABASE = EngineEnd(message="database lost", is_final=False, is_crash=False, was_unreachable=True)
+RAY = ("--base-model", "fake", "--backend", "fake", "--launcher", "ray")
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> EngineLaunch:
+    return launch_of(read_settings("serve", (*RAY, "--hosts.size", "2", "--data-dir", str(tmp_path))))
+
+
+def test_all_hosts_start_and_end_together(launch: EngineLaunch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--of-all")
+
+    async def work() -> None:
+        ray, ready = StubRay(), asyncio.Queue[Capabilities]()
+        engine = RayEngine(ray, launch, {"GPU": 8, "fast": 1})
+        living = asyncio.create_task(engine.wait(ready.put_nowait))
+        await ray.started(2)
+        [group] = ray.groups
+        assert group.strategy == "STRICT_SPREAD"
+        assert group.bundles == [{"GPU": 8, "fast": 1, "node:10.0.0.9": 0.001}, {"GPU": 8, "fast": 1}]
+        zero, one = ray.actors
+        assert [zero.options[name] for name in ("num_cpus", "num_gpus", "resources")] == [0, 8, {"fast": 1}]
+        assert one.options["scheduling_strategy"].placement_group_bundle_index == 1
+        assert zero.launch is not None and one.launch is not None
+        first, second = zero.launch.hosts, one.launch.hosts
+        assert (first.size, first.rank, first.address) == (2, 0, "10.0.0.0:4000")
+        assert second == first.model_copy(update={"rank": 1}) and len(first.key_bytes) == 64
+        assert one.launch.environment["XLA_FLAGS"] == "--of-all"
+        zero.is_ready.set_result(READY)
+        assert await ready.get() == READY
+        assert engine.place == EnginePlace("node0", 100, "run0")
+        assert "beat" in zero.calls and "beat" in one.calls
+        one.finish(KILL)
+        zero.finish(FOLLOWER_LOST)
+        assert await living == replace(KILL, message="host 1: killed by SIGKILL")
+        assert ray.removed == [group] and all("die" in actor.calls for actor in ray.actors)
+
+    run(work)
+
+
+def test_a_host_that_goes_on_is_killed_when_another_has_ended(
+    launch: EngineLaunch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "_OTHERS_S", 0.01)
+
+    async def work() -> None:
+        ray = StubRay()
+        living = asyncio.create_task(RayEngine(ray, launch, {"CPU": 1}).wait(lambda _: None))
+        await ray.started(2)
+        ray.actors[1].die()
+        end = await living
+        assert (end.message, end.was_killed) == ("host 1: its actor has ended: it is dead", True)
+        assert ray.actors[0].calls[-2:] == ["kill", "die"], "the process, then its actor"
+
+    run(work)
+
+
+def test_a_stop_reaches_rank_0_alone(launch: EngineLaunch) -> None:
+    async def work() -> None:
+        ray, ready = StubRay(), asyncio.Event()
+        engine = RayEngine(ray, launch, {"CPU": 1})
+        living = asyncio.create_task(engine.wait(lambda _: ready.set()))
+        await ray.started(2)
+        ray.actors[0].is_ready.set_result(READY)
+        await ready.wait()
+        engine.request_stop()
+        ray.actors[1].finish(LEADER_LOST)
+        assert (await living).message == "host 0: stopped"
+        assert "stop" not in ray.actors[1].calls
+
+    run(work)
+
+
+def test_a_stop_ends_hosts_that_are_not_ready_or_not_placed(
+    launch: EngineLaunch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "skyrl_tx")
+
+    async def work() -> None:
+        ray = StubRay()
+        engine = RayEngine(ray, launch, {"CPU": 1})
+        living = asyncio.create_task(engine.wait(lambda _: None))
+        await ray.started(2)
+        engine.request_stop()
+        assert (await living).was_killed
+        full = StubRay(is_placed=lambda: False)
+        waiting = RayEngine(full, launch, {"CPU": 1})
+        living = asyncio.create_task(waiting.wait(lambda _: None))
+        while "waiting for" not in caplog.text:
+            await asyncio.sleep(0)
+        waiting.request_stop()
+        assert (await living).message == "stopped before it was placed"
+        assert full.removed == full.groups and not full.actors
+
+    run(work)
+    text = "waiting for 2 nodes of the Ray cluster, which has 1, with 1 CPU free on each; one is this machine"
+    assert text in caplog.text
+
+
+def test_an_exception_in_an_actor_is_reported_without_its_traceback(launch: EngineLaunch) -> None:
+    async def work() -> None:
+        ray = StubRay()
+        error = ray.exceptions.RayError("Traceback of\nmany lines")
+        error.cause = ValueError("no such\nthing")
+        ray.fails_to_start = error
+        end = await RayEngine(ray, launch, {"CPU": 1}).wait(lambda _: None)
+        assert (end.message, end.is_crash) == ("a host cannot start: ValueError: no such thing", False)
+        assert ray.removed == ray.groups
+
+    run(work)
+
+
+def test_another_version_on_a_node_is_refused(launch: EngineLaunch) -> None:
+    async def work() -> None:
+        end = await RayEngine(StubRay(version="0.0.1"), launch, {"CPU": 1}).wait(lambda _: None)
+        assert end.is_final
+        assert end.message.startswith(r"host 0, node0 (10.0.0.0), has skyrl_tx 0.0.1, and this machine ")
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("ended", "cause"),
+    [
+        ([(0, FOLLOWER_LOST), (1, KILL)], KILL),
+        ([(1, LEADER_LOST), (0, KILL)], KILL),
+        ([(1, LEADER_LOST), (0, CRASH)], CRASH),
+        ([(1, CRASH), (0, FOLLOWER_LOST)], CRASH),
+        ([(1, LEADER_LOST), (0, NO_DATABASE)], NO_DATABASE),
+    ],
+)
+def test_the_end_that_explains_the_others_is_the_reason(ended: list[tuple[int, EngineEnd]], cause: EngineEnd) -> None:
+    found = cause_of([Ended(*each) for each in ended], num_hosts=2)
+    assert found.message.endswith(f": {cause.message}")
+    assert replace(found, message=cause.message) == cause
+    assert cause_of([Ended(0, cause)], num_hosts=1) == cause
+
+
+def test_reserved_ports_are_for_those_who_name_them() -> None:
+    held = reserved_ports("127.0.0.1")
+    first, second = (each.getsockname()[1] for each in held)
+    assert second == first + 1
+    with listen(HostsSettings(size=2, address=f"127.0.0.1:{first}")), pytest.raises(OSError, match="in use"):
+        socket.socket().bind(("127.0.0.1", second))
+    for each in held:
+        each.close()
+
+
+def test_settings_of_ray_are_checked_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = (*RAY, "--data-dir", str(tmp_path))
+    with monkeypatch.context() as environment:
+        environment.setenv("SKYRL_TX_RAY__RESOURCES", '{"TPU": 4}')
+        assert read_settings("serve", flags).ray.resources == {"TPU": 4}
+    assert read_settings("serve", (*flags, "--ray.resources", '{"GPU": 8}')).ray.resources == {"GPU": 8}
+    with pytest.raises(SettingsError, match=r"^--ray.address: Ray Client is not supported"):
+        read_settings("serve", (*flags, "--ray.address", "ray://head:10001"))
+    with pytest.raises(SettingsError, match=r"^--ray.address: 'head' is not host:port"):
+        read_settings("serve", (*flags, "--ray.address", "head"))
+    with pytest.raises(SettingsError, match=r"^--ray.resources: GPU: 0 must be above 0"):
+        read_settings("serve", (*flags, "--ray.resources", '{"GPU": 0}'))
+    with pytest.raises(CannotServe, match=r"^--hosts.rank: --launcher ray sets it"):
+        launch_of(read_settings("serve", (*flags, "--hosts.size", "2", "--hosts.rank", "1")))
+
+
+def test_a_cluster_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in "ray", "ray.util", "ray.util.scheduling_strategies":
+        monkeypatch.setitem(sys.modules, module, StubRay())  # type: ignore[arg-type]
+    with socket.socket() as held:  # bound, and nothing listens
+        held.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+        refused = rf"^--ray.address {address}: .*refused; `ray start --head` starts a cluster"
+        with pytest.raises(CannotServe, match=refused), connected(RaySettings(address=address)):
+            pass
+
+
+def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(CannotServe, match=r"pip install 'skyrl_tx\[ray\]'"), connected(RaySettings()):
+        pass
+
+
+def test_a_host_ends_when_the_command_does_not_call_it(launch: EngineLaunch, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, exits = [100.0], asyncio.Queue[int]()
+    monkeypatch.setattr(host, "_LOOK_S", 0.0)
+    monkeypatch.setattr(host, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(host, "os", SimpleNamespace(_exit=exits.put_nowait, chdir=os.chdir))
+    monkeypatch.setattr(host, "EngineProcess", StubProcess)
+    context = SimpleNamespace(gcs_address="10.0.0.9:6379")
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get_runtime_context=lambda: context))
+
+    async def work() -> None:
+        host = RayHost(0)
+        await host.start(launch, "no directory")
+        assert StubProcess.environment == {**launch.environment, "RAY_ADDRESS": "10.0.0.9:6379"}
+        now[0] += 59
+        await host.beat()
+        now[0] += 59
+        await asyncio.sleep(0.01)
+        assert exits.empty()
+        now[0] += 2
+        assert await exits.get() == 1
+        assert await host.end() == KILL, "the engine process ends before"
+
+    run(work)
+
+
+class StubProcess:
+    """An engine process that runs until it is killed."""
+
+    place = EnginePlace("node0", 100, "run0")
+
+    environment: Mapping[str, str] = {}
+    """The variables of the last one."""
+
+    def __init__(self, launch: EngineLaunch) -> None:
+        StubProcess.environment = launch.environment
+        self._killed = asyncio.Event()
+
+    async def wait(self, _: object) -> EngineEnd:
+        await self._killed.wait()
+        return KILL
+
+    def kill(self) -> None:
+        self._killed.set()

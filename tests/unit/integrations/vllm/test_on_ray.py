@@ -1,0 +1,238 @@
+"""A vLLM server in a Ray cluster: the program that starts it, with actors on threads in place of Ray.
+
+`tests/serve/test_ray.py` has a real cluster.
+"""
+
+import asyncio
+import json
+import queue
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from skyrl_tx.integrations.vllm import on_ray, own_server
+from skyrl_tx.integrations.vllm.config import VllmConfig
+from skyrl_tx.tools.cli import read_settings
+
+SERVER = """
+import http.server, os, sys
+host, port = sys.argv[sys.argv.index("--host") + 1], int(sys.argv[sys.argv.index("--port") + 1])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path == "/end":
+            os._exit(3)
+        body = os.environ["VLLM_API_KEY"].encode() * 100_000
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *_):
+        pass
+server = http.server.ThreadingHTTPServer((host, port), Handler)
+print("serving", flush=True)
+server.serve_forever()
+"""
+
+
+class RayError(Exception):
+    """Stands for all errors of Ray."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__("a task failed")
+        self.cause = cause
+
+
+class LocalRay:
+    """The module `ray` with actors in this process."""
+
+    exceptions = SimpleNamespace(RayError=RayError)
+
+    def __init__(self, placed_after_s: float = 0.0) -> None:
+        self.options: dict[str, Any] = {}
+        self.killed: list[object] = []
+        self._placed_after_s = placed_after_s
+
+    def remote(self, actor: type[on_ray.VllmHost]) -> Any:
+        def options(**given: Any) -> Any:
+            self.options = given
+            return SimpleNamespace(remote=lambda: self._handle(actor()))
+
+        return SimpleNamespace(options=options)
+
+    def kill(self, handle: object) -> None:
+        self.killed.append(handle)
+
+    def _handle(self, host: on_ray.VllmHost) -> Any:
+        async def place() -> on_ray.Place:
+            await asyncio.sleep(self._placed_after_s)
+            return host.place()
+
+        run = SimpleNamespace(remote=lambda *given: _refs(host.run(*given)))
+        return SimpleNamespace(
+            place=SimpleNamespace(remote=place),
+            beat=SimpleNamespace(remote=host.beat),
+            run=SimpleNamespace(options=lambda **_: run),
+        )
+
+
+async def _refs(lines: Iterator[str]) -> AsyncIterator[Awaitable[str]]:
+    """Yield what an actor's generator yields, as Ray does: references, and the error in the last one."""
+
+    def next_line() -> str | None:
+        try:
+            return next(lines, None)
+        except on_ray.CannotServe as error:
+            raise RayError(error) from error
+
+    while True:
+        line = asyncio.ensure_future(asyncio.to_thread(next_line))
+        await asyncio.wait({line})
+        if line.exception() is None and line.result() is None:
+            return
+        yield line
+
+
+@pytest.fixture(autouse=True)
+def node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine as the node; its actors do not end the process of the tests."""
+    monkeypatch.setitem(sys.modules, "ray.util", SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"))
+    monkeypatch.setattr(on_ray.VllmHost, "_end_without_engine", lambda _: None)
+    monkeypatch.setattr(on_ray, "socket", SimpleNamespace(gethostname=lambda: "node7"))
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
+
+
+def serve(ray: LocalRay, adapters: Path, *command: str, resources: dict[str, float] | None = None) -> str:
+    return asyncio.run(on_ray.serve(ray, resources or {"CPU": 1}, free_port(), str(adapters), command))
+
+
+def test_a_server_elsewhere_is_reached_at_a_port_of_this_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its log is printed, and its end ends the program. Connections from before it serves are closed."""
+    monkeypatch.setattr(on_ray, "_START_S", 0.01)
+    monkeypatch.setenv("VLLM_API_KEY", "key")
+    ray, port = LocalRay(placed_after_s=0.1), free_port()
+    resources = {"CPU": 2.0, "GPU": 0.5, "fast": 1.0}
+
+    async def work() -> str:
+        serving = on_ray.serve(ray, resources, port, str(tmp_path), [sys.executable, "-c", SERVER])
+        task = asyncio.create_task(serving)
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+            while True:
+                try:
+                    response = await client.get("/")
+                    break
+                except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError):
+                    await asyncio.sleep(0.02)
+            assert response.content == b"key" * 100_000
+            with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
+                await client.get("/end")
+        return await task
+
+    assert asyncio.run(work()) == "vLLM on node7 (127.0.0.1) ended with status 3"
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "waiting for a node of the Ray cluster with 2 CPU, 0.5 GPU, 1 fast free"
+    assert printed[1].startswith("vLLM runs on node7 (127.0.0.1), port ") and printed[2] == "serving"
+    placed = {name: ray.options[name] for name in ("num_cpus", "num_gpus", "resources", "max_restarts")}
+    assert placed == {"num_cpus": 2, "num_gpus": 0.5, "resources": {"fast": 1}, "max_restarts": 0}
+    assert len(ray.killed) == 1
+
+
+def test_a_node_without_the_adapters_or_the_program_is_named(tmp_path: Path) -> None:
+    found = serve(LocalRay(), tmp_path / "not-shared", "true")
+    assert found.startswith("vLLM runs on node7 (127.0.0.1), where the engine's directory ")
+    assert found.endswith("name one that all nodes share with --sampler-config.adapter-dir")
+    found = serve(LocalRay(), tmp_path, "no-such-vllm", "serve")
+    assert found == ("--vllm-command: there is no program 'no-such-vllm' on node7 (127.0.0.1), where vLLM is to run")
+
+
+def test_the_program_ends_with_the_engine(tmp_path: Path) -> None:
+    """SIGTERM ends it, as `guard` sends it."""
+    ray = LocalRay(placed_after_s=60)
+
+    async def work() -> str:
+        task = asyncio.create_task(on_ray.serve(ray, {"CPU": 1}, free_port(), str(tmp_path), ["true"]))
+        await asyncio.sleep(0.05)
+        on_ray.signal.raise_signal(on_ray.signal.SIGTERM)
+        return await task
+
+    assert asyncio.run(work()) == "vLLM ends with the engine"
+    assert len(ray.killed) == 1
+
+
+def test_an_actor_ends_when_the_engine_does_not_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    now, exits = [100.0], queue.Queue[int]()
+    monkeypatch.setattr(on_ray, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    class Ended(BaseException):
+        pass
+
+    def leave(status: int) -> None:
+        exits.put(status)
+        raise Ended
+
+    monkeypatch.setattr(on_ray, "os", SimpleNamespace(_exit=leave))
+    monkeypatch.setattr(on_ray.threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
+    host = on_ray.VllmHost()
+    now[0] += 59
+    host.beat()
+    now[0] += 59
+    assert now[0] - host._called_at < on_ray.SILENCE_S
+    now[0] += 2
+    with pytest.raises(Ended):
+        host._end_without_engine()
+    assert exits.get_nowait() == 1
+
+
+def test_without_ray_or_a_cluster_the_program_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ['{"GPU": 1}', "8100", "adapters", "vllm"]
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert on_ray.main(arguments) == 1
+    assert "--sampler-config.ray-resources: Ray is not installed: pip install" in capsys.readouterr().out
+
+    def init(**_: object) -> None:
+        raise ConnectionError("no address\nmore")
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))
+    assert on_ray.main(arguments) == 1
+    assert capsys.readouterr().out.endswith("this machine is in no Ray cluster: no address\n")
+
+
+def test_an_engine_runs_the_program_in_place_of_the_command() -> None:
+    config = VllmConfig(ray_resources={"GPU": 2})
+    assert own_server.find_command(config) == ["vllm"], "it is looked for where it runs"
+    assert own_server.find_command(config.model_copy(update={"command": "env A=1 /opt/vllm"}))[-1] == "/opt/vllm"
+    command = own_server.on_ray({"GPU": 2.0}, 8100, Path("adapters"), ["vllm", "serve"])
+    assert command[1:3] == ["-m", "skyrl_tx.integrations.vllm.on_ray"]
+    assert json.loads(command[3]) == {"GPU": 2} and command[4:] == ["8100", "adapters", "vllm", "serve"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--launcher", "ray"], {"GPU": 1}),
+        (["--launcher", "ray", "--sampler-config.ray-resources", '{"CPU": 2}'], {"CPU": 2}),
+        (["--launcher", "ray", "--vllm-url", "http://a"], None),
+        ([], None),
+    ],
+)
+def test_under_ray_the_server_takes_one_gpu_unless_configured(
+    tmp_path: Path, flags: list[str], expected: dict[str, float] | None
+) -> None:
+    common = ["--base-model", "tiny", "--backend", "fake", "--data-dir", str(tmp_path), "--sampler", "vllm"]
+    config = read_settings("serve", [*common, *flags]).sampler_config
+    assert isinstance(config, VllmConfig) and config.ray_resources == expected

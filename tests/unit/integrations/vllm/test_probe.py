@@ -1,0 +1,108 @@
+"""The start names what a server lacks."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.ids import SamplerId
+from skyrl_tx.integrations.vllm.adapter_files import AdapterDirectory
+from skyrl_tx.integrations.vllm.config import VllmConfig
+from skyrl_tx.integrations.vllm.sampler import VllmSampler
+from tests.support.vllm_world import World, draw, request
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"enable_scale_out": False}, r"/inference/v1/generate: start it with --enable-scale-out"),
+        ({"lora_routes": False}, r"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and add --enable-lora"),
+        ({"logprobs_mode": "raw_logprobs"}, r"ignore the temperature: .*--logprobs-mode processed_logprobs"),
+        ({"max_logprobs": 1}, r"--max-logprobs 21"),
+        ({"api_key": "secret"}, r"is this a vLLM server, and the key right\?"),
+    ],
+)
+def test_what_a_server_lacks_is_named(world: World, options: dict[str, object], message: str):
+    stub = world.stub(**options)
+    with pytest.raises(UserError, match=message) as raised:
+        world.sampler()
+    assert stub.url in str(raised.value)
+
+
+def test_a_server_with_a_key_is_used_with_it(world: World):
+    world.stub(api_key="secret")
+    sampler = world.sampler(api_key="secret")
+    assert draw(sampler, request())[-1].stop_reason == "length"
+    assert "secret" not in repr(world.config(api_key="secret"))
+
+
+def test_capabilities_are_the_smaller_ones_of_all_servers(world: World, caplog: pytest.LogCaptureFixture):
+    world.stub(max_model_len=48)
+    world.stub(max_logprobs=5)
+    sampler = VllmSampler("tiny", world.config(max_samples=12, max_adapters=3))
+    with caplog.at_level(logging.WARNING):
+        both = sampler.start(world.capabilities)
+    sampler.close()
+    assert (both.max_context_length, both.max_sample_tokens) == (48, 48)
+    assert (both.sample_slots, both.max_samplers) == (12, 3)
+    assert (both.max_topk_logprobs, both.max_alt_tokens, both.offers_target_logprobs) == (4, 0, False)
+    assert both.max_models == world.capabilities.max_models and both.losses == world.capabilities.losses
+    assert "--max-model-len" in caplog.text and "--max-logprobs 21" in caplog.text
+
+
+def test_a_model_that_no_server_serves_is_named(world: World):
+    world.stub()
+    with pytest.raises(UserError, match="serves base, not 'other'"):
+        world.sampler(model="other")
+
+
+def test_a_server_that_is_not_there_is_waited_for_and_then_named(world: World):
+    stub = world.stub()
+    stub.stop()
+    with pytest.raises(UserError, match=f"--vllm-url: vLLM at {stub.url} is not there: .*; waited 0 s"):
+        world.sampler(start_timeout_s=0.01)
+    stub.start()
+
+
+def test_adapters_of_an_engine_that_was_killed_are_unloaded_and_removed(world: World, tmp_path: Path):
+    stub = world.stub()
+    first = world.sampler()
+    first.load_sampler(SamplerId("s"), world.adapter())
+    draw(first, request(sampler="s"))
+    killed = world.kill(first)
+    assert stub.adapters
+    world.sampler()
+    assert not stub.adapters and not killed.exists()
+
+
+def test_adapters_of_another_engine_that_runs_are_left_alone(world: World):
+    stub = world.stub()
+    first = world.sampler()
+    first.load_sampler(SamplerId("s"), world.adapter())
+    before = draw(first, request(sampler="s"))
+    world.sampler()
+    assert len(stub.adapters) == 1
+    after = draw(first, request(sampler="s"))
+    assert [delta.tokens.tolist() for delta in before] == [delta.tokens.tolist() for delta in after]
+    assert len(stub.loads) == 1
+
+
+def test_the_default_directory_is_one_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    directory = AdapterDirectory(None)
+    assert directory.path.is_relative_to(tmp_path)
+    directory.close()
+    assert not directory.path.exists()
+
+
+@pytest.mark.parametrize(
+    "url", ["10.0.0.1:8000", "ftp://host", "http://", "http://a,", "http://a,http://a/", "http://a?b"]
+)
+def test_a_url_that_is_none_is_refused(url: str):
+    with pytest.raises(ValueError, match="url"):
+        VllmConfig(url=url)
+
+
+def test_several_urls_are_separated_by_commas():
+    assert VllmConfig(url=" http://a:1/, https://b ").urls == ["http://a:1", "https://b"]

@@ -1,0 +1,44 @@
+"""Our messages against those of the installed SDK, field by field."""
+
+import subprocess
+import sys
+
+import pytest
+from google.protobuf.descriptor_pb2 import DescriptorProto, EnumDescriptorProto
+from tinker.proto import tinker_public_pb2
+
+from skyrl_tx.server.submission.proto import wire_pb2
+
+NOT_ON_THE_WIRE = {"SamplingParams", "StopStrings", "StopTokens"}
+"""In the SDK's schema, but every version samples in JSON."""
+
+
+def fields_of(message: object) -> dict[int, tuple[str, int, int]]:
+    described = DescriptorProto()
+    message.CopyToProto(described)  # pyright: ignore
+    return {field.number: (field.name, field.type, field.label) for field in described.field}
+
+
+@pytest.mark.parametrize("name", sorted(set(tinker_public_pb2.DESCRIPTOR.message_types_by_name) - NOT_ON_THE_WIRE))
+def test_messages_have_the_fields_of_the_sdk(name: str) -> None:
+    theirs = tinker_public_pb2.DESCRIPTOR.message_types_by_name[name]
+    ours = wire_pb2.DESCRIPTOR.message_types_by_name.get(name)
+    if ours is None:
+        candidates = [fields_of(message) for message in wire_pb2.DESCRIPTOR.message_types_by_name.values()]
+        assert fields_of(theirs) in candidates, f"{name} has no counterpart"
+    else:
+        assert fields_of(ours) == fields_of(theirs)
+
+
+@pytest.mark.parametrize("name", sorted(tinker_public_pb2.DESCRIPTOR.enum_types_by_name))
+def test_enums_have_the_values_of_the_sdk(name: str) -> None:
+    theirs, ours = EnumDescriptorProto(), EnumDescriptorProto()
+    tinker_public_pb2.DESCRIPTOR.enum_types_by_name[name].CopyToProto(theirs)
+    wire_pb2.DESCRIPTOR.enum_types_by_name[name].CopyToProto(ours)
+    assert {value.name: value.number for value in ours.value} == {value.name: value.number for value in theirs.value}
+
+
+def test_importing_messages_emits_no_warning() -> None:
+    subprocess.run(
+        [sys.executable, "-W", "error", "-c", "import skyrl_tx.server.submission.proto.wire_pb2"], check=True
+    )

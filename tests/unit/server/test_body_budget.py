@@ -1,0 +1,138 @@
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from skyrl_tx.server.errors import ApiError
+from skyrl_tx.server.http import body
+from skyrl_tx.server.http.body import BodyBudget
+
+MIB = 2**20
+
+
+class Holder:
+    """A request that holds its bytes until it is released."""
+
+    def __init__(self, budget: BodyBudget, owner: str, num_bytes: int) -> None:
+        self.is_in = False
+        self._release = asyncio.Event()
+        self.task = asyncio.create_task(self._run(budget, owner, num_bytes))
+
+    async def _run(self, budget: BodyBudget, owner: str, num_bytes: int) -> None:
+        async with budget.hold(owner, num_bytes):
+            self.is_in = True
+            await self._release.wait()
+
+    async def end(self) -> None:
+        self._release.set()
+        await self.task
+        await settle()
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(test())
+
+
+def test_an_owner_holds_at_most_half() -> None:
+    async def test() -> None:
+        budget = BodyBudget(100 * MIB)
+        ann = [Holder(budget, "ann", 25 * MIB) for _ in range(4)]
+        bob = Holder(budget, "bob", 50 * MIB)
+        await settle()
+        assert [each.is_in for each in ann] == [True, True, False, False] and bob.is_in
+        await ann[0].end()
+        assert [each.is_in for each in ann[1:]] == [True, True, False]
+        for each in (*ann[1:], bob):
+            await each.end()
+
+    run(test)
+
+
+def test_the_owner_who_holds_least_is_next() -> None:
+    async def test() -> None:
+        budget = BodyBudget(100 * MIB)
+        first = [Holder(budget, owner, 50 * MIB) for owner in ("ann", "bob")]
+        queue = [Holder(budget, "ann", 10 * MIB) for _ in range(20)]
+        await settle()
+        cleo = Holder(budget, "cleo", 30 * MIB)
+        await first[0].end()
+        assert cleo.is_in and sum(each.is_in for each in queue) == 2, "what is left goes to the others"
+        for each in (*first[1:], cleo, *queue):
+            await each.end()
+
+    run(test)
+
+
+def test_a_request_beyond_the_budget_runs_alone_and_is_not_delayed_without_end() -> None:
+    async def test() -> None:
+        budget = BodyBudget(100 * MIB)
+        small = Holder(budget, "ann", 40 * MIB)
+        await settle()
+        large = Holder(budget, "bob", 400 * MIB)
+        later = Holder(budget, "ann", 5 * MIB)
+        await settle()
+        assert small.is_in and not large.is_in and not later.is_in
+        await small.end()
+        assert large.is_in and not later.is_in
+        await large.end()
+        assert later.is_in
+        await later.end()
+
+    run(test)
+
+
+def test_small_bodies_never_wait() -> None:
+    async def test() -> None:
+        budget = BodyBudget(MIB)
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(budget.hold("ann", 10 * MIB))
+            for _ in range(1000):
+                await stack.enter_async_context(budget.hold("ann", 2**16))
+
+    run(test)
+
+
+def test_a_request_without_a_place_gets_a_429_that_the_sdk_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "_MAX_WAIT_S", 0.01)
+
+    async def test() -> None:
+        budget = BodyBudget(MIB)
+        async with budget.hold("ann", MIB):
+            with pytest.raises(ApiError, match="'ann' already hold 1048576 bytes") as error:
+                async with budget.hold("ann", MIB):
+                    raise AssertionError("there is no place")
+        assert error.value.status == 429 and error.value.headers is not None and "Retry-After" in error.value.headers
+        async with budget.hold("ann", MIB):
+            pass
+
+    run(test)
+
+
+def test_a_request_that_is_cancelled_leaves_no_bytes_behind() -> None:
+    async def test() -> None:
+        budget = BodyBudget(MIB)
+        first = Holder(budget, "ann", MIB)
+        await settle()
+        waits = Holder(budget, "ann", MIB)
+        await settle()
+        waits.task.cancel()
+        await asyncio.gather(waits.task, return_exceptions=True)
+        await first.end()
+        last = Holder(budget, "bob", MIB)
+        await settle()
+        assert last.is_in
+        last.task.cancel()
+        await asyncio.gather(last.task, return_exceptions=True)
+        again = Holder(budget, "bob", MIB)
+        await settle()
+        assert again.is_in
+        await again.end()
+
+    run(test)

@@ -1,0 +1,130 @@
+"""The schemas know every field that the installed SDK may send, in requests and nested objects."""
+
+import dataclasses
+import importlib
+import pkgutil
+import typing
+from types import ModuleType
+from typing import Any
+
+import pytest
+import tinker.types
+from tinker import types
+from tinker.types import optim_step_request, provenance_spans
+from tinker.types._pydantic_types import datum, model_input, sampling_params, tensor_data
+
+import skyrl_tx.server.schemas
+from skyrl_tx.server.app import create_app
+from skyrl_tx.server.schemas import custom_loss, inputs, sampling, training
+from skyrl_tx.server.schemas.base import WireModel
+from skyrl_tx.server.settings import ApiSettings
+from skyrl_tx.store.database import Store
+
+OUR_NAMES = {
+    "SessionHeartbeatRequest": "HeartbeatRequest",
+    "FutureRetrieveRequest": "RetrieveFutureRequest",
+    "FuturesRetrieveRequest": "RetrieveFuturesRequest",
+}
+"""The SDK's name and ours, where they differ."""
+
+WITHOUT_SCHEMA = {
+    "ClientConfigRequest": "client/config",  # accepted in any shape: all clients get the same flags
+    "CopyWeightsRequest": "copy_weights",
+    "GetBillingUsageRequest": "billing/usage/events",
+    "GetCurrentCheckpointStorageUsageRequest": "billing/usage/checkpoints/current",
+    "SessionSearchRequest": "sessions/search",
+    "TelemetrySendRequest": "telemetry",  # accepted in any shape and discarded
+}
+"""Requests without a schema, with their paths: they are unsupported, or take the fields as a query."""
+
+INSIDE: list[tuple[type, type[WireModel]]] = [
+    (types.LoraConfig, training.LoraConfig),
+    (types.AdamOptimizerConfig, training.OptimizerConfig),
+    (types.AdamParams, training.AdamParams),
+    (types.ForwardBackwardInput, training.PassInput),
+    (sampling_params.SamplingParams, sampling.SamplingParams),
+    (model_input.ModelInput, inputs.ModelInput),
+    (tensor_data.TensorData, inputs.TensorData),
+    (datum.Datum, inputs.Datum),
+    (types.CustomLossGraph, custom_loss.LossGraph),
+    (types.CustomLossNode, custom_loss.LossGraphNode),
+    (types.CustomLossInput, custom_loss.LossInput),
+    (provenance_spans.PromptProvenanceSpan, inputs.TokenRun),
+    (provenance_spans.SampledProvenanceSpan, inputs.TokenRun),
+]
+
+
+def classes_of(package: ModuleType) -> dict[str, Any]:
+    """Return all classes that a package's modules define or import, by name."""
+    modules = [
+        importlib.import_module(f"{package.__name__}.{found.name}") for found in pkgutil.iter_modules(package.__path__)
+    ]
+    return {name: kind for module in modules for name, kind in vars(module).items() if isinstance(kind, type)}
+
+
+THEIRS = {name: kind for name, kind in classes_of(tinker.types).items() if name.endswith("Request")}
+OURS = {name: kind for name, kind in classes_of(skyrl_tx.server.schemas).items() if issubclass(kind, WireModel)}
+
+
+def fields_of(kind: Any) -> set[str]:
+    if dataclasses.is_dataclass(kind) and not hasattr(kind, "model_fields"):
+        return {field.name for field in dataclasses.fields(kind)}
+    return set(kind.model_fields)
+
+
+@pytest.fixture(scope="module")
+def routes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("data")
+    store = Store.open(directory, role="api")
+    try:
+        paths = create_app(ApiSettings(data_dir=directory, base_model="tiny"), store).openapi()["paths"]
+    finally:
+        store.close()
+    return {path.removeprefix("/api/v1/"): operations for path, operations in paths.items()}
+
+
+def test_sdk_has_requests() -> None:
+    assert {"CreateModelRequest", "ForwardBackwardRequest", "SampleRequest", "LoadWeightsRequest"} <= set(THEIRS)
+
+
+@pytest.mark.parametrize("name", sorted(THEIRS))
+def test_schema_has_every_field_of_the_sdk(name: str, routes: dict[str, Any]) -> None:
+    ours = OURS.get(OUR_NAMES.get(name, name))
+    if ours is not None:
+        own = {"optim_params"} if name == "OptimStepRequest" else set[str]()  # sent as one of two others, see below
+        assert fields_of(THEIRS[name]) - own <= fields_of(ours)
+        return
+    path = WITHOUT_SCHEMA[name]
+    if path in routes and path not in ("client/config", "telemetry"):
+        (operation,) = routes[path].values()
+        assert fields_of(THEIRS[name]) <= {parameter["name"] for parameter in operation["parameters"]}
+
+
+@pytest.mark.parametrize(("theirs", "ours"), INSIDE, ids=lambda kind: kind.__name__)
+def test_nested_schema_has_every_field_of_the_sdk(theirs: type, ours: type[WireModel]) -> None:
+    assert fields_of(theirs) <= fields_of(ours)
+
+
+def test_optimizer_step_has_every_field_of_the_sdk() -> None:
+    sent = optim_step_request.OptimStepRequest(model_id="m", optim_params=types.AdamParams()).model_dump()
+    assert set(sent) <= fields_of(training.OptimStepRequest)
+
+
+def test_chunk_has_every_field_of_the_sdk() -> None:
+    chunk_kinds = typing.get_args(typing.get_args(types.ModelInputChunk)[0])
+    assert chunk_kinds
+    for kind in chunk_kinds:
+        assert fields_of(kind) <= fields_of(inputs.Chunk), kind
+
+
+def is_unbounded(schema: dict[str, Any]) -> bool:
+    """Whether a schema accepts integers of any size; lists are checked when they become arrays."""
+    if schema.get("type") == "integer":
+        return not schema.keys() & {"maximum", "exclusiveMaximum"}
+    return any(is_unbounded(part) for part in schema.get("anyOf", ()))
+
+
+@pytest.mark.parametrize("name", sorted(OURS))
+def test_integers_are_bounded(name: str) -> None:
+    fields: dict[str, Any] = OURS[name].model_json_schema().get("properties", {})
+    assert [field for field, schema in fields.items() if is_unbounded(schema)] == []

@@ -1,0 +1,295 @@
+"""Commands on a data directory, with and without a running server."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from skyrl_tx.artifacts import LocalArtifacts
+from skyrl_tx.contract import codec
+from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId
+from skyrl_tx.contract.requests import LoraSpec, ModelSpec
+from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.store import checkpoints, models, sessions
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.tables import CheckpointRow, ModelRow
+from skyrl_tx.testing.fake.backend import FakeBackend
+from skyrl_tx.testing.fake.config import FakeConfig
+from skyrl_tx.testing.tiny_models import write_model
+from skyrl_tx.tools.cli import main
+from tests.support.live_engine import live_engine
+
+
+def add_run(store: Store, data_dir: Path, name: str, *, status: str = "ready") -> ModelId:
+    """Store a run with a training checkpoint."""
+    artifact = LocalArtifacts(data_dir / "artifacts").create(
+        lambda folder: (folder / "a.json").write_text("{}") and None
+    )
+
+    def work(tx) -> ModelId:
+        session_id = sessions.create(tx, owner="local", now=time.time())
+        run = ModelId(f"{session_id}:train:0")
+        spec = codec.encode(ModelSpec(lora=LoraSpec(rank=4, seed=1)))
+        model = ModelRow(
+            model_id=run,
+            session_id=session_id,
+            base_model="fake",
+            spec=spec,
+            status=status,  # type: ignore[arg-type]
+            created_at=time.time(),
+            last_request_at=time.time(),
+        )
+        models.create(tx, model)
+        row = CheckpointRow(
+            model_id=run,
+            kind=CheckpointKind.TRAINING,
+            name=name,
+            artifact_id=artifact.artifact_id,
+            created_at=time.time(),
+            size_bytes=2,
+        )
+        checkpoints.put(tx, row, overwrite=False)
+        return run
+
+    return store.write(work)
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> Path:
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def runs(data_dir: Path) -> list[ModelId]:
+    """Store two runs of a server that no longer runs."""
+    store = Store.open(data_dir, role="api")
+    made = [add_run(store, data_dir, "a"), add_run(store, data_dir, "b")]
+    store.close()
+    return made
+
+
+def skyrl_tx(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
+    status = main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_list_runs_as_table_and_json(data_dir, runs, capsys) -> None:
+    status, out, _ = skyrl_tx(capsys, "runs", "list", "--data-dir", data_dir)
+    assert status == 0
+    head, *rows = out.splitlines()
+    assert head.split()[:3] == ["RUN", "BASE", "MODEL"] and {row.split()[0] for row in rows} == set(runs)
+    _, out, _ = skyrl_tx(capsys, "runs", "list", "--json", "--data-dir", data_dir)
+    shown = {record["run"]: record for record in json.loads(out)}
+    assert shown[runs[0]]["rank"] == 4 and shown[runs[0]]["checkpoints"] == 1 and shown[runs[0]]["bytes"] == 2
+    _, out, _ = skyrl_tx(capsys, "runs", "list", "--owner", "unknown", "--data-dir", data_dir)
+    assert out == "no runs\n"
+
+
+def test_delete_run_with_its_checkpoints(data_dir, runs, capsys) -> None:
+    status, out, _ = skyrl_tx(capsys, "runs", "delete", runs[0], "--yes", "--data-dir", data_dir)
+    assert status == 0 and f"deleted {runs[0]}" in out
+    _, out, _ = skyrl_tx(capsys, "checkpoints", "list", "--json", "--data-dir", data_dir)
+    assert [record["path"] for record in json.loads(out)] == [f"tinker://{runs[1]}/weights/b"]
+    status, _, err = skyrl_tx(capsys, "runs", "delete", runs[0], "--yes", "--data-dir", data_dir)
+    assert status == 1 and "there is no such run" in err
+
+
+def test_delete_requires_confirmation(data_dir, runs, capsys, monkeypatch) -> None:
+    for answer, status in (("n", 1), ("y", 0)):
+        monkeypatch.setattr("builtins.input", lambda _, answer=answer: answer)
+        assert skyrl_tx(capsys, "runs", "delete", runs[0], "--data-dir", data_dir)[0] == status
+
+
+def test_delete_unloads_a_run_of_a_running_server(data_dir, capsys) -> None:
+    """The engine has the run in memory and keeps serving the others."""
+    settings = EngineSettings(data_dir=data_dir, base_model="fake")
+    api = Store.open(data_dir, role="api")
+    runs = [add_run(api, data_dir, name) for name in "ab"]
+    backend = FakeBackend("fake", FakeConfig())
+    try:
+        with live_engine(settings, backend):
+            status, out, err = skyrl_tx(capsys, "runs", "delete", runs[0], "--now", "--yes", "--data-dir", data_dir)
+            assert status == 0, err
+            assert "the running server removes the unused files" in out
+        left = api.read(lambda tx: [models.get(tx, run) for run in runs])
+        assert left[0] is None and left[1] is not None and left[1].status == "ready"
+    finally:
+        api.close()
+
+
+def test_checkpoint_expiry_and_deletion(data_dir, runs, capsys) -> None:
+    path = f"tinker://{runs[0]}/weights/a"
+    status, out, _ = skyrl_tx(capsys, "checkpoints", "keep", path, "--for", "3600", "--data-dir", data_dir)
+    assert status == 0 and "expires at" in out
+    listing = ("checkpoints", "list", "--run", runs[0], "--kind", "weights", "--json", "--data-dir", data_dir)
+    (record,) = json.loads(skyrl_tx(capsys, *listing)[1])
+    assert record["expires"] is not None
+    assert "never expires" in skyrl_tx(capsys, "checkpoints", "keep", path, "--data-dir", data_dir)[1]
+    for seconds in ("0", "100000000000000"):  # beyond the range of datetime
+        status, _, err = skyrl_tx(capsys, "checkpoints", "keep", path, "--for", seconds, "--data-dir", data_dir)
+        assert status == 1 and f"--for {seconds}: must be above 0 and at most" in err
+    assert json.loads(skyrl_tx(capsys, *listing)[1])[0]["expires"] is None
+    assert skyrl_tx(capsys, "checkpoints", "delete", path, "--data-dir", data_dir)[0] == 0
+    assert json.loads(skyrl_tx(capsys, *listing)[1]) == []
+    status, _, err = skyrl_tx(capsys, "checkpoints", "delete", path, "--data-dir", data_dir)
+    assert status == 1 and "there is no such checkpoint" in err
+
+
+def listed(capsys, data_dir: Path, what: str, *flags: str) -> set[str]:
+    records = json.loads(skyrl_tx(capsys, what, "list", "--json", *flags, "--data-dir", data_dir)[1])
+    return {record["run" if what == "runs" else "path"] for record in records}
+
+
+def test_deleted_checkpoint_is_restored_unless_deleted_now(data_dir, runs, capsys) -> None:
+    a, b = (f"tinker://{run}/weights/{name}" for run, name in zip(runs, "ab", strict=True))
+    status, out, _ = skyrl_tx(capsys, "checkpoints", "delete", a, b, "--data-dir", data_dir)
+    assert status == 0 and "restore with `skyrl-tx checkpoints undelete`" in out
+    assert listed(capsys, data_dir, "checkpoints") == set()
+    assert listed(capsys, data_dir, "checkpoints", "--deleted") == {a, b}
+    assert skyrl_tx(capsys, "checkpoints", "undelete", a, "--data-dir", data_dir)[1] == f"restored {a}\n"
+    assert listed(capsys, data_dir, "checkpoints") == {a}
+    for path in (a, b):  # deleted before, or not
+        status, out, _ = skyrl_tx(capsys, "checkpoints", "delete", path, "--now", "--data-dir", data_dir)
+        assert status == 0 and "unused artifacts" in out
+    status, _, err = skyrl_tx(capsys, "checkpoints", "undelete", a, "--data-dir", data_dir)
+    assert status == 1 and "there is no such deleted checkpoint" in err
+    status, _, err = skyrl_tx(capsys, "checkpoints", "delete", a, "--now", "--data-dir", data_dir)
+    assert status == 1 and "there is no such checkpoint" in err
+
+
+def test_deleted_run_is_restored_with_its_checkpoints(data_dir, runs, capsys) -> None:
+    path = f"tinker://{runs[0]}/weights/a"
+    status, out, _ = skyrl_tx(capsys, "runs", "delete", runs[0], "--yes", "--data-dir", data_dir)
+    assert status == 0 and "restore with `skyrl-tx runs undelete`" in out
+    assert listed(capsys, data_dir, "runs") == {runs[1]} and listed(capsys, data_dir, "runs", "--deleted") == {runs[0]}
+    status, _, err = skyrl_tx(capsys, "checkpoints", "undelete", path, "--data-dir", data_dir)
+    assert status == 1 and f"its run is deleted; `skyrl-tx runs undelete {runs[0]}` restores both" in err
+    assert skyrl_tx(capsys, "runs", "undelete", runs[0], "--data-dir", data_dir)[1] == f"restored {runs[0]}\n"
+    assert path in listed(capsys, data_dir, "checkpoints") and listed(capsys, data_dir, "runs") == set(runs)
+    status, _, err = skyrl_tx(capsys, "runs", "undelete", runs[0], "--data-dir", data_dir)
+    assert status == 1 and "there is no such deleted run" in err
+    assert skyrl_tx(capsys, "runs", "delete", runs[0], "--yes", "--data-dir", data_dir)[0] == 0
+    assert skyrl_tx(capsys, "runs", "delete", runs[0], "--now", "--yes", "--data-dir", data_dir)[0] == 0
+    assert listed(capsys, data_dir, "runs", "--deleted") == set()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("runs", "list"), "no server has stored anything there"),
+        (("export", "tinker://a/weights/b", "out"), "no server has stored anything there"),
+        (("import", "nowhere"), "no such directory"),
+    ],
+)
+def test_error_names_an_empty_data_directory(data_dir, capsys, arguments, message: str) -> None:
+    status, _, err = skyrl_tx(capsys, *arguments, "--data-dir", data_dir)
+    assert status == 1 and message in err
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "base", tied_embeddings=False)
+
+
+def adapter(folder: Path, *, module: str = "model.layers.0.self_attn.q_proj", size: int = 64, **config: object) -> Path:
+    """Write a PEFT adapter for one module of `write_model`."""
+    folder.mkdir()
+    fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], **config}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    a, b = np.ones((2, 32), np.float32), np.ones((size, 2), np.float32)
+    names = [f"base_model.model.{module}.{factor}.weight" for factor in ("lora_A", "lora_B")]
+    save_file(dict(zip(names, (a, b), strict=True)), folder / "adapter_model.safetensors")
+    return folder
+
+
+def test_import_and_export_round_trip(data_dir, model, tmp_path, capsys) -> None:
+    """The update is the same, with another alpha and with all modules of its group."""
+    extra = {"peft_version": "0.21.2", "init_lora_weights": "gaussian", "use_dora": False, "lora_dropout": 0.1}
+    source = adapter(tmp_path / "adapter", **extra, megatron_core="megatron.core", of_next_year=None)
+    command = ("import", source, "--name", "mine", "--base-model", model, "--data-dir", data_dir)
+    status, out, err = skyrl_tx(capsys, *command)
+    assert status == 0, err
+    path = next(word for word in out.split() if "/weights/mine" in word)
+    out_dir = tmp_path / "out"
+    assert skyrl_tx(capsys, "export", path, out_dir, "--data-dir", data_dir)[0] == 0
+    config = json.loads((out_dir / "adapter_config.json").read_text())
+    assert config["lora_alpha"] == 32 and set(config["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    tensors = load_file(out_dir / "adapter_model.safetensors")
+    assert len(tensors) == 2 * 4 * 2
+    modes = {file.stat().st_mode for file in out_dir.iterdir()}
+    assert modes == {(source / "adapter_config.json").stat().st_mode}, "all files have the default mode"
+    b = tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"]
+    np.testing.assert_allclose(b * 32 / 2, np.full((64, 2), 4 / 2))
+    assert not tensors["base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"].any()
+    status, _, err = skyrl_tx(capsys, "export", path, out_dir, "--data-dir", data_dir)
+    assert status == 1 and "exists already" in err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"module": "model.layers.0.self_attn.qkv"},
+            "'model.layers.0.self_attn.qkv' is not a trainable module of this base",
+        ),
+        ({"module": "model.layers.7.self_attn.q_proj"}, "module 'model.layers.7.self_attn.q_proj' is not a trainable"),
+        ({"size": 65}, r"is (65, 2)"),
+        ({"r": 3}, "not of r = 3"),
+        ({"r": 0}, "r = 0 must be a positive integer"),
+        ({"lora_alpha": -1}, "lora_alpha = -1"),
+        ({"use_dora": True}, "use_dora = True is not supported"),
+        ({"bias": "all"}, "bias = 'all' is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save = ['lm_head']"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters = ['mlp.experts.gate_up_proj']"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights = 'pissa_niter_4' is not supported"),
+        ({"use_qalora": True}, "use_qalora = True is not supported"),
+        ({"kasa_config": {"svd": 1}}, "kasa_config = {'svd': 1} is not supported"),
+        ({"of_next_year": 0.5}, "of_next_year = 0.5 is not supported"),
+        ({"peft_type": "IA3"}, "peft_type 'IA3' is not LORA"),
+    ],
+)
+def test_import_refuses_an_adapter_that_does_not_fit(data_dir, model, tmp_path, capsys, changes, message: str) -> None:
+    source = adapter(tmp_path / "adapter", **changes)
+    status, _, err = skyrl_tx(capsys, "import", source, "--base-model", model, "--data-dir", data_dir)
+    assert status == 1 and message in err
+    store = Store.open(data_dir, role="api")
+    assert store.read(checkpoints.referenced_artifacts) == set()
+    store.close()
+
+
+def test_export_refuses_an_encrypted_checkpoint(data_dir, capsys, tmp_path) -> None:
+    store = Store.open(data_dir, role="api")
+    run = add_run(store, data_dir, "a")
+    artifact = LocalArtifacts(data_dir / "artifacts").create(lambda folder: (folder / "a.json.age").touch())
+    row = CheckpointRow(
+        model_id=run,
+        kind=CheckpointKind.EXTERNAL,
+        name="encrypted",
+        artifact_id=artifact.artifact_id,
+        created_at=time.time(),
+        size_bytes=0,
+    )
+    store.write(lambda tx: checkpoints.put(tx, row, overwrite=False))
+    path = CheckpointPath(run, CheckpointKind.EXTERNAL, "encrypted")
+    store.close()
+    status, _, err = skyrl_tx(capsys, "export", str(path), tmp_path / "out", "--data-dir", data_dir)
+    assert status == 1 and "is encrypted" in err
+
+
+def test_output_into_a_pipe_that_is_closed_is_no_error(tmp_path: Path) -> None:
+    """As with `skyrl-tx audit | head`, whose reader ends first."""
+    Store.open(tmp_path, role="tool").close()
+    command = [sys.executable, "-m", "skyrl_tx", "keys", "list", "--json", "--data-dir", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stderr is not None
+        child.stdout.close()
+        said = child.stderr.read()
+    assert (child.returncode, said) == (128 + signal.SIGPIPE, "")

@@ -1,0 +1,103 @@
+"""`skyrl-tx keys`, and the owner of an import."""
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from skyrl_tx.store import keys
+from skyrl_tx.store.database import Store
+from skyrl_tx.tools.cli import main
+from skyrl_tx.tools.commands import adapters
+from skyrl_tx.tools.commands.common import CommandError
+
+
+def run(data_dir: Path, *arguments: str) -> int:
+    return main(["keys", *arguments, "--data-dir", str(data_dir)])
+
+
+def test_create_list_and_revoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path / "new", "create", "ann@example.org", "--admin", "--name", "laptop", "--note", "for tests") == 0
+    key = capsys.readouterr().out.strip()
+    assert key.startswith("tml-")
+    assert run(tmp_path / "new", "list", "--json") == 0
+    shown = capsys.readouterr().out
+    (listed,) = json.loads(shown)
+    assert key not in shown and listed["key"] == f"{key[:8]}…"
+    assert (listed["owner"], listed["scope"], listed["name"]) == ("ann@example.org", "admin", "laptop")
+    assert (listed["note"], listed["revoked"]) == ("for tests", None)
+    assert run(tmp_path / "new", "revoke", str(listed["id"])) == 0
+    assert run(tmp_path / "new", "revoke", str(listed["id"])) == 1
+    assert "it has been revoked" in capsys.readouterr().err
+
+
+def listed(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, str | None]]:
+    capsys.readouterr()
+    assert run(data_dir, "list", "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_scope_and_expiry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, "create", "ann", "--scope", "sample", "--expires-in", "30d") == 0
+    assert ", scope sample, expires at 20" in capsys.readouterr().err
+    assert run(tmp_path, "create", "bob", "--expires-in", "0") == 0
+    ann, bob = listed(tmp_path, capsys)
+    assert (ann["scope"], ann["status"], ann["last_used"]) == ("sample", "valid", None) and ann["expires"] is not None
+    assert (bob["scope"], bob["status"]) == ("user", "expired")
+    for wrong in (("--expires-in", "1y"), ("--scope", "all"), ("--scope", "read", "--admin")):
+        with pytest.raises(SystemExit):
+            run(tmp_path, "create", "eve", *wrong)
+
+
+def test_rotation_prints_a_new_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, "create", "ann", "--scope", "read", "--name", "laptop") == 0
+    assert run(tmp_path, "rotate", "1", "--overlap", "2h") == 0
+    out, err = capsys.readouterr()
+    assert len(set(out.split())) == 2 and "key 2 of ann, scope read" in err and "key 1 expires at 20" in err
+    old, new = listed(tmp_path, capsys)
+    assert (new["owner"], new["scope"], new["name"], new["expires"]) == ("ann", "read", "laptop", None)
+    assert old["expires"] is not None and old["status"] == "valid"
+    assert run(tmp_path, "revoke", "1") == 0 and run(tmp_path, "rotate", "1") == 1
+    assert "key 1: there is none, or it has been revoked" in capsys.readouterr().err
+
+
+def test_create_while_a_server_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = Store.open(tmp_path, role="api")
+    try:
+        assert run(tmp_path, "create", "ann") == 0
+        key = capsys.readouterr().out.strip()
+        row = store.read(lambda tx: keys.find(tx, key))
+        assert row is not None and (row.owner, row.scope, row.name) == ("ann", "user", "ann")
+        assert key.encode() not in b"".join(file.read_bytes() for file in tmp_path.glob("skyrl_tx.db*"))
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("owner", ["local", "", "-x", "a b", "a/b", "a" * 65])
+def test_an_invalid_owner_is_refused(tmp_path: Path, owner: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", "create", "--data-dir", str(tmp_path), "--", owner]) == 1
+    assert f"owner {owner!r}" in capsys.readouterr().err
+
+
+def test_a_public_address_requires_a_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    serve = ["api", "--base-model", "m", "--backend", "fake", "--host", "0.0.0.0", "--port", "0"]
+    assert main([*serve, "--data-dir", str(tmp_path)]) == 1
+    message = capsys.readouterr().err
+    assert "skyrl-tx keys create" in message and "--no-auth" in message
+
+
+def test_owner_of_an_import(tmp_path: Path) -> None:
+    with closing(Store.open(tmp_path, role="tool")) as store:
+        assert adapters._owner(store, None) == "local"
+        with pytest.raises(CommandError, match=r"--owner 'ann': there are no keys"):
+            adapters._owner(store, "ann")
+        for name, expected in (("ann", "ann"), ("ann", "ann"), ("bob", None)):
+            store.write(lambda tx, name=name: keys.create(tx, owner=name, scope="user", name="", note="", now=1.0))
+            if expected is not None:
+                assert adapters._owner(store, None) == expected
+        with pytest.raises(CommandError, match=r"--owner is required.*ann, bob"):
+            adapters._owner(store, None)
+        assert adapters._owner(store, "bob") == "bob"
+        with pytest.raises(CommandError, match=r"--owner 'bod': has no key.*'ann', 'bob'"):
+            adapters._owner(store, "bod")

@@ -1,0 +1,20 @@
+"""The subject of the doctor's checks."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from skyrl_tx.tools.cli import read_settings
+from skyrl_tx.tools.doctor.findings import Subject
+
+
+@pytest.fixture
+def subject(tmp_path: Path) -> Callable[..., Subject]:
+    """Return a function that makes the subject of settings, given as flags of `serve`."""
+
+    def make(*flags: str | Path, pids: dict[str, int] | None = None) -> Subject:
+        given = ["--data-dir", str(tmp_path / "data"), "--port", "0", *map(str, flags)]
+        return Subject(read_settings("doctor", given, {"base_model": ""}), pids or {})
+
+    return make

@@ -1,0 +1,189 @@
+"""The command line: sources of settings, their precedence, and error messages."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from skyrl_tx import __version__
+from skyrl_tx.launch.settings import SettingsError, default_data_dir
+from skyrl_tx.tools.cli import main, read_settings, with_tiny_model
+
+ROOT = Path(__file__).parents[3]
+
+FAKE = ["--base-model", "m", "--backend", "fake"]
+VLLM = ["--sampler", "vllm", "--vllm-url", "http://a"]
+
+
+@pytest.fixture(autouse=True)
+def _isolated_data_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "share"))
+
+
+def test_defaults_are_local_and_private(tmp_path: Path) -> None:
+    settings = read_settings("serve", FAKE)
+    assert (settings.host, settings.port) == ("127.0.0.1", 8000)
+    assert settings.data_dir == default_data_dir() == tmp_path / "share" / "skyrl_tx"
+    assert settings.served_model_name is None
+
+
+def test_default_backend_is_jax_and_its_flags_need_no_import_of_jax() -> None:
+    code = (
+        "import sys; from skyrl_tx.tools.cli import read_settings; s = read_settings('serve', ['--base-model', 'm']);"
+        "print(s.backend, type(s.backend_config).__name__, 'jax' in sys.modules)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.split() == ["jax", "JaxConfig", "False"]
+
+
+def test_precedence_is_flags_environment_file_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(
+        "backend: fake\nport: 1\nhost: ::1\nbase_model: from-file\nbackend_config: {vocab_size: 7, eos_token_id: 3}\n"
+    )
+    monkeypatch.setenv("SKYRL_TX_CONFIG", str(file))
+    monkeypatch.setenv("SKYRL_TX_PORT", "2")
+    monkeypatch.setenv("SKYRL_TX_BASE_MODEL", "from-environment")
+    monkeypatch.setenv("SKYRL_TX_BACKEND_CONFIG__EOS_TOKEN_ID", "4")
+    settings = read_settings("serve", ["--port", "3", "--backend-config.slice-tokens", "5"])
+    assert (settings.port, settings.base_model, settings.host) == (3, "from-environment", "::1")
+    config = settings.backend_config.model_dump()
+    assert (config["vocab_size"], config["eos_token_id"], config["slice_tokens"]) == (7, 4, 5)
+
+
+@pytest.mark.parametrize("name", ["SKYRL_TX_BACKEND", "file"])
+def test_backend_from_environment_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    arguments = ["--base-model", "m", "--backend-config.vocab-size", "9"]
+    if name == "file":
+        (tmp_path / "a.yaml").write_text("backend: fake\n")
+        arguments += ["--config", str(tmp_path / "a.yaml")]
+    else:
+        monkeypatch.setenv(name, "fake")
+    settings = read_settings("serve", arguments)
+    assert settings.backend == "fake"
+    assert settings.backend_config.model_dump()["vocab_size"] == 9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--backend", "fake"], "--base-model is required"),
+        ([*FAKE, "--port", "many"], "--port 'many'"),
+        ([*FAKE, "--port", "70000"], "--port '70000'"),
+        ([*FAKE, "--backend-config.vocab-size", "x"], "--backend-config.vocab-size 'x'"),
+        ([*FAKE, "--load-format", "dummy"], "--load-format"),
+        ([*FAKE, "--vllm-url", "http://a"], "--vllm-url: --sampler is not set"),
+        ([*FAKE, "--vllm-command", "vllm"], "--vllm-command: --sampler is not set"),
+        (
+            [*FAKE, *VLLM, "--sampler-config.port", "1"],
+            "--sampler-config: port: not with url, whose server runs already",
+        ),
+        ([*FAKE, "--sampler-fallback", "trainer"], "--sampler-fallback: --sampler is not set"),
+        ([*FAKE, "--sampler-check-share", "0.5"], "--sampler-check-share: --sampler is not set"),
+        (["--base-model", "m", "--backend", "nope"], "'nope' is not installed"),
+        ([*FAKE, "--config", "/nowhere/a.yaml"], "/nowhere/a.yaml: No such file"),
+    ],
+)
+def test_error_names_an_invalid_setting(arguments: list[str], message: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        read_settings("serve", arguments)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "is_loopback"),
+    [
+        *(("127.0.0.1", True), ("127.8.9.1", True), ("::1", True), ("localhost", True)),
+        *(("0.0.0.0", False), ("::", False), ("192.168.1.2", False), ("example.org", False)),
+    ],
+)
+def test_loopback_addresses(host: str, is_loopback: bool) -> None:
+    assert read_settings("serve", [*FAKE, "--host", host]).for_api().is_loopback == is_loopback
+
+
+def test_no_auth_allows_any_address() -> None:
+    assert read_settings("serve", [*FAKE, "--host", "0.0.0.0", "--no-auth"]).no_auth
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prot: 1\n", "--prot: there is no such setting"),
+        ("backend_config: {vocab: 1}\n", "--backend-config.vocab"),
+        ("- a\n", "must be a mapping"),
+        ("a: [\n", "not YAML"),
+    ],
+)
+def test_error_names_an_invalid_file(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(text)
+    with pytest.raises(SettingsError, match=message):
+        read_settings("serve", [*FAKE, "--config", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("SKYRL_TX_PROT", "SKYRL_TX_PROT"), ("SKYRL_TX_BACKEND_CONFIG__VOCAB", "--backend-config.vocab")],
+)
+def test_error_names_an_invalid_environment_variable(monkeypatch: pytest.MonkeyPatch, name: str, message: str) -> None:
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(SettingsError, match=message):
+        read_settings("serve", FAKE)
+
+
+def test_error_names_an_unknown_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        read_settings("serve", [*FAKE, "--prot", "1"])
+    assert "--prot" in capsys.readouterr().err
+
+
+def test_error_names_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["server"]) == 2
+    assert "'server'" in capsys.readouterr().err
+
+
+def test_help_lists_every_command_and_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    page = capsys.readouterr().out
+    assert all(command in page for command in ("serve", "api", "engine", "quickstart"))
+    with pytest.raises(SystemExit, match="0"):
+        main(["serve", "--backend", "fake", "--help"])
+    page = capsys.readouterr().out
+    for field in read_settings("serve", FAKE).__class__.model_fields:
+        if field not in ("backend_config", "sampler_config"):
+            assert f"--{field.replace('_', '-')}" in page
+    assert "--backend-config.vocab-size" in page
+    assert "None" not in page
+
+
+def test_version() -> None:
+    shown = subprocess.run([sys.executable, "-m", "skyrl_tx", "--version"], capture_output=True, text=True, check=True)
+    assert shown.stdout == f"skyrl-tx {__version__}\n"
+
+
+def extra_packages(name: str) -> list[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [re.split(r"[<>=\[]", each)[0] for each in project["optional-dependencies"][name]]
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"), [("tiny", "Qwen3ForCausalLM"), ("tiny-qwen3_5", "Qwen3_5ForCausalLM")]
+)
+def test_built_in_models_are_written_and_served_by_their_names(tmp_path: Path, name: str, architecture: str) -> None:
+    settings = with_tiny_model(read_settings("serve", ["--base-model", name, "--data-dir", str(tmp_path / "data")]))
+    assert settings.served_model_name == name and settings.base_model == str(tmp_path / "data" / "models" / name)
+    assert json.loads((Path(settings.base_model) / "config.json").read_text())["architectures"] == [architecture]
+
+
+@pytest.mark.parametrize("package", extra_packages("quickstart"))
+def test_quickstart_names_its_extra(package: str) -> None:
+    hidden = f"import sys; sys.modules['{package}'] = None"
+    code = f"{hidden}; from skyrl_tx.tools.cli import main; sys.exit(main(['quickstart']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == (f"skyrl-tx quickstart: {package} is not installed: pip install 'skyrl_tx[quickstart]'\n")
