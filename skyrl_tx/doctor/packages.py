@@ -31,6 +31,10 @@ def check_packages(subject: Subject) -> Iterator[Finding]:
 
 
 def _unmet() -> Iterator[Finding]:
+    if installed(DISTRIBUTION) is None:
+        advice = "pip uninstall skyrl_tx, its name in earlier releases, then pip install . in a clone"
+        yield error("packages", f"{DISTRIBUTION} is not installed, so its requirements are not known", advice)
+        return
     for text in requires(DISTRIBUTION) or ():
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
