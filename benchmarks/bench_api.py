@@ -22,6 +22,7 @@ import tinker
 
 from benchmarks.common import report, summary
 from benchmarks.http_stub import running_stub
+from skyrl_tx import DISTRIBUTION
 from skyrl_tx.process.setup import raise_file_limit
 from tests.support.live_server import LiveServer
 
@@ -192,7 +193,7 @@ def main() -> None:
     parser.add_argument("--block-calls", type=int, default=200, help="calls of a block, with --against")
     options = parser.parse_args()
     raise_file_limit()
-    packages = ("skyrl_tx", "tinker", "uvicorn", "fastapi")
+    packages = (DISTRIBUTION, "tinker", "uvicorn", "fastapi")
     if options.against is not None:
         results = compare_with(options.against, options.blocks, options.block_calls)
         report("api", options, results, packages)

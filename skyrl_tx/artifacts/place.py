@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from skyrl_tx import DISTRIBUTION
 from skyrl_tx.artifacts.base import ArtifactStore
 from skyrl_tx.artifacts.local import LocalArtifacts
 
@@ -90,7 +91,7 @@ def open_bucket(data_dir: Path, url: str) -> "Bucket":
     except ModuleNotFoundError as error:
         if error.name != "obstore":
             raise
-        raise PlaceRefused(f"--artifacts {url} needs obstore: pip install 'skyrl_tx[storage]'") from error
+        raise PlaceRefused(f"--artifacts {url} needs obstore: pip install '{DISTRIBUTION}[storage]'") from error
     return Bucket.of(url)
 
 

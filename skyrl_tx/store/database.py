@@ -15,6 +15,7 @@ from sqlalchemy.orm import Mapped
 from sqlalchemy.sql.selectable import TypedReturnsRows
 from sqlmodel import Session, SQLModel
 
+from skyrl_tx import DISTRIBUTION
 from skyrl_tx.store.dialect import DATABASE_NAME, Dialect, Notifier, Role, checked_lock, file_lock, role_lock
 from skyrl_tx.store.errors import StoreError, StoreInUse
 from skyrl_tx.store.private_files import make_private
@@ -229,7 +230,7 @@ def _dialect(data_dir: Path, url: str | None, busy_timeout_s: float) -> Dialect:
                 from skyrl_tx.store.postgresql import Postgresql
             except ImportError as error:
                 raise StoreError(
-                    f"database url: PostgreSQL needs a driver ({error}): pip install 'skyrl_tx[postgres]'"
+                    f"database url: PostgreSQL needs a driver ({error}): pip install '{DISTRIBUTION}[postgres]'"
                 ) from error
             return Postgresql(parsed, data_dir, busy_timeout_s)
         case _:

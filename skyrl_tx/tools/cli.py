@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource
 
-from skyrl_tx import __version__
+from skyrl_tx import DISTRIBUTION, __version__
 from skyrl_tx.backends.registry import find_backend, find_sampler
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.launch.settings import (
@@ -181,7 +181,8 @@ def _run_quickstart(arguments: Sequence[str]) -> int:
         package = (error.name or "").partition(".")[0]
         if package not in _QUICKSTART_PACKAGES:
             raise
-        return _fail("skyrl-tx quickstart", f"{package} is not installed: pip install 'skyrl_tx[quickstart]'", status=1)
+        message = f"{package} is not installed: pip install '{DISTRIBUTION}[quickstart]'"
+        return _fail("skyrl-tx quickstart", message, status=1)
     return run(settings)
 
 

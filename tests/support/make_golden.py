@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+from skyrl_tx import DISTRIBUTION
 from tests.support.golden import BASE_MODEL, GOLDEN, GoldenClient, Record, arithmetic, carry_on, write_golden
 from tests.support.live_server import LiveServer
 
@@ -59,11 +60,14 @@ def _git(*arguments: str) -> bytes:
 
 
 def _write_entry_points(source: Path) -> None:
-    """Declare the backends of the commit, whose modules may have other names than those that are installed."""
+    """Declare the backends of the commit, whose modules may have other names than those that are installed.
+
+    Under the name of this distribution, in any commit, so that Python finds it instead of the installed one.
+    """
     project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
-    info = source / "skyrl_tx-0.dist-info"
+    info = source / f"{DISTRIBUTION.replace('-', '_')}-0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: skyrl_tx\nVersion: 0\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: 0\n")
     lines = [f"{name} = {value}" for name, value in project["entry-points"]["skyrl_tx.backends"].items()]
     (info / "entry_points.txt").write_text("\n".join(["[skyrl_tx.backends]", *lines, ""]))
 

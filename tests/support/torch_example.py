@@ -25,7 +25,7 @@ def torch_environment(directory: Path) -> Mapping[str, str]:
     One thread for each process: those of torch spin on shared cores.
     """
     project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
-    metadata = directory / f"{project['name']}-{project['version']}.dist-info"
+    metadata = directory / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"

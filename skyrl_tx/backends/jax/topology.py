@@ -14,6 +14,7 @@ from typing import Any, Literal
 import jax
 from jax.experimental import topologies
 
+from skyrl_tx import DISTRIBUTION
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.contract.errors import UserError
@@ -38,7 +39,7 @@ def _tpus(topology: str) -> Any:
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     except _ERRORS as error:
-        raise _no_compiler(topology, "'skyrl_tx[tpu]'", error) from error
+        raise _no_compiler(topology, f"'{DISTRIBUTION}[tpu]'", error) from error
 
 
 def _gpus(topology: str) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from skyrl_tx import __version__
+from skyrl_tx import DISTRIBUTION, __version__
 from skyrl_tx.backends.hosts.settings import HostsSettings, join_address, split_address
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.integrations.ray.host import BEAT_S, HostFacts, RayHost
@@ -47,7 +47,7 @@ def connected(settings: RaySettings) -> Generator[Any]:
         ray = importlib.import_module("ray")
         importlib.import_module("ray.util.scheduling_strategies")
     except ImportError as error:
-        raise CannotServe("--launcher ray: Ray is not installed: pip install 'skyrl_tx[ray]'") from error
+        raise CannotServe(f"--launcher ray: Ray is not installed: pip install '{DISTRIBUTION}[ray]'") from error
     try:
         if settings.address != "auto":  # Ray tries for many minutes without a word
             socket.create_connection(split_address(settings.address), _CONNECT_S).close()

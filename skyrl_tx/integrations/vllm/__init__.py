@@ -1,5 +1,6 @@
 """The entry point of the sampler on vLLM servers. Importing it does not import httpx."""
 
+from skyrl_tx import DISTRIBUTION
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.sampler import Sampler, SamplerSpec
 from skyrl_tx.integrations.vllm.config import VllmConfig
@@ -11,7 +12,7 @@ def _load() -> type[Sampler]:
     except ModuleNotFoundError as error:
         if error.name != "httpx":
             raise
-        raise UserError("--sampler vllm: httpx is not installed: pip install 'skyrl_tx[vllm]'") from error
+        raise UserError(f"--sampler vllm: httpx is not installed: pip install '{DISTRIBUTION}[vllm]'") from error
     return VllmSampler
 
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skyrl_tx import DISTRIBUTION
 from skyrl_tx.integrations.vllm import guard
 from skyrl_tx.integrations.vllm.ports import reserve_port
 
@@ -191,7 +192,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         ray = importlib.import_module("ray")
     except ImportError:
-        print("--sampler-config.ray-resources: Ray is not installed: pip install 'skyrl_tx[ray]'", flush=True)
+        print(f"--sampler-config.ray-resources: Ray is not installed: pip install '{DISTRIBUTION}[ray]'", flush=True)
         return 1
     try:
         ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), logging_level=logging.WARNING, log_to_driver=False)

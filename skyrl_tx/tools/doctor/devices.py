@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from skyrl_tx import DISTRIBUTION
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.tools.commands.common import in_units
 from skyrl_tx.tools.doctor.findings import Finding, Subject, error, ok, warning
@@ -105,7 +106,8 @@ def _check_found(answer: Answer, *, has_gpus: bool) -> Iterator[Finding]:
         yield error(
             "devices",
             "there is a GPU, and JAX does not use it",
-            "pip install 'skyrl_tx[cuda12]' or 'skyrl_tx[cuda13]', by the driver's version; unset JAX_PLATFORMS",
+            f"pip install '{DISTRIBUTION}[cuda12]' or '{DISTRIBUTION}[cuda13]', by the driver's version; "
+            "unset JAX_PLATFORMS",
         )
 
 

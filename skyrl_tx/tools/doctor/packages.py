@@ -6,10 +6,9 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from skyrl_tx import __version__
+from skyrl_tx import DISTRIBUTION, __version__
 from skyrl_tx.tools.doctor.findings import Finding, Subject, error, ok, warning
 
-PACKAGE = "skyrl_tx"
 OLDEST_SDK = "0.16.1"
 """The oldest release of the Tinker SDK that is tested; `tests/support/client_environments.py` has all."""
 _JAX_PARTS = ("jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt")
@@ -26,12 +25,17 @@ def check_packages(subject: Subject) -> Iterator[Finding]:
         shown = ", ".join(f"{name} {text}" for name, text in parts.items())
         yield error("packages", f"parts of JAX have different versions: {shown}", "install them together, as an extra")
     if (subject.settings.store_url or "").startswith("postgres") and installed("psycopg") is None:
-        yield error("packages", "psycopg is not installed, which PostgreSQL needs", "pip install 'skyrl_tx[postgres]'")
+        advice = f"pip install '{DISTRIBUTION}[postgres]'"
+        yield error("packages", "psycopg is not installed, which PostgreSQL needs", advice)
     yield from _check_sdk()
 
 
 def _unmet() -> Iterator[Finding]:
-    for text in requires(PACKAGE) or ():
+    if installed(DISTRIBUTION) is None:
+        advice = "pip uninstall skyrl_tx, its name in earlier releases, then pip install . in a clone"
+        yield error("packages", f"{DISTRIBUTION} is not installed, so its requirements are not known", advice)
+        return
+    for text in requires(DISTRIBUTION) or ():
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue  # of an extra, which need not be installed

@@ -72,7 +72,7 @@ def test_without_obstore_the_extra_is_named(data_dir: Path, monkeypatch: pytest.
         monkeypatch.delitem(sys.modules, f"skyrl_tx.artifacts.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(
-        PlaceRefused, match=r"--artifacts s3://weights needs obstore: pip install 'skyrl_tx\[storage\]'"
+        PlaceRefused, match=r"--artifacts s3://weights needs obstore: pip install 'skyrl-tx-server\[storage\]'"
     ):
         open_artifacts(data_dir, "s3://weights")
     assert recorded_url(data_dir) is None

@@ -186,4 +186,6 @@ def test_quickstart_names_its_extra(package: str) -> None:
     code = f"{hidden}; from skyrl_tx.tools.cli import main; sys.exit(main(['quickstart']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr == (f"skyrl-tx quickstart: {package} is not installed: pip install 'skyrl_tx[quickstart]'\n")
+    assert done.stderr == (
+        f"skyrl-tx quickstart: {package} is not installed: pip install 'skyrl-tx-server[quickstart]'\n"
+    )

@@ -30,7 +30,7 @@ def test_a_gpu_without_description_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("family", "topology", "packages"),
-    [("tpu", "v5e:1x1", r"'skyrl_tx\[tpu\]'"), ("gpu", "h200:1", "jax-cuda12-plugin jax-cuda12-pjrt")],
+    [("tpu", "v5e:1x1", r"'skyrl-tx-server\[tpu\]'"), ("gpu", "h200:1", "jax-cuda12-plugin jax-cuda12-pjrt")],
 )
 def test_a_missing_compiler_is_named(family, topology, packages, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: str) -> None:

@@ -209,7 +209,7 @@ def test_a_cluster_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(CannotServe, match=r"pip install 'skyrl_tx\[ray\]'"), connected(RaySettings()):
+    with pytest.raises(CannotServe, match=r"pip install 'skyrl-tx-server\[ray\]'"), connected(RaySettings()):
         pass
 
 

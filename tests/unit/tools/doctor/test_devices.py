@@ -129,7 +129,7 @@ def test_a_plan_for_more_memory_than_a_container_may_use(subject, monkeypatch) -
 def test_a_gpu_that_jax_does_not_use(subject, monkeypatch) -> None:
     answered(monkeypatch, Answer(devices=[CPU]), ["NVIDIA H100", "570.1", "81559", "0"])
     (found,) = problems(subject)
-    assert found.level == "error" and "skyrl_tx[cuda12]" in found.advice
+    assert found.level == "error" and "skyrl-tx-server[cuda12]" in found.advice
 
 
 def test_a_gpu_that_others_use(subject, monkeypatch) -> None:

@@ -33,6 +33,7 @@ def test_this_environment_is_fine(subject) -> None:
     [
         ({"jax": "0.4.1"}, "error", "jax 0.4.1 is installed, needed is jax>="),
         ({"uvicorn": None}, "error", "uvicorn is not installed"),
+        ({"skyrl_tx_server": None}, "error", "skyrl-tx-server is not installed"),
         ({"tinker": "0.1.0"}, "warning", "tinker 0.1.0 is older"),
         ({"jaxlib": "0.10.2", "jax_cuda12_plugin": "0.9.0"}, "error", "jax-cuda12-plugin 0.9.0"),
     ],

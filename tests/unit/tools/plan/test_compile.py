@@ -34,7 +34,7 @@ def test_a_missing_compiler_ends_the_command(
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     write_model(tmp_path)
     assert main(["plan", "--base-model", str(tmp_path), "--device", "v5e:1x1", "--compile"]) == 2
-    assert "--compile: no compiler for v5e:1x1: pip install 'skyrl_tx[tpu]'" in capsys.readouterr().err
+    assert "--compile: no compiler for v5e:1x1: pip install 'skyrl-tx-server[tpu]'" in capsys.readouterr().err
 
 
 def test_programs_are_lowered_for_devices_that_are_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
