@@ -1,0 +1,8 @@
+"""What an optional feature adds to the engine process."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineExtension:
+    """Result observers, retention rules and admission of one feature."""
