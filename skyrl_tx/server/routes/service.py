@@ -5,7 +5,6 @@ from typing import Annotated, cast
 
 from fastapi import APIRouter, Depends, Header, Response
 
-from skyrl_tx.apps.history import telemetry_metrics
 from skyrl_tx.process import threads
 from skyrl_tx.server.context import ApiContext, Incoming, get_context
 from skyrl_tx.server.schemas import service as schemas
@@ -90,5 +89,7 @@ async def liveness(context: Annotated[ApiContext, Depends(get_context)], respons
 @router.post("/telemetry")
 def telemetry(call: Incoming) -> dict[str, str]:
     """Accept telemetry: keep the metrics that programs log through the SDK, discard all else."""
-    telemetry_metrics.keep(call)
+    for extension in call.context.extensions.values():
+        if extension.on_telemetry is not None:
+            extension.on_telemetry(call)
     return {"status": "accepted"}

@@ -14,6 +14,8 @@ from tinker.types import optim_step_request, provenance_spans
 from tinker.types._pydantic_types import datum, model_input, sampling_params, tensor_data
 
 import skyrl_tx.server.schemas
+from skyrl_tx.compose import APPS
+from skyrl_tx.launch.app import server_extensions
 from skyrl_tx.server.app import create_app
 from skyrl_tx.server.schemas import custom_loss, inputs, sampling, training
 from skyrl_tx.server.schemas.base import WireModel
@@ -77,7 +79,9 @@ def routes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("data")
     store = Store.open(directory, role="api")
     try:
-        paths = create_app(ApiSettings(data_dir=directory, base_model="tiny"), store).openapi()["paths"]
+        paths = create_app(
+            ApiSettings(data_dir=directory, base_model="tiny"), store, server_extensions(APPS)
+        ).openapi()["paths"]
     finally:
         store.close()
     return {path.removeprefix("/api/v1/"): operations for path, operations in paths.items()}

@@ -16,10 +16,11 @@ from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.server.context import AccessScope, Incoming, Limit, Offset
 from skyrl_tx.server.errors import bad_request
 from skyrl_tx.server.identity import access
+from skyrl_tx.server.identity.scopes import API_PREFIX
 from skyrl_tx.store import models
 from skyrl_tx.store.history_tables import LoggedRunRow
 
-router = APIRouter()
+router = APIRouter(prefix=API_PREFIX)
 PageSize = Annotated[int, Query(ge=1, le=5000)]
 Position = Annotated[int, Query(ge=0, lt=2**63)]
 LoggedRunId = Annotated[int, Path(ge=0, lt=2**63)]

@@ -18,10 +18,11 @@ from skyrl_tx.server.context import ApiContext, Incoming, base_url, get_context
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import Principal
+from skyrl_tx.server.identity.scopes import API_PREFIX
 from skyrl_tx.server.schemas.base import Response
 from skyrl_tx.store import sessions
 
-router = APIRouter()
+router = APIRouter(prefix=API_PREFIX)
 _PURPOSE = "trace"
 
 

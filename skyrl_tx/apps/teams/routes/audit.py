@@ -10,10 +10,11 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import CheckpointPath
 from skyrl_tx.server.context import Incoming
 from skyrl_tx.server.errors import bad_request
+from skyrl_tx.server.identity.scopes import API_PREFIX
 from skyrl_tx.store import audit
 from skyrl_tx.store.tables import AuditRow
 
-router = APIRouter()
+router = APIRouter(prefix=API_PREFIX)
 
 EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 _MAX_ENTRIES = 100_000

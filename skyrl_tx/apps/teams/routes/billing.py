@@ -10,9 +10,10 @@ from skyrl_tx.apps.teams.prices import GIGABYTE, HOURS_PER_MONTH
 from skyrl_tx.apps.teams.schemas import billing as schemas
 from skyrl_tx.server.context import Incoming
 from skyrl_tx.server.identity.authentication import USER_URN
+from skyrl_tx.server.identity.scopes import API_PREFIX
 from skyrl_tx.store import checkpoints
 
-router = APIRouter()
+router = APIRouter(prefix=API_PREFIX)
 
 
 @router.get("/billing/usage/events")

@@ -1,0 +1,21 @@
+"""The history of runs as an optional feature."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from skyrl_tx.launch.app import App
+
+if TYPE_CHECKING:
+    from skyrl_tx.server.extension import ServerExtension
+
+
+def _extend_server() -> ServerExtension:
+    from skyrl_tx.apps.history import telemetry_metrics
+    from skyrl_tx.apps.history.routes import metrics, traces, trackio
+    from skyrl_tx.server.extension import ServerExtension
+
+    return ServerExtension(routers=(metrics.router, traces.router, trackio.router), on_telemetry=telemetry_metrics.keep)
+
+
+HISTORY = App(name="history", server=_extend_server)
