@@ -215,7 +215,9 @@ def endpoints_page() -> Iterator[str]:
     operations = _openapi_paths()
     schemas: dict[str, type[WireModel]] = {}
     for module, endpoints in _routes_by_module().items():
-        yield f"## {module.rpartition('.')[2].replace('_', ' ').capitalize()}"
+        package, _, name = module.rpartition(".")
+        title = package.rpartition(".")[2] if name == "routes" else name  # an app has its endpoints in `routes`
+        yield f"## {title.replace('_', ' ').capitalize()}"
         yield _first_line(sys.modules[module])
         for route in endpoints:
             requests = _request_schemas(route.endpoint)

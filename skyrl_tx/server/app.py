@@ -31,14 +31,11 @@ from skyrl_tx.server.http.long_poll import LongPollMiddleware, ResultWatcher
 from skyrl_tx.server.http.request_guard import RequestGuard, TrustedProxies
 from skyrl_tx.server.identity.authentication import OWNER, Authenticator, Caller, SigningKey
 from skyrl_tx.server.identity.scopes import API_PREFIX as _PREFIX
-from skyrl_tx.server.monitoring import metrics_page
 from skyrl_tx.server.monitoring.engine_status import AdmissionControl, EngineHealth
 from skyrl_tx.server.monitoring.metrics import ApiMetrics
 from skyrl_tx.server.monitoring.server_sampler import ServerSampler
 from skyrl_tx.server.quotas import Quotas
 from skyrl_tx.server.routes import (
-    account,
-    custom_losses,
     downloads,
     futures,
     runs,
@@ -68,8 +65,6 @@ ROUTERS = (
     weights.router,
     runs.router,
     downloads.router,
-    account.router,
-    custom_losses.router,
 )
 """The routers below `/api/v1`, matched in this order: the most frequently called first."""
 ErrorHandler: TypeAlias = Callable[[Request, Exception], Awaitable[Response]]
@@ -135,7 +130,7 @@ def _add_routes(app: FastAPI, context: ApiContext) -> None:
     # The endpoints of the Tinker API and of each feature.
     for router in ROUTERS:
         app.include_router(router, prefix=_PREFIX)
-    app.include_router(metrics_page.router)
+    app.include_router(service.metrics_router)
     for extension in extensions:
         for router in extension.routers:
             app.include_router(router)

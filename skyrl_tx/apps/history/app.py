@@ -11,11 +11,10 @@ if TYPE_CHECKING:
 
 
 def _extend_server() -> ServerExtension:
-    from skyrl_tx.apps.history import telemetry_metrics
-    from skyrl_tx.apps.history.routes import metrics, traces, trackio
+    from skyrl_tx.apps.history import routes, telemetry_metrics, trackio
     from skyrl_tx.server.extension import ServerExtension
 
-    return ServerExtension(routers=(metrics.router, traces.router, trackio.router), on_telemetry=telemetry_metrics.keep)
+    return ServerExtension(routers=(routes.router, trackio.router), on_telemetry=telemetry_metrics.keep)
 
 
 HISTORY = App(name="history", server=_extend_server)

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def _extend_server() -> ServerExtension:
-    from skyrl_tx.apps.teams.routes import audit, billing
+    from skyrl_tx.apps.teams.routes import router
     from skyrl_tx.server.extension import ServerExtension
 
-    return ServerExtension(routers=(billing.router, audit.router))
+    return ServerExtension(routers=(router,))
 
 
 TEAMS = App(name="teams", server=_extend_server)

@@ -28,7 +28,7 @@ from skyrl_tx.launch.app import server_extensions
 from skyrl_tx.server.app import create_app
 from skyrl_tx.server.http.body import PROTOBUF
 from skyrl_tx.server.settings import ApiSettings
-from skyrl_tx.server.submission.proto import wire_pb2
+from skyrl_tx.server.submission import wire_pb2
 from skyrl_tx.store.database import Store
 from tests.support.fuzz.routes import Json, fitting
 from tests.support.live_server import LiveServer
