@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def _extend_server() -> ServerExtension:
-    from skyrl_tx.apps.history import routes, telemetry_metrics, trackio
+    from skyrl_tx.apps.history import client_metrics, routes, trackio
     from skyrl_tx.server.extension import ServerExtension
 
-    return ServerExtension(routers=(routes.router, trackio.router), on_telemetry=telemetry_metrics.keep)
+    return ServerExtension(routers=(routes.router, trackio.router), on_telemetry=client_metrics.keep_telemetry)
 
 
 HISTORY = App(name="history", server=_extend_server)
