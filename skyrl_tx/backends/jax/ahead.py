@@ -163,7 +163,7 @@ class _Shapes:
         weights = placed_adapter_shapes(self._layout, self._model, self._rank).weights
         state = optimizer.OptimizerState(first=weights, second=weights, step=self._replicated(np.int32(0)))
         factors = self._replicated(optimizer.coefficients(OptimizerParams(), 1))
-        lowered = optimizer.adamw.lower(weights, state, weights, factors)
+        lowered = optimizer.adamw_step.lower(weights, state, weights, factors)
         return lowered, f"rank {self._rank}", 7 * self._adapter_bytes
 
     @property
