@@ -13,11 +13,10 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax import checkpoint, distributed, mesh
-from skyrl_tx.backends.jax.compiler import Compiler
+from skyrl_tx.backends.jax.compiler import Compiler, set_cpu_options
 from skyrl_tx.backends.jax.config import JaxConfig, half_of_cores
 from skyrl_tx.backends.jax.costs import RANK
-from skyrl_tx.backends.jax.devices import check_devices, compilation_monitor
-from skyrl_tx.backends.jax.exhaustion import capacity_errors
+from skyrl_tx.backends.jax.devices import capacity_errors, check_devices, compilation_monitor
 from skyrl_tx.backends.jax.kernel_choice import KernelError, choose_kernels, explain_kernels, fit_cache, num_mixtures
 from skyrl_tx.backends.jax.memory import (
     Memory,
@@ -37,7 +36,6 @@ from skyrl_tx.backends.jax.train.optimizer import global_norm
 from skyrl_tx.backends.jax.train.passes import DispatchLimit, JaxPass
 from skyrl_tx.backends.jax.train.step_programs import StepPrograms, StepShapes, shapes_of_params
 from skyrl_tx.backends.jax.warmup import warm_up
-from skyrl_tx.backends.jax.xla_options import set_cpu_options
 from skyrl_tx.contract.backend import AbstractBackend, HostRank, Pass, Snapshot, StatePart
 from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatch
 from skyrl_tx.contract.capabilities import Capabilities

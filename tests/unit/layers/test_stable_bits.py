@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from skyrl_tx.layers.apart import add_apart
 from skyrl_tx.layers.norm import rms_norm
+from skyrl_tx.layers.stable_bits import add_apart
 
 
 def arrays(*shapes: tuple[int, ...]) -> list[np.ndarray]:

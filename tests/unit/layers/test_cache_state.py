@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx.layers import held
+from skyrl_tx.layers import cache_state
 from skyrl_tx.layers.attention import cached_attention
-from skyrl_tx.layers.held import Cache, Held, Table
+from skyrl_tx.layers.cache_state import Cache, Held, Table
 from skyrl_tx.layers.kv_cache import KeyValues, Pages, Segments, append
 from tests.support.fast_jit import fast_jit
 from tests.support.paged import in_pages, positions_of, rows_of, table_of
@@ -45,9 +45,9 @@ def test_what_a_slice_changes_is_written_to_the_cache(by_layer):
     def slice_of_three(cache: Cache, start_S: jax.Array, new: list[KeyValues]) -> tuple[KeyValues, Cache]:
         """Return the past of layer 1, and the cache after a slice whose third token is not kept."""
         if by_layer:
-            opened = held.open_rows(cache, table, start_S, read_length=C, max_tokens=3)
+            opened = cache_state.open_rows(cache, table, start_S, read_length=C, max_tokens=3)
         else:
-            opened = held.open_slice(cache, table, start_S, max_tokens=3)
+            opened = cache_state.open_slice(cache, table, start_S, max_tokens=3)
         past = opened.layer(0, 1, ()).past
         read = past.block(0, 2) if isinstance(past, Pages) else past[0]
         assert opened.layer(1, 1, "state").fixed == "state"
@@ -58,7 +58,7 @@ def test_what_a_slice_changes_is_written_to_the_cache(by_layer):
             ]
             first = tuple(layers) if by_layer else jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
             opened = opened.replace(live=(first, jax.tree.map(lambda leaf: 2 * leaf, opened.live[1])))
-        return read, held.close_slice(cache, opened.replace(num_recent=jnp.int32(2)), table)
+        return read, cache_state.close_slice(cache, opened.replace(num_recent=jnp.int32(2)), table)
 
     past, after = slice_of_three(cache, start_S, new)
     before = rows_of(cache[0].positions, table)
@@ -85,9 +85,11 @@ def test_rows_read_and_write_their_pages_and_states_and_no_other():
 
     @fast_jit
     def slice_of_one(cache: Cache) -> tuple[Segments, Cache]:
-        opened = held.open_rows(cache, table, jnp.array([3, 5, 0]), read_length=C, max_tokens=2)
+        opened = cache_state.open_rows(cache, table, jnp.array([3, 5, 0]), read_length=C, max_tokens=2)
         live = jax.tree.map(lambda leaf: leaf + 1, opened.live)
-        return opened.past[0][1], held.close_slice(cache, opened.replace(live=live, num_recent=jnp.int32(1)), table)
+        return opened.past[0][1], cache_state.close_slice(
+            cache, opened.replace(live=live, num_recent=jnp.int32(1)), table
+        )
 
     (past,), after = slice_of_one(cache)
     before = rows_of(cache[0].positions, TABLE)
@@ -110,7 +112,7 @@ def test_pages_and_states_are_copied_and_cleared():
     pages, states = (np.zeros((4, 2), np.int32) for _ in range(2))
     pages[:2], states[:2] = [(3, num_pages - 2), (0, num_pages - 1)], [(2, num_states - 1), (0, 2)]
     pages[2:] = states[2:] = -1  # beyond the count
-    copied = fast_jit(held.copy)(cache, pages[None], np.array([2]), states[None], np.array([2]))
+    copied = fast_jit(cache_state.copy)(cache, pages[None], np.array([2]), states[None], np.array([2]))
     for got, given in zip(jax.tree.leaves(copied[0]), jax.tree.leaves(cache[0]), strict=True):
         np.testing.assert_array_equal(got[:, :-2], given[:, :-2])
         np.testing.assert_array_equal(got[:, -2], given[:, 3])
@@ -127,7 +129,7 @@ def test_segments_double():
 
     @fast_jit
     def segments(cache: Cache) -> Segments:
-        return held.open_rows(cache, table, jnp.array([600]), read_length=704, max_tokens=3).layer(0, 0, ()).past
+        return cache_state.open_rows(cache, table, jnp.array([600]), read_length=704, max_tokens=3).layer(0, 0, ()).past
 
     past = segments(cache)
     assert [each.v.shape[2] for each in past] == [128, 128, 256, 192]
@@ -148,7 +150,7 @@ def test_kv_read_length_changes_no_bit(kv_heads, head_dim):
 
     @partial(jax.jit, static_argnames="read_length")
     def read(cache: Cache, q_SNH: jax.Array, recent: KeyValues, *, read_length: int) -> jax.Array:
-        opened = held.open_rows(cache, table, start_S, read_length=read_length, max_tokens=16)
+        opened = cache_state.open_rows(cache, table, start_S, read_length=read_length, max_tokens=16)
         return cached_attention(q_SNH, opened.layer(0, 0, ()).past, recent, start_S, jnp.int32(5))
 
     short, *longer = (read(cache, q_SNH, recent, read_length=length) for length in (128, 256, 1024))
@@ -164,7 +166,7 @@ def test_longer_rows_change_no_bit_of_attention_over_pages():
 
     @fast_jit
     def attend(cache: Cache, start_S: jax.Array, new: tuple[jax.Array, ...]) -> jax.Array:
-        opened = held.open_slice(cache, table, start_S, max_tokens=4)
+        opened = cache_state.open_slice(cache, table, start_S, max_tokens=4)
         return opened.layer(0, 0, ()).attend(*new)[0]
 
     short = attend(cache, np.array([0, 60, 200, 256], np.int32), new)
@@ -179,7 +181,7 @@ def test_pages_are_written_as_positions_are(num_tokens, page_size, num_rows):
     g, pages_of_row = np.random.default_rng(num_tokens), 4
     into = jnp.asarray(g.standard_normal((2, 21, 3, page_size, 4)), jnp.float32)
     new = jnp.asarray(g.standard_normal((2, num_rows, 3, num_tokens, 4)), jnp.float32)
-    by_position, by_page = jax.jit(held.put_by_position), jax.jit(held.put_by_page)
+    by_position, by_page = jax.jit(cache_state.put_by_position), jax.jit(cache_state.put_by_page)
     for _ in range(20):
         pages = g.permutation(np.arange(1, 21))[: num_rows * pages_of_row].reshape(num_rows, pages_of_row)
         for row in pages:

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from skyrl_tx.backends.jax.backend import configure_jax
+from skyrl_tx.backends.jax.compiler import set_cpu_options
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.xla_options import set_cpu_options
 
 
 def test_options_for_cpus_are_added_once_to_the_flags_of_the_user() -> None:

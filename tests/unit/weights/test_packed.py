@@ -16,9 +16,8 @@ from skyrl_tx.models.deepseek_v3 import DEEPSEEK_V3
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf
 from skyrl_tx.weights.merge import merge
-from skyrl_tx.weights.packed import plain_names
+from skyrl_tx.weights.packed import Fp8Tensor, Int4Tensor, plain_names
 from skyrl_tx.weights.peft import AdapterFiles
-from skyrl_tx.weights.scaled import Fp8Tensor, Int4Tensor
 from tests.support.scaled import pack_fp8, pack_int4, unpack_fp8
 
 D, F = 160, 64

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx.layers.short_conv import conv_masks, conv_step, last_inputs, short_conv
+from skyrl_tx.layers.recurrence import conv_masks, conv_step, last_inputs, short_conv
 
 B, T, CHANNELS, W = 2, 19, 6, 4
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}

@@ -4,8 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx.layers.gather import _by_parts, gather
-from skyrl_tx.layers.sharding import WHOLE, Layout
+from skyrl_tx.layers.sharding import WHOLE, Layout, _by_parts, gather
 
 
 @pytest.mark.parametrize(
