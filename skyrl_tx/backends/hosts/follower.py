@@ -1,4 +1,4 @@
-"""The other ranks: they make the calls of rank 0 in its order, and reply to each with digests of the result."""
+"""The other ranks: they make the calls of rank 0 in order, and reply to each with digests of the result."""
 
 import logging
 import queue
@@ -6,16 +6,17 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from skyrl_tx.backends.hosts import calls
-from skyrl_tx.backends.hosts.calls import AnyCall, Frame
+from skyrl_tx.backends.hosts.calls import Call, Frame
 from skyrl_tx.backends.hosts.channel import LeaderLost, connect
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.backends.registry import find_backend
-from skyrl_tx.contract.backend import AbstractBackend, HostRank, Pass, Snapshot
-from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatch
+from skyrl_tx.contract.backend import AbstractBackend, Pass, Snapshot
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.process.threads import ServiceThread
 
@@ -71,7 +72,7 @@ class Follower:
                 self._connection.send_bytes(calls.encode(reply))
             except OSError as error:
                 raise LeaderLost(f"host 0 has ended: {error.strerror or error}") from error
-            if isinstance(frame.call, calls.Close):
+            if calls.name_of(frame.call) == "close":
                 return
 
     def _receive(self) -> None:
@@ -101,59 +102,35 @@ class Follower:
             _log.debug("%s failed", calls.name_of(frame.call), exc_info=error)
             return calls.reply_of_error(frame.number, error)
 
-    def _make(self, number: int, call: AnyCall, files: Path | None) -> object:
-        """Make a call and return its result. Passes and snapshots are no results: they are kept here."""
-        backend = self._backend
-        match call:
-            case calls.Close():
-                return backend.close()
-            case calls.JoinHosts(size=size, coordinator=coordinator):
-                return backend.join_hosts(HostRank(rank=self._rank, size=size, coordinator=coordinator))
-            case calls.Start():
-                capabilities = backend.start()
-                self._on_ready(capabilities)
-                return capabilities
-            case calls.CheckDevices():
-                return backend.check_devices()
-            case calls.CreateModel(model_id=model_id, spec=spec):
-                return backend.create_model(model_id, spec)
-            case calls.DeleteModel(model_id=model_id):
-                return backend.delete_model(model_id)
-            case calls.BeginPass(examples=examples, backward=backward):
-                batch = PreparedModelPassBatch(examples=examples)
-                self._passes[number] = backend.begin_pass(batch, backward=backward)
-            case calls.StepPass(handle=handle):
-                return self._passes[handle].step()
-            case calls.FinishPass(handle=handle):
-                return self._passes[handle].results()
-            case calls.AbortPass(handle=handle):
-                return self._passes[handle].abort()
-            case calls.OptimStep(model_id=model_id, params=params):
-                return backend.optim_step(model_id, params)
-            case calls.GradientNorm(model_id=model_id):
-                return backend.gradient_norm(model_id)
-            case calls.ClearGradient(model_id=model_id):
-                return backend.clear_gradient(model_id)
-            case calls.Capture(model_id=model_id, parts=parts):
-                self._snapshots[number] = backend.capture(model_id, parts)
-            case calls.OpenSnapshot():
-                assert files is not None
-                self._snapshots[number] = backend.open_snapshot(files)
-            case calls.Restore(model_id=model_id, spec=spec, handle=handle, parts=parts):
-                return backend.restore(model_id, spec, self._snapshots[handle], parts)
-            case calls.LoadSampler(sampler=sampler, handle=handle):
-                return backend.load_sampler(sampler, self._snapshots[handle])
-            case calls.DropSampler(sampler=sampler):
-                return backend.drop_sampler(sampler)
-            case calls.BeginSample(requests=requests):
-                return backend.begin_sample(PreparedSampleBatch(requests=requests))
-            case calls.StepSample():
-                return backend.step_sample()
-            case calls.CancelSample(request_ids=request_ids):
-                return backend.cancel_sample(request_ids)
-            case calls.EndSample(request_id=request_id, index=index):
-                return backend.end_sample(request_id, index)
-        return None
+    def _make(self, number: int, call: Call, files: Path | None) -> object:
+        """Make a call and return its result. Passes and snapshots are not results: they are kept here."""
+        name = calls.name_of(call)
+        arguments: dict[str, Any] = {field: getattr(call, field) for field in call.__struct_fields__}
+        match name:
+            case "join_hosts":
+                arguments["rank"] = replace(arguments["rank"], rank=self._rank)
+            case "restore" | "load_sampler":
+                arguments["source"] = self._snapshots[arguments["source"]]
+            case "open_snapshot":
+                arguments = {"directory": files}
+            case _:
+                pass
+
+        if name in calls.PASS_METHODS:
+            target, name = self._passes[arguments.pop("handle")], calls.PASS_METHODS[name]
+        else:
+            target = self._backend
+        result = getattr(target, name)(**arguments)
+
+        if isinstance(result, Pass):
+            self._passes[number] = result
+            return None
+        if isinstance(result, Snapshot):
+            self._snapshots[number] = result
+            return None
+        if isinstance(result, Capabilities):
+            self._on_ready(result)
+        return result
 
     def _receive_files(self, frame: Frame) -> Path:
         """Write the files that follow a frame into a directory, which is removed with the snapshot."""
