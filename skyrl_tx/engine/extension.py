@@ -1,4 +1,4 @@
-"""What an optional feature adds to the engine process."""
+"""The parts of an optional feature in the engine process."""
 
 from dataclasses import dataclass
 

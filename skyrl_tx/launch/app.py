@@ -1,4 +1,4 @@
-"""What an optional feature gives to the server, to the engine and to the command line."""
+"""An optional feature, as an object with its parts for the server, the engine and the command line."""
 
 from __future__ import annotations
 
@@ -26,3 +26,8 @@ class App:
     """Returns result observers, retention rules and admission for the engine process."""
     commands: Callable[[], Sequence[Command]] | None = None
     """Returns commands for the command line."""
+
+
+def server_extensions(apps: Sequence[App]) -> dict[str, ServerExtension]:
+    """Load the parts of optional features for the API process, by the name of each feature."""
+    return {app.name: app.server() for app in apps if app.server is not None}

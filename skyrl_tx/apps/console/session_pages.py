@@ -10,7 +10,7 @@ from skyrl_tx.apps.console.format import short_id
 from skyrl_tx.apps.console.run_pages import run_views
 from skyrl_tx.apps.console.views.timeline import span_lines, traffic
 from skyrl_tx.apps.console.visit import Page, Pager, PageTable, Visit
-from skyrl_tx.apps.history.routes.traces import trace_url
+from skyrl_tx.apps.history.routes import trace_url
 from skyrl_tx.apps.history.session_groups import session_groups
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.server.identity import access

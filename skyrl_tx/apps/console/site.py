@@ -41,7 +41,8 @@ from skyrl_tx.apps.console.static_files import StaticFiles
 from skyrl_tx.apps.console.text import visible
 from skyrl_tx.apps.console.visit import Handler, Page, PageTable, Visit
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.server.context import ApiContext
+from skyrl_tx.contract.ids import SessionId
+from skyrl_tx.server.context import ApiContext, Call, base_url
 from skyrl_tx.server.errors import ApiError, bad_request
 from skyrl_tx.server.http.body import BodyLimits, read_body
 from skyrl_tx.server.identity.authentication import OWNER
@@ -88,6 +89,13 @@ def create_routes(context: ApiContext) -> list[Route]:
         for method, path, handler in table.entries:
             routes.append(Route(path, console.endpoint(handler, is_form=method == "POST"), methods=[method]))
     return [*routes, *playground_routes(context)]
+
+
+def describe_session(call: Call, request: Request, session_id: SessionId) -> str | None:
+    """Return a line with the address of a session's page."""
+    if call.settings.no_console:
+        return None
+    return f"live: {base_url(call.settings, request)}/sessions/{session_id}"
 
 
 class Console:

@@ -22,10 +22,9 @@ from skyrl_tx.server.schemas.training import (
     PassInput,
 )
 from skyrl_tx.server.settings import ApiSettings
-from skyrl_tx.server.submission.proto import wire_pb2
+from skyrl_tx.server.submission import provenance, wire_pb2
 from skyrl_tx.server.submission.submission import Submission
 from skyrl_tx.server.submission.tensors import DenseBudget, from_bytes, from_json, from_numbers, from_proto
-from skyrl_tx.server.submission.translate import provenance
 from skyrl_tx.server.submission.validation import (
     finite,
     finite_array,

@@ -4,7 +4,7 @@ import pytest
 
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.http.body import BodyLimits
-from skyrl_tx.server.submission.proto import wire_pb2
+from skyrl_tx.server.submission import wire_pb2
 from skyrl_tx.server.submission.validation import check_json, check_protobuf, shown
 
 PASS = wire_pb2.ForwardBackwardRequest

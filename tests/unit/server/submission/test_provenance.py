@@ -11,9 +11,9 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.requests import Datum, ModelPass, SampledSpan
 from skyrl_tx.server.schemas import inputs
 from skyrl_tx.server.schemas.training import PassInput
+from skyrl_tx.server.submission import training
+from skyrl_tx.server.submission.provenance import Provenance, Span, fill_recorded, of, sampled_spans
 from skyrl_tx.server.submission.submission import Submission
-from skyrl_tx.server.submission.translate import training
-from skyrl_tx.server.submission.translate.provenance import Provenance, Span, fill_recorded, of, sampled_spans
 from skyrl_tx.store.stability import SampledLogprobs
 
 RECORDED = {

@@ -12,7 +12,7 @@ from skyrl_tx.server.schemas.inputs import TensorData
 from skyrl_tx.server.schemas.sampling import SampleRequest, SamplingParams
 from skyrl_tx.server.submission.submission import Submission
 from skyrl_tx.server.submission.tensors import DenseBudget, cells_from_json, from_json
-from skyrl_tx.server.submission.translate.training import tokens_from_json
+from skyrl_tx.server.submission.training import tokens_from_json
 from skyrl_tx.server.submission.validation import require, seed_or_random, shown
 
 MAX_SAMPLES = 4096

@@ -1,4 +1,7 @@
-"""Usage and storage as the SDK reads them (`types/billing_usage_response.py`)."""
+"""Usage, storage and the audit log as the SDK reads them.
+
+See `types/billing_usage_response.py` and `types/audit_log_response.py` of the SDK.
+"""
 
 from datetime import datetime
 from typing import Annotated, Literal
@@ -103,3 +106,20 @@ class StorageResponse(Response):
 
     effective_rate_usd_per_gigabyte_month: float | None = None
     data: list[StoredItem]
+
+
+class AuditEntry(Response):
+    """One act. The last three fields repeat details of events about checkpoints, for SDKs that read them there."""
+
+    timestamp: datetime
+    event: str
+    event_details: dict[str, str | int | float | bool]
+    model_id: str | None = None
+    tinker_path: str | None = None
+    purpose: str | None = None
+
+
+class AuditResponse(Response):
+    """The entries of a day, in order."""
+
+    entries: list[AuditEntry]

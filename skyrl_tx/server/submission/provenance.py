@@ -13,7 +13,7 @@ from skyrl_tx.contract.arrays import Float32Array
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.requests import Datum, ModelPass, SampledSpan
 from skyrl_tx.server.schemas import inputs
-from skyrl_tx.server.submission.proto import wire_pb2
+from skyrl_tx.server.submission import wire_pb2
 from skyrl_tx.server.submission.validation import require, shown
 from skyrl_tx.store.stability import SampledLogprobs
 

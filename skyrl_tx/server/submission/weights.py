@@ -22,7 +22,7 @@ from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.server.schemas import weights as schemas
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.submission.submission import Submission
-from skyrl_tx.server.submission.translate.training import optimizer_kind
+from skyrl_tx.server.submission.training import optimizer_kind
 from skyrl_tx.server.submission.validation import check_ttl, require, shown
 
 _INFLIGHT = "inflight"

@@ -1,0 +1,20 @@
+"""Usage, billing and the audit log as an optional feature."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from skyrl_tx.launch.app import App
+
+if TYPE_CHECKING:
+    from skyrl_tx.server.extension import ServerExtension
+
+
+def _extend_server() -> ServerExtension:
+    from skyrl_tx.apps.teams.routes import router
+    from skyrl_tx.server.extension import ServerExtension
+
+    return ServerExtension(routers=(router,))
+
+
+TEAMS = App(name="teams", server=_extend_server)
