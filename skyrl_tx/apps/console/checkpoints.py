@@ -58,6 +58,7 @@ def list_checkpoints(visit: Visit) -> Page:
         raise bad_request(f"scope: {scope!r} is not one of {', '.join(_SCOPES)}")
     if kind and kind not in list(CheckpointKind):
         raise bad_request(f"kind: {kind!r} is not one of {', '.join(CheckpointKind)}")
+
     query = visit.list_query(_PAGE_ROWS)
     found, total, num_bytes = visit.read(
         lambda tx: queries.checkpoint_page(tx, query, kind=kind, scope=scope, now=visit.now)
@@ -94,6 +95,8 @@ def show_checkpoint(visit: Visit) -> Page:
         row, maker = access.readable_checkpoint(tx, visit.caller, path)
         owner = models.owner(tx, path.model_id) or ""
         is_visible = access.sees_run(tx, visit.caller, path.model_id)
+
+        # Only what the visitor sees of the runs and copies that were made of it.
         loaded = queries.runs_loaded_from(tx, [str(path)], _MAX_CHILDREN)
         runs = [model_id for model_id, _ in loaded if access.sees_run(tx, visit.caller, model_id)]
         copies = [
@@ -101,7 +104,8 @@ def show_checkpoint(visit: Visit) -> Page:
             for copy in queries.copies_of(tx, str(path), _MAX_CHILDREN, visit.now)
             if access.sees_run(tx, visit.caller, copy.model_id)
         ]
-        spec = access.spec_of(maker)
+        ancestors = _find_ancestors(tx, visit, row) if is_visible else []
+
         return Page(
             "checkpoint.jinja",
             {
@@ -111,12 +115,9 @@ def show_checkpoint(visit: Visit) -> Page:
                 "is_visible": is_visible,
                 "is_editable": access.edits_run(tx, visit.caller, path.model_id),
                 "base_model": maker.base_model,
-                "rank": spec.lora.rank,
+                "rank": access.spec_of(maker).lora.rank,
                 "metadata": access.metadata(row, is_visible) or {},
-                "lineage": draw_lineage(
-                    maker.base_model, _find_ancestors(tx, visit, row) if is_visible else [], row, runs, copies
-                ),
-                "base_dir": visit.context.settings.base_model,
+                "lineage": draw_lineage(maker.base_model, ancestors, row, runs, copies),
             },
         )
 

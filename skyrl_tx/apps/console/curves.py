@@ -48,8 +48,11 @@ def make_columns(visit: Visit, model_id: ModelId, owner: str, since: int) -> dic
     if since:
         steps = [step for step in steps if step.step >= since]
     kept = thin(steps, _NAMES)
+
+    # Curves that no step has are left out.
     there = {name for step in kept for name in step.values}
     marks = visit.read(lambda tx: queries.checkpoints_of_runs(tx, [model_id], _MAX_MARKS, visit.now))
+
     return {
         "run": model_id,
         "since": since,

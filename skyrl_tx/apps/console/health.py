@@ -36,6 +36,7 @@ def show_health(visit: Visit) -> Page:
         for name, value in sorted(settings.model_dump().items())
         if name not in _SECRET_SETTINGS and value is not None
     }
+
     return Page(
         "health.jinja",
         {

@@ -139,6 +139,8 @@ def show_audit_log(visit: Visit) -> Page:
             newest_first=True,
         )
     )
+
+    # One more row was read, to know whether there are older ones.
     shown = rows[:_AUDIT_ROWS]
     return Page(
         "audit.jinja",

@@ -210,6 +210,8 @@ async def _chat(request: Request, call: Call) -> Response:
         require(num_samples <= _MAX_SAMPLES, f"n {num_samples}: must be between 1 and {_MAX_SAMPLES} in the playground")
         weights = calls.weights_of(call, wanted.model)
         prompt = _read_prompt(service, call, wanted)
+
+        # A page asks for the usual number of tokens, also after a long prompt.
         params = sampling_fields.sampling_params(
             max_tokens=wanted.max_tokens,
             temperature=wanted.temperature,
@@ -317,6 +319,7 @@ def _read_prompt(service: ChatService, call: Call, wanted: PlaygroundPrompt) -> 
     given = [name for name in ("messages", "prompt", "prompt_tokens") if getattr(wanted, name) is not None]
     require(len(given) == 1, f"messages, prompt, prompt_tokens: exactly one is needed, not {shown(given)}")
     require(wanted.thinking is None or wanted.messages is not None, "thinking: needs messages")
+
     text = service.text
     if wanted.prompt_tokens is not None:
         decoded = text.text_of(wanted.prompt_tokens, skip_special=False) if text.has_tokenizer else ""
@@ -325,6 +328,7 @@ def _read_prompt(service: ChatService, call: Call, wanted: PlaygroundPrompt) -> 
         tokens = text.encode(wanted.prompt, add_special=True)
         require(bool(tokens), "prompt: has no tokens")
         return _Prompt(wanted.prompt, tokens)
+
     messages = wanted.messages or []
     for index, message in enumerate(messages):
         refuse_extra(message, f"messages[{index}].")

@@ -58,12 +58,15 @@ def show_session(visit: Visit) -> Page:
     row = visit.read(lambda tx: sessions.get(tx, session_id))
     assert row is not None
     lines = visit.read(lambda tx: queries.runs_of_session(tx, session_id, _MAX_RUNS))
+    samplers = _read_samplers(visit, session_id)
+
+    # Requests and tokens over time.
     groups = visit.read(lambda tx: session_groups(tx, session_id, visit.now, _MAX_REQUESTS, with_logged=False))
     since = int(visit.now) - _TRAFFIC_S
     buckets = visit.read(lambda tx: queries.usage_of_session(tx, session_id, since, _MAX_BUCKETS))
     opened = visit.read(lambda tx: queries.open_groups(tx, row.owner))
     waiting = [group for group in opened if group.session_id == session_id]
-    samplers = _read_samplers(visit, session_id)
+
     return Page(
         "session.jinja",
         {

@@ -35,6 +35,7 @@ def show_usage(visit: Visit) -> Page:
     by, days = _read_choice(visit)
     lines = _read_lines(visit, by, days)
     daily = lines if by == "day" else _read_lines(visit, "day", days)
+
     return Page(
         "usage.jinja",
         {
