@@ -1,15 +1,32 @@
-"""View models of the overview: what the server does, for whom, and what waits."""
+"""The overview: what the server does now, for whom, and what waits."""
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import cast
+from typing import Generic, TypeVar, cast
 
+from skyrl_tx.apps.console import queries
 from skyrl_tx.apps.console.format import count, duration, short_id, size
+from skyrl_tx.apps.console.health import describe_engine
 from skyrl_tx.apps.console.queries import OpenGroup
+from skyrl_tx.apps.console.runs import describe_request
+from skyrl_tx.apps.console.visit import Page, PageTable, Visit
 from skyrl_tx.apps.history.curves.series import spark
+from skyrl_tx.apps.teams import usage
 from skyrl_tx.apps.teams.usage import BUCKET_S, Total
+from skyrl_tx.store import engine_state, server_points
 
+V = TypeVar("V")
+pages = PageTable()
+_LIFETIME_S = 1.0
+_MAX_KEYS = 256
+_HISTORY_S = 2 * 3600
+_MAX_HISTORY = 1000
+_FAILURES = 8
+_DAY_S = 86_400
 _SHOWN_BUCKETS = 24
 _MAX_ROWS = 50
 _CURRENT_S = 60.0
@@ -30,6 +47,73 @@ _PASS_KINDS = {
     "unload_model": ("unload", "unloads"),
     "create_custom_loss": ("new loss", "new losses"),
 }
+
+
+class Recent(Generic[V]):
+    """The newest value of each key, for a time. A key names all that the value depends on, such as who may see it."""
+
+    def __init__(self, lifetime_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._lifetime_s = lifetime_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._values: OrderedDict[Hashable, tuple[float, V]] = OrderedDict()
+
+    def get(self, key: Hashable, compute: Callable[[], V]) -> V:
+        """Return the value of a key, computed at most a lifetime ago. Errors are not kept."""
+        with self._lock:
+            found = self._values.get(key)
+        if found is not None and self._clock() - found[0] < self._lifetime_s:
+            return found[1]
+        began, value = self._clock(), compute()
+        with self._lock:
+            self._values[key] = (began, value)
+            self._values.move_to_end(key)
+            while len(self._values) > _MAX_KEYS:
+                self._values.popitem(last=False)
+        return value
+
+
+_OVERVIEWS: Recent[Mapping[str, object]] = Recent(_LIFETIME_S)
+
+
+@pages.get("/overview", menu="Overview")
+def show_overview(visit: Visit) -> Page:
+    """Show what the server does now, and for whom."""
+    # Everyone of an owner, and all admins, see the same; many have the page open.
+    key = id(visit.context), visit.caller.owner_filter
+    return Page("overview.jinja", _OVERVIEWS.get(key, lambda: _collect(visit)))
+
+
+def _collect(visit: Visit) -> Mapping[str, object]:
+    """Return what the page shows to the visitor's owner; open requests and tokens are counted over all owners."""
+    now, owner = visit.now, visit.caller.owner_filter
+    engines = visit.read(engine_state.all_engines)
+    state = engine_state.main_engine(engines)
+    groups = visit.read(lambda tx: queries.open_groups(tx, None))
+    oldest = min((group.first_position for group in groups), default=None)
+    oldest_at = None if oldest is None else visit.read(lambda tx: queries.arrived_at(tx, oldest))
+    buckets = visit.read(lambda tx: queries.usage_by_bucket(tx, int(now) - _HISTORY_S - BUCKET_S))
+    history = visit.read(lambda tx: server_points.since(tx, now - _HISTORY_S, _MAX_HISTORY))
+    recent = visit.read(lambda tx: usage.totals(tx, owner, now - BUCKET_S, ("owner",)))
+    today = visit.read(lambda tx: usage.totals(tx, owner, int(now) // _DAY_S * _DAY_S, ("owner",)))
+    failed = visit.read(lambda tx: queries.failed_requests(tx, owner, _FAILURES))
+
+    own = [group for group in groups if visit.caller.acts_for(group.owner)]
+    lines, hidden = user_lines(own, recent, today)
+    return {
+        "engine": describe_engine(visit, state),
+        "tiles": [
+            *rate_tiles(buckets, history, now),
+            *gauge_tiles(engine_state.meters_of(engines), history),
+        ],
+        "waiting": sum(group.number for group in groups),
+        "oldest": None if oldest_at is None else duration(max(now - oldest_at, 0.0)),
+        "lines": lines,
+        "hidden": hidden,
+        "failures": [describe_request(line) for line in failed],
+        "devices": [] if state is None else state.capabilities.get("devices", []),
+        "model": visit.context.settings.public_model_name,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +150,7 @@ def rate_tiles(
             rate = sum(recent) / len(recent) if recent else 0.0
             since_s = known[-1][0] - known[0][0]
             tiles.append(
-                Tile(title, f"{count(rate)} tok/s", f"last {duration(max(since_s, 10))}", spark(_averaged(curve)))
+                Tile(title, f"{count(rate)} tok/s", f"last {duration(max(since_s, 10))}", spark(_average(curve)))
             )
             continue
         totals = dict.fromkeys(starts, 0)
@@ -81,7 +165,7 @@ def rate_tiles(
     return tiles
 
 
-def _averaged(values: Sequence[float]) -> list[float]:
+def _average(values: Sequence[float]) -> list[float]:
     """Return at most 60 means of equal parts, in order."""
     parts = min(len(values), _CURVE_POINTS)
     ends = [len(values) * part // parts for part in range(parts + 1)]
@@ -171,7 +255,7 @@ def user_lines(
             owner=owner,
             what=short_id(name) if name else "",
             link=f"/training_runs/{model}" if model else f"/sessions/{session}" if session else None,
-            waiting=", ".join(_counted(group.kind, group.number) for group in found),
+            waiting=", ".join(_write_count(group.kind, group.number) for group in found),
             device_share=share,
             device=f"{share:.0%}" if device_s else "",
             tokens=tokens.get(owner, 0),
@@ -179,10 +263,10 @@ def user_lines(
 
     lines = [line(owner, name, found) for (owner, name), found in work.items()]
     lines += [line(owner, "", ()) for owner in sorted(idle)]
-    lines.sort(key=lambda each: (-each.device_share, -each.tokens, each.owner, each.what))
+    lines.sort(key=lambda line: (-line.device_share, -line.tokens, line.owner, line.what))
     return lines[:_MAX_ROWS], max(len(lines) - _MAX_ROWS, 0)
 
 
-def _counted(kind: str, number: int) -> str:
+def _write_count(kind: str, number: int) -> str:
     one, many = _PASS_KINDS.get(kind, (kind, kind))
     return f"{number} {one if number == 1 else many}"

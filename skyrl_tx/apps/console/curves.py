@@ -1,6 +1,6 @@
 """The curves of runs as the pages and the charts read them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from skyrl_tx.apps.console import queries
@@ -17,7 +17,7 @@ _MAX_MARKS = 500
 _NAMES = [curve.name for curve in CURVES]
 
 
-def run_steps(visit: Visit, model_id: ModelId, owner: str) -> Sequence[Step]:
+def read_steps(visit: Visit, model_id: ModelId, owner: str) -> Sequence[Step]:
     """Return all steps of a run that the visitor may see, with its owner's samples from its weights."""
     return _CURVES.steps(
         f"{id(visit.context)} {model_id}",
@@ -26,7 +26,7 @@ def run_steps(visit: Visit, model_id: ModelId, owner: str) -> Sequence[Step]:
     )
 
 
-def logged_curves(visit: Visit, model_id: ModelId, since: int = 0) -> dict[str, dict[str, list[Any]]]:
+def read_logged(visit: Visit, model_id: ModelId, since: int = 0) -> dict[str, dict[str, list[Any]]]:
     """Return the metrics that the client logged itself, from a step on: for each name its steps, times and values."""
     logged = visit.read(lambda tx: queries.logged_points(tx, model_id, _MAX_LOGGED))
     curves: dict[str, dict[str, list[Any]]] = {}
@@ -41,15 +41,18 @@ def logged_curves(visit: Visit, model_id: ModelId, since: int = 0) -> dict[str, 
     return curves
 
 
-def curve_data(visit: Visit, model_id: ModelId, owner: str, since: int) -> dict[str, Any]:
+def make_columns(visit: Visit, model_id: ModelId, owner: str, since: int) -> dict[str, Any]:
     """Return the steps from `since` on as columns. A reader replaces its own steps from there on."""
-    steps = run_steps(visit, model_id, owner)
+    steps = read_steps(visit, model_id, owner)
     total = len(steps)
     if since:
         steps = [step for step in steps if step.step >= since]
     kept = thin(steps, _NAMES)
+
+    # Curves that no step has are left out.
     there = {name for step in kept for name in step.values}
     marks = visit.read(lambda tx: queries.checkpoints_of_runs(tx, [model_id], _MAX_MARKS, visit.now))
+
     return {
         "run": model_id,
         "since": since,
@@ -62,10 +65,20 @@ def curve_data(visit: Visit, model_id: ModelId, owner: str, since: int) -> dict[
             for curve in CURVES
             if curve.name in there
         },
-        "logged": logged_curves(visit, model_id, since),
+        "logged": read_logged(visit, model_id, since),
         "checkpoints": [
             {"name": row.name, "kind": row.kind, "step": row.step, "time": row.created_at}
             for row in marks
             if row.kind != CheckpointKind.EXTERNAL
         ],
     }
+
+
+def make_rows(visit: Visit, model_id: ModelId, owner: str) -> Iterator[list[object]]:
+    """Yield the heads of a table of all steps, then a row for each step."""
+    logged = read_logged(visit, model_id)
+    yield ["step", "time", *_NAMES, *(f"logged/{name}" for name in logged)]
+    by_step = [dict(zip(curve["step"], curve["value"], strict=True)) for curve in logged.values()]
+    for step in read_steps(visit, model_id, owner):
+        measured = [step.values.get(name) for name in _NAMES]
+        yield [step.step, f"{step.at:.3f}", *measured, *(values.get(step.step) for values in by_step)]

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_tx.apps.console import format
-from skyrl_tx.apps.console.text import visible
+from skyrl_tx.apps.console.format import visible
 
 
 @given(st.text())

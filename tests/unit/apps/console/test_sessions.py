@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_tx.apps.console.views.timeline import span_lines, timeline_data, traffic
+from skyrl_tx.apps.console.sessions import list_requests, make_timeline, make_traffic
 from skyrl_tx.apps.history.session_groups import newest_spans
 from skyrl_tx.apps.history.session_trace import Group, Span
 
@@ -30,7 +30,7 @@ SAMPLER = Group(
 
 
 def test_tracks_have_the_times_and_words_of_each_request() -> None:
-    data = timeline_data([MODEL, SAMPLER], 9.0, {"session-ab:sample:0": "tinker://x"})
+    data = make_timeline([MODEL, SAMPLER], 9.0, {"session-ab:sample:0": "tinker://x"})
     first, second = data["tracks"]
     assert (first["title"], second["title"], second["detail"]) == ("model train:0", "sampler sample:0", "tinker://x")
     assert dict(zip(data["columns"], first["spans"][0], strict=True)) == {
@@ -48,18 +48,18 @@ def test_tracks_have_the_times_and_words_of_each_request() -> None:
 
 
 def test_the_cursor_is_before_the_first_open_request() -> None:
-    assert timeline_data([MODEL, SAMPLER], 9.0, {})["cursor"] == 1
-    assert timeline_data([MODEL], 9.0, {})["cursor"] == 3
-    assert timeline_data([], 9.0, {}, after=5)["cursor"] == 5
+    assert make_timeline([MODEL, SAMPLER], 9.0, {})["cursor"] == 1
+    assert make_timeline([MODEL], 9.0, {})["cursor"] == 3
+    assert make_timeline([], 9.0, {}, after=5)["cursor"] == 5
 
 
 def test_times_are_in_order_though_a_clock_was_set_back() -> None:
-    (track,) = timeline_data([Group(title="", spans=[span(1, created=5.0, started=3.0, ended=4.0)])], 9.0, {})["tracks"]
+    (track,) = make_timeline([Group(title="", spans=[span(1, created=5.0, started=3.0, ended=4.0)])], 9.0, {})["tracks"]
     assert track["spans"][0][2:5] == [5.0, 5.0, 5.0]
 
 
 def test_the_table_has_the_newest_requests_first() -> None:
-    lines = span_lines([MODEL, SAMPLER], 2)
+    lines = list_requests([MODEL, SAMPLER], 2)
     assert [(line.span.position, line.queue_s, line.run_s) for line in lines] == [(3, 1.0, 2.0), (2, 3.0, None)]
 
 
@@ -67,17 +67,17 @@ def test_the_table_has_the_newest_requests_first() -> None:
 def test_the_newest_requests_of_all_tracks_are_kept(tracks: list[list[int]], limit: int) -> None:
     numbers = iter(range(1000))
     groups = [Group(title="", spans=[span(next(numbers)) for _ in track]) for track in tracks]
-    everything = sorted(each.position for group in groups for each in group.spans)
-    kept = sorted(each.position for group in newest_spans(groups, limit) for each in group.spans)
+    everything = sorted(span.position for group in groups for span in group.spans)
+    kept = sorted(span.position for group in newest_spans(groups, limit) for span in group.spans)
     assert kept == everything[-limit:]
 
 
 def test_traffic_is_none_without_tokens() -> None:
-    assert traffic([], 0.0, 10.0) is None
+    assert make_traffic([], 0.0, 10.0) is None
 
 
 def test_traffic_divides_by_the_part_of_a_bar_that_has_passed() -> None:
-    found = traffic([(300, "training", 600), (600, "training", 150), (600, "sampled", 30)], 360.0, 630.0)
+    found = make_traffic([(300, "training", 600), (600, "training", 150), (600, "sampled", 30)], 360.0, 630.0)
     assert found is not None and (found.begin, found.end, found.bar_s) == (360.0, 630.0, 300)
     training, sampled, prefill = found.panels
     assert (training.total, training.peak) == ("750", "5 tok/s"), "150 tokens in 30 s are more than 600 in 240 s"
@@ -89,6 +89,6 @@ def test_traffic_divides_by_the_part_of_a_bar_that_has_passed() -> None:
 )
 def test_long_sessions_have_wide_bars(length_s: int, bar_s: int) -> None:
     buckets = [(at, "sampled", 1) for at in range(0, length_s, 300)]
-    found = traffic(buckets, 0.0, float(length_s))
+    found = make_traffic(buckets, 0.0, float(length_s))
     assert found is not None and found.bar_s == bar_s
     assert sum(len(re.findall("M", panel.bars)) for panel in found.panels) <= 60

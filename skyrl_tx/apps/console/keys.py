@@ -1,14 +1,14 @@
-"""The pages of API keys: list, create, revoke."""
+"""The pages about access: API keys, and the audit log of what was done with them."""
 
 import re
 from http import HTTPStatus
 from typing import cast, get_args
 
 from sqlmodel import Session
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import Response
 
 from skyrl_tx.apps.console import queries
-from skyrl_tx.apps.console.visit import Page, Pager, PageTable, Visit
+from skyrl_tx.apps.console.visit import Page, PageTable, Visit, see_other
 from skyrl_tx.server.errors import ApiError, bad_request, not_found
 from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.store import audit, keys
@@ -22,28 +22,28 @@ _MAX_DAYS = 3650
 _MAX_NAME = 100
 _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}")
 _OWN_SCOPES: tuple[KeyScope, ...] = ("user", "sample", "read")
+_AUDIT_ROWS = 100
+_RESOURCES = ("checkpoint", "run", "project", "organization")
 
 
-def _scopes(visit: Visit) -> tuple[KeyScope, ...]:
+def _list_scopes(visit: Visit) -> tuple[KeyScope, ...]:
     """Return the scopes that the visitor's new keys may have: none beyond its own."""
     if visit.caller.is_admin:
         return cast(tuple[KeyScope, ...], get_args(KeyScope))
     return _OWN_SCOPES if visit.visitor.may_change else ()
 
 
-@pages.get("/keys")
+@pages.get("/keys", menu="Keys")
 def list_keys(visit: Visit) -> Page:
     """Show the keys of the visitor, to admins those of all owners."""
-    offset = visit.whole("offset", 0)
-    rows, total = visit.read(
-        lambda tx: queries.key_page(tx, visit.caller.owner_filter, limit=_PAGE_ROWS, offset=offset)
-    )
+    query = visit.list_query(_PAGE_ROWS)
+    rows, total = visit.read(lambda tx: queries.key_page(tx, query))
     return Page(
         "keys.jinja",
         {
             "keys": [(row, keys.status(row, visit.now)) for row in rows],
-            "pager": Pager.of(visit, offset, _PAGE_ROWS, len(rows), total),
-            "scopes": _scopes(visit),
+            "pager": visit.pager(_PAGE_ROWS, len(rows), total),
+            "scopes": _list_scopes(visit),
             "is_first": visit.visitor.is_keyless and not total,
             "is_disabled": visit.context.settings.no_auth,
             # `tinker auth login` prints the address of this page with these two.
@@ -54,13 +54,13 @@ def list_keys(visit: Visit) -> Page:
 
 
 @pages.post("/keys")
-def create(visit: Visit) -> Response | Page:
+def create_key(visit: Visit) -> Response | Page:
     """Create a key and show it, for the only time."""
     scope = cast(KeyScope, visit.field("scope", "user"))
     name, days = visit.field("name"), visit.field("days")
     owner = visit.field("owner") if visit.caller.is_admin else visit.caller.owner
-    if scope not in _scopes(visit):
-        raise bad_request(f"scope: {scope[:30]!r} is not one of {', '.join(_scopes(visit))}")
+    if scope not in _list_scopes(visit):
+        raise bad_request(f"scope: {scope[:30]!r} is not one of {', '.join(_list_scopes(visit))}")
     if not _OWNER.fullmatch(owner) or owner == LOCAL_OWNER:
         raise bad_request(
             f"owner: {owner[:80]!r} must be 1 to 64 letters, digits or '.', '_', '@', '+', '-', and not {LOCAL_OWNER!r}"
@@ -102,7 +102,7 @@ def create(visit: Visit) -> Response | Page:
 
 
 @pages.post("/keys/{key_id}/revoke")
-def revoke(visit: Visit) -> Response:
+def revoke_key(visit: Visit) -> Response:
     """Revoke a key permanently."""
     text = visit.path["key_id"]
     if not (text.isascii() and text.isdigit() and len(text) < 10):
@@ -122,4 +122,33 @@ def revoke(visit: Visit) -> Response:
 
     visit.write(work)
     visit.context.authenticator.clear_cache()
-    return RedirectResponse("/keys", HTTPStatus.SEE_OTHER)
+    return see_other("/keys")
+
+
+@pages.get("/audit", menu="Audit", is_for_admins=True)
+def show_audit_log(visit: Visit) -> Page:
+    """Show who did what, the newest first. Raises ApiError 403 for visitors who are no admins."""
+    visit.require_admin("the audit log is for admins")
+    resource, before = visit.query("resource"), visit.whole("before", 0, most=2**53)
+    rows = visit.read(
+        lambda tx: audit.entries(
+            tx,
+            resources=[resource] if resource in _RESOURCES else None,
+            before=before or None,
+            limit=_AUDIT_ROWS + 1,
+            newest_first=True,
+        )
+    )
+
+    # One more row was read, to know whether there are older ones.
+    shown = rows[:_AUDIT_ROWS]
+    return Page(
+        "audit.jinja",
+        {
+            "entries": shown,
+            "resource": resource,
+            "resources": _RESOURCES,
+            "first": visit.address(before=None) if before else None,
+            "older": visit.address(before=shown[-1].position) if len(rows) > _AUDIT_ROWS else None,
+        },
+    )

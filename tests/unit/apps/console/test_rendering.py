@@ -3,7 +3,7 @@
 import tomllib
 from pathlib import Path
 
-from skyrl_tx.apps.console.static_files import STATIC, StaticFiles
+from skyrl_tx.apps.console.rendering import STATIC, StaticFiles
 from tests.support.fetch_vendored import VENDOR, digest, packages
 
 ROOT = Path(__file__).parents[4]
