@@ -1,10 +1,11 @@
 """The list of optional features. Only this file, `apps` and `tools` import features."""
 
+from skyrl_tx.apps import history, teams
 from skyrl_tx.launch.app import App
 
 APPS: tuple[App, ...] = (
-    App(name="history"),
-    App(name="teams"),
+    history.APP,
+    teams.APP,
     App(name="chat"),
     App(name="console"),
 )

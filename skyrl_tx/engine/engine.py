@@ -3,10 +3,9 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from skyrl_tx.apps.history.observer import History
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.capabilities import Capabilities
@@ -17,16 +16,19 @@ from skyrl_tx.engine.activity import HOST_WORK, LoopActivity, monitored
 from skyrl_tx.engine.background_writer import BackgroundWriter
 from skyrl_tx.engine.context import EngineContext
 from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
+from skyrl_tx.engine.extension import EngineExtension
 from skyrl_tx.engine.fair_share import FairShare
 from skyrl_tx.engine.housekeeping import ApiUptime, Housekeeping
 from skyrl_tx.engine.intake import Intake
 from skyrl_tx.engine.meters import EngineMeters
+from skyrl_tx.engine.observers import ResultObservers
 from skyrl_tx.engine.pacing import QuotaPacing
 from skyrl_tx.engine.pauses import Pauses
 from skyrl_tx.engine.portions import Portions, Work
 from skyrl_tx.engine.recovery import Recovery, artifact_metadata
 from skyrl_tx.engine.request_log import DeliveryAttempts, RequestLog
 from skyrl_tx.engine.residency import Models, Samplers
+from skyrl_tx.engine.retention import Retention
 from skyrl_tx.engine.room import Room
 from skyrl_tx.engine.sampling import SamplingExecutor
 from skyrl_tx.engine.schedule import MAX_RUNNING_REQUESTS, Schedule
@@ -60,6 +62,8 @@ class Engine:
     artifacts: ArtifactStore
     meters: EngineMeters = field(default_factory=EngineMeters)
     boot_id: str = field(default_factory=engine_state.new_boot_id)
+    extensions: Sequence[EngineExtension] = ()
+    """The parts of optional features."""
 
     def run(
         self,
@@ -185,6 +189,7 @@ class Engine:
         )
         quotas = QuotaView(store)
         accounts = Accounts(store, quotas)
+        observers = [made.observer(store, settings) for made in self.extensions if made.observer is not None]
         return EngineContext(
             settings=settings,
             backend=backend,
@@ -197,7 +202,8 @@ class Engine:
             models=models,
             samplers=Samplers(backend, capabilities.max_samplers, recovery, ephemeral_samplers, models),
             ephemeral_samplers=ephemeral_samplers,
-            history=History(store, settings),
+            observers=ResultObservers(store, observers),
+            retention=Retention.collect(self.extensions),
             quotas=quotas,
             pauses=Pauses(store, quotas, accounts, request_log),
             sample_room=Room("samples_at_once", quotas, accounts),
@@ -258,7 +264,7 @@ class _Loop:
             position = self._intake.complete_position
             self._housekeeping.collect_garbage(position, now, is_keeper=self._membership.is_keeper())
             context.ephemeral_samplers.retry_failed_writes()
-            self._housekeeping.bound_history()
+            self._housekeeping.bound_tables()
         if time.monotonic() >= self._pruning_at:
             pause_s = settings.housekeeping_interval_s
             if self._membership.is_keeper() and self._housekeeping.prune(time.time()):
