@@ -1,4 +1,4 @@
-"""The parts of an optional feature in the engine process: an observer of results, and rules for how long its rows live."""
+"""The parts of an optional feature in the engine process: an observer of results, and retention rules for its rows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

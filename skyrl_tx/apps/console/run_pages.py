@@ -16,13 +16,13 @@ from skyrl_tx.apps.history import kept_samples, logged, points
 from skyrl_tx.apps.history.curves.device_users import device_users
 from skyrl_tx.apps.history.curves.hints import Hint, hints, slow_since
 from skyrl_tx.apps.history.curves.series import CURVES, Step, newest_steps, thin
+from skyrl_tx.apps.history.tables import LoggedRunRow
 from skyrl_tx.apps.teams import usage
 from skyrl_tx.contract.ids import CheckpointKind, ModelId
 from skyrl_tx.server.errors import bad_request, not_found
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.submission.validation import shown
 from skyrl_tx.store import sessions
-from skyrl_tx.store.history_tables import LoggedRunRow
 
 pages = PageTable()
 PAGE_ROWS = 25

@@ -12,12 +12,12 @@ from skyrl_tx.apps.history import points as stored_points
 from skyrl_tx.apps.history.client_metrics import metrics_of_model, store_metrics
 from skyrl_tx.apps.history.logged import Logged, LoggedPoint
 from skyrl_tx.apps.history.points import Point
+from skyrl_tx.apps.history.tables import LoggedRunRow
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.server.context import AccessScope, Incoming, Limit, Offset
 from skyrl_tx.server.errors import bad_request
 from skyrl_tx.server.identity import access
 from skyrl_tx.store import models
-from skyrl_tx.store.history_tables import LoggedRunRow
 
 router = APIRouter()
 PageSize = Annotated[int, Query(ge=1, le=5000)]
