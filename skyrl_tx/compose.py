@@ -1,11 +1,12 @@
 """The list of optional features. Only this file, `apps` and `tools` import features."""
 
-from skyrl_tx.apps import history, teams
+from skyrl_tx.apps.history.app import HISTORY
+from skyrl_tx.apps.teams.app import TEAMS
 from skyrl_tx.launch.app import App
 
 APPS: tuple[App, ...] = (
-    history.APP,
-    teams.APP,
+    HISTORY,
+    TEAMS,
     App(name="chat"),
     App(name="console"),
 )
