@@ -143,10 +143,11 @@ class Housekeeping:
             unread = futures.pending(tx, read_position, 1, engine=self.context.store.engine)
             return bool(unread), checkpoints.referenced_artifacts(tx)
 
+        # Find out whether anything may be removed. One transaction: a request that arrives later names a referenced
+        # artifact or a young one.
         claim = self._claim() if is_keeper else None
         if is_keeper and claim is None:
             return
-        # One transaction: a request that arrives later names a referenced artifact or a young one.
         has_unread, referenced = self.context.store.read(look)
         if has_unread:
             _log.debug("no artifact is removed now: there are unread requests")
@@ -154,14 +155,19 @@ class Housekeeping:
         if referenced is None:
             _log.warning("no artifact is removed now: a waiting load_weights is damaged and its artifact is unknown")
             return
+
+        # Free samplers here, then files in the background.
         in_use = self.sampling.samplers_in_use()
         keep = referenced | {ArtifactId(sampler) for sampler in in_use}
         self._evict_idle_samplers(keep, in_use, now)
-        if claim is None:
-            return
+        if claim is not None:
+            self._collect_artifacts(claim, keep)
+
+    def _collect_artifacts(self, claim: identity.Claim, keep: Collection[ArtifactId]) -> None:
+        """Start to take away all artifacts except these, those that the claim leaves alone, and young ones."""
 
         def collect() -> None:
-            self.artifacts.collect(keep | claim.unclaimed, claim.looked_at)
+            self.artifacts.collect({*keep, *claim.unclaimed}, claim.looked_at)
             settings = self.context.settings
             self.artifacts.empty_trash(retention_s=settings.trash_retention_s, max_bytes=settings.max_trash_bytes)
 
