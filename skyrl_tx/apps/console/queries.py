@@ -11,10 +11,11 @@ from sqlalchemy import BigInteger, ColumnElement, and_, cast, func, literal_colu
 from sqlmodel import Session, col
 from sqlmodel import select as select_rows
 
+from skyrl_tx.apps.history.tables import LoggedPointRow, LoggedRunRow
+from skyrl_tx.apps.teams.tables import UsageRow
 from skyrl_tx.contract.ids import ModelId, SamplingSessionId, SessionId
 from skyrl_tx.store.checkpoints import is_visible
 from skyrl_tx.store.database import execute
-from skyrl_tx.store.history_tables import LoggedPointRow, LoggedRunRow, UsageRow
 from skyrl_tx.store.sessions import visible_to
 from skyrl_tx.store.tables import ApiKeyRow, CheckpointRow, ModelRow, RequestRow, SamplingSessionRow, SessionRow
 

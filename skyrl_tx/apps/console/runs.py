@@ -14,6 +14,7 @@ from skyrl_tx.apps.history import kept_samples, logged, logged_runs, points
 from skyrl_tx.apps.history.curves.device_users import device_users
 from skyrl_tx.apps.history.curves.hints import Hint, hints, slow_since
 from skyrl_tx.apps.history.curves.series import CURVES, Step, newest_steps, spark, thin
+from skyrl_tx.apps.history.tables import LoggedRunRow
 from skyrl_tx.apps.teams import usage
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import CheckpointKind, ModelId
@@ -23,7 +24,6 @@ from skyrl_tx.server.errors import bad_request, not_found
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.submission.validation import shown
 from skyrl_tx.store import sessions
-from skyrl_tx.store.history_tables import LoggedRunRow
 
 pages = PageTable()
 _PAGE_ROWS = 25

@@ -1,4 +1,4 @@
-"""The tables of what runs did, for people: curves, usage, samples, client metrics and notices.
+"""The tables of curves, kept samples, and metrics that clients log.
 
 Nothing here is needed to serve or to recover: rows have a retention, and clients see no difference without them.
 Columns that end in `_at` hold seconds since the epoch.
@@ -11,21 +11,13 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
-from sqlalchemy import JSON, BigInteger, Dialect, Index, Integer, String, Text, TypeDecorator, UniqueConstraint, text
-from sqlmodel import Field, SQLModel
+from sqlalchemy import JSON, BigInteger, Dialect, Index, String, Text, TypeDecorator, UniqueConstraint
+from sqlmodel import Field
 
-from skyrl_tx.contract.ids import ModelId, RequestId, SessionId
+from skyrl_tx.contract.ids import ModelId, RequestId
+from skyrl_tx.store.tables import BIG_KEY, AppTable
 
 PointKind = Literal["train", "forward", "step"]
-UsageKind = Literal["training", "forward", "prefill", "prefill_cached", "sampled", "checkpoint"]
-ProcessName = Literal["api", "engine", "supervisor"]
-
-_BIG = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers rows automatically only in an INTEGER column
-
-
-def _partial(name: str, column: str, where: str) -> Index:
-    """Return a partial index, for both kinds of database."""
-    return Index(name, column, sqlite_where=text(where), postgresql_where=text(where))
 
 
 def numbers_text(values: Mapping[str, float | None] | None) -> str:
@@ -48,7 +40,7 @@ class NumbersText(TypeDecorator[Mapping[str, float | None]]):
         return msgspec.json.decode(value)
 
 
-class RunPointRow(SQLModel, table=True):
+class RunPointRow(AppTable, table=True):
     """The effect of one completed request on its model; written in the transaction of the result."""
 
     __tablename__ = "run_points"
@@ -75,50 +67,7 @@ class RunPointRow(SQLModel, table=True):
     """The metrics as the client got them, such as `loss:sum`; None for NaN and infinity."""
 
 
-class UsageRow(SQLModel, table=True):
-    """Work of one kind that took effect for one model, or for base weights, of one session within five minutes."""
-
-    __tablename__ = "usage"
-    __table_args__ = (
-        Index("ix_usage_session_id", "session_id"),
-        _partial("ix_usage_fine", "bucket_at", "bucket_at % 3600 <> 0"),
-    )
-
-    bucket_at: int = Field(primary_key=True, sa_type=BigInteger, sa_column_kwargs={"autoincrement": False})
-    """Begin of the five minutes; of the hour for old rows."""
-    session_id: SessionId = Field(primary_key=True, sa_type=String)
-    model_id: str = Field(primary_key=True)
-    """The trained model, or the one whose weights were sampled; empty for base weights."""
-    kind: UsageKind = Field(primary_key=True, sa_type=String)
-    owner: str
-    """Repeated here, because a session may be removed before its usage."""
-    tokens: int = Field(default=0, sa_type=BigInteger)
-    requests: int = Field(default=0, sa_type=BigInteger)
-    device_s: float = 0.0
-
-
-class StorageHourRow(SQLModel, table=True):
-    """The checkpoints of a session at the begin of one hour in which an engine ran."""
-
-    __tablename__ = "storage_hours"
-
-    hour_at: int = Field(primary_key=True, sa_type=BigInteger, sa_column_kwargs={"autoincrement": False})
-    session_id: SessionId = Field(primary_key=True, sa_type=String)
-    owner: str
-    """Repeated here, because a session may be removed before its usage."""
-    num_bytes: int = Field(sa_type=BigInteger)
-
-
-class ServerPointRow(SQLModel, table=True):
-    """Gauges of the server at one time."""
-
-    __tablename__ = "server_points"
-
-    at: int = Field(primary_key=True, sa_type=BigInteger, sa_column_kwargs={"autoincrement": False})
-    values: Mapping[str, float] = Field(sa_type=JSON)
-
-
-class KeptSampleRow(SQLModel, table=True):
+class KeptSampleRow(AppTable, table=True):
     """One sampled sequence that is kept for people to read; arrays are little-endian."""
 
     __tablename__ = "kept_samples"
@@ -155,7 +104,7 @@ class KeptSampleRow(SQLModel, table=True):
     """float32 [completion length]."""
 
 
-class SampledStepRow(SQLModel, table=True):
+class SampledStepRow(AppTable, table=True):
     """Sums over the samples that an owner drew from the weights of one optimizer step."""
 
     __tablename__ = "sampled_steps"
@@ -175,13 +124,13 @@ class SampledStepRow(SQLModel, table=True):
     """Sum of the log-probabilities of the scored tokens."""
 
 
-class LoggedRunRow(SQLModel, table=True):
+class LoggedRunRow(AppTable, table=True):
     """A run as the client's own logger names it."""
 
     __tablename__ = "logged_runs"
     __table_args__ = (UniqueConstraint("owner", "project", "key"), {"sqlite_autoincrement": True})
 
-    logged_run_id: int | None = Field(default=None, primary_key=True, sa_type=_BIG)
+    logged_run_id: int | None = Field(default=None, primary_key=True, sa_type=BIG_KEY)
     owner: str
     project: str
     """The logger's project; empty for metrics that name their model or session themselves."""
@@ -200,7 +149,7 @@ class LoggedRunRow(SQLModel, table=True):
     last_at: float = Field(index=True)
 
 
-class LoggedPointRow(SQLModel, table=True):
+class LoggedPointRow(AppTable, table=True):
     """Metrics that a client logged for one step."""
 
     __tablename__ = "logged_points"
@@ -210,7 +159,7 @@ class LoggedPointRow(SQLModel, table=True):
         {"sqlite_autoincrement": True},  # positions are never reused: readers keep them as cursors
     )
 
-    position: int | None = Field(default=None, primary_key=True, sa_type=_BIG)
+    position: int | None = Field(default=None, primary_key=True, sa_type=BIG_KEY)
     """Order of arrival."""
     logged_run_id: int = Field(sa_type=BigInteger)
     log_id: str
@@ -218,38 +167,3 @@ class LoggedPointRow(SQLModel, table=True):
     step: int = Field(sa_type=BigInteger)
     at: float
     values: Mapping[str, float | None] = Field(sa_type=JSON)
-
-
-class PartialRow(SQLModel, table=True):
-    """New tokens of one decode slice, of a sample whose client reads a stream; arrays are little-endian."""
-
-    __tablename__ = "partials"
-    __table_args__ = {"sqlite_autoincrement": True}  # positions are never reused: readers keep one as their cursor
-
-    position: int | None = Field(default=None, primary_key=True, sa_type=_BIG)
-    """Order of writing. A request that an engine starts again begins again from its first token."""
-    request_id: RequestId = Field(index=True, sa_type=String)
-    sample_index: int
-    start: int
-    """Number of the sample's tokens before these."""
-    tokens: bytes
-    """int32 [tokens of the slice]."""
-    logprobs: bytes
-    """float32 [tokens of the slice]."""
-    topk_token_ids: bytes | None = None
-    """int32 [tokens of the slice, k]; None if top-k log-probabilities were not requested."""
-    topk_logprobs: bytes | None = None
-    """float32 [tokens of the slice, k]."""
-
-
-class NoticeRow(SQLModel, table=True):
-    """A warning or an error of a process."""
-
-    __tablename__ = "notices"
-    __table_args__ = {"sqlite_autoincrement": True}
-
-    position: int | None = Field(default=None, primary_key=True, sa_type=_BIG)
-    at: float
-    process: ProcessName = Field(sa_type=String)
-    level: str
-    text: str
