@@ -36,7 +36,7 @@ from skyrl_tx.compose import APPS
 from skyrl_tx.contract.state_files import ALPHA
 from skyrl_tx.engine.meters import EngineMeters
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.launch.app import server_extensions
+from skyrl_tx.launch.app import load_server_extensions
 from skyrl_tx.launch.settings import ENVIRONMENT_PREFIX, QuickstartSettings, ServerSettings
 from skyrl_tx.losses import LOSSES, MEANS, Loss
 from skyrl_tx.models import FAMILIES, ModelFamily
@@ -252,7 +252,9 @@ def _openapi_paths() -> Mapping[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         store = Store.open(Path(directory), role="api")
         try:
-            app = create_app(ApiSettings(data_dir=Path(directory), base_model="tiny"), store, server_extensions(APPS))
+            app = create_app(
+                ApiSettings(data_dir=Path(directory), base_model="tiny"), store, load_server_extensions(APPS)
+            )
         finally:
             store.close()
     return app.openapi()["paths"]
@@ -266,7 +268,7 @@ def _served_at(route: APIRoute, paths: Collection[str]) -> str:
 def _routes_by_module() -> Mapping[str, list[APIRoute]]:
     """Return the routes of each module that has a section, in the order in which they are matched."""
     # The endpoints of the chat app have a section without a heading for each module.
-    extensions = server_extensions([app for app in APPS if app is not CHAT]).values()
+    extensions = load_server_extensions([app for app in APPS if app is not CHAT]).values()
     routers = [*ROUTERS, *(router for extension in extensions for router in extension.routers)]
     found: dict[str, list[APIRoute]] = {}
     for router in routers:

@@ -28,6 +28,11 @@ class App:
     """Returns commands for the command line."""
 
 
-def server_extensions(apps: Sequence[App]) -> dict[str, ServerExtension]:
+def load_server_extensions(apps: Sequence[App]) -> dict[str, ServerExtension]:
     """Load the parts of optional features for the API process, by the name of each feature."""
     return {app.name: app.server() for app in apps if app.server is not None}
+
+
+def load_engine_extensions(apps: Sequence[App]) -> list[EngineExtension]:
+    """Return what these features add to an engine process."""
+    return [app.engine() for app in apps if app.engine is not None]

@@ -21,7 +21,7 @@ from skyrl_tx.artifacts import ArtifactsUnreachable, PlaceRefused, open_artifact
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.integrations.ray.engine import RayEngine, connected
-from skyrl_tx.launch.app import App, server_extensions
+from skyrl_tx.launch.app import App, load_server_extensions
 from skyrl_tx.launch.device_shares import device_shares
 from skyrl_tx.launch.engine_process import (
     EngineEnd,
@@ -58,7 +58,7 @@ class SupervisedApi(ApiServer):
     """The API on a socket, with signals handled by the supervisor."""
 
     def __init__(self, settings: ServerSettings, store: Store, apps: Sequence[App] = ()) -> None:
-        super().__init__(settings.for_api(), store, server_extensions(apps))
+        super().__init__(settings.for_api(), store, load_server_extensions(apps))
         self.config.timeout_graceful_shutdown = _GRACE_S
 
     @contextlib.contextmanager
@@ -278,10 +278,10 @@ async def _supervise(engines: Sequence[EngineSupervisor]) -> None:
             _log.error("%s; %d engines go on", error, len(running))
 
 
-def serve(settings: ServerSettings, apps: Sequence[App] = ()) -> int:
-    """Run the API and the engine with optional features until a signal; raises CannotServe."""
+def serve(settings: ServerSettings, apps: Sequence[App]) -> int:
+    """Run the API and the engine until a signal; raises CannotServe."""
     check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
-    launch = launch_of(settings)
+    launch = launch_of(settings, apps)
     if launch.hosts.rank > 0:
         raise CannotServe(f"host {launch.hosts.rank} of {launch.hosts.size} serves no API: run `skyrl-tx engine` here")
     with (
@@ -359,9 +359,9 @@ def serve_api(settings: ServerSettings, apps: Sequence[App] = ()) -> int:
     return 0
 
 
-def serve_engine(settings: ServerSettings) -> int:
+def serve_engine(settings: ServerSettings, apps: Sequence[App]) -> int:
     """Run the engine alone until a signal; raises CannotServe."""
-    launch = launch_of(settings)
+    launch = launch_of(settings, apps)
     if launch.hosts.rank > 0:
         return _follow(launch, settings.max_engine_starts)
     _log.info("skyrl_tx %s, the engine alone, data in %s", __version__, settings.data_dir)
@@ -398,7 +398,7 @@ def _follow(launch: EngineLaunch, max_starts: int) -> int:
     return 0
 
 
-def launch_of(settings: ServerSettings) -> EngineLaunch:
+def launch_of(settings: ServerSettings, apps: Sequence[App] = ()) -> EngineLaunch:
     """Return the arguments of the engine process."""
     hosts = _hosts_of(settings)
     if hosts.size > 1 and settings.sampler is not None:
@@ -417,6 +417,7 @@ def launch_of(settings: ServerSettings) -> EngineLaunch:
         log_level=settings.log_level,
         log_format=settings.log_format,
         hosts=hosts,
+        apps=apps,
     )
 
 

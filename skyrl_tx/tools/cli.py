@@ -288,7 +288,7 @@ def _run_server(command: str, settings: ServerSettings) -> int:
                 return supervisor.serve_api(settings, APPS)
             case "engine":
                 restart_with_huge_pages()
-                return supervisor.serve_engine(settings)
+                return supervisor.serve_engine(settings, APPS)
             case _:
                 return supervisor.serve(settings, APPS)
     except CannotServe as error:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from skyrl_tx.launch.app import App
 
 if TYPE_CHECKING:
+    from skyrl_tx.engine.extension import EngineExtension
     from skyrl_tx.server.extension import ServerExtension
 
 
@@ -17,4 +18,10 @@ def _extend_server() -> ServerExtension:
     return ServerExtension(routers=(routes.router, trackio.router), on_telemetry=client_metrics.keep_telemetry)
 
 
-HISTORY = App(name="history", server=_extend_server)
+def _extend_engine() -> EngineExtension:
+    from skyrl_tx.apps.history.observer import EXTENSION
+
+    return EXTENSION
+
+
+HISTORY = App(name="history", server=_extend_server, engine=_extend_engine)

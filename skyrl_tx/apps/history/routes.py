@@ -18,6 +18,7 @@ from skyrl_tx.apps.history.logged import Logged, LoggedPoint
 from skyrl_tx.apps.history.points import Point
 from skyrl_tx.apps.history.session_groups import session_groups
 from skyrl_tx.apps.history.session_trace import MAX_SLICES, Group
+from skyrl_tx.apps.history.tables import LoggedRunRow
 from skyrl_tx.contract.ids import ModelId, SessionId
 from skyrl_tx.server.context import AccessScope, ApiContext, Incoming, Limit, Offset, base_url, get_context
 from skyrl_tx.server.errors import ApiError, bad_request
@@ -26,7 +27,6 @@ from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.server.identity.scopes import API_PREFIX
 from skyrl_tx.server.schemas.base import Response
 from skyrl_tx.store import models, sessions
-from skyrl_tx.store.history_tables import LoggedRunRow
 
 router = APIRouter(prefix=API_PREFIX)
 _PURPOSE = "trace"

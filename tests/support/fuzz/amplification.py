@@ -24,7 +24,7 @@ import numpy as np
 import zstandard
 
 from skyrl_tx.compose import APPS
-from skyrl_tx.launch.app import server_extensions
+from skyrl_tx.launch.app import load_server_extensions
 from skyrl_tx.server.app import create_app
 from skyrl_tx.server.http.body import PROTOBUF
 from skyrl_tx.server.settings import ApiSettings
@@ -310,7 +310,7 @@ def _routes() -> list[tuple[str, str]]:
         settings = ApiSettings(data_dir=Path(name), base_model="tiny")
         store = Store.open(settings.data_dir, role="api", url=settings.store_url)
         try:
-            paths: dict[str, Json] = create_app(settings, store, server_extensions(APPS)).openapi()["paths"]
+            paths: dict[str, Json] = create_app(settings, store, load_server_extensions(APPS)).openapi()["paths"]
         finally:
             store.close()
     return [

@@ -15,7 +15,7 @@ from tinker.types._pydantic_types import datum, model_input, sampling_params, te
 
 import skyrl_tx.server.schemas
 from skyrl_tx.compose import APPS
-from skyrl_tx.launch.app import server_extensions
+from skyrl_tx.launch.app import load_server_extensions
 from skyrl_tx.server.app import create_app
 from skyrl_tx.server.schemas import inputs, sampling, training
 from skyrl_tx.server.schemas.base import WireModel
@@ -80,7 +80,7 @@ def routes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     store = Store.open(directory, role="api")
     try:
         paths = create_app(
-            ApiSettings(data_dir=directory, base_model="tiny"), store, server_extensions(APPS)
+            ApiSettings(data_dir=directory, base_model="tiny"), store, load_server_extensions(APPS)
         ).openapi()["paths"]
     finally:
         store.close()
