@@ -14,11 +14,11 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlmodel import Session
 
+from skyrl_tx.launch.command_line import in_units
 from skyrl_tx.launch.settings import ServerSettings
 from skyrl_tx.store import keys, migrations
 from skyrl_tx.store.database import HEAD, Store
 from skyrl_tx.store.dialect import DATABASE_NAME
-from skyrl_tx.tools.commands.common import in_units
 from skyrl_tx.tools.doctor.findings import Finding, Subject, error, ok, warning
 
 _LARGE_WAL_BYTES = 256 * 2**20

@@ -11,7 +11,7 @@ import msgspec
 
 from skyrl_tx import DISTRIBUTION
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.tools.commands.common import in_units
+from skyrl_tx.launch.command_line import in_units
 from skyrl_tx.tools.doctor.findings import Finding, Subject, error, ok, warning
 from skyrl_tx.tools.doctor.machine import memory_limit, physical_memory
 from skyrl_tx.tools.doctor.packages import installed
@@ -79,7 +79,9 @@ def _ask(base_model: str, config: JaxConfig) -> Answer | Finding:
     # Without preallocation, so that it works next to a running server.
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-m", "skyrl_tx.tools.doctor.probe"]
-    advice = "look at the driver and at programs that hold the devices; `skyrl-tx stacks` shows what a server does"
+    advice = (
+        "look at the driver and at programs that hold the devices; `skyrl-tx status --stacks` shows what a server does"
+    )
     try:
         done = subprocess.run(
             command, input=msgspec.json.encode(question), env=environment, capture_output=True, timeout=_TIMEOUT_S

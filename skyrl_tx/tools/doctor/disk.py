@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from skyrl_tx.tools.commands.common import in_units
+from skyrl_tx.launch.command_line import in_units
 from skyrl_tx.tools.doctor.findings import Finding, Subject, error, ok, warning
 
 _MOUNTS = Path("/proc/self/mountinfo")

@@ -9,8 +9,8 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+from skyrl_tx.launch.command_line import in_units
 from skyrl_tx.process.setup import OPEN_FILES
-from skyrl_tx.tools.commands.common import in_units
 from skyrl_tx.tools.doctor.findings import Finding, Subject, ok, warning
 
 _CGROUP = Path("/sys/fs/cgroup")
