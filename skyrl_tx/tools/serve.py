@@ -68,13 +68,13 @@ def add_quickstart_arguments(parser: CommandParser) -> None:
     parser.set_defaults(run=lambda arguments: _run_quickstart(read(arguments)))
 
 
-def read_settings(command: str, arguments: Sequence[str]) -> ServerSettings:
-    """Merge flags, environment and file, including the backend's settings.
+def read_settings(command: str, arguments: Sequence[str], defaults: Mapping[str, Any] | None = None) -> ServerSettings:
+    """Merge flags, environment and file, including the backend's settings; `defaults` rank below the file.
 
     Raises SettingsError naming each invalid setting; SystemExit for --help and for unknown flags.
     """
     parser = CommandParser(arguments, prog=f"skyrl-tx {command}")
-    read = add_settings(parser)
+    read = add_settings(parser, defaults)
     return read(parser.parse_args(arguments))
 
 

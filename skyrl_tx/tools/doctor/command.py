@@ -14,21 +14,17 @@ from skyrl_tx.launch.settings import ServerSettings
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError
 from skyrl_tx.tools.commands.stacks import find_process
-from skyrl_tx.tools.doctor import artifacts, database, devices, disk, machine, model, network, packages, storage
+from skyrl_tx.tools.doctor import artifacts, database, devices, machine, model, storage
 from skyrl_tx.tools.doctor.findings import STATUS, Finding, Subject, error, lines, worst
 from skyrl_tx.tools.quickstart.model import built_in_as_directory
 from skyrl_tx.tools.serve import add_settings
 
 Check = Callable[[Subject], Iterator[Finding]]
 _CHECKS: dict[str, Check] = {
-    "packages": packages.check_packages,
+    "packages": machine.check_packages,
     "limits": machine.check_limits,
-    "clock": machine.check_clock,
-    "proxies": machine.check_proxies,
-    "port": network.check_port,
-    "tls": network.check_tls,
-    "disk": disk.check_data_dir,
-    "cache": disk.check_compile_cache,
+    "disk": storage.check_data_dir,
+    "cache": storage.check_compile_cache,
     "storage": storage.check_object_store,
     "devices": devices.check_devices,
     "tokenizer": model.check_text,
@@ -42,7 +38,7 @@ def add_arguments(parser: CommandParser) -> None:
     """Add the command's own flags, and those of `serve`."""
     parser.usage = "skyrl-tx doctor [--base-model MODEL] [flags]"
     parser.description = (
-        "Examine what a server needs: devices and memory for the model, packages, limits, clock, port, TLS, disk, "
+        "Examine what a server needs: devices and memory for the model, packages, limits, disk, access, "
         "tokenizer, chat template, database, and the weight files of a data directory. Works while a server runs, and "
         "changes nothing, except with --remove-unclaimed; an object store gets a small object for a moment. Takes all "
         "flags of `skyrl-tx serve` too, so give it those of the server, or its --config. The exit status is 0 if all "

@@ -92,6 +92,12 @@ def check_access(settings: ServerSettings, store: Store | None) -> Iterator[Find
         )
     else:
         yield ok("access", "calls need an API key")
+    if settings.ssl_certfile is None and not settings.trusted_proxies:
+        yield warning(
+            "access",
+            f"{address} without TLS: an observer of the network has all keys",
+            "give --ssl-certfile, or put the server behind a proxy with TLS and name it with --trusted-proxies",
+        )
 
 
 def _describe(settings: ServerSettings) -> _Described | None:
