@@ -1,4 +1,4 @@
-"""An optional feature, as an object with its parts for the server, the engine and the command line."""
+"""An optional feature as one object: its parts in the server, in the engine and on the command line."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class App:
     """Returns routers, pages and error forms for the API process."""
     engine: Callable[[], EngineExtension] | None = None
     """Returns result observers, retention rules and admission for the engine process."""
-    commands: Callable[[], Sequence[Command]] | None = None
-    """Returns commands for the command line."""
+    commands: Sequence[Command] = ()
+    """Commands for the command line; their code is imported when they are used."""
 
 
 def load_server_extensions(apps: Sequence[App]) -> dict[str, ServerExtension]:

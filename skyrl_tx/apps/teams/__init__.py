@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from skyrl_tx.apps.teams.commands import COMMANDS
 from skyrl_tx.launch.app import App
 
 if TYPE_CHECKING:
@@ -24,4 +25,4 @@ def _extend_engine() -> EngineExtension:
     return EXTENSION
 
 
-TEAMS = App(name="teams", server=_extend_server, engine=_extend_engine)
+TEAMS = App(name="teams", server=_extend_server, engine=_extend_engine, commands=COMMANDS)

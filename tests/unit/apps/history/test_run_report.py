@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from skyrl_tx.apps.history import logged, points, sampled_steps
 from skyrl_tx.apps.history.logged import Logged, LoggedRun
 from skyrl_tx.apps.history.points import Point
+from skyrl_tx.apps.history.run_report import sparkline
 from skyrl_tx.apps.history.sampled_steps import SampledStep
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import ArtifactId, CheckpointKind, ModelId
@@ -17,7 +18,6 @@ from skyrl_tx.store import sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import CheckpointRow, ModelRow
 from skyrl_tx.tools.cli import main
-from skyrl_tx.tools.commands.run_report import sparkline
 
 RUN = ModelId("session-1:train:0")
 

@@ -6,16 +6,10 @@ from typing import get_args
 
 from sqlmodel import Session
 
+from skyrl_tx.launch.command import CommandError
+from skyrl_tx.launch.command_line import Record, finish_list_parser, finish_parser, open_database, os_user
 from skyrl_tx.store import audit, projects
 from skyrl_tx.store.tables import ProjectRole
-from skyrl_tx.tools.commands.common import (
-    CommandError,
-    Record,
-    finish_list_parser,
-    finish_parser,
-    open_database,
-    os_user,
-)
 
 _MAX_LISTED = 100_000
 
@@ -23,13 +17,12 @@ _MAX_LISTED = 100_000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    listing = actions.add_parser("list", help="show all projects and their members", allow_abbrev=False)
+    listing = actions.add_parser("list", help="show all projects and their members")
     finish_list_parser(listing, _records, nothing="no projects")
     setting = actions.add_parser(
         "set",
         help="give an owner a role in a project",
         description="Give an owner a role in a project. A running server follows at once.",
-        allow_abbrev=False,
     )
     _add_names(setting)
     setting.add_argument(
@@ -39,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="viewer (sees and uses what is in the project) or editor (also changes checkpoints, and adds sessions)",
     )
     finish_parser(setting, _set)
-    removing = actions.add_parser("remove", help="take an owner out of a project", allow_abbrev=False)
+    removing = actions.add_parser("remove", help="take an owner out of a project")
     _add_names(removing)
     finish_parser(removing, _remove)
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_tx.apps.teams.commands import audit as command
 from skyrl_tx.store import audit
 from skyrl_tx.store.audit import Actor
 from skyrl_tx.store.database import Store
 from skyrl_tx.tools.cli import main
-from skyrl_tx.tools.commands import audit as command
 
 ANN, BOB = Actor("ann", 3), Actor("bob")
 

@@ -1,4 +1,4 @@
-"""Shared by the commands: flags, access to a data directory, and output of records as a table or as JSON."""
+"""Helpers of commands: flags, access to a data directory, and output of records as a table or as JSON."""
 
 import argparse
 import getpass
@@ -8,26 +8,31 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 
 from sqlmodel import Session
 
-from skyrl_tx.artifacts import ArtifactStore, PlaceRefused, open_artifacts
+from skyrl_tx.artifacts import (
+    ArtifactCorrupt,
+    ArtifactMissing,
+    ArtifactStore,
+    ArtifactsUnreachable,
+    PlaceRefused,
+    open_artifacts,
+)
+from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import CheckpointPath
+from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.settings import ENVIRONMENT_PREFIX, default_data_dir
-from skyrl_tx.store import checkpoints, identity
+from skyrl_tx.store import checkpoints
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.dialect import DATABASE_NAME, role_lock
-from skyrl_tx.store.errors import StoreInUse
+from skyrl_tx.store.dialect import DATABASE_NAME
+from skyrl_tx.store.errors import StoreError
 from skyrl_tx.store.tables import CheckpointRow
 
 Record = dict[str, object]
-
-
-class CommandError(Exception):
-    """A command fails; the message states the reason."""
 
 
 def absolute_path(text: str) -> Path:
@@ -57,10 +62,18 @@ def add_since(parser: argparse.ArgumentParser, days: int) -> None:
 
 
 def finish_parser(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int | None]) -> None:
-    """Add the flags --data-dir and --database-url, and set the function that runs the command.
+    """Add the flags that name a data directory, and set the function that runs the command.
 
-    It may return an exit status; None means 0.
+    It may return an exit status; None means 0. What it raises for bad input and for unusable data becomes a
+    `CommandError`.
     """
+
+    def run_with_errors(arguments: argparse.Namespace) -> int | None:
+        try:
+            return run(arguments)
+        except (UserError, StoreError, ArtifactMissing, ArtifactCorrupt, ArtifactsUnreachable) as error:
+            raise CommandError(str(error)) from error
+
     parser.add_argument(
         "--data-dir",
         type=absolute_path,
@@ -78,7 +91,7 @@ def finish_parser(parser: argparse.ArgumentParser, run: Callable[[argparse.Names
         help="the server's object store, if its weights are not in --data-dir (default: $SKYRL_TX_ARTIFACTS, or the "
         "one that --data-dir names)",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_with_errors)
 
 
 def finish_list_parser(
@@ -116,37 +129,12 @@ def find_checkpoint(store: Store, text: str) -> CheckpointRow:
     return row
 
 
-def artifacts_of(arguments: argparse.Namespace) -> ArtifactStore:
+def open_artifact_store(arguments: argparse.Namespace) -> ArtifactStore:
     """Open the artifacts of a data directory. Raises CommandError."""
     try:
         return open_artifacts(arguments.data_dir, arguments.artifacts or None)
     except PlaceRefused as error:
         raise CommandError(str(error)) from error
-
-
-def claim_artifacts(store: Store, arguments: argparse.Namespace) -> None:
-    """Record that the artifacts belong to this database, before rows are deleted; for directories without a record."""
-    artifacts = artifacts_of(arguments)
-    if not artifacts.is_remote and artifacts.identity() is None:
-        with suppress(StoreInUse), role_lock(arguments.data_dir, "engine"):
-            identity.claim(store, artifacts)
-
-
-def collect_artifacts(store: Store, arguments: argparse.Namespace) -> str:
-    """Take away unreferenced artifacts, unless an engine does that; return a message for the user."""
-    artifacts = artifacts_of(arguments)
-    if artifacts.is_remote:  # an engine on another machine may collect them
-        return "the server removes the unused files"
-    try:
-        with role_lock(arguments.data_dir, "engine"):
-            claim = identity.claim(store, artifacts)
-            keep = store.read(checkpoints.referenced_artifacts)
-            if keep is None:
-                return "no files were removed: a pending load request is damaged; the next start of the server fails it"
-            taken = artifacts.collect(keep | claim.unclaimed, claim.looked_at)
-    except StoreInUse:
-        return "the running server removes the unused files"
-    return f"moved {len(taken)} unused artifacts to the trash; the next start of the server moves recent ones"
 
 
 def confirmed(question: str) -> bool:

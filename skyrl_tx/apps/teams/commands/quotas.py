@@ -7,18 +7,12 @@ from typing import get_args
 from sqlmodel import Session
 
 from skyrl_tx.apps.teams.amounts import amount_text, parse_amount
+from skyrl_tx.launch.command import CommandError
+from skyrl_tx.launch.command_line import Record, finish_list_parser, finish_parser, open_database, os_user
 from skyrl_tx.store import audit, quotas
 from skyrl_tx.store.allowances import allowances
 from skyrl_tx.store.quotas import DAY_LIMITS, LIMITS, WEIGHT, Subject
 from skyrl_tx.store.tables import OverQuota
-from skyrl_tx.tools.commands.common import (
-    CommandError,
-    Record,
-    finish_list_parser,
-    finish_parser,
-    open_database,
-    os_user,
-)
 
 _SUBJECT = "an owner, key:NUMBER or project:NAME; '*', 'key:*' or 'project:*' for each without a quota of its own"
 _WEIGHT = f"{WEIGHT}, the share of an owner (1 to {quotas.MAX_WEIGHT}, default 1; 0: what no other owner wants)"
@@ -28,13 +22,12 @@ _LIMIT = f"{', '.join(LIMITS)}; or {_WEIGHT}"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    listing = actions.add_parser("list", help="show all quotas, and what is used of them", allow_abbrev=False)
+    listing = actions.add_parser("list", help="show all quotas, and what is used of them")
     finish_list_parser(listing, _records, nothing="no quotas")
     setting = actions.add_parser(
         "set",
         help="set a quota or a weight",
         description="Set a quota or a weight. A running server follows within about a second.",
-        allow_abbrev=False,
     )
     setting.add_argument("subject", metavar="SUBJECT", help=_SUBJECT)
     setting.add_argument("limit", metavar="LIMIT", help=_LIMIT)
@@ -46,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what becomes of work beyond a quota of a day: it waits until 00:00 UTC (default), or fails",
     )
     finish_parser(setting, _set)
-    removing = actions.add_parser("remove", help="remove a quota or a weight", allow_abbrev=False)
+    removing = actions.add_parser("remove", help="remove a quota or a weight")
     removing.add_argument("subject", metavar="SUBJECT", help=_SUBJECT)
     removing.add_argument("limit", metavar="LIMIT", help="the name of a limit, or weight")
     finish_parser(removing, _remove)

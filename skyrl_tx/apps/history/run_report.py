@@ -18,9 +18,10 @@ from skyrl_tx.apps.history.points import Point
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import ModelSpec
+from skyrl_tx.launch.command import CommandError
+from skyrl_tx.launch.command_line import Record, open_database, table, when
 from skyrl_tx.store import checkpoints, models, sessions
 from skyrl_tx.store.tables import CheckpointRow, ModelRow
-from skyrl_tx.tools.commands.common import CommandError, Record, open_database, table, when
 
 MAX_POINTS = 2000
 """Points of a run that the report reads, of each source: the newest."""

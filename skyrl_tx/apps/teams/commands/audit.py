@@ -5,8 +5,8 @@ import time
 
 from sqlmodel import Session
 
+from skyrl_tx.launch.command_line import Record, add_since, finish_list_parser, when
 from skyrl_tx.store import audit
-from skyrl_tx.tools.commands.common import Record, add_since, finish_list_parser, when
 
 _MAX_ENTRIES = 100_000
 

@@ -11,16 +11,9 @@ from pydantic import ValidationError
 
 from skyrl_tx.apps.teams.prices import Prices
 from skyrl_tx.apps.teams.usage_report import SUBJECTS, UsageLine, usage_lines
+from skyrl_tx.launch.command import CommandError
+from skyrl_tx.launch.command_line import Record, absolute_path, add_since, finish_parser, open_database, table
 from skyrl_tx.launch.settings import SettingsError, read_config_file
-from skyrl_tx.tools.commands.common import (
-    CommandError,
-    Record,
-    absolute_path,
-    add_since,
-    finish_parser,
-    open_database,
-    table,
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
