@@ -33,13 +33,12 @@ from skyrl_tx.engine.room import Room
 from skyrl_tx.engine.sampling import SamplingExecutor
 from skyrl_tx.engine.schedule import MAX_RUNNING_REQUESTS, Schedule
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.engine.spreading import Spreading
 from skyrl_tx.engine.startup import recreate_lost_samplers, replay_quarantined
 from skyrl_tx.engine.status_publisher import StatusPublisher
 from skyrl_tx.engine.training import TrainingExecutor
 from skyrl_tx.engine.watchdog import Watchdog
 from skyrl_tx.process.threads import ServiceThread
-from skyrl_tx.store import cancellations, completions, engine_state, futures, identity, leases
+from skyrl_tx.store import completions, engine_state, futures, identity, leases
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.engine_state import Pause
 from skyrl_tx.store.quota_view import QuotaView
@@ -149,7 +148,7 @@ class Engine:
         """Close the records of the last engine of this number, so that this one can count from here."""
         number = self.store.engine
         # Cancelled requests have results, so they will not be read.
-        self.store.write(lambda tx: cancellations.forget(tx, engine=number))
+        self.store.write(lambda tx: completions.forget_cancellations(tx, engine=number))
         # A supervisor has counted a crash.
         self.store.write(lambda tx: futures.record_end(tx, is_crash=False, engine=number))
         self.store.write(lambda tx: completions.skip_seen(tx, time.time()))
@@ -258,7 +257,8 @@ class _Loop:
         self._intake = Intake(context, self._schedule, self.sampling)
         self._api_uptime = ApiUptime(context.store)
         self._housekeeping = Housekeeping(context, artifacts, self.sampling, self._api_uptime)
-        self._membership = membership.Membership(context, self._schedule, Spreading(context, self.sampling))
+        spreading = membership.Spreading(context, self.sampling)
+        self._membership = membership.Membership(context, self._schedule, spreading)
         self._portions = Portions(context.store) if context.store.is_shared else None
         self._is_busy = self._is_turn_of_passes = self._has_warned = False
         self._housekeeping_at = self._pruning_at = time.monotonic()

@@ -23,7 +23,7 @@ from skyrl_tx.engine.residency import PlacesBusy
 from skyrl_tx.engine.sample_output import SampleAssembler
 from skyrl_tx.engine.sample_queue import OwnerKey, SampleQueue, owner_key, sample_of
 from skyrl_tx.process.failpoints import failpoint
-from skyrl_tx.store import cancellations, partials, samplers, stability
+from skyrl_tx.store import completions, partials, samplers, stability
 from skyrl_tx.store.engine_state import REQUEST_BYTES
 
 _log = logging.getLogger(__name__)
@@ -223,11 +223,11 @@ class SamplingExecutor:
         if not self._running and not self._queue:
             return
         store, engine = self._context.store, self._context.store.engine
-        cancelled = store.read(lambda tx: cancellations.cancelled_since(tx, self._last_cancellation, engine))
+        cancelled = store.read(lambda tx: completions.cancelled_since(tx, self._last_cancellation, engine))
         if not cancelled:
             return
         self._last_cancellation = position = cancelled[-1][0]
-        store.write_soon(lambda tx: cancellations.forget(tx, position, engine=engine))
+        store.write_soon(lambda tx: completions.forget_cancellations(tx, position, engine=engine))
         for queued in self._remove({request_id for _, request_id in cancelled}):
             self._context.request_log.meters.cancelled(sample_of(queued).num_samples)
 

@@ -18,7 +18,7 @@ from skyrl_tx.apps.console.views.runs import request_view
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit
 from skyrl_tx.apps.teams import usage
 from skyrl_tx.apps.teams.usage import BUCKET_S
-from skyrl_tx.store import engine_holdings, engine_state, notices, server_points
+from skyrl_tx.store import engine_state, notices, placement, server_points
 from skyrl_tx.store.dialect import DATABASE_NAME
 from skyrl_tx.store.tables import EngineStateRow
 
@@ -111,7 +111,7 @@ def health(visit: Visit) -> Page:
         {
             "engine": engine_view(visit, state),
             "state": state,
-            "engines": engine_lines(visit.read(engine_holdings.holdings), visit.caller.acts_for),
+            "engines": engine_lines(visit.read(placement.holdings), visit.caller.acts_for),
             "has_several_engines": len(visit.read(engine_state.all_engines)) > 1,  # also those that have ended
             "capabilities": capabilities,
             "fingerprint": capabilities.get("fingerprint") or {},

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from skyrl_tx.apps.console.format import short_id
-from skyrl_tx.store.engine_holdings import Holding
+from skyrl_tx.store.placement import Holding
 
 _MAX_LINKS = 20
 

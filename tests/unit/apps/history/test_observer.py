@@ -17,7 +17,7 @@ from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSessionId
 from skyrl_tx.contract.requests import ModelPass, SampledSpan, SaveWeights
 from skyrl_tx.contract.results import SampleDelta, TrainerGap
-from skyrl_tx.store import cancellations, checkpoints, futures, models, samplers
+from skyrl_tx.store import checkpoints, completions, futures, models, samplers
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.engine_harness import (
@@ -252,7 +252,7 @@ def test_no_samples_are_kept_if_switched_off_or_too_large(tmp_path: Path, settin
 
 def test_cancelled_sample_is_no_usage(harness: EngineHarness) -> None:
     cancelled, other = harness.submit(sample()), harness.submit(sample())
-    harness.api.write(lambda tx: cancellations.cancel(tx, cancelled, OWNER, b"x", 1.0))
+    harness.api.write(lambda tx: completions.cancel(tx, cancelled, OWNER, b"x", 1.0))
     harness.run(other)
     assert work(harness)["", "sampled"] == (8, 1)
 
