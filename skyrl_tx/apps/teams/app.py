@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from skyrl_tx.apps.teams.commands import COMMANDS
 from skyrl_tx.launch.app import App
 
 if TYPE_CHECKING:
     from skyrl_tx.engine.extension import EngineExtension
+    from skyrl_tx.server.extension import ServerExtension
+
+
+def _extend_server() -> ServerExtension:
+    from skyrl_tx.apps.teams.routes import router
+    from skyrl_tx.server.extension import ServerExtension
+
+    return ServerExtension(routers=(router,))
 
 
 def _extend_engine() -> EngineExtension:
@@ -16,4 +25,4 @@ def _extend_engine() -> EngineExtension:
     return EXTENSION
 
 
-TEAMS = App(name="teams", engine=_extend_engine)
+TEAMS = App(name="teams", server=_extend_server, engine=_extend_engine, commands=COMMANDS)
