@@ -26,3 +26,13 @@ class App:
     """Returns result observers, retention rules and admission for the engine process."""
     commands: Sequence[Command] = ()
     """Commands for the command line; their code is imported when they are used."""
+
+
+def load_server_extensions(apps: Sequence[App]) -> dict[str, ServerExtension]:
+    """Load the parts of optional features for the API process, by the name of each feature."""
+    return {app.name: app.server() for app in apps if app.server is not None}
+
+
+def load_engine_extensions(apps: Sequence[App]) -> list[EngineExtension]:
+    """Return what these features add to an engine process."""
+    return [app.engine() for app in apps if app.engine is not None]

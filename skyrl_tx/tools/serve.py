@@ -12,6 +12,7 @@ from pydantic_settings import BaseSettings, CliSettingsSource
 
 from skyrl_tx import DISTRIBUTION
 from skyrl_tx.backends.registry import find_backend, find_sampler
+from skyrl_tx.compose import APPS
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.launch.command import CommandError, CommandParser
 from skyrl_tx.launch.settings import (
@@ -136,12 +137,12 @@ def _run_server(command: str, settings: ServerSettings) -> int:
         settings = with_tiny_model(settings)
         match command:
             case "api":
-                return supervisor.serve_api(settings)
+                return supervisor.serve_api(settings, APPS)
             case "engine":
                 restart_with_huge_pages()
-                return supervisor.serve_engine(settings)
+                return supervisor.serve_engine(settings, APPS)
             case _:
-                return supervisor.serve(settings)
+                return supervisor.serve(settings, APPS)
     except CannotServe as error:
         raise CommandError(str(error)) from error
 

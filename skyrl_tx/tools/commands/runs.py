@@ -10,9 +10,12 @@ from typing import Literal
 from sqlmodel import Session, col, select
 
 from skyrl_tx.apps.history import points, run_report
+from skyrl_tx.compose import APPS
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId
 from skyrl_tx.contract.requests import ModelSpec, UnloadModel
+from skyrl_tx.engine.retention import Retention
+from skyrl_tx.launch.app import load_engine_extensions
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.command_line import (
     Record,
@@ -143,9 +146,11 @@ def _delete_run(store: Store, model_id: ModelId) -> None:
     if store.is_peer_running():
         _unload(store, model_id)
 
+    retention = Retention.collect(load_engine_extensions(APPS))
+
     def work(tx: Session) -> None:
         models.set_status(tx, model_id, "unloaded")
-        models.delete(tx, model_id)
+        models.delete(tx, model_id, retention.delete_runs)
 
     store.write(work)
 
