@@ -8,7 +8,7 @@ import json
 import os
 import tomllib
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -58,14 +58,14 @@ _ERRORS = RuntimeError, ValueError, NotImplementedError, jax.errors.JaxRuntimeEr
 
 def _no_compiler(topology: str, packages: str, error: Exception) -> UserError:
     cause = " ".join(str(error).split())[:300]
-    return UserError(f"--compile: no compiler for {topology}: pip install {packages} ({cause})")
+    return UserError(f"no compiler for {topology}: pip install {packages} ({cause})")
 
 
 def gpu_target(name: str) -> str:
     """Return the description of a GPU as text of a GpuTargetConfigProto. Raises UserError if there is none."""
     described = _targets()
     if name not in described["gpus"]:
-        raise UserError(f"--compile: {name} is not described; of the GPUs, {' and '.join(described['gpus'])} are")
+        raise UserError(f"--device: {name} is not described; of the GPUs, {' and '.join(described['gpus'])} are")
     gpu = dict(described["gpus"][name])
     major, minor = (capability := gpu.pop("capability")).split(".")
     fields = {**gpu, **described["capability"][capability]}
@@ -92,4 +92,4 @@ def gpu_target(name: str) -> str:
 
 @cache
 def _targets() -> dict[str, Any]:
-    return tomllib.loads(files("skyrl_tx.backends.jax").joinpath("gpu_targets.toml").read_text())
+    return tomllib.loads(Path(__file__).with_name("gpu_targets.toml").read_text())

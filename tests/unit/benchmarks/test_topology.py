@@ -6,8 +6,8 @@ import jax
 import pytest
 from jax.experimental import topologies
 
+from benchmarks.ahead.topology import described_layout, gpu_target
 from skyrl_tx.backends.jax.config import MeshConfig
-from skyrl_tx.backends.jax.topology import described_layout, gpu_target
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.tools.plan.hardware import KINDS
 
@@ -24,7 +24,7 @@ def test_a_gpu_is_described_as_its_kind_is(name: str) -> None:
 
 
 def test_a_gpu_without_description_is_named() -> None:
-    with pytest.raises(UserError, match="--compile: l4 is not described; of the GPUs, h100 and h200 are"):
+    with pytest.raises(UserError, match="--device: l4 is not described; of the GPUs, h100 and h200 are"):
         described_layout("gpu", "l4:1", MeshConfig())
 
 

@@ -4,7 +4,7 @@ import urllib.request
 
 import pytest
 
-from skyrl_tx.tools.quickstart.server import ServerFailed, serve
+from skyrl_tx.tools.quickstart.run import ServerFailed, serve
 
 FAKE = ("--base-model", "fake", "--backend", "fake")
 

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.ahead.program_text import ProgramText, read_program
 from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.costs import RANK, adapter_bytes
 from skyrl_tx.backends.jax.devices import is_exhausted
-from skyrl_tx.backends.jax.program_text import ProgramText, read_program
 from skyrl_tx.backends.jax.sample import programs
 from skyrl_tx.backends.jax.sample.layer_views import copies_less, separate_shapes
 from skyrl_tx.backends.jax.sample.row_inputs import RowInputs

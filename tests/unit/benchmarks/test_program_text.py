@@ -2,7 +2,7 @@
 
 # ruff: noqa: E501 - XLA's lines are long
 
-from skyrl_tx.backends.jax.program_text import Sent, read_program
+from benchmarks.ahead.program_text import Sent, read_program
 
 GPU = """\
 HloModule jit_accumulate, is_scheduled=true

@@ -11,10 +11,9 @@ import jax
 import pytest
 from jax.experimental import topologies
 
-from skyrl_tx.backends.jax import ahead
+from benchmarks.ahead import programs
+from benchmarks.ahead.plan_programs import PROGRAMS, main
 from skyrl_tx.testing.tiny_models import write_model
-from skyrl_tx.tools.cli import main
-from skyrl_tx.tools.plan.command import PROGRAMS
 from tests.support.client_environments import COMPILERS
 from tests.support.published import QWEN3_8B
 
@@ -33,8 +32,8 @@ def test_a_missing_compiler_ends_the_command(
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     write_model(tmp_path)
-    assert main(["plan", "--base-model", str(tmp_path), "--device", "v5e:1x1", "--compile"]) == 2
-    assert "--compile: no compiler for v5e:1x1: pip install 'skyrl-tx-server[tpu]'" in capsys.readouterr().err
+    assert main(["--base-model", str(tmp_path), "--device", "v5e:1x1"]) == 2
+    assert "no compiler for v5e:1x1: pip install 'skyrl-tx-server[tpu]'" in capsys.readouterr().err
 
 
 def test_programs_are_lowered_for_devices_that_are_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,24 +42,45 @@ def test_programs_are_lowered_for_devices_that_are_not_here(tmp_path: Path, monk
     monkeypatch.setattr(topologies, "get_topology_desc", lambda **_: described)
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    meshes, lower = [], ahead._Shapes.optimizer
+    meshes, lower = [], programs._Shapes.optimizer
 
-    def recorded(shapes: ahead._Shapes):
+    def recorded(shapes: programs._Shapes):
         meshes.append(jax.sharding.get_abstract_mesh())
         return lower(shapes)
 
-    monkeypatch.setattr(ahead._Shapes, "optimizer", recorded)
+    monkeypatch.setattr(programs._Shapes, "optimizer", recorded)
     write_model(tmp_path)
-    assert main(["plan", "--base-model", str(tmp_path), "--device", "v5e:1x1", "--compile", "optimizer"]) == 0
+    assert main(["--base-model", str(tmp_path), "--device", "v5e:1x1", "--programs", "optimizer"]) == 0
     [mesh] = meshes
     assert mesh.abstract_device.device_kind == described.devices[0].device_kind
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--device", "l4:1"), "--device: l4 is not described; of the GPUs, h100 and h200 are"),
+        (("--device", "h200", "--backend", "fake"), "--backend fake: only plans of the backend jax are known"),
+    ],
+)
+def test_what_cannot_be_compiled_is_named(
+    tmp_path: Path, flags: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(tmp_path)
+    assert main(["--base-model", str(tmp_path), *flags]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_an_unknown_program_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--base-model", "m", "--device", "h200", "--programs", "gradient,foo"])
+    assert "argument --programs: 'foo' must be one of forward, gradient" in capsys.readouterr().err
 
 
 def compiled(client_environment, model: Path, names: str, *flags: str) -> tuple[dict, dict]:
     """Return the plan as JSON, and its programs by name; all without `names`."""
     compilers = client_environment(COMPILERS)
-    settings = ("--backend-config.micro-batch-tokens", "2048", "--json", "--compile", *filter(None, [names]))
-    command = [sys.executable, "-m", "skyrl_tx", "plan", "--base-model", str(model), *settings, *flags]
+    settings = ("--backend-config.micro-batch-tokens", "2048", "--json", *(("--programs", names) if names else ()))
+    command = [sys.executable, "-m", "benchmarks.ahead.plan_programs", "--base-model", str(model), *settings, *flags]
     paths = os.pathsep.join((str(Path.cwd()), str(compilers.packages)))
     variables = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
     done = subprocess.run(command, capture_output=True, text=True, env=variables)

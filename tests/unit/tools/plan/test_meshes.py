@@ -5,8 +5,7 @@ import jax.numpy as jnp
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.tools.plan.hardware import parse_devices
-from skyrl_tx.tools.plan.long_rows import fitting_candidate
-from skyrl_tx.tools.plan.meshes import candidates, meshes_of
+from skyrl_tx.tools.plan.meshes import candidates, fitting_candidate, meshes_of
 from tests.support.published import QWEN3_8B
 
 DENSE = models.find_family(QWEN3_8B).config_from_hf(QWEN3_8B)
