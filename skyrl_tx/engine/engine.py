@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from skyrl_tx.apps.history.observer import History
@@ -12,24 +12,21 @@ from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.meters import Meters
 from skyrl_tx.engine import membership
-from skyrl_tx.engine.accounts import Accounts
 from skyrl_tx.engine.activity import HOST_WORK, LoopActivity, monitored
+from skyrl_tx.engine.admission import Admission
 from skyrl_tx.engine.background_writer import BackgroundWriter
 from skyrl_tx.engine.context import EngineContext
 from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
+from skyrl_tx.engine.extension import EngineExtension
 from skyrl_tx.engine.fair_share import FairShare
 from skyrl_tx.engine.housekeeping import ApiUptime, Housekeeping
 from skyrl_tx.engine.intake import Intake
 from skyrl_tx.engine.meters import EngineMeters
-from skyrl_tx.engine.pacing import QuotaPacing
-from skyrl_tx.engine.pauses import Pauses
-from skyrl_tx.engine.portions import Portions, Work
 from skyrl_tx.engine.recovery import Recovery, artifact_metadata
 from skyrl_tx.engine.request_log import DeliveryAttempts, RequestLog
 from skyrl_tx.engine.residency import Models, Samplers
-from skyrl_tx.engine.room import Room
 from skyrl_tx.engine.sampling import SamplingExecutor
-from skyrl_tx.engine.schedule import MAX_RUNNING_REQUESTS, Schedule
+from skyrl_tx.engine.schedule import Schedule
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.engine.spreading import Spreading
 from skyrl_tx.engine.startup import recreate_lost_samplers, replay_quarantined
@@ -39,8 +36,6 @@ from skyrl_tx.engine.watchdog import Watchdog
 from skyrl_tx.process.threads import ServiceThread
 from skyrl_tx.store import cancellations, completions, engine_state, futures, identity, leases
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.engine_state import Pause
-from skyrl_tx.store.quota_view import QuotaView
 
 _log = logging.getLogger(__name__)
 _MAX_WAIT_S = 1.0
@@ -60,6 +55,8 @@ class Engine:
     artifacts: ArtifactStore
     meters: EngineMeters = field(default_factory=EngineMeters)
     boot_id: str = field(default_factory=engine_state.new_boot_id)
+    extensions: Sequence[EngineExtension] = ()
+    """What optional features add."""
 
     def run(
         self,
@@ -122,8 +119,9 @@ class Engine:
                 status.sample_load = loop.sample_load()
                 if time.monotonic() - measured_at >= _MEASURE_PERIOD_S:
                     measured_at = time.monotonic()
+                    loop.refresh_admission()
                     status.meters = loop.measure(self.backend, activity)
-                    status.pauses = loop.pauses()
+                    status.pauses = context.admission.pauses()
                 activity.start(HOST_WORK)
                 if not loop.turn():
                     activity.idle()
@@ -183,8 +181,7 @@ class Engine:
         models = Models(
             backend, capabilities.max_models, store, request_log, background_writer, recovery, ephemeral_samplers
         )
-        quotas = QuotaView(store)
-        accounts = Accounts(store, quotas)
+        make_admission = next((made.admission for made in self.extensions if made.admission is not None), None)
         return EngineContext(
             settings=settings,
             backend=backend,
@@ -198,10 +195,7 @@ class Engine:
             samplers=Samplers(backend, capabilities.max_samplers, recovery, ephemeral_samplers, models),
             ephemeral_samplers=ephemeral_samplers,
             history=History(store, settings),
-            quotas=quotas,
-            pauses=Pauses(store, quotas, accounts, request_log),
-            sample_room=Room("samples_at_once", quotas, accounts),
-            training_room=Room("training_steps_at_once", quotas, accounts),
+            admission=make_admission(store, request_log.wait_for_commits) if make_admission else Admission(),
         )
 
 
@@ -210,17 +204,17 @@ class _Loop:
 
     def __init__(self, context: EngineContext, artifacts: ArtifactStore) -> None:
         self._context, capabilities = context, context.capabilities
-        context.quotas.refresh()
+        self.refresh_admission()
         few_tokens = _BATCH_MICRO_BATCHES * capabilities.micro_batch_tokens  # 0 if the backend does not report the size
         self.training = TrainingExecutor(context)
-        self._pacing = QuotaPacing(context.pauses, context.training_room)
         self._schedule = Schedule(
             gap_timeout_s=context.settings.gap_timeout_s,
             max_pass_tokens=min(few_tokens or capabilities.max_pass_tokens, capabilities.max_pass_tokens),
             max_models=capabilities.max_models,
             max_read_bytes=context.settings.max_backlog_bytes // 2,
             read_bodies=lambda requests: self._intake.read_bodies(requests),
-            fair_share=FairShare(context.quotas.weights),
+            admission=context.admission,
+            fair_share=FairShare(lambda: context.admission.weights),
             on_arrival=self.training.arrive,
         )
         self.sampling = SamplingExecutor(context)
@@ -228,18 +222,15 @@ class _Loop:
         self._api_uptime = ApiUptime(context.store)
         self._housekeeping = Housekeeping(context, artifacts, self.sampling, self._api_uptime)
         self._membership = membership.Membership(context, self._schedule, Spreading(context, self.sampling))
-        self._portions = Portions(context.store) if context.store.is_shared else None
         self._is_busy = self._is_turn_of_passes = self._has_warned = False
         self._housekeeping_at = self._pruning_at = time.monotonic()
 
     def turn(self) -> bool:
         """Run one turn. Returns whether there was anything to do."""
         context, settings = self._context, self._context.settings
-        context.pauses.refresh()
         self._membership.check()
         worked = self._intake.read(self._is_busy)
         worked |= context.background_writer.run_callbacks()
-        self._take_portions()
         self._is_busy = self._use_device()
         worked |= self._is_busy
         context.request_log.check_commits()
@@ -265,6 +256,12 @@ class _Loop:
                 pause_s = min(pause_s, _PRUNE_PERIOD_S)
             self._pruning_at = time.monotonic() + pause_s
         return worked
+
+    def refresh_admission(self) -> None:
+        """Look for changed quotas."""
+        admission = self._context.admission
+        admission.refresh()
+        self._context.request_log.on_result = admission.ended if admission.is_counting else None
 
     def sample_load(self) -> engine_state.SampleLoad:
         """Return the memory of the samples in this engine. The API adds what it stores later."""
@@ -315,12 +312,6 @@ class _Loop:
             },
         )
 
-    def pauses(self) -> list[Pause]:
-        """Return the quotas because of which requests wait."""
-        context = self._context
-        reasons = [*context.pauses.exhausted(), *context.training_room.full(), *context.sample_room.full()]
-        return [Pause.of(quota, reason) for quota, reason in reasons[: engine_state.MAX_PAUSES]]
-
     def _warn_of_meters(self, error: Exception) -> None:
         if not self._has_warned:
             _log.warning("the backend cannot tell its meters", exc_info=error)
@@ -345,25 +336,6 @@ class _Loop:
         self._context.background_writer.drain()  # the last snapshots may have replaced others
         self._context.request_log.wait_for_commits()
 
-    def _take_portions(self) -> None:
-        """With several engines, bound what runs here by this engine's portions of quotas."""
-        if self._portions is None:
-            return
-        context, training, sampling = self._context, self.training, self.sampling
-        passes = (
-            (first, count)
-            for first, count in self._schedule.heads()
-            if first.kind == "model_pass" and not context.pauses.is_paused(first)
-        )
-        self._portions.refresh(
-            {
-                context.training_room: Work(
-                    ((each, 1) for each in training.running_requests()), passes, MAX_RUNNING_REQUESTS
-                ),
-                context.sample_room: Work(sampling.open_samples(), sampling.waiting_samples(), sampling.max_open),
-            }
-        )
-
     def _use_device(self) -> bool:
         """Run some training steps, then some decode slices. The settings bound how long each side waits."""
         settings, worked = self._context.settings, False
@@ -382,8 +354,6 @@ class _Loop:
         training, step = self.training, None
         training.set_shared(self._schedule.is_shared)
         if not self._is_turn_of_passes:
-            self._pacing.room.start_round((queued, 1) for queued in training.running_requests())
-            self._schedule.pacing = self._pacing if self._pacing.is_active else None
             step = self._schedule.take(
                 self._api_uptime.total_s(),
                 self._context.background_writer.blocked_models,

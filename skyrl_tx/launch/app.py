@@ -26,3 +26,8 @@ class App:
     """Returns result observers, retention rules and admission for the engine process."""
     commands: Callable[[], Sequence[Command]] | None = None
     """Returns commands for the command line."""
+
+
+def load_engine_extensions(apps: Sequence[App]) -> list[EngineExtension]:
+    """Return what these features add to an engine process."""
+    return [app.engine() for app in apps if app.engine is not None]

@@ -1,14 +1,16 @@
 """The HTTP application and its server: components, routes, error responses."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import secrets
 import socket
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import uvicorn
 from anyio.to_thread import current_default_thread_limiter
@@ -29,6 +31,7 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.process.setup import listen
 from skyrl_tx.server.context import ApiContext
 from skyrl_tx.server.errors import ApiError
+from skyrl_tx.server.extension import ServerExtension
 from skyrl_tx.server.http.body import BodyBudget
 from skyrl_tx.server.http.connections import Connections, HttpProtocol, Listener, max_connections
 from skyrl_tx.server.http.long_poll import LongPollMiddleware, ResultWatcher
@@ -39,7 +42,6 @@ from skyrl_tx.server.monitoring import metrics_page
 from skyrl_tx.server.monitoring.engine_status import AdmissionControl, EngineHealth
 from skyrl_tx.server.monitoring.metrics import ApiMetrics
 from skyrl_tx.server.monitoring.server_sampler import ServerSampler
-from skyrl_tx.server.quotas import Quotas
 from skyrl_tx.server.routes import (
     account,
     custom_losses,
@@ -56,6 +58,9 @@ from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.submission.validation import shown
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError, ValueRefused
+
+if TYPE_CHECKING:
+    from skyrl_tx.launch.app import App
 
 _log = logging.getLogger(__name__)
 _KEEP_ALIVE_S = 75
@@ -82,14 +87,13 @@ _ROUTERS = (
 )
 
 
-def create_context(settings: ApiSettings, store: Store) -> ApiContext:
-    """Build the components of an API process."""
+def create_context(
+    settings: ApiSettings, store: Store, extensions: Mapping[str, ServerExtension] | None = None
+) -> ApiContext:
+    """Build the components of an API process. `extensions` has what each optional feature adds, by its name."""
     signing_key, metrics, results = SigningKey.of(settings.data_dir), ApiMetrics(), ResultWatcher(store)
     metrics.polls_waiting.set_function(lambda: results.num_waiting)
     results.observe_wakeup = metrics.poll_wakeup_s.observe
-    quotas = Quotas(store)
-    quotas.view.refresh()
-    results.add_reader(quotas.view.refresh)
     store.observe_commits(metrics.store_write_s.observe, metrics.store_group_size.observe)
     return ApiContext(
         settings=settings,
@@ -105,13 +109,14 @@ def create_context(settings: ApiSettings, store: Store) -> ApiContext:
         decoded_bodies=BodyBudget(settings.max_inflight_bytes // 2),
         results=results,
         metrics=metrics,
-        quotas=quotas,
+        extensions=extensions or {},
     )
 
 
-def create_app(settings: ApiSettings, store: Store) -> FastAPI:
-    """Build the HTTP application. The caller closes the store."""
-    context = create_context(settings, store)
+def create_app(settings: ApiSettings, store: Store, apps: Sequence[App] = ()) -> FastAPI:
+    """Build the HTTP application with optional features. The caller closes the store."""
+    extensions = {app.name: app.server() for app in apps if app.server is not None}
+    context = create_context(settings, store, extensions)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
@@ -202,8 +207,8 @@ def _detail(status: int, detail: str, headers: Mapping[str, str] | None = None) 
 class ApiServer(uvicorn.Server):
     """A uvicorn server with limits for each connection, which releases its long polls before it stops."""
 
-    def __init__(self, settings: ApiSettings, store: Store) -> None:
-        self.app = create_app(settings, store)
+    def __init__(self, settings: ApiSettings, store: Store, apps: Sequence[App] = ()) -> None:
+        self.app = create_app(settings, store, apps)
         context = cast(ApiContext, self.app.state.context)
         self.sampler = ServerSampler(settings, store, context.metrics, context.results)
         most = max_connections()

@@ -265,6 +265,11 @@ def _add_trainer_gap() -> None:
     op.add_column("kept_samples", sa.Column("trainer_gap", sa.Float))
 
 
+def _drop_portions() -> None:
+    """Remove what engines held of quotas of what runs at once: these quotas no longer exist."""
+    op.drop_table("portions")
+
+
 _HISTORY = (
     *("run_points", "usage", "server_points", "sampled_steps"),
     *("logged_runs", "logged_points", "partials", "notices"),
@@ -288,4 +293,5 @@ MIGRATIONS: Mapping[str, Callable[[], None]] = {
     "0016": _add_engines,
     "0017": _add_portions,
     "0018": _add_trainer_gap,
+    "0019": _drop_portions,
 }

@@ -274,6 +274,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 def _run_server(command: str, settings: ServerSettings) -> int:
+    from skyrl_tx.compose import APPS
     from skyrl_tx.launch import supervisor  # late, because its imports would slow down --help
 
     configure_logging(command, settings.log_level, settings.log_format)
@@ -284,12 +285,12 @@ def _run_server(command: str, settings: ServerSettings) -> int:
         settings = with_tiny_model(settings)
         match command:
             case "api":
-                return supervisor.serve_api(settings)
+                return supervisor.serve_api(settings, APPS)
             case "engine":
                 restart_with_huge_pages()
-                return supervisor.serve_engine(settings)
+                return supervisor.serve_engine(settings, APPS)
             case _:
-                return supervisor.serve(settings)
+                return supervisor.serve(settings, APPS)
     except CannotServe as error:
         return _fail(f"skyrl-tx {command}", str(error), status=1)
 

@@ -8,12 +8,12 @@ from starlette.responses import RedirectResponse, Response
 
 from skyrl_tx.apps.console.views.quotas import quota_lines
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit
+from skyrl_tx.apps.teams import quotas
 from skyrl_tx.apps.teams.amounts import amount_text, parse_amount
+from skyrl_tx.apps.teams.quota_use import QuotaUse, quota_uses
+from skyrl_tx.apps.teams.quotas import LIMITS, WEIGHT, Rules, Subject
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.server.errors import ApiError, not_found
-from skyrl_tx.store import quotas
-from skyrl_tx.store.allowances import Allowance, allowances
-from skyrl_tx.store.quotas import LIMITS, WEIGHT, Rules, Subject
 from skyrl_tx.store.tables import OverQuota, QuotaRow
 
 pages = PageTable()
@@ -24,9 +24,9 @@ _MAX_SHOWN = 200
 def list_quotas(visit: Visit) -> Page:
     """Show what is used of the visitor's quotas, to admins of all."""
 
-    def look(tx: Session) -> tuple[Rules, list[Allowance], list[QuotaRow]]:
+    def look(tx: Session) -> tuple[Rules, list[QuotaUse], list[QuotaRow]]:
         rules = quotas.read(tx)
-        shown = allowances(tx, rules, visit.caller.owner_filter, visit.now, limit=_MAX_SHOWN)
+        shown = quota_uses(tx, rules, visit.caller.owner_filter, visit.now, limit=_MAX_SHOWN)
         return rules, shown, quotas.rows(tx) if visit.caller.is_admin else []
 
     rules, found, rows = visit.read(look)

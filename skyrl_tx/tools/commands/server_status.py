@@ -10,6 +10,7 @@ from sqlmodel import Session
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.results import Failure
 from skyrl_tx.store import engine_state, server_points, totals
+from skyrl_tx.store.pauses import pauses_of
 from skyrl_tx.store.tables import EngineStateRow
 
 SILENCE_S = 10.0
@@ -54,7 +55,7 @@ def read(tx: Session, host: str | None = None) -> ServerStatus:
     now, shared_now = time.time(), engine_state.shared_time(tx)
     rows = [row for row in engine_state.all_engines(tx) if host in (None, row.host)]
     row = engine_state.main_engine(rows)
-    found = totals.read(tx, now, engine_state.pauses_of(*rows))
+    found = totals.read(tx, now, pauses_of(*rows))
     points = server_points.since(tx, now - HISTORY_S)
     recent = [values for at, values in points if at > now - _MEAN_OVER_S]
     return ServerStatus(
