@@ -1,11 +1,9 @@
 """The list of optional features. Only this file, `apps` and `tools` import features."""
 
+from skyrl_tx.apps.chat.app import CHAT
+from skyrl_tx.apps.console.app import CONSOLE
+from skyrl_tx.apps.history.app import HISTORY
 from skyrl_tx.apps.teams.app import TEAMS
 from skyrl_tx.launch.app import App
 
-APPS: tuple[App, ...] = (
-    App(name="history"),
-    TEAMS,
-    App(name="chat"),
-    App(name="console"),
-)
+APPS: tuple[App, ...] = (HISTORY, TEAMS, CHAT, CONSOLE)

@@ -24,8 +24,8 @@ from skyrl_tx.artifacts import ArtifactsUnreachable, open_artifacts
 from skyrl_tx.backends.composed import compose
 from skyrl_tx.backends.hosts.calls import Welcome
 from skyrl_tx.backends.hosts.channel import LeaderLost
-from skyrl_tx.backends.hosts.following import follow
-from skyrl_tx.backends.hosts.leading import LeadingBackend
+from skyrl_tx.backends.hosts.follower import follow
+from skyrl_tx.backends.hosts.leader import LeadingBackend
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.backends.registry import find_backend, find_sampler
 from skyrl_tx.contract.backend import AbstractBackend, BackendSpec

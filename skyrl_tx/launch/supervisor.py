@@ -21,7 +21,7 @@ from skyrl_tx.artifacts import ArtifactsUnreachable, PlaceRefused, open_artifact
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.integrations.ray.engine import RayEngine, connected
-from skyrl_tx.launch.app import App
+from skyrl_tx.launch.app import App, load_server_extensions
 from skyrl_tx.launch.device_shares import device_shares
 from skyrl_tx.launch.engine_process import (
     EngineEnd,
@@ -58,7 +58,7 @@ class SupervisedApi(ApiServer):
     """The API on a socket, with signals handled by the supervisor."""
 
     def __init__(self, settings: ServerSettings, store: Store, apps: Sequence[App] = ()) -> None:
-        super().__init__(settings.for_api(), store, apps)
+        super().__init__(settings.for_api(), store, load_server_extensions(apps))
         self.config.timeout_graceful_shutdown = _GRACE_S
 
     @contextlib.contextmanager

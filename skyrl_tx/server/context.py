@@ -44,7 +44,7 @@ class ApiContext:
     decoded_bodies: BodyBudget
     metrics: ApiMetrics
     extensions: Mapping[str, ServerExtension] = field(default_factory=dict[str, ServerExtension])
-    """What each optional feature adds, by its name."""
+    """The optional features by name."""
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     priority: ResponsePriority = field(default_factory=ResponsePriority)
     result_readers: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_RESULT_READERS))

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 
 from skyrl_tx.compose import APPS
 from skyrl_tx.contract import codec, requests
-from skyrl_tx.launch.app import App
+from skyrl_tx.launch.app import App, load_server_extensions
 from skyrl_tx.server.app import ApiServer
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import futures
@@ -72,7 +72,7 @@ def live_api(
 ) -> Generator[Server]:
     """Serve on a thread with the store in `settings.data_dir`; `wrap` may record or disturb the calls."""
     store = Store.open(settings.data_dir, role="api", url=settings.store_url)
-    api = ApiServer(settings, store, apps)
+    api = ApiServer(settings, store, load_server_extensions(apps))
     if wrap is not None:
         api.config.app = wrap(api.app)
     thread = threading.Thread(target=api.run)

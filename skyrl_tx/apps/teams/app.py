@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from skyrl_tx.apps.teams.commands import COMMANDS
 from skyrl_tx.launch.app import App
 
 if TYPE_CHECKING:
@@ -11,18 +12,20 @@ if TYPE_CHECKING:
     from skyrl_tx.server.extension import ServerExtension
 
 
-def _extend_engine() -> EngineExtension:
-    from skyrl_tx.apps.teams.admission import QuotaAdmission
-    from skyrl_tx.engine.extension import EngineExtension
-
-    return EngineExtension(admission=QuotaAdmission)
-
-
 def _extend_server() -> ServerExtension:
     from skyrl_tx.apps.teams.quota_use import check_checkpoint
+    from skyrl_tx.apps.teams.routes import router
     from skyrl_tx.server.extension import ServerExtension
 
-    return ServerExtension(admission=check_checkpoint)
+    return ServerExtension(routers=(router,), admission=check_checkpoint)
 
 
-TEAMS = App(name="teams", engine=_extend_engine, server=_extend_server)
+def _extend_engine() -> EngineExtension:
+    from skyrl_tx.apps.teams.admission import QuotaAdmission
+    from skyrl_tx.apps.teams.usage_observer import RETENTION, UsageObserver
+    from skyrl_tx.engine.extension import EngineExtension
+
+    return EngineExtension(observer=UsageObserver, retention=RETENTION, admission=QuotaAdmission)
+
+
+TEAMS = App(name="teams", server=_extend_server, engine=_extend_engine, commands=COMMANDS)

@@ -15,7 +15,7 @@ from skyrl_tx.process.setup import CannotServe
 from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreUnreachable
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
-from skyrl_tx.tools.cli import read_settings
+from skyrl_tx.tools.serve import read_settings
 
 HOSTS = ("--base-model", "fake", "--backend", "fake", "--hosts.size", "2")
 READY = FakeBackend("tiny", FakeConfig()).start()
