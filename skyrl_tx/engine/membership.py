@@ -21,7 +21,7 @@ from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.engine.context import EngineContext
 from skyrl_tx.engine.sampling import SamplingExecutor
 from skyrl_tx.engine.schedule import Schedule
-from skyrl_tx.store import engine_state, leases, models, placement, portions
+from skyrl_tx.store import engine_state, leases, models, placement
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import EngineStateRow
 
@@ -48,7 +48,6 @@ def leave_to_others(store: Store) -> None:
         return
 
     def work(tx: Session) -> placement.Moved:
-        portions.forget(tx, store.engine)
         ready = _ready(tx) - {store.engine}
         return placement.move(tx, store.engine, sorted(ready), hold=True) if ready else placement.Moved()
 
