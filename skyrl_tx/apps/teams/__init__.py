@@ -1,4 +1,4 @@
-"""For teams that share a server: usage, prices, billing, and the audit log."""
+"""Usage, billing, quotas and the audit log as an optional feature."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ if TYPE_CHECKING:
 
 
 def _extend_server() -> ServerExtension:
+    from skyrl_tx.apps.teams.quota_use import check_checkpoint
     from skyrl_tx.apps.teams.routes import router
     from skyrl_tx.server.extension import ServerExtension
 
-    return ServerExtension(routers=(router,))
+    return ServerExtension(routers=(router,), admission=check_checkpoint)
 
 
 def _extend_engine() -> EngineExtension:
-    from skyrl_tx.apps.teams.usage_observer import EXTENSION
+    from skyrl_tx.apps.teams.admission import QuotaAdmission
+    from skyrl_tx.apps.teams.usage_observer import RETENTION, UsageObserver
+    from skyrl_tx.engine.extension import EngineExtension
 
-    return EXTENSION
+    return EngineExtension(observer=UsageObserver, retention=RETENTION, admission=QuotaAdmission)
 
 
 TEAMS = App(name="teams", server=_extend_server, engine=_extend_engine, commands=COMMANDS)
