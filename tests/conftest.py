@@ -9,6 +9,7 @@ from pathlib import Path
 from weakref import WeakSet
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
 from skyrl_tx.backends.jax.compiler import set_cpu_options
@@ -83,6 +84,11 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
     set_cpu_options(os.environ)
     share_statements()
+    # Examples may take any time on a busy machine. Each run draws others, so that few are enough.
+    settings.register_profile(
+        "default run", max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("default run")
 
 
 @pytest.hookimpl(tryfirst=True)  # before deselection by marker
