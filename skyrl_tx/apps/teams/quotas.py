@@ -1,9 +1,9 @@
 """Quotas: the most that an owner, an API key or a project may use; and the weights of owners.
 
-A change is one row and an entry of the audit log. Processes read all rows as `Rules` about once a second.
+A change is one row and an entry of the audit log. The engine reads all rows as `Rules` about once a second.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, cast, get_args
 
@@ -17,14 +17,17 @@ from skyrl_tx.store.tables import OverQuota, QuotaRow, SubjectKind
 Limit = Literal[
     "training_tokens_per_day",
     "sample_tokens_per_day",
-    "sample_tokens_per_minute",
-    "sample_requests_per_second",
-    "samples_at_once",
-    "training_steps_at_once",
     "models_in_training",
     "checkpoint_bytes",
 ]
 LIMITS: tuple[Limit, ...] = get_args(Limit)
+DROPPED_LIMITS = (
+    "sample_tokens_per_minute",
+    "sample_requests_per_second",
+    "samples_at_once",
+    "training_steps_at_once",
+)
+"""Limits of earlier versions. Their rows stay in the database and have no effect."""
 DAY_LIMITS: tuple[Limit, ...] = ("training_tokens_per_day", "sample_tokens_per_day")
 WEIGHT = "weight"
 ANY = "*"
@@ -98,11 +101,6 @@ class Rules:
     weights: Mapping[str, int] = field(default_factory=lambda: {})
     """The weights of owners; others have 1."""
 
-    @property
-    def concern_sessions(self) -> bool:
-        """Whether a key or a project has a quota, so that a request's owner does not tell which apply."""
-        return any(kind != "owner" for kind, _ in self.values)
-
     def of_subject(self, limit: Limit, subject: Subject) -> Quota | None:
         """Return the quota of a subject, its own or else that of `*`; None if it has none."""
         of_kind = self.values.get((subject.kind, limit))
@@ -116,30 +114,32 @@ class Rules:
         found = (self.of_subject(limit, subject) for subject in account.subjects())
         return [quota for quota in found if quota is not None]
 
-    def has(self, *limits: Limit, kinds: tuple[SubjectKind, ...] = get_args(SubjectKind)) -> bool:
-        """Whether any subject of these kinds has one of the limits."""
-        return bool(self.values) and any((kind, limit) in self.values for kind in kinds for limit in limits)
-
-
-NO_RULES = Rules()
+    def has(self, *limits: Limit) -> bool:
+        """Whether any subject has one of the limits."""
+        return any((kind, limit) in self.values for kind in get_args(SubjectKind) for limit in limits)
 
 
 def read(tx: Session) -> Rules:
-    """Read all quotas and weights."""
+    """Read all quotas and weights, without those of dropped limits."""
     values: dict[tuple[SubjectKind, str], dict[str, Quota]] = {}
     weights: dict[str, int] = {}
     for row in rows(tx):
         if row.name == WEIGHT:
             weights[row.subject] = row.value
-        else:
+        elif row.name in LIMITS:
             quota = Quota(Subject(row.subject_kind, row.subject), cast(Limit, row.name), row.value, row.over)
             values.setdefault((row.subject_kind, row.name), {})[row.subject] = quota
-    return Rules(values, weights) if values or weights else NO_RULES
+    return Rules(values, weights)
 
 
 def rows(tx: Session) -> list[QuotaRow]:
     """Return all rows, by subject and name."""
     return sorted(tx.exec(select(QuotaRow)), key=lambda row: (row.subject_kind, row.subject, row.name))
+
+
+def without_effect(tx: Session) -> Sequence[str]:
+    """Return the stored quotas of dropped limits as text: `samples_at_once of ann`."""
+    return [f"{row.name} of {Subject(row.subject_kind, row.subject)}" for row in rows(tx) if row.name in DROPPED_LIMITS]
 
 
 def put(
@@ -179,6 +179,13 @@ def put(
 
 def check(subject: Subject, name: str, value: int | None, over: OverQuota = "wait") -> None:
     """Raise UserError for a limit that does not exist, and for a value that it cannot have."""
+    if name in DROPPED_LIMITS:
+        if value is None:
+            return
+        raise UserError(
+            f"limit {name!r}: this limit no longer exists. Owners share the device by their weights; to limit what an "
+            f"owner uses, set {' or '.join(DAY_LIMITS)}"
+        )
     if over != "wait" and name not in DAY_LIMITS:
         raise UserError(f"over {over!r}: only beyond {' and '.join(DAY_LIMITS)} work fails, not beyond {name[:80]}")
     if name == WEIGHT:

@@ -1,39 +1,37 @@
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
 
-from skyrl_tx.apps.history.curves.series import CurveCache, fold, fold_metrics, smooth, spark, thin
-from skyrl_tx.apps.history.sampled_steps import SampledStep
+from skyrl_tx.apps.history.curves import CurveCache, fold, fold_metrics, smooth, spark, thin
+from skyrl_tx.apps.history.points import Point, SampledStep
+from skyrl_tx.apps.history.tables import PointKind
+from skyrl_tx.contract.ids import ModelId
 
 NUMBERS = st.floats(-1e6, 1e6)
 
 
-@dataclass(frozen=True)
-class Point:
-    position: int
-    kind: str
-    step: int
-    created_at: float = 0.0
-    started_at: float = 1.0
-    at: float = 2.0
-    device_s: float = 0.5
-    tokens: int = 10
-    datums: int = 2
-    values: Mapping[str, float | None] = field(default_factory=lambda: {"loss:sum": 20.0, "num_tokens:sum": 10.0})
+VALUES = {"loss:sum": 20.0, "num_tokens:sum": 10.0}
+
+
+def point(position: int, kind: PointKind, step: int, **changes: Any) -> Point:
+    """Return a point with the same times and sizes as others."""
+    times = {"created_at": 0.0, "started_at": 1.0, "at": 2.0, "device_s": 0.5}
+    fields = {**times, "tokens": 10, "datums": 2, "values": VALUES, **changes}
+    return Point(position=position, model_id=ModelId("run"), kind=kind, step=step, **fields)
 
 
 def passes(steps: int, chunks: int = 2) -> list[Point]:
     points: list[Point] = []
     for step in range(steps):
-        points += [Point(len(points) + chunk, "train", step) for chunk in range(chunks)]
+        points += [point(len(points) + chunk, "train", step) for chunk in range(chunks)]
         update = {"unclipped_grad_l2:mean": 0.5, "learning_rate:mean": 1e-4}
-        points.append(Point(len(points), "step", step + 1, values=update, tokens=0, datums=0))
+        points.append(point(len(points), "step", step + 1, values=update, tokens=0, datums=0))
     return points
 
 
@@ -69,13 +67,13 @@ def test_passes_of_a_step_and_its_update_are_one_step() -> None:
 
 def test_a_policy_gradient_loss_is_divided_by_the_positions_with_an_advantage() -> None:
     values = {"loss:sum": 6.0, "num_tokens:sum": 100.0, "ratio_count:sum": 3.0, "ratio:sum": 3.3}
-    (step,) = fold([Point(1, "train", 0, values=values)])
+    (step,) = fold([point(1, "train", 0, values=values)])
     assert step.values["loss"] == 2.0 and step.values["ratio"] == pytest.approx(1.1)
     assert step.values["advantages"] == 3.0 and not step.is_applied
 
 
 def test_evaluations_are_curves_of_their_own() -> None:
-    evaluation = Point(9, "forward", 0, created_at=-50.0, at=90.0)
+    evaluation = point(9, "forward", 0, created_at=-50.0, at=90.0)
     (step,) = fold([*passes(1), evaluation])
     assert step.values["forward_loss"] == 2.0 and step.tokens == 20 and step.wall_s == 2.0 and step.passes == 2
 
@@ -93,7 +91,7 @@ def test_smoothing_stays_between_the_extremes(values: list[float | None], weight
 @given(st.lists(NUMBERS, min_size=1, max_size=400), st.integers(1, 20))
 def test_thinning_keeps_order_ends_and_spikes(losses: list[float], buckets: int) -> None:
     points = [
-        Point(index, "train", index, values={"loss:sum": loss * 10, "num_tokens:sum": 10.0})
+        point(index, "train", index, values={"loss:sum": loss * 10, "num_tokens:sum": 10.0})
         for index, loss in enumerate(losses)
     ]
     steps = fold(points)

@@ -2,12 +2,12 @@
 
 import pytest
 
-from skyrl_tx.apps.teams import usage
+from skyrl_tx.apps.teams import quota_use, quotas, usage
+from skyrl_tx.apps.teams.quotas import Account, Subject
 from skyrl_tx.apps.teams.usage import Work
 from skyrl_tx.contract.ids import ArtifactId, CheckpointKind, ModelId, SessionId
-from skyrl_tx.store import allowances, audit, checkpoints, models, quotas, sessions
+from skyrl_tx.store import audit, checkpoints, models, sessions
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.quotas import Account, Subject
 from skyrl_tx.store.tables import CheckpointRow, ModelRow
 
 DAY = 20_000 * 86_400.0
@@ -72,16 +72,16 @@ def test_tokens_of_the_day_by_owner_key_and_project(store: Store, team: dict[str
         usage.add(tx, "bob", team["bob"], "m", NOON, work)
 
     store.write(fill)
-    assert store.read(lambda tx: allowances.tokens_today(tx, NOON)) == {
+    assert store.read(lambda tx: quota_use.tokens_today(tx, NOON)) == {
         (ANN, "training_tokens_per_day"): 15,
         (KEY, "training_tokens_per_day"): 15,
         (MATH, "training_tokens_per_day"): 30,
         (ANN, "sample_tokens_per_day"): 10,
         (Subject("owner", "bob"), "training_tokens_per_day"): 15,
     }
-    assert store.read(lambda tx: allowances.tokens_today(tx, DAY + 86_400)) == {}
-    assert store.read(lambda tx: allowances.account_of(tx, team["keyed"])) == Account("ann", 4, "math")
-    assert store.read(lambda tx: allowances.account_of(tx, SessionId("none"))) is None
+    assert store.read(lambda tx: quota_use.tokens_today(tx, DAY + 86_400)) == {}
+    assert store.read(lambda tx: quota_use.account_of(tx, team["keyed"])) == Account("ann", 4, "math")
+    assert store.read(lambda tx: quota_use.account_of(tx, SessionId("none"))) is None
 
 
 def test_models_in_training_are_those_that_have_not_ended(store: Store, team: dict[str, SessionId]) -> None:
@@ -91,9 +91,9 @@ def test_models_in_training_are_those_that_have_not_ended(store: Store, team: di
     of_bob = add_model(store, team["bob"], "0")
     finished = add_model(store, team["plain"], "0")
     store.write(lambda tx: sessions.finish(tx, team["plain"], "success", NOON))
-    found = {subject: store.read(lambda tx, s=subject: allowances.models_in_training(tx, s)) for subject in (ANN, KEY)}
+    found = {subject: store.read(lambda tx, s=subject: quota_use.models_in_training(tx, s)) for subject in (ANN, KEY)}
     assert found == {ANN: [(ready, "ann")], KEY: [(ready, "ann")]}
-    of_math = store.read(lambda tx: allowances.models_in_training(tx, MATH))
+    of_math = store.read(lambda tx: quota_use.models_in_training(tx, MATH))
     assert set(of_math) == {(ready, "ann"), (of_bob, "bob")} and finished not in dict(of_math)
 
 
@@ -103,22 +103,26 @@ def test_bytes_of_checkpoints_that_exist(store: Store, team: dict[str, SessionId
     add_checkpoint(store, model_id, "gone", 1000, expires_at=NOON - 1)
     add_checkpoint(store, model_id, "deleted", 1000, deleted_at=NOON - 1)
     add_checkpoint(store, add_model(store, team["bob"], "0"), "b", 7)
-    sizes = [store.read(lambda tx, s=each: allowances.checkpoint_bytes(tx, s, NOON)) for each in (ANN, KEY, MATH)]
+    sizes = [store.read(lambda tx, s=each: quota_use.checkpoint_bytes(tx, s, NOON)) for each in (ANN, KEY, MATH)]
     assert sizes == [100, 100, 107]
 
 
-def test_allowances_of_an_owner_are_its_own_and_those_of_its_keys_and_projects(
+def test_an_owner_sees_its_own_quotas_and_those_of_its_keys_and_projects(
     store: Store, team: dict[str, SessionId]
 ) -> None:
     store.write(lambda tx: usage.add(tx, "ann", team["keyed"], "m", NOON, [Work(kind="training", tokens=40)]))
     for subject, name, value in (
         *(("*", "training_tokens_per_day", 100), ("bob", "training_tokens_per_day", 5)),
-        *(("key:4", "checkpoint_bytes", 9), ("project:math", "models_in_training", 2), ("key:9", "samples_at_once", 1)),
+        *(
+            ("key:4", "checkpoint_bytes", 9),
+            ("project:math", "models_in_training", 2),
+            ("key:9", "models_in_training", 1),
+        ),
     ):
         put(store, subject, name, value)
 
-    def shown(owner: str | None) -> list[tuple[str, str, int | None, int]]:
-        found = store.read(lambda tx: allowances.allowances(tx, quotas.read(tx), owner, NOON))
+    def shown(owner: str | None) -> list[tuple[str, str, int, int]]:
+        found = store.read(lambda tx: quota_use.quota_uses(tx, quotas.read(tx), owner, NOON))
         return [(str(each.quota.subject), each.quota.limit, each.used, each.quota.value) for each in found]
 
     assert shown("ann") == [
@@ -130,4 +134,4 @@ def test_allowances_of_an_owner_are_its_own_and_those_of_its_keys_and_projects(
         ("bob", "training_tokens_per_day", 0, 5),
         ("project:math", "models_in_training", 0, 2),
     ]
-    assert ("key:9", "samples_at_once", None, 1) in shown(None) and len(shown(None)) == 5
+    assert ("key:9", "models_in_training", 0, 1) in shown(None) and len(shown(None)) == 5

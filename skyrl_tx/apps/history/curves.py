@@ -9,7 +9,8 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+
+from skyrl_tx.apps.history.points import Point, SampledStep
 
 Value = float | None
 """A number; None for NaN and infinity."""
@@ -19,31 +20,6 @@ _PAGE = 5000
 _BUCKETS = 250
 _SAMPLED_AGAIN = 32
 """Steps of the weights whose samples are read again."""
-
-
-class PointLike(Protocol):
-    """The columns of a run's point that curves need."""
-
-    @property
-    def position(self) -> int: ...  # noqa: D102
-    @property
-    def kind(self) -> str: ...  # noqa: D102
-    @property
-    def step(self) -> int: ...  # noqa: D102
-    @property
-    def created_at(self) -> float: ...  # noqa: D102
-    @property
-    def started_at(self) -> float: ...  # noqa: D102
-    @property
-    def at(self) -> float: ...  # noqa: D102
-    @property
-    def device_s(self) -> float: ...  # noqa: D102
-    @property
-    def tokens(self) -> int: ...  # noqa: D102
-    @property
-    def datums(self) -> int: ...  # noqa: D102
-    @property
-    def values(self) -> Mapping[str, Value]: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,21 +122,21 @@ def _reduce(reduction: str, values: Sequence[float], weights: Sequence[float]) -
     return result if math.isfinite(result) else None
 
 
-def fold(points: Iterable[PointLike]) -> list[Step]:
+def fold(points: Iterable[Point]) -> list[Step]:
     """Fold points into steps, in order of their numbers."""
-    by_step: dict[int, list[PointLike]] = {}
+    by_step: dict[int, list[Point]] = {}
     for point in points:
         by_step.setdefault(displayed_step(point.kind, point.step), []).append(point)
     return [_fold_step(step, by_step[step]) for step in sorted(by_step)]
 
 
-def newest_steps(points: Sequence[PointLike]) -> list[Step]:
+def newest_steps(points: Sequence[Point]) -> list[Step]:
     """Fold the newest points of a run; the first step is left out, because some of its points may be missing."""
     steps = fold(points)
     return steps[1:] if len(steps) > 2 else steps
 
 
-def _fold_step(step: int, points: Sequence[PointLike]) -> Step:
+def _fold_step(step: int, points: Sequence[Point]) -> Step:
     passes = [point for point in points if point.kind == "train"]
     forwards = [point for point in points if point.kind == "forward"]
     updates = [point for point in points if point.kind == "step"]
@@ -195,7 +171,7 @@ def _fold_step(step: int, points: Sequence[PointLike]) -> Step:
     )
 
 
-def _pass_curves(passes: Sequence[PointLike]) -> dict[str, Value]:
+def _pass_curves(passes: Sequence[Point]) -> dict[str, Value]:
     """Return the curves of the passes of one step."""
     if not passes:
         return {}
@@ -269,24 +245,7 @@ def spark(values: Sequence[Value], width: int = 120, height: int = 28) -> str:
     return " ".join(place(index, value) for index, value in known)
 
 
-class SampledLike(Protocol):
-    """The sums over the samples from the weights of a step that curves need."""
-
-    @property
-    def step(self) -> int: ...  # noqa: D102
-    @property
-    def samples(self) -> int: ...  # noqa: D102
-    @property
-    def cut(self) -> int: ...  # noqa: D102
-    @property
-    def tokens(self) -> int: ...  # noqa: D102
-    @property
-    def scored_tokens(self) -> int: ...  # noqa: D102
-    @property
-    def logprob_sum(self) -> float: ...  # noqa: D102
-
-
-def with_samples(step: Step, sampled: SampledLike) -> Step:
+def with_samples(step: Step, sampled: SampledStep) -> Step:
     """Return a step with the curves of the samples from the weights that it began with."""
     curves: dict[str, Value] = {}
     if sampled.samples:
@@ -308,8 +267,8 @@ class CurveCache:
     def steps(
         self,
         model_id: str,
-        read: Callable[[int, int], Sequence[PointLike]],
-        read_sampled: Callable[[int], Sequence[SampledLike]] = lambda _: (),
+        read: Callable[[int, int], Sequence[Point]],
+        read_sampled: Callable[[int], Sequence[SampledStep]] = lambda _: (),
     ) -> Sequence[Step]:
         """Return all steps of a run.
 
@@ -333,16 +292,16 @@ class _CachedRun:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._steps: dict[int, Step] = {}
-        self._sampled: dict[int, SampledLike] = {}
+        self._sampled: dict[int, SampledStep] = {}
         self._merged: list[Step] = []
         self._after = -1
         """The position after which points are read again."""
 
     def refresh(
-        self, read: Callable[[int, int], Sequence[PointLike]], read_sampled: Callable[[int], Sequence[SampledLike]]
+        self, read: Callable[[int, int], Sequence[Point]], read_sampled: Callable[[int], Sequence[SampledStep]]
     ) -> Sequence[Step]:
         with self._lock:
-            points: list[PointLike] = []
+            points: list[Point] = []
             after = self._after
             while page := read(after, _PAGE):
                 points.extend(page)

@@ -2,9 +2,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from skyrl_tx.apps.history.curves.device_users import named_users
-from skyrl_tx.apps.history.curves.hints import DeviceUser, hints, slow_since
-from skyrl_tx.apps.history.curves.series import Step
+from skyrl_tx.apps.history.curves import Step
+from skyrl_tx.apps.history.hints import DeviceUser, hints, named_users, slow_since
 from skyrl_tx.apps.teams.usage import Total
 
 

@@ -2,12 +2,13 @@
 
 import pytest
 
+from skyrl_tx.apps.teams import quotas
+from skyrl_tx.apps.teams.quotas import Account, Quota, Rules, Subject
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.store import audit, quotas
+from skyrl_tx.store import audit
 from skyrl_tx.store.audit import Actor
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.quotas import Account, Quota, Subject
-from skyrl_tx.store.tables import OverQuota
+from skyrl_tx.store.tables import OverQuota, QuotaRow
 
 ROOT = Actor("root", 1)
 
@@ -17,23 +18,23 @@ def put(store: Store, subject: str, name: str, value: int | None, at: float = 1.
 
 
 def test_without_rows_there_are_no_rules(store: Store) -> None:
-    assert store.read(quotas.read) is quotas.NO_RULES
-    assert not quotas.NO_RULES.has(*quotas.LIMITS)
+    assert store.read(quotas.read) == Rules()
+    assert not Rules().has(*quotas.LIMITS)
 
 
 def test_own_quotas_replace_those_of_everyone_and_all_subjects_count(store: Store) -> None:
     for subject, value in (("*", 100), ("ann", 200), ("key:7", 50), ("project:*", 70), ("project:math", 90)):
-        put(store, subject, "samples_at_once", value)
+        put(store, subject, "models_in_training", value)
     rules = store.read(quotas.read)
 
     def values(account: Account) -> list[tuple[str, int]]:
-        return [(str(quota.subject), quota.value) for quota in rules.of_account("samples_at_once", account)]
+        return [(str(quota.subject), quota.value) for quota in rules.of_account("models_in_training", account)]
 
     assert values(Account("ann")) == [("ann", 200)]
     assert values(Account("bob", 3, "chat")) == [("bob", 100), ("project:chat", 70)]
     assert values(Account("bob", 7, "math")) == [("bob", 100), ("key:7", 50), ("project:math", 90)]
     assert rules.of_account("checkpoint_bytes", Account("ann")) == []
-    assert rules.has("samples_at_once", kinds=("key",)) and not rules.has("checkpoint_bytes")
+    assert rules.has("models_in_training") and not rules.has("checkpoint_bytes")
 
 
 def test_weights_are_of_owners(store: Store) -> None:
@@ -54,14 +55,14 @@ def test_changes_are_in_the_audit_log(store: Store) -> None:
     put(store, "ann", "checkpoint_bytes", 9, 2.0)
     assert put(store, "ann", "checkpoint_bytes", None, 3.0)
     assert not put(store, "ann", "checkpoint_bytes", None, 4.0)
-    put(store, "key:2", "samples_at_once", 1, 5.0)
+    put(store, "key:2", "models_in_training", 1, 5.0)
     put(store, "ann", "weight", 2, 6.0)
     about = {"subject": "ann", "limit": "checkpoint_bytes"}
     assert [(row.at, row.event, row.details) for row in store.read(audit.entries)] == [
         (1.0, "organization_quota_set", {**about, "value": 5}),
         (2.0, "organization_quota_set", {**about, "value": 9, "before": 5}),
         (3.0, "organization_quota_set", {**about, "before": 9, "removed": True}),
-        (5.0, "organization_quota_set", {"subject": "key:2", "limit": "samples_at_once", "value": 1}),
+        (5.0, "organization_quota_set", {"subject": "key:2", "limit": "models_in_training", "value": 1}),
         (6.0, "organization_weight_set", {"subject": "ann", "value": 2}),
     ]
     assert store.read(quotas.read).of_account("checkpoint_bytes", Account("ann")) == []
@@ -79,7 +80,7 @@ def test_only_quotas_of_a_day_fail(store: Store) -> None:
     put_over("training_tokens_per_day", "wait")
     assert store.read(quotas.read).of_account("training_tokens_per_day", own)[0].over == "wait"
     assert [row.details.get("over") for row in store.read(audit.entries)] == ["fail", None]
-    for name in ("samples_at_once", "checkpoint_bytes", "weight"):
+    for name in ("models_in_training", "checkpoint_bytes", "weight"):
         with pytest.raises(UserError, match=f"over 'fail': only beyond training_tokens_per_day .*, not beyond {name}"):
             put_over(name, "fail")
 
@@ -91,14 +92,24 @@ def test_unknown_limits_are_refused_by_name(store: Store, name: str) -> None:
     assert store.read(quotas.rows) == []
 
 
+@pytest.mark.parametrize("name", quotas.DROPPED_LIMITS)
+def test_dropped_limits_can_be_removed_and_not_set(store: Store, name: str) -> None:
+    store.write(lambda tx: tx.add(QuotaRow(subject_kind="key", subject="3", name=name, value=9)))
+    with pytest.raises(UserError, match=f"limit '{name}': this limit no longer exists.*training_tokens_per_day"):
+        put(store, "key:3", name, 1)
+    assert store.read(quotas.without_effect) == [f"{name} of key:3"]
+    assert store.read(quotas.read) == Rules()
+    assert put(store, "key:3", name, None) and store.read(quotas.rows) == []
+
+
 @pytest.mark.parametrize(
     ("name", "value", "is_possible"),
     [
         ("training_tokens_per_day", 0, False),
         ("models_in_training", 0, True),
         ("checkpoint_bytes", 0, True),
-        ("samples_at_once", 10**18, True),
-        ("samples_at_once", 10**18 + 1, False),
+        ("sample_tokens_per_day", 10**18, True),
+        ("sample_tokens_per_day", 10**18 + 1, False),
         ("checkpoint_bytes", -1, False),
     ],
 )

@@ -1,21 +1,21 @@
-"""The use that subjects make of their quotas: tokens of a day, models in training, bytes of checkpoints."""
+"""Counts what is used of quotas: tokens of a day, models in training, bytes of checkpoints."""
 
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
-from sqlalchemy import ColumnElement, false, literal_column, or_, select, true
+from sqlalchemy import literal_column, select, true
 from sqlmodel import Session, col
 
-from skyrl_tx.apps.teams import usage
+from skyrl_tx.apps.teams import quotas, usage
+from skyrl_tx.apps.teams.quotas import DAY_LIMITS, LIMITS, Account, Limit, Quota, Rules, Subject
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.contract.ids import ModelId, RequestId, SessionId
+from skyrl_tx.contract.ids import ModelId, SessionId
 from skyrl_tx.store.checkpoints import is_visible, total_bytes
 from skyrl_tx.store.database import execute
-from skyrl_tx.store.quotas import DAY_LIMITS, LIMITS, Account, Limit, Quota, Rules, Subject
-from skyrl_tx.store.tables import ApiKeyRow, CheckpointRow, ModelRow, RequestRow, SessionRow, SubjectKind
+from skyrl_tx.store.pauses import is_of_subject
+from skyrl_tx.store.tables import ApiKeyRow, CheckpointRow, ModelRow, SessionRow, SubjectKind
 
 DAY_S = 86_400
 _DAY_LIMIT_OF_KIND: dict[usage.UsageKind, Limit] = {
@@ -28,7 +28,7 @@ _DAY_LIMIT_OF_KIND: dict[usage.UsageKind, Limit] = {
 _MAX_TOTALS = 1_000_000
 _MAX_SUBJECTS = 1000
 _MAX_LISTED = 5
-_MAX_ALLOWANCES = 2000
+_MAX_USES = 2000
 
 
 def day_start(now: float) -> int:
@@ -54,53 +54,43 @@ def account_of(tx: Session, session_id: SessionId) -> Account | None:
     return None if found is None else Account(*found)
 
 
-def waiting_account(tx: Session, request_id: RequestId) -> tuple[bool, Account] | None:
-    """Return whether a request is a sample, and its account; None unless it is open and has not started."""
-    row = RequestRow
-    wanted = (
-        select(col(row.kind), col(SessionRow.owner), col(SessionRow.key_id), col(SessionRow.project_id))
-        .join(SessionRow, col(SessionRow.session_id) == col(row.session_id))
-        .where(col(row.request_id) == request_id, col(row.status) == "open", col(row.attempts) == 0)
-    )
-    found = execute(tx, wanted).first()
-    return None if found is None else (found[0] == "sample", Account(*found[1:]))
-
-
-def is_of_account(subjects: Collection[Subject]) -> ColumnElement[bool]:
-    """Return the condition that a session belongs to one of the subjects."""
-    return or_(false(), *map(_is_of, subjects))
-
-
-def check_new_model(tx: Session, rules: Rules, session_id: SessionId) -> None:
-    """Raise UserError if one more model of a session exceeds a quota."""
-    for quota in _quotas(tx, rules, "models_in_training", session_id):
+def refusal_of_model(tx: Session, rules: Rules, session_id: SessionId) -> str | None:
+    """Return why a session may not have one more model; None if it may."""
+    account = account_of(tx, session_id)
+    for quota in () if account is None else rules.of_account("models_in_training", account):
         models = models_in_training(tx, quota.subject)
         if len(models) < quota.value:
             continue
-        found = account_of(tx, session_id)
-        own = [model_id for model_id, owner in models if found is not None and owner == found.owner]
+        own = [model_id for model_id, owner in models if account is not None and owner == account.owner]
         way_out = f"unload one of {_listed(own)}, or end its session" if own else "ask an admin for more"
-        raise UserError(
+        return (
             f"models_in_training: {quota.subject.label} has {len(models)} models in training and may have "
             f"{quota.value}: {way_out}"
         )
+    return None
 
 
-def check_new_checkpoint(tx: Session, rules: Rules, session_id: SessionId, now: float, *, is_stored: bool) -> None:
-    """Raise UserError if there is no room for one more checkpoint; `is_stored`: it is already among them."""
-    for quota in _quotas(tx, rules, "checkpoint_bytes", session_id):
+def refusal_of_checkpoint(
+    tx: Session, rules: Rules, session_id: SessionId, now: float, *, is_stored: bool
+) -> str | None:
+    """Return why a session may not have one more checkpoint; None if it may. `is_stored`: it is already among them."""
+    account = account_of(tx, session_id)
+    for quota in () if account is None else rules.of_account("checkpoint_bytes", account):
         used = checkpoint_bytes(tx, quota.subject, now)
         if used > quota.value or (used == quota.value and not is_stored):
-            raise UserError(
+            return (
                 f"checkpoint_bytes: the checkpoints of {quota.subject.label} take {used:,} bytes"
                 f"{' with this one' if is_stored else ''} and may take {quota.value:,}: delete some, for example with "
                 "`tinker checkpoint delete`, or save with a ttl_seconds"
             )
+    return None
 
 
-def _quotas(tx: Session, rules: Rules, limit: Limit, session_id: SessionId) -> list[Quota]:
-    account = account_of(tx, session_id) if rules.has(limit) else None
-    return [] if account is None else rules.of_account(limit, account)
+def check_checkpoint(tx: Session, session_id: SessionId, now: float) -> None:
+    """Raise UserError if the checkpoints of a session's account, with one that is just stored, exceed a quota."""
+    reason = refusal_of_checkpoint(tx, quotas.read(tx), session_id, now, is_stored=True)
+    if reason is not None:
+        raise UserError(reason)
 
 
 def _listed(model_ids: list[ModelId]) -> str:
@@ -117,7 +107,7 @@ def models_in_training(tx: Session, subject: Subject) -> list[tuple[ModelId, str
             col(ModelRow.status) == literal_column("'ready'"),
             col(ModelRow.deleted_at).is_(None),
             col(SessionRow.finished_at).is_(None),
-            _is_of(subject),
+            is_of_subject(subject.kind, subject.name),
         )
         .order_by(col(ModelRow.created_at), col(ModelRow.model_id))
     )
@@ -131,36 +121,23 @@ def checkpoint_bytes(tx: Session, subject: Subject, now: float) -> int:
         .select_from(CheckpointRow)
         .join(ModelRow, col(ModelRow.model_id) == col(CheckpointRow.model_id))
         .join(SessionRow, col(SessionRow.session_id) == col(ModelRow.session_id))
-        .where(is_visible(now), _is_of(subject))
+        .where(is_visible(now), is_of_subject(subject.kind, subject.name))
     )
     return execute(tx, wanted).scalar_one()
 
 
-def _is_of(subject: Subject) -> ColumnElement[bool]:
-    """Return the condition that a session belongs to a subject."""
-    match subject.kind:
-        case "owner":
-            return col(SessionRow.owner) == subject.name
-        case "key":
-            return col(SessionRow.key_id) == int(subject.name)
-        case "project":
-            return col(SessionRow.project_id) == subject.name
-
-
 @dataclass(frozen=True, slots=True)
-class Allowance:
-    """A quota and what is used of it now; None where only the running server knows."""
+class QuotaUse:
+    """A quota and what is used of it now."""
 
     quota: Quota
-    used: int | None
+    used: int
 
 
-def allowances(
-    tx: Session, rules: Rules, owner: str | None, now: float, *, limit: int = _MAX_ALLOWANCES
-) -> list[Allowance]:
-    """Return the allowances of an owner, of its keys and of its projects; None means all. By subject, then limit.
+def quota_uses(tx: Session, rules: Rules, owner: str | None, now: float, *, limit: int = _MAX_USES) -> list[QuotaUse]:
+    """Return what is used of the quotas of an owner, of its keys and of its projects; None means all owners.
 
-    Subjects without a quota have none. At most `limit` are returned.
+    They are in the order of subjects, then of limits. At most `limit` are returned.
     """
     if not rules.values:
         return []
@@ -171,10 +148,10 @@ def allowances(
         for quota in map(partial(rules.of_subject, subject=subject), LIMITS)
         if quota is not None
     )
-    return [Allowance(quota, _used(tx, quota, tokens, now)) for quota in islice(found, limit)]
+    return [QuotaUse(quota, _used(tx, quota, tokens, now)) for quota in islice(found, limit)]
 
 
-def _used(tx: Session, quota: Quota, tokens: Counter[tuple[Subject, Limit]], now: float) -> int | None:
+def _used(tx: Session, quota: Quota, tokens: Counter[tuple[Subject, Limit]], now: float) -> int:
     match quota.limit:
         case "training_tokens_per_day" | "sample_tokens_per_day":
             return tokens[quota.subject, quota.limit]
@@ -182,8 +159,6 @@ def _used(tx: Session, quota: Quota, tokens: Counter[tuple[Subject, Limit]], now
             return len(models_in_training(tx, quota.subject))
         case "checkpoint_bytes":
             return checkpoint_bytes(tx, quota.subject, now)
-        case "sample_tokens_per_minute" | "sample_requests_per_second" | "samples_at_once" | "training_steps_at_once":
-            return None
 
 
 def _subjects(tx: Session, rules: Rules, owner: str | None) -> list[Subject]:
