@@ -22,7 +22,6 @@ because the time of the run was over is done again. `--model tiny` shows on any 
 import argparse
 import shlex
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import commit
-from benchmarks.gpu_rl.child import PhaseCut, PhaseFailed, run_module
+from benchmarks.gpu_rl.child import PhaseCut, PhaseFailed, exit_on_sigterm, run_module
 from benchmarks.gpu_rl.device import NO_GPU, MemoryWatch, device_name, driver_version
 from benchmarks.gpu_rl.records import Records
 from benchmarks.gpu_rl.server import Server
@@ -86,26 +85,46 @@ class Run:
         """Do all phases that are left, and print the table."""
         try:
             if any(self._is_due(phase) for phase in LIMITS_S) and self._has_checkpoint():
-                if self._is_due("serve"):
-                    shutil.rmtree(self._cache, ignore_errors=True)
-                    self._do("serve", self._serve)
-                self._do("iterations", self._iterate)
-                self._do("hand_over", self._hand_over)
-                self._stop_server()
+                can_serve = self._do_serve()
+                if can_serve:
+                    self._do("iterations", self._iterate)
+                    self._do("hand_over", self._hand_over)
+                    self._stop_server()
                 self._do("train_peer", self._train_peer)
                 self._do("sample_peer", self._sample_peer)
-                self._do("warm", lambda limit_s: self._probe(self._cache, limit_s))
-                self._do("cold", self._probe_cold)
+                if can_serve:
+                    self._do_restarts()
         finally:
             self._stop_server()
-            if self._options.out and self._log.exists():
-                shutil.copy(self._log, self._options.out)
         print(make_table(self.records.find, self._options.model, self._options.shape, self.device))
+
+    def _do_serve(self) -> bool:
+        """Start the first server, if that is due; return whether a server can start at all."""
+        if self._is_due("serve"):
+            shutil.rmtree(self._cache, ignore_errors=True)
+            self._do("serve", self._serve)
+        can_serve = "problem" not in (self.records.find("serve") or {})
+        if not can_serve:
+            print("the server did not start, so that no phase which needs it is started", flush=True)
+        return can_serve
+
+    def _do_restarts(self) -> None:
+        """Start servers with and without compiled programs, first those of the iterations, if this machine has them."""
+        if self._cache.is_dir():
+            self._do("warm", lambda limit_s: self._probe(self._cache, limit_s))
+        self._do("cold", self._probe_cold)
+        if self._cold_cache.is_dir():
+            self._do("warm", lambda limit_s: self._probe(self._cold_cache, limit_s))
 
     @property
     def _cache(self) -> Path:
         """The compiled programs of the server that runs the iterations."""
         return self._work / "cache"
+
+    @property
+    def _cold_cache(self) -> Path:
+        """The compiled programs of the phase `cold`, which starts without any."""
+        return self._work / "cold-cache"
 
     def _is_due(self, phase: str) -> bool:
         """Return whether a phase is wanted and has no final record."""
@@ -140,7 +159,9 @@ class Run:
         took_s = time.monotonic() - started
         self._ended.add(phase)
         self.records.put(phase, {**problem, **results, **memory.figures, "phase_s": round(took_s, 1)})
-        print(f"{phase}: {problem.get('problem', 'done')}, {took_s:.0f} s", flush=True)
+        if self._options.out:
+            shutil.copy(self._log, self._options.out)
+        print(f"{phase}: {problem.get('problem', 'done').splitlines()[-1]}, {took_s:.0f} s", flush=True)
 
     def _has_checkpoint(self) -> bool:
         """Return whether this machine has the checkpoint, after writing it if not."""
@@ -208,9 +229,8 @@ class Run:
             return start | found
 
     def _probe_cold(self, limit_s: float) -> dict[str, Any]:
-        cache = self._work / "cold-cache"
-        shutil.rmtree(cache, ignore_errors=True)
-        return self._probe(cache, limit_s)
+        shutil.rmtree(self._cold_cache, ignore_errors=True)
+        return self._probe(self._cold_cache, limit_s)
 
     def _train_peer(self, limit_s: float) -> dict[str, Any]:
         arguments = {
@@ -271,7 +291,7 @@ def main() -> None:
     options.shape = options.shape or ("tiny" if options.model.startswith("tiny") else "fixed-512")
     if device_name() == NO_GPU and not options.model.startswith("tiny"):
         sys.exit("no GPU: nvidia-smi does not find one; --model tiny runs on any machine")
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the server is ended too
+    exit_on_sigterm()
     Run(options).run()
 
 

@@ -5,10 +5,10 @@ need. All other packages that skyrl_tx, the SDK and the tests of `make gpu` depe
 with a file of requirements that states the hash of each. On the host, in a checkout with that directory, this installs
 them next to the packages that are there, and skyrl_tx itself:
 
-    pip install --no-index --find-links build/wheels --require-hashes --no-deps --target /tmp/site \
+    pip install --no-index --find-links build/wheels --require-hashes --no-deps --upgrade --target /tmp/site \
         -r build/wheels/requirements.txt
     export PYTHONPATH=/tmp/site
-    pip install --no-index --no-deps --no-build-isolation --target /tmp/site .
+    pip install --no-index --no-deps --no-build-isolation --upgrade --target /tmp/site .
 """
 
 import argparse

@@ -1,5 +1,7 @@
 """Samples with the continuous batching of transformers: bfloat16, paged attention, CUDA graphs on a GPU.
 
+Models that it refuses, such as Qwen3.5, are sampled with batched `generate`.
+
 The samples are the first ones of an iteration, with the same prompts and lengths, without an adapter. Loading, the
 choice of the cache's size and the capture of graphs are not timed.
 """
@@ -16,6 +18,8 @@ from benchmarks.gpu_rl.progress import read_arguments, save_progress
 NO_TOKEN = -1
 LEAST_SAMPLES = 8
 """Out of memory with fewer samples is an error."""
+FIRST_TOKENS = 64
+"""New tokens of a first measurement, whose figures remain if the whole one is cut."""
 
 
 def main(model: str, prompts: list[list[int]], lengths: list[int]) -> None:
@@ -31,45 +35,79 @@ def main(model: str, prompts: list[list[int]], lengths: list[int]) -> None:
     sampler = sampler.to("cuda" if is_gpu else "cpu").eval()
     results["load_s"] = round(time.perf_counter() - started, 2)
     count = len(prompts)
-    while True:
-        try:
-            results |= sample(sampler, prompts[:count], lengths[:count], is_gpu)
-            break
-        except torch.OutOfMemoryError:
-            results["out_of_memory_at"].append(count)
-            torch.cuda.empty_cache()
-            count //= 2
-            if count < LEAST_SAMPLES:
-                raise
-    if is_gpu:
-        results["peak_memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
-    save_progress(results)
+    for most in sorted({min(FIRST_TOKENS, max(lengths)), max(lengths)}):
+        while True:
+            try:
+                results |= sample(sampler, prompts[:count], [min(length, most) for length in lengths[:count]], is_gpu)
+                break
+            except torch.OutOfMemoryError:
+                results["out_of_memory_at"].append(count)
+                torch.cuda.empty_cache()
+                count //= 2
+                if count < LEAST_SAMPLES:
+                    raise
+        if is_gpu:
+            results["peak_memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
+        save_progress(results)
 
 
 def sample(model: Any, prompts: list[list[int]], lengths: list[int], is_gpu: bool) -> dict[str, Any]:
     """Return the figures of all samples, drawn at once after a few that are not timed."""
+    try:
+        return {"method": "continuous batching", **sample_continuously(model, prompts, lengths, is_gpu)}
+    except ValueError as error:  # it does not have all kinds of layers
+        return {"method": f"generate, as continuous batching says: {error}", **generate(model, prompts, lengths)}
+
+
+def sample_continuously(model: Any, prompts: list[list[int]], lengths: list[int], is_gpu: bool) -> dict[str, Any]:
     config = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=max(lengths), eos_token_id=NO_TOKEN
     )
     # On a CPU it would take all memory for the cache, and minutes to warm up.
     sizes = ContinuousBatchingConfig() if is_gpu else ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=256)
-    started = time.perf_counter()
     with model.continuous_batching_context_manager(
         generation_config=config, continuous_batching_config=sizes, warmup=is_gpu
     ) as manager:
         run(manager, prompts[:2], [2, 2])
-        warm = time.perf_counter()
+        started = time.perf_counter()
         drawn = run(manager, prompts, lengths)
-        seconds = time.perf_counter() - warm
+        seconds = time.perf_counter() - started
     if drawn != sum(lengths):
-        raise ValueError(f"{drawn} tokens were drawn and not {sum(lengths)}")
+        raise RuntimeError(f"{drawn} tokens were drawn and not {sum(lengths)}")
+    return {"attention": model.config._attn_implementation, **describe(lengths, seconds)}
+
+
+def generate(model: Any, prompts: list[list[int]], lengths: list[int]) -> dict[str, Any]:
+    """Sample with `generate`, where all samples of a batch get as many tokens as the longest one."""
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor(prompts, device=model.device)
+
+    def draw(tokens: int) -> float:
+        started = time.perf_counter()
+        with torch.inference_mode():
+            output = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                max_new_tokens=tokens,
+                pad_token_id=0,
+            )
+        output.cpu()
+        return time.perf_counter() - started
+
+    draw(2)
+    return describe(lengths, draw(max(lengths)))
+
+
+def describe(lengths: list[int], seconds: float) -> dict[str, Any]:
+    tokens = sum(lengths)
     return {
-        "samples": len(prompts),
-        "new_tokens": drawn,
-        "attention": model.config._attn_implementation,
-        "warm_up_s": round(warm - started, 2),
+        "samples": len(lengths),
+        "new_tokens": tokens,
         "sampling_s": round(seconds, 3),
-        "tokens_per_s": round(drawn / seconds, 1),
+        "tokens_per_s": round(tokens / seconds, 1),
     }
 
 

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_rl.child import LOG_TAIL, PhaseCut, PhaseFailed, kill_group
-from benchmarks.gpu_rl.shapes import ROOT
+from benchmarks.gpu_rl.child import LOG_TAIL, PhaseCut, PhaseFailed, kill_group, start_group
 
 _READY = re.compile(r"ready at (https?://\S+);")
 _LOADED = re.compile(r"backend ready on .* after ([\d.]+) s")
@@ -39,9 +38,7 @@ class Server:
         started = time.perf_counter()
         with log.open("ab") as file:
             self._log, self._log_begins_at = log, file.tell()
-            self._process = subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=variables, process_group=0
-            )
+            self._process = start_group(command, variables, file)
         try:
             self.url = self._wait_until_ready(started + limit_s)
         except BaseException:

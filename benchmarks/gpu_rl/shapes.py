@@ -12,8 +12,8 @@ from tests.support.published import QWEN3_4B, QWEN3_8B, QWEN3_600M
 
 ROOT = Path(__file__).parents[2]
 HUB_CONFIGS = ROOT / "tests" / "unit" / "models" / "hub_configs"
-MEDIAN_ANSWER, SPREAD_OF_ANSWERS, SHORTEST_ANSWER = 170, 0.5, 16
-"""Tokens of a solution of GSM8K, as models write them: log-normal, with this median and deviation of the logarithm."""
+MEDIAN_SHARE, DEVIATION_OF_LOGARITHM, SHORTEST_SHARE = 1 / 3, 0.5, 1 / 32
+"""Lengths like those of solutions of GSM8K, as shares of the longest: of at most 512 tokens the median has 170."""
 TINY = {
     **QWEN3_600M,
     "hidden_size": 64,
@@ -85,8 +85,8 @@ class Shape:
         if not self.are_lengths_drawn:
             return [self.tokens] * self.num_samples
         draw = np.random.default_rng([seed, 1])
-        drawn = draw.lognormal(np.log(MEDIAN_ANSWER), SPREAD_OF_ANSWERS, self.num_samples)
-        return np.clip(drawn, min(SHORTEST_ANSWER, self.tokens), self.tokens).astype(int).tolist()
+        drawn = draw.lognormal(np.log(MEDIAN_SHARE * self.tokens), DEVIATION_OF_LOGARITHM, self.num_samples)
+        return np.clip(drawn, max(SHORTEST_SHARE * self.tokens, 1), self.tokens).astype(int).tolist()
 
 
 SHAPES = {

@@ -1,15 +1,21 @@
 """`make gpu-rl`: lengths, records and the table; tests/serve/test_gpu_benchmark.py runs all of it."""
 
+import os
+import signal
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.collect_wheels import Wheel, select
+from benchmarks.gpu_rl.child import PhaseCut, PhaseFailed, is_alive, kill_group, run_module, start_group
 from benchmarks.gpu_rl.records import Records
 from benchmarks.gpu_rl.shapes import MODELS, SHAPES
 from benchmarks.gpu_rl.table import make_table
+from tests.support.waiting import until
 
 ITERATION = {
     "kind": "timed",
@@ -102,3 +108,40 @@ def test_wheels_of_packages_that_the_host_has_are_left_out() -> None:
     }
     assert select(report) == [Wheel("pydantic-core", "1.0", "ab"), Wheel("tinker", "1.0", "ab")]
     assert select(report)[1].requirement == "tinker==1.0 --hash=sha256:ab"
+
+
+def test_a_process_is_cut_at_its_limit_and_a_failure_has_its_log(tmp_path: Path) -> None:
+    with pytest.raises(PhaseCut):
+        run_module("iterate", {}, tmp_path / "log", limit_s=0.1)
+    with pytest.raises(PhaseFailed, match=r"(?s)iterate ended with 1: .*TypeError: main\(\) missing"):
+        run_module("iterate", {}, tmp_path / "log", limit_s=60.0)
+
+
+def test_a_group_ends_with_all_its_processes(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as log:
+        process = start_group(["sh", "-c", "sleep 100 & echo started; wait"], os.environ, log)
+        while not (tmp_path / "log").read_text():
+            assert process.poll() is None
+        kill_group(process)
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_sigterm_ends_a_run_and_its_groups(tmp_path: Path) -> None:
+    code = f"""
+from benchmarks.gpu_rl.child import exit_on_sigterm, start_group
+exit_on_sigterm()
+with open({str(tmp_path / "log")!r}, "wb") as log:
+    process = start_group(["cat"], {{}}, log)
+    print(process.pid, flush=True)
+    process.wait(100)
+"""
+    root = Path(__file__).parents[3]
+    run = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with run:
+        assert run.stdout is not None
+        group = int(run.stdout.readline())
+        run.terminate()
+        assert run.wait(10) == 128 + signal.SIGTERM
+    until(lambda: not is_alive(group))
