@@ -11,9 +11,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from skyrl_tx.backends.registry import find_backend
-from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.engine.settings import EngineFlags
 from skyrl_tx.launch.settings import DEFAULT_BACKEND, ServerSettings
-from skyrl_tx.server.settings import ApiSettings
+from skyrl_tx.server.settings import ApiFlags
 
 PATH = Path(__file__).parents[1] / "examples" / "config.yaml"
 _WIDTH = 118
@@ -39,7 +39,7 @@ def example_config() -> str:
 
 def _lines() -> Iterator[str]:
     yield from _comment(_INTRO, "")
-    api, engine = set(ApiSettings.model_fields), set(EngineSettings.model_fields)
+    api, engine = set(ApiFlags.model_fields), set(EngineFlags.model_fields)
     yield from _setting(_FIRST, ServerSettings.model_fields[_FIRST], "")
     fields = {
         name: field

@@ -33,7 +33,7 @@ from skyrl_tx.apps.chat.openai_schemas import ChatCompletionRequest, CompletionR
 from skyrl_tx.backends.registry import find_backend, find_sampler
 from skyrl_tx.contract.state_files import ALPHA
 from skyrl_tx.engine.meters import EngineMeters
-from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.engine.settings import EngineFlags
 from skyrl_tx.launch.settings import ENVIRONMENT_PREFIX, QuickstartSettings, ServerSettings
 from skyrl_tx.losses import LOSSES, MEANS, Loss
 from skyrl_tx.models import FAMILIES, ModelFamily
@@ -41,7 +41,7 @@ from skyrl_tx.server import routes
 from skyrl_tx.server.app import create_app
 from skyrl_tx.server.monitoring.metrics import ApiMetrics
 from skyrl_tx.server.schemas.base import WireModel
-from skyrl_tx.server.settings import ApiSettings
+from skyrl_tx.server.settings import ApiFlags, ApiSettings
 from skyrl_tx.server.submission.loss_graph.vocabulary import FUNCTIONS, METHODS
 from skyrl_tx.store.database import Store
 from tests.support.client_environments import COOKBOOK, SDKS
@@ -98,9 +98,9 @@ def settings_page() -> Iterator[str]:
     """Yield the page of all settings, by component."""
     yield "# Settings"
     yield reference_text.SETTINGS_INTRO
-    api, engine = set(ApiSettings.model_fields), set(EngineSettings.model_fields)
+    api, engine = set(ApiFlags.model_fields), set(EngineFlags.model_fields)
     groups: Mapping[str, Callable[[str], bool]] = {
-        "Server": lambda name: name not in api | engine,
+        "Server": lambda name: name not in {*api, *engine, "backend_config", "sampler_config"},
         "API and engine": lambda name: name in api & engine,
         "API": lambda name: name in api - engine,
         "Engine": lambda name: name in engine - api,
@@ -108,12 +108,11 @@ def settings_page() -> Iterator[str]:
     for title, belongs in groups.items():
         fields = {name: field for name, field in ServerSettings.model_fields.items() if belongs(name)}
         yield f"## {title}"
-        yield from _settings(fields, skip={"backend_config", "sampler_config"})
-    for backend in ("jax", "fake"):
-        config = find_backend(backend).config
-        yield f"## Backend `{backend}`"
-        yield _first_line(config)
-        yield from _settings(config.model_fields, prefix=("backend_config",))
+        yield from _settings(fields)
+    config = find_backend("jax").config
+    yield "## Backend `jax`"
+    yield _first_line(config)
+    yield from _settings(config.model_fields, prefix=("backend_config",))
     config = find_sampler("vllm").config
     yield "## Sampler `vllm`"
     yield _first_line(config)
@@ -127,12 +126,9 @@ def _settings(
     fields: Mapping[str, FieldInfo],
     *,
     prefix: tuple[str, ...] = (),
-    skip: frozenset[str] | set[str] = frozenset(),
     has_environment: bool = True,
 ) -> Iterator[str]:
     for name, field in fields.items():
-        if name in skip:
-            continue
         path = (*prefix, name)
         if isinstance(field.annotation, type) and issubclass(field.annotation, pydantic.BaseModel):
             yield from _settings(field.annotation.model_fields, prefix=path, has_environment=has_environment)
@@ -141,6 +137,8 @@ def _settings(
         facts = [_type_of(field), _default_of(field)]
         if has_environment:
             facts.append(f"`{ENVIRONMENT_PREFIX}{'__'.join(path).upper()}`")
+        if isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("changes_results"):
+            facts.append("**changes results bitwise**")
         yield f"### `{flag}`"
         yield f"{_sentence(field.description or '')}\n\n{' · '.join(facts)}"
 

@@ -2,7 +2,8 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -12,13 +13,14 @@ from pydantic_settings import BaseSettings, CliSuppress, InitSettingsSource, Set
 from pydantic_settings import PydanticBaseSettingsSource as Source
 
 from skyrl_tx.artifacts import checked_url
-from skyrl_tx.backends.hosts.settings import HostsSettings, from_leader_worker_set, split_address
+from skyrl_tx.backends.hosts.settings import HostsFlags, HostsSettings, from_leader_worker_set, split_address
 from skyrl_tx.contract.backend import BackendSpec
 from skyrl_tx.contract.sampler import SamplerSpec
-from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.engine.settings import EngineFlags, EngineSettings
+from skyrl_tx.launch.removed_settings import drop_values, is_removed
 from skyrl_tx.process import failpoints
 from skyrl_tx.process.setup import LogFormat, LogLevel
-from skyrl_tx.server.settings import ApiSettings
+from skyrl_tx.server.settings import ApiFlags, ApiSettings
 
 DEFAULT_BACKEND = "jax"
 ENVIRONMENT_PREFIX = "SKYRL_TX_"
@@ -68,7 +70,7 @@ class RaySettings(BaseModel):
         return resources
 
 
-class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ignore[reportIncompatibleVariableOverride]
+class ServerSettings(BaseSettings, ApiFlags, EngineFlags):  # pyright: ignore[reportIncompatibleVariableOverride]
     """All settings of a server. Flags override environment variables, which override the YAML file."""
 
     model_config = SettingsConfigDict(
@@ -107,8 +109,6 @@ class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ign
     sampler_fallback: Literal["wait", "trainer"] = "wait"
     """Treatment of samples while all servers of a sampler are lost: they wait, or the backend itself draws them.
     It draws other tokens from the same seed."""
-    max_engine_starts: int = Field(default=5, ge=1)
-    """Exit after this many consecutive starts of the engine without progress."""
     fresh: bool = False
     """Abandon the models of earlier starts; their named checkpoints can still be loaded."""
     log_level: LogLevel = "info"
@@ -118,7 +118,7 @@ class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ign
     launcher: Literal["flags", "lws", "ray"] = "flags"
     """Source of size, rank and address of several hosts: --hosts.*, or a Kubernetes LeaderWorkerSet's variables.
     With 'ray', this command starts the engines of all hosts, as actors of a Ray cluster."""
-    hosts: HostsSettings = Field(default_factory=HostsSettings)
+    hosts: HostsFlags = Field(default_factory=HostsFlags)
     """Several hosts that hold one model together."""
     ray: RaySettings = Field(default_factory=RaySettings)
     """The Ray cluster that runs the engines, with --launcher ray."""
@@ -153,21 +153,25 @@ class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ign
             for name in "rank", "address":
                 if getattr(self.hosts, name):
                     raise SettingsError(f"--hosts.{name}: --launcher ray sets it on each host")
-            return self.hosts
+            return self._complete(self.hosts)
         try:
             found = from_leader_worker_set(self.hosts, os.environ) if self.launcher == "lws" else self.hosts
             found.check_joinable()
         except ValueError as error:
             raise SettingsError(f"--{error}") from error
-        return found
+        return self._complete(found)
+
+    def _complete(self, hosts: HostsFlags) -> HostsSettings:
+        """Return the settings of hosts with the limit of one call, which is that of one host."""
+        return HostsSettings.model_validate({**hosts.model_dump(), "silence_s": self.step_timeout_s or math.inf})
 
     def for_api(self) -> ApiSettings:
         """Return the API's settings."""
-        return ApiSettings.model_validate(self.model_dump(include=set(ApiSettings.model_fields)))
+        return ApiSettings.model_validate(self.model_dump(include=set(ApiFlags.model_fields)))
 
     def for_engine(self) -> EngineSettings:
         """Return the engine's settings."""
-        return EngineSettings.model_validate(self.model_dump(include=set(EngineSettings.model_fields)))
+        return EngineSettings.model_validate(self.model_dump(include=set(EngineFlags.model_fields)))
 
 
 Architecture = Literal["qwen3", "qwen3_5"]
@@ -208,11 +212,14 @@ class QuickstartSettings(BaseSettings):
 
 
 def settings_class(
-    spec: BackendSpec, file_values: Mapping[str, Any], sampler: SamplerSpec | None = None
+    spec: BackendSpec,
+    file_values: Mapping[str, Any],
+    sampler: SamplerSpec | None = None,
+    on_removed: Callable[[Sequence[str]], object] = lambda _: None,
 ) -> type[ServerSettings]:
     """Return ServerSettings extended by the settings of a backend, and of a sampler if one is chosen.
 
-    `file_values` rank below flags and environment.
+    `file_values` rank below flags and environment. `on_removed` receives the names of removed settings in both.
     """
 
     class WithBackend(ServerSettings):
@@ -224,7 +231,9 @@ def settings_class(
 
         @model_validator(mode="before")
         @classmethod
-        def _complete_backend_config(cls, values: dict[str, Any]) -> dict[str, Any]:
+        def _complete_parts(cls, values: dict[str, Any]) -> dict[str, Any]:
+            values, removed = drop_values(values, partial(has_setting, cls))
+            on_removed(removed)
             return values | {
                 "backend_config": _backend_values(spec, values),
                 "sampler_config": _sampler_values(sampler, values),
@@ -243,6 +252,16 @@ def settings_class(
         backend_config=(spec.config, Field(default_factory=spec.config, description="settings of the backend")),
         sampler_config=sampler_field,
     )
+
+
+def has_setting(settings: type[BaseModel], name: str) -> bool:
+    """Whether a class has a setting, whose name may have dots, such as `backend_config.mesh.tp`."""
+    first, _, rest = name.partition(".")
+    field = settings.model_fields.get(first)
+    if field is None or not rest:
+        return field is not None
+    inner = field.annotation
+    return isinstance(inner, type) and issubclass(inner, BaseModel) and has_setting(inner, rest)
 
 
 def _backend_values(spec: BackendSpec, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -298,16 +317,21 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return values
 
 
-def check_environment(environment: Mapping[str, str]) -> None:
-    """Raise SettingsError for an environment variable with our prefix that is no setting."""
+def check_environment(environment: Mapping[str, str]) -> list[str]:
+    """Return the names of removed settings in the environment.
+
+    Raises SettingsError for a variable with our prefix that is no setting and never was.
+    """
+    removed: list[str] = []
     for name in sorted(environment):
+        if not name.startswith(ENVIRONMENT_PREFIX) or name in _TEST_VARIABLES:
+            continue
         key = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")[0]
-        if (
-            name.startswith(ENVIRONMENT_PREFIX)
-            and name not in _TEST_VARIABLES
-            and key not in ServerSettings.model_fields
-        ):
+        if is_removed(key):
+            removed.append(key)
+        elif key not in ServerSettings.model_fields:
             raise SettingsError(f"environment variable {name}: there is no setting {key!r}")
+    return removed
 
 
 def describe(error: ValidationError) -> str:

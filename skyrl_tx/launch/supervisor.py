@@ -45,6 +45,8 @@ _STOP_S = 30.0
 """Time for the engine to finish its step and take its snapshots."""
 _GRACE_S = 2
 """Time for open calls to get their response when the API stops."""
+_MAX_STARTS = 5
+"""Starts in a row without progress before the server gives up: together with their delays they take seconds."""
 _MAX_DELAY_S = 15.0
 _DATABASE_RETRY_S = 0.5
 _RELEASE_S = 3.0
@@ -303,7 +305,7 @@ def serve(settings: ServerSettings) -> int:
             if settings.engines > 1:
                 _log.info("%d of %d engines are ready", number, settings.engines)
 
-        engines = [_supervised(start, store, settings.max_engine_starts, on_ready) for start in starts]
+        engines = [_supervised(start, store, on_ready) for start in starts]
         tune_garbage_collection(full_after=_FULL_COLLECTION_AFTER)
         with recorded_notices(store, "api"):
             asyncio.run(run_servers(SupervisedApi(settings, store), listener, engines))
@@ -324,7 +326,7 @@ def _starts(settings: ServerSettings, launch: EngineLaunch) -> Generator[list[Ca
 
 
 def _supervised(
-    start: Callable[[], RunningEngine], store: Store, max_starts: int, on_ready: Callable[[Capabilities], None]
+    start: Callable[[], RunningEngine], store: Store, on_ready: Callable[[Capabilities], None]
 ) -> EngineSupervisor:
     """Return the supervisor of one engine."""
 
@@ -338,7 +340,7 @@ def _supervised(
 
         return store.write(work)
 
-    supervisor = EngineSupervisor(start, RestartPolicy(max_starts), on_ready=on_ready, record_end=record)
+    supervisor = EngineSupervisor(start, RestartPolicy(_MAX_STARTS), on_ready=on_ready, record_end=record)
     return supervisor
 
 
@@ -362,26 +364,24 @@ def serve_engine(settings: ServerSettings) -> int:
     """Run the engine alone until a signal; raises CannotServe."""
     launch = launch_of(settings)
     if launch.hosts.rank > 0:
-        return _follow(launch, settings.max_engine_starts)
+        return _follow(launch)
     _log.info("skyrl_tx %s, the engine alone, data in %s", __version__, settings.data_dir)
     if settings.launcher == "ray":
         with contextlib.closing(_open_database(settings)) as store, _starts(settings, launch) as starts:
             is_ready = partial(_log_ready, settings, url=None)
-            asyncio.run(
-                _run_alone([_supervised(start, store, settings.max_engine_starts, is_ready) for start in starts])
-            )
+            asyncio.run(_run_alone([_supervised(start, store, is_ready) for start in starts]))
         return 0
     run_in_foreground(launch, lambda ready: _log_ready(settings, ready, None))
     return 0
 
 
-def _follow(launch: EngineLaunch, max_starts: int) -> int:
+def _follow(launch: EngineLaunch) -> int:
     """Follow rank 0 until a signal, and start again whenever it ends; raises CannotServe if it refuses this host."""
     hosts = launch.hosts
     _log.info("skyrl_tx %s, host %d of %d, which follows %s", __version__, hosts.rank, hosts.size, hosts.address)
     follower = EngineSupervisor(
         lambda: EngineProcess(launch),
-        RestartPolicy(max_starts),
+        RestartPolicy(_MAX_STARTS),
         on_ready=lambda _: _log.info("host %d is ready", hosts.rank),
         record_end=lambda _end, _since: True,  # rank 0 counts crashes, and gives up
     )

@@ -6,6 +6,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from pydantic_settings import BaseSettings, CliSettingsSource
 from skyrl_tx import DISTRIBUTION, __version__
 from skyrl_tx.backends.registry import find_backend, find_sampler
 from skyrl_tx.contract.errors import UserError
+from skyrl_tx.launch.removed_settings import describe_removed, drop_flags
 from skyrl_tx.launch.settings import (
     DEFAULT_BACKEND,
     ENVIRONMENT_PREFIX,
@@ -23,6 +25,7 @@ from skyrl_tx.launch.settings import (
     SettingsError,
     check_environment,
     describe,
+    has_setting,
     read_config_file,
     settings_class,
 )
@@ -131,7 +134,7 @@ def read_settings(command: str, arguments: Sequence[str], defaults: Mapping[str,
 
     Raises SettingsError naming each invalid setting; SystemExit for --help and for unknown flags.
     """
-    check_environment(os.environ)
+    removed = check_environment(os.environ)
     first = argparse.ArgumentParser(prog=f"skyrl-tx {command}", add_help=False, allow_abbrev=False)
     first.add_argument("--config", default=os.environ.get(f"{ENVIRONMENT_PREFIX}CONFIG"))
     first.add_argument("--backend", default=os.environ.get(f"{ENVIRONMENT_PREFIX}BACKEND"))
@@ -148,7 +151,12 @@ def read_settings(command: str, arguments: Sequence[str], defaults: Mapping[str,
     except UserError as error:
         raise SettingsError(f"--sampler: {error}") from error
     parser = _parser(command, usage="--base-model MODEL [flags]", epilog=_EPILOG)
-    return _read(settings_class(spec, file_values, sampler), parser, arguments)
+    composed = settings_class(spec, file_values, sampler, removed.extend)
+    arguments, removed_flags = drop_flags(arguments, partial(has_setting, composed))
+    settings = _read(composed, parser, arguments)
+    for warning in describe_removed([*removed_flags, *removed]):
+        print(f"skyrl-tx {command}: warning: {warning}", file=sys.stderr)
+    return settings
 
 
 def _read(settings: type[S], parser: argparse.ArgumentParser, arguments: Sequence[str]) -> S:

@@ -8,7 +8,7 @@ import yaml
 
 from docs import example_config
 from docs.generate_reference import generate
-from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.config import JaxFlags
 from skyrl_tx.launch.settings import ServerSettings
 from skyrl_tx.tools.cli import read_settings
 
@@ -48,7 +48,7 @@ def test_every_setting_of_the_example_is_valid_and_the_default(tmp_path: Path) -
     file.write_text(text)
     content = yaml.safe_load(text)
     known = set(ServerSettings.model_fields) - {"config", "sampler_config"}
-    assert set(content) == known and set(content["backend_config"]) == set(JaxConfig.model_fields)
+    assert set(content) == known and set(content["backend_config"]) == set(JaxFlags.model_fields)
     settings = read_settings("serve", ["--config", str(file)])
     defaults = read_settings("serve", ["--base-model", settings.base_model])
     depends = {"config", "data_dir", "backend_config"}

@@ -14,7 +14,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from skyrl_tx import models
 from skyrl_tx.backends.jax import checkpoint, distributed, mesh
 from skyrl_tx.backends.jax.compiler import Compiler
-from skyrl_tx.backends.jax.config import JaxConfig, half_of_cores
+from skyrl_tx.backends.jax.config import JaxConfig, JaxFlags, half_of_cores
 from skyrl_tx.backends.jax.costs import RANK
 from skyrl_tx.backends.jax.devices import check_devices, compilation_monitor
 from skyrl_tx.backends.jax.exhaustion import capacity_errors
@@ -62,9 +62,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 class JaxBackend(AbstractBackend):
     """See AbstractBackend."""
 
-    def __init__(self, base_model: str, config: JaxConfig) -> None:
+    def __init__(self, base_model: str, config: JaxFlags) -> None:
         self._base_model = base_model
-        self._config = config
+        self._config = JaxConfig.complete(config)
         self._is_started = False
         self._step_programs: StepPrograms | None = None
         self._sample_compiler: Compiler[Hashable] | None = None

@@ -3,7 +3,7 @@
 from skyrl_tx import DISTRIBUTION
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.sampler import Sampler, SamplerSpec
-from skyrl_tx.integrations.vllm.config import VllmConfig
+from skyrl_tx.integrations.vllm.config import VllmFlags
 
 
 def _load() -> type[Sampler]:
@@ -16,4 +16,4 @@ def _load() -> type[Sampler]:
     return VllmSampler
 
 
-SAMPLER = SamplerSpec(config=VllmConfig, load=_load)
+SAMPLER = SamplerSpec(config=VllmFlags, load=_load)

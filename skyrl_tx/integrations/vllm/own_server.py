@@ -83,7 +83,7 @@ class OwnServer:
     def __init__(self, config: VllmConfig, base_model: str, trainer: Capabilities, adapters: Path) -> None:
         """`adapters` is where they will be. Raises UserError if vLLM is not there, or could not serve them."""
         self._reserved = reserve_port(_HOST)
-        port = config.port or int(self._reserved.getsockname()[1])
+        port = int(self._reserved.getsockname()[1])
         if sys.platform != "linux":
             self._reserved.close()
         try:

@@ -36,7 +36,7 @@ _LAST = 64
 """Passes from which the list computes a run's last loss."""
 _LIVE = ("creating", "ready")
 _UNLOAD_TIMEOUT_S = 60.0
-_RESTORE = "the files stay for a day, or for the server's --deletion-undo-s; until then restore with `skyrl-tx "
+_RESTORE = "the files stay for a day; until then restore with `skyrl-tx "
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,8 +53,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     deleting = actions.add_parser(
         "delete",
         help="delete runs with all their checkpoints",
-        description="Delete runs with all their checkpoints and results. `undelete` can restore them for a day, or for "
-        "the server's --deletion-undo-s. With --now a running server unloads them, and nothing can be restored.",
+        description="Delete runs with all their checkpoints and results. `undelete` can restore them for a day. "
+        "With --now a running server unloads them, and nothing can be restored.",
         allow_abbrev=False,
     )
     deleting.add_argument("run_id", nargs="+", metavar="RUN", help="id of a run, as `list` shows it")

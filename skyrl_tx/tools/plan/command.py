@@ -7,7 +7,7 @@ import sys
 import textwrap
 from dataclasses import replace
 
-from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
+from skyrl_tx.backends.jax.config import JaxConfig, JaxFlags, MeshConfig
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.launch.settings import ServerSettings
 from skyrl_tx.tools.plan.hardware import KINDS, DeviceError, Devices, parse_devices
@@ -57,9 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
     """Run the command; return its exit status."""
-    config = settings.backend_config
-    if not isinstance(config, JaxConfig):
+    if not isinstance(settings.backend_config, JaxFlags):
         return _fail(f"--backend {settings.backend}: only plans of the backend jax are known")
+    config = JaxConfig.complete(settings.backend_config)
     changes = {field: getattr(arguments, flag) for flag, field in _SHORT_FLAGS.items()} | {"mesh": arguments.mesh}
     given = {name: value for name, value in changes.items() if value is not None}
     is_mesh_given = "mesh" in given or "mesh" in config.model_fields_set
