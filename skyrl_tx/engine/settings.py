@@ -6,7 +6,7 @@ from skyrl_tx.process.setup import CommonSettings
 
 
 class EngineFlags(CommonSettings):
-    """What an operator sets for the engine. The command line adds the settings of the other components."""
+    """Settings of the engine that an operator sets. The command line adds the settings of the other components."""
 
     engines: int = Field(default=1, ge=1, le=64)
     """Engines that share the database, which must be PostgreSQL.

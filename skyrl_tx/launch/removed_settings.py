@@ -64,7 +64,7 @@ _REMOVED: Mapping[str, str] = {
     "sampler_config.outage_timeout_s": "10 minutes apply",
     "sampler_config.max_restarts": "3 apply",
 }
-"""What applies now, by the name of the setting: with dots, as in a flag, and underscores, as in the file."""
+"""Text about what applies now, by the name of the setting: with dots, as in a flag, and underscores, as in the file."""
 
 Exists = Callable[[str], bool]
 """Says whether a setting of a name exists. A backend may have a setting that another one lost."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from sqlmodel import Session
 
@@ -20,7 +19,6 @@ from skyrl_tx import __version__
 from skyrl_tx.artifacts import ArtifactsUnreachable, PlaceRefused, open_artifacts
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.integrations.ray.engine import RayEngine, connected
 from skyrl_tx.launch.device_shares import device_shares
 from skyrl_tx.launch.engine_process import (
     EngineEnd,
@@ -30,6 +28,7 @@ from skyrl_tx.launch.engine_process import (
     record_end,
     run_in_foreground,
 )
+from skyrl_tx.launch.launcher import EngineStarts, RunningEngine, find_launcher
 from skyrl_tx.launch.settings import ServerSettings, SettingsError
 from skyrl_tx.process.setup import CannotServe, check_certificate, listen, tune_garbage_collection, url_of
 from skyrl_tx.process.signals import handle_signals
@@ -82,27 +81,6 @@ class RestartPolicy:
         if self._starts_without_progress >= self._max_starts:
             return None
         return min(self._first_delay_s * 2 ** (self._starts_without_progress - 1), _MAX_DELAY_S)
-
-
-class RunningEngine(Protocol):
-    """One life of an engine, which has been started: `EngineProcess`, or `RayEngine`."""
-
-    @property
-    def place(self) -> EnginePlace | None:
-        """The machine and process in which it runs; None as long as that is open."""
-        ...
-
-    async def wait(self, on_ready: Callable[[Capabilities], None]) -> EngineEnd:
-        """Wait for its end and return the reason; calls `on_ready` when it is ready."""
-        ...
-
-    def request_stop(self) -> None:
-        """Ask it to finish its step, take its snapshots and end."""
-        ...
-
-    def kill(self) -> None:
-        """End it at once."""
-        ...
 
 
 class EngineSupervisor:
@@ -313,16 +291,17 @@ def serve(settings: ServerSettings) -> int:
 
 
 @contextlib.contextmanager
-def _starts(settings: ServerSettings, launch: EngineLaunch) -> Generator[list[Callable[[], RunningEngine]]]:
-    """Yield what starts each engine: as a child of this process, or on nodes of a Ray cluster. Raises CannotServe."""
+def _starts(settings: ServerSettings, launch: EngineLaunch) -> Generator[EngineStarts]:
+    """Yield what starts each engine: as a child of this process, or where a launcher says. Raises CannotServe."""
     if settings.metrics_port:
-        raise CannotServe("--metrics-port is for one engine alone: `skyrl-tx engine`, without --launcher ray")
-    if settings.launcher != "ray":
+        raise CannotServe("--metrics-port is for an engine alone: `skyrl-tx engine` on its own machine")
+    if not settings.has_remote_engines:
         shares = device_shares(settings.engines, os.environ, Path("/dev"))
         yield [partial(EngineProcess, replace(launch, environment=environment)) for environment in shares]
         return
-    with connected(settings.ray) as ray:
-        yield [partial(RayEngine, ray, launch, settings.ray.resources) for _ in range(settings.engines)]
+    start_engines = find_launcher(settings.launcher).load()
+    with start_engines(getattr(settings, settings.launcher), launch, settings.engines) as starts:
+        yield starts
 
 
 def _supervised(
@@ -366,7 +345,7 @@ def serve_engine(settings: ServerSettings) -> int:
     if launch.hosts.rank > 0:
         return _follow(launch)
     _log.info("skyrl_tx %s, the engine alone, data in %s", __version__, settings.data_dir)
-    if settings.launcher == "ray":
+    if settings.has_remote_engines:
         with contextlib.closing(_open_database(settings)) as store, _starts(settings, launch) as starts:
             is_ready = partial(_log_ready, settings, url=None)
             asyncio.run(_run_alone([_supervised(start, store, is_ready) for start in starts]))

@@ -3,14 +3,14 @@
 import ipaddress
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
-from pydantic import Field, field_validator
+from pydantic import BaseModel, Field, SerializeAsAny, field_validator
 
-from skyrl_tx.apps.teams.prices import Prices
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.process.setup import CommonSettings
 
+S = TypeVar("S", bound=BaseModel)
 _HUB_NAME_SLASHES = 2
 _VARIANT = re.compile(r":peft:\d+$")
 """The end of names such as Qwen/Qwen3.6-35B-A3B:peft:262144 in recipes of the cookbook: a context length in tokens.
@@ -20,7 +20,7 @@ This server has one context length for each model.
 
 
 class ApiFlags(CommonSettings):
-    """What an operator sets for the API. `skyrl_tx.launch.settings` adds the settings of the engine and the backend."""
+    """Settings of the API that an operator sets. `skyrl_tx.launch.settings` adds those of the other parts."""
 
     host: str = "127.0.0.1"
     """Address to listen on; any but loopback requires API keys or --no-auth."""
@@ -42,8 +42,6 @@ class ApiFlags(CommonSettings):
     """Let clients download external weights from the object store of --artifacts, which they must reach."""
     public_url: str | None = None
     """Base URL of this server in download URLs; default: the address of the request."""
-    prices: Prices = Prices()
-    """Prices in reports of usage; without one, reports show no cost."""
     no_console: bool = False
     """Serve no console: the web pages about runs, samples, checkpoints, sessions, keys and the server."""
     no_custom_losses: bool = False
@@ -119,6 +117,8 @@ class ApiFlags(CommonSettings):
 class ApiSettings(ApiFlags):
     """Settings of the API process: what an operator sets, and constants. Only tests use other values for constants."""
 
+    apps: tuple[SerializeAsAny[BaseModel], ...] = ()
+    """The settings of apps."""
     max_streams: int = Field(default=64, ge=0)
     """Streamed responses that get tokens while they are decoded; further ones get all of them at the end.
     Each stream reads new tokens from the database several times a second, so thousands would slow all requests."""
@@ -148,3 +148,7 @@ class ApiSettings(ApiFlags):
     body_timeout_s: float = Field(default=30.0, gt=0)
     """Longest pause in a request body in seconds; a slow client must send 1 KiB/s on average.
     A client that sends nothing for so long has gone."""
+
+    def for_app(self, kind: type[S]) -> S:
+        """Return the settings of an app, which are the defaults unless some are set."""
+        return next((settings for settings in self.apps if isinstance(settings, kind)), kind())

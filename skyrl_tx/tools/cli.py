@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, CliSettingsSource
 
 from skyrl_tx import DISTRIBUTION, __version__
 from skyrl_tx.backends.registry import find_backend, find_sampler
+from skyrl_tx.compose import APP_SETTINGS
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.launch.removed_settings import describe_removed, drop_flags
 from skyrl_tx.launch.settings import (
@@ -134,7 +135,7 @@ def read_settings(command: str, arguments: Sequence[str], defaults: Mapping[str,
 
     Raises SettingsError naming each invalid setting; SystemExit for --help and for unknown flags.
     """
-    removed = check_environment(os.environ)
+    removed = check_environment(os.environ, APP_SETTINGS)
     first = argparse.ArgumentParser(prog=f"skyrl-tx {command}", add_help=False, allow_abbrev=False)
     first.add_argument("--config", default=os.environ.get(f"{ENVIRONMENT_PREFIX}CONFIG"))
     first.add_argument("--backend", default=os.environ.get(f"{ENVIRONMENT_PREFIX}BACKEND"))
@@ -151,7 +152,7 @@ def read_settings(command: str, arguments: Sequence[str], defaults: Mapping[str,
     except UserError as error:
         raise SettingsError(f"--sampler: {error}") from error
     parser = _parser(command, usage="--base-model MODEL [flags]", epilog=_EPILOG)
-    composed = settings_class(spec, file_values, sampler, removed.extend)
+    composed = settings_class(spec, file_values, sampler, apps=APP_SETTINGS, on_removed=removed.extend)
     arguments, removed_flags = drop_flags(arguments, partial(has_setting, composed))
     settings = _read(composed, parser, arguments)
     for warning in describe_removed([*removed_flags, *removed]):
@@ -238,7 +239,11 @@ def _full_parser(command: str) -> argparse.ArgumentParser:
     if command == "plan":
         plan.add_arguments(parser)
     if command != "completion":
-        settings = QuickstartSettings if command == "quickstart" else settings_class(find_backend(DEFAULT_BACKEND), {})
+        settings = (
+            QuickstartSettings
+            if command == "quickstart"
+            else settings_class(find_backend(DEFAULT_BACKEND), {}, apps=APP_SETTINGS)
+        )
         CliSettingsSource[argparse.ArgumentParser](settings, root_parser=parser)
     return parser
 

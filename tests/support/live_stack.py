@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 
-from skyrl_tx.apps.teams.prices import Prices
+from skyrl_tx.apps.teams.prices import Prices, TeamsSettings
 from skyrl_tx.backends.jax import BACKEND as JAX
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.contract.backend import AbstractBackend
@@ -105,7 +105,7 @@ def live_stack(
         large_result_bytes=large_result_bytes,
         retrieve_hold_s=retrieve_hold_s,
         failed_key_limit=failed_key_limit,
-        prices=prices or Prices(),
+        apps=(TeamsSettings(prices=prices or Prices()),),
         artifacts=artifacts,
     )
     engine = EngineSettings(

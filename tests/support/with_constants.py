@@ -32,12 +32,12 @@ def main(arguments: Sequence[str]) -> int:
     """Run a command with the constants among its arguments."""
     parts: dict[str, dict[str, str]] = {"api": {}, "engine": {}, "backend": {}, "sampler": {}}
     kept: list[str] = []
-    words = iter(arguments)
-    for word in words:
+    rest = iter(arguments)
+    for word in rest:
         if word != FLAG:
             kept.append(word)
             continue
-        name, _, value = next(words).partition("=")
+        name, _, value = next(rest).partition("=")
         part, _, field = name.partition(".")
         parts[part][field] = value
     _install(parts)

@@ -42,3 +42,12 @@ class Prices(BaseModel):
     def of_storage(self, gigabyte_hours: float) -> float | None:
         """Return the cost of storage, if it has a price."""
         return None if self.storage is None else self.storage * gigabyte_hours / HOURS_PER_MONTH
+
+
+class TeamsSettings(BaseModel):
+    """Settings of usage reports."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    prices: Prices = Prices()
+    """Prices in reports of usage; without one, reports show no cost."""

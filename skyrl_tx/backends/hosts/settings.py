@@ -11,7 +11,7 @@ LWS_SIZE, LWS_RANK, LWS_ADDRESS = "LWS_GROUP_SIZE", "LWS_WORKER_INDEX", "LWS_LEA
 
 
 class HostsFlags(BaseModel):
-    """What an operator sets for several hosts that hold one model together. Each is started with its own rank."""
+    """Settings of an operator for several hosts that hold one model together. Each is started with its own rank."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 

@@ -10,4 +10,4 @@ def _load() -> type[AbstractBackend]:
     return JaxBackend
 
 
-BACKEND = BackendSpec(config=JaxFlags, load=_load)
+BACKEND = BackendSpec(config=JaxFlags, load=_load, flags={"load_format": "load_format"})

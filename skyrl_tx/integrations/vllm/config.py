@@ -15,10 +15,10 @@ class VllmFlags(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     url: str | None = None
-    """URL of a vLLM server with the same base model, or several with commas between them; same as --vllm-url.
+    """URL of a vLLM server with the same base model, or several with commas between them.
     Unset: the engine starts one."""
     command: str | None = None
-    """Command `vllm` with which the engine starts a server; same as --vllm-command.
+    """Command with which the engine starts a server: 'vllm', '/opt/vllm/bin/vllm', 'env A=1 vllm'.
     Unset: that of this environment, or in PATH."""
     serve_flags: str = ""
     """Further flags of `vllm serve` for a server that the engine starts, such as '--gpu-memory-utilization 0.5'."""
