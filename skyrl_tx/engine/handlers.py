@@ -138,8 +138,8 @@ def _optim_step(context: EngineContext, queued: QueuedRequest, model_id: ModelId
         metrics = context.backend.optim_step(model_id, request.params)
     result = results.OptimStepOutput(metrics=dict(metrics))
     model.num_steps += 1
-    history = context.history.of_step(queued, model, result, taken)
-    context.request_log.commit(queued, result, effect_order=model.next_effect_order(), history=history)
+    observed = context.observers.observe_step(queued, model, result, taken)
+    context.request_log.commit(queued, result, effect_order=model.next_effect_order(), observed=observed)
 
 
 def _drop_gradient(context: EngineContext, queued: QueuedRequest, model: LiveModel, message: str) -> None:
@@ -238,7 +238,7 @@ def _save_ephemeral(context: EngineContext, queued: QueuedRequest, model_id: Mod
 
     result = results.SaveWeightsOutput(kind=request.kind, sampling_session_id=name)
     context.request_log.commit(queued, result, rows, effect_order=effect_order)
-    context.history.note_sampler(sampler, model)
+    context.observers.note_sampler(sampler, model)
     context.ephemeral_samplers.add(sampler, model_id, effect_order, snapshot)
 
 
@@ -281,7 +281,8 @@ def _record_checkpoint(
         audit.record(tx, "checkpoint_create", actor, now, path=path, size_bytes=artifact.size_bytes)
 
     result = results.SaveWeightsOutput(kind=request.kind, path=str(path), size_bytes=artifact.size_bytes)
-    context.request_log.commit_and_wait(queued, result, rows, context.history.of_save(queued, path.model_id))
+    observed = context.observers.observe_save(queued, path.model_id)
+    context.request_log.commit_and_wait(queued, result, rows, observed)
 
 
 def _rejected(context: EngineContext, queued: QueuedRequest, model_id: ModelId, request: Rejected) -> None:

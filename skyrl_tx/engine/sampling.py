@@ -425,8 +425,8 @@ class SamplingExecutor:
             if request.is_recorded:
                 stability.record(tx, queued.session_id, request.prompt.size, logprobs, now)
 
-        history = self._context.history.of_sample(queued, request, output, time.time(), running.clock_s)
-        self._context.request_log.commit(queued, output, rows, history=history)
+        observed = self._context.observers.observe_sample(queued, request, output, time.time(), running.clock_s)
+        self._context.request_log.commit(queued, output, rows, observed=observed)
 
     def _forget(self, queued: QueuedRequest) -> None:
         """Count a request no longer: it has a result."""

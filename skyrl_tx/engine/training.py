@@ -236,8 +236,8 @@ class TrainingExecutor:
             model = self._context.models.get(request.model_id)
             effect_order = model.next_effect_order() if request.backward else None
             share = replace(taken, device_s=per_token_s * num_tokens)
-            history = self._context.history.of_pass(request.queued, model, output, num_tokens, share)
+            observed = self._context.observers.observe_pass(request.queued, model, output, num_tokens, share)
             # One transaction each: in a common one the first client would wait for the last result.
-            self._context.request_log.commit(request.queued, output, effect_order=effect_order, history=history)
+            self._context.request_log.commit(request.queued, output, effect_order=effect_order, observed=observed)
             start = end
         assert start == len(results), f"the backend gave {len(results)} results for {start} examples"

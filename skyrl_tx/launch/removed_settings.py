@@ -1,5 +1,6 @@
 """Settings of 0.2 that are no more. For one release they are accepted, ignored, and named in a warning."""
 
+import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -75,24 +76,29 @@ def is_removed(name: str) -> bool:
     return name in _REMOVED
 
 
-def drop_flags(arguments: Sequence[str], exists: Exists) -> tuple[list[str], list[str]]:
-    """Return the arguments without removed flags, and the names of these."""
-    kept: list[str] = []
-    names: list[str] = []
-    drops_value = False
-    for argument in arguments:
-        if drops_value and not argument.startswith("--"):
-            drops_value = False
-            continue
-        flag, equals, _ = argument.partition("=")
-        name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
-        is_dropped = flag.startswith("--") and name in _REMOVED and not exists(name)
-        drops_value = is_dropped and not equals
-        if is_dropped:
-            names.append(name)
-        else:
-            kept.append(argument)
-    return kept, names
+class _NoteRemoved(argparse.Action):
+    """Notes that a removed flag was given, and ignores its value."""
+
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: object, option: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest), self.const])
+
+
+def add_removed_flags(parser: argparse.ArgumentParser, exists: Exists) -> None:
+    """Accept the flags of removed settings; `removed_settings` of the parsed arguments has their names."""
+    for name in _REMOVED:
+        if not exists(name):
+            flag = name.replace("_", "-")
+            parser.add_argument(
+                *(f"--{flag}", f"--no-{flag}"),
+                action=_NoteRemoved,
+                nargs="?",
+                const=name,
+                dest="removed_settings",
+                default=[],
+                help=argparse.SUPPRESS,
+            )
 
 
 def drop_values(values: Mapping[str, Any], exists: Exists, prefix: str = "") -> tuple[dict[str, Any], list[str]]:

@@ -22,6 +22,7 @@ from skyrl_tx.contract.backend import BackendSpec
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.sampler import SamplerSpec
 from skyrl_tx.engine.settings import EngineFlags, EngineSettings
+from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.launcher import BUILT_IN, find_launcher, installed_launchers
 from skyrl_tx.launch.removed_settings import drop_values, is_removed
 from skyrl_tx.process import failpoints
@@ -35,8 +36,11 @@ _WITH_SAMPLER = ("sampler_check_share", "sampler_fallback")
 _TEST_VARIABLES = frozenset({"SKYRL_TX_REQUIRE_ENVIRONMENTS", failpoints.VARIABLE})
 
 
-class SettingsError(Exception):
+class SettingsError(CommandError):
     """A setting is invalid; the message names it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, status=2)
 
 
 def default_data_dir() -> Path:
@@ -268,9 +272,10 @@ def settings_class(
         )
         for name, short in shorts.items()
     }
+    bases: Any = (WithParts, *apps)
     return create_model(
         "ServerSettings",
-        __base__=(WithParts, *apps),
+        __base__=bases,
         __doc__=ServerSettings.__doc__,
         backend_config=(spec.config, Field(default_factory=spec.config, description="settings of the backend")),
         sampler_config=sampler_field,

@@ -14,12 +14,11 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, RequestId, SessionId
 from skyrl_tx.store.checkpoints import is_visible, total_bytes
 from skyrl_tx.store.database import execute
-from skyrl_tx.store.history_tables import UsageKind
 from skyrl_tx.store.quotas import DAY_LIMITS, LIMITS, Account, Limit, Quota, Rules, Subject
 from skyrl_tx.store.tables import ApiKeyRow, CheckpointRow, ModelRow, RequestRow, SessionRow, SubjectKind
 
 DAY_S = 86_400
-_DAY_LIMIT_OF_KIND: dict[UsageKind, Limit] = {
+_DAY_LIMIT_OF_KIND: dict[usage.UsageKind, Limit] = {
     "training": "training_tokens_per_day",
     "forward": "training_tokens_per_day",
     "prefill": "sample_tokens_per_day",

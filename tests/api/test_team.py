@@ -17,10 +17,10 @@ import tinker
 from sqlalchemy import func
 from sqlmodel import select
 
+from skyrl_tx.apps.history.tables import RunPointRow
 from skyrl_tx.contract.backend import Pass
 from skyrl_tx.contract.batches import PreparedModelPassBatch
 from skyrl_tx.store import audit, keys, quotas
-from skyrl_tx.store.history_tables import RunPointRow
 from skyrl_tx.store.quotas import Subject
 from skyrl_tx.store.tables import KeyScope, RequestRow
 from skyrl_tx.testing.fake.backend import FakeBackend

@@ -12,7 +12,7 @@ from skyrl_tx.backends.jax.config import JaxFlags
 from skyrl_tx.backends.registry import find_backend
 from skyrl_tx.compose import APP_SETTINGS
 from skyrl_tx.launch.settings import settings_class, short_flags
-from skyrl_tx.tools.cli import read_settings
+from skyrl_tx.tools.serve import read_settings
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("endpoints.md", "losses.md", "metrics.md", "models.md", "recipes.md", "settings.md")

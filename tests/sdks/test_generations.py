@@ -11,7 +11,7 @@ import pytest
 
 from skyrl_tx.server.http.body import PROTOBUF, Body, BodyLimits
 from skyrl_tx.server.schemas import inputs, sampling, service, training, weights
-from skyrl_tx.server.submission.proto import wire_pb2
+from skyrl_tx.server.submission import wire_pb2
 from tests.support.client_environments import SDKS, ClientEnvironment, PreparedEnvironment
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
 from tests.support.recording_middleware import Call

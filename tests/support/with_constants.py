@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from skyrl_tx.backends.jax.config import JaxConfig, JaxFlags
 from skyrl_tx.integrations.vllm.config import VllmConfig, VllmFlags
 from skyrl_tx.launch import supervisor
+from skyrl_tx.launch.app import App
 from skyrl_tx.launch.settings import ServerSettings
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.tools import cli
@@ -47,8 +48,8 @@ def main(arguments: Sequence[str]) -> int:
 def _install(parts: Mapping[str, Mapping[str, str]]) -> None:
     launch_of, for_api = supervisor.launch_of, ServerSettings.for_api
 
-    def launch_with_constants(settings: ServerSettings) -> Any:
-        launch = launch_of(settings)
+    def launch_with_constants(settings: ServerSettings, apps: Sequence[App] = ()) -> Any:
+        launch = launch_of(settings, apps)
         return replace(
             launch,
             settings=_changed(launch.settings, parts["engine"]),

@@ -2,15 +2,13 @@
 
 from http import HTTPStatus
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, Request
 
 from skyrl_tx.apps.chat.anthropic import count_tokens, messages
 from skyrl_tx.apps.chat.chat_completions import chat_completions
 from skyrl_tx.apps.chat.completions import completions
 from skyrl_tx.apps.chat.errors import ANTHROPIC_PREFIX, OPENAI_PREFIXES
 from skyrl_tx.apps.chat.models import get_model, list_models
-from skyrl_tx.apps.chat.service import ChatService
-from skyrl_tx.server.context import ApiContext
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.identity.authentication import Caller
 
@@ -27,14 +25,17 @@ anthropic.add_api_route("/messages", messages, methods=["POST"], response_model=
 anthropic.add_api_route("/messages/count_tokens", count_tokens, methods=["POST"], response_model=None)
 
 
-def install(app: FastAPI, context: ApiContext) -> None:
-    """Add the endpoints to the application."""
-    app.state.chat = ChatService(context)
-    for prefix in OPENAI_PREFIXES:
-        app.include_router(openai, prefix=prefix, include_in_schema=prefix == OPENAI_PREFIXES[0])
-    app.include_router(anthropic, prefix=ANTHROPIC_PREFIX)
-    for prefix, router in (*((prefix, openai) for prefix in OPENAI_PREFIXES), (ANTHROPIC_PREFIX, anthropic)):
-        app.add_api_route(prefix + "/{path:path}", _refusal(prefix, router), methods=_METHODS, include_in_schema=False)
+def create_routers() -> list[APIRouter]:
+    """Return a router for each prefix, which refuses all paths that are not offered below it."""
+    # The second prefix of OpenAI's endpoints is an alias.
+    offered = [(prefix, openai, prefix == OPENAI_PREFIXES[0]) for prefix in OPENAI_PREFIXES]
+    routers: list[APIRouter] = []
+    for prefix, endpoints, in_schema in (*offered, (ANTHROPIC_PREFIX, anthropic, True)):
+        router = APIRouter(prefix=prefix)
+        router.include_router(endpoints, include_in_schema=in_schema)
+        router.add_api_route("/{path:path}", _refusal(prefix, endpoints), methods=_METHODS, include_in_schema=False)
+        routers.append(router)
+    return routers
 
 
 def _refusal(prefix: str, router: APIRouter):

@@ -28,8 +28,8 @@ from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.identity import direct_sessions
 from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.server.submission import submission
+from skyrl_tx.server.submission.sampling import MAX_SAMPLES
 from skyrl_tx.server.submission.submission import Submission
-from skyrl_tx.server.submission.translate.sampling import MAX_SAMPLES
 from skyrl_tx.server.submission.validation import require
 from skyrl_tx.store import futures, sessions
 from skyrl_tx.store.quotas import Subject

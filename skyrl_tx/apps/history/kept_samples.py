@@ -11,10 +11,10 @@ import numpy as np
 from sqlalchemy import BigInteger, bindparam, delete, func, insert, select, update
 from sqlmodel import Session, col
 
+from skyrl_tx.apps.history.tables import KeptSampleRow
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
-from skyrl_tx.store.history_tables import KeptSampleRow
 
 MAX_ROWS = 1000
 _TOKENS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")

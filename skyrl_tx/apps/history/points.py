@@ -11,9 +11,9 @@ from typing import Any
 from sqlalchemy import bindparam, delete, func, insert, select
 from sqlmodel import Session, col
 
+from skyrl_tx.apps.history.tables import PointKind, RunPointRow, numbers_text
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
-from skyrl_tx.store.history_tables import PointKind, RunPointRow, numbers_text
 from skyrl_tx.store.prepared import Prepared
 
 MAX_POINTS = 200_000

@@ -7,9 +7,9 @@ from typing import Any
 from sqlalchemy import delete, select
 from sqlmodel import Session, col
 
+from skyrl_tx.apps.history.tables import SampledStepRow
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
-from skyrl_tx.store.history_tables import SampledStepRow
 from skyrl_tx.store.prepared import Prepared, adding_to_sums
 
 

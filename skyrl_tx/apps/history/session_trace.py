@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from skyrl_tx.apps.history.logged import LoggedPoint
 from skyrl_tx.apps.history.points import Point
+from skyrl_tx.apps.history.tables import PointKind
 from skyrl_tx.apps.history.timeline import RequestTimes
-from skyrl_tx.server.submission.proto.trace_pb2 import DebugAnnotation, Trace, TrackDescriptor, TrackEvent
-from skyrl_tx.store.history_tables import PointKind
+from skyrl_tx.apps.history.trace_pb2 import DebugAnnotation, Trace, TrackDescriptor, TrackEvent
 
 MAX_SLICES = 10_000
 """Requests in a trace, of each source; the oldest are left out."""

@@ -8,9 +8,8 @@ from datetime import UTC, datetime, timedelta
 
 from sqlmodel import Session
 
-from skyrl_tx.apps.teams import storage_hours, usage
+from skyrl_tx.apps.teams import schemas, storage_hours, usage
 from skyrl_tx.apps.teams.prices import GIGABYTE, Prices
-from skyrl_tx.apps.teams.schemas import billing as schemas
 from skyrl_tx.apps.teams.storage_hours import StorageHour
 from skyrl_tx.apps.teams.usage import HOUR_S, GroupColumn, Total
 from skyrl_tx.contract.ids import SessionId

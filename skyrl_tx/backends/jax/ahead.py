@@ -19,7 +19,7 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.costs import RANK, adapter_bytes
-from skyrl_tx.backends.jax.exhaustion import is_exhausted
+from skyrl_tx.backends.jax.devices import is_exhausted
 from skyrl_tx.backends.jax.program_text import ProgramText, read_program
 from skyrl_tx.backends.jax.sample import programs
 from skyrl_tx.backends.jax.sample.layer_views import copies_less, separate_shapes
@@ -34,7 +34,7 @@ from skyrl_tx.backends.jax.train.step_programs import placed_adapter_shapes, sha
 from skyrl_tx.backends.jax.warmup import NAME, training_batch
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import OptimizerParams
-from skyrl_tx.layers.held import Cache, Table
+from skyrl_tx.layers.cache_state import Cache, Table
 from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.layers.sharding import Layout
 
@@ -163,7 +163,7 @@ class _Shapes:
         weights = placed_adapter_shapes(self._layout, self._model, self._rank).weights
         state = optimizer.OptimizerState(first=weights, second=weights, step=self._replicated(np.int32(0)))
         factors = self._replicated(optimizer.coefficients(OptimizerParams(), 1))
-        lowered = optimizer.adamw.lower(weights, state, weights, factors)
+        lowered = optimizer.adamw_step.lower(weights, state, weights, factors)
         return lowered, f"rank {self._rank}", 7 * self._adapter_bytes
 
     @property

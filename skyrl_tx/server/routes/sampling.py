@@ -13,9 +13,8 @@ from skyrl_tx.server.identity import access, direct_sessions
 from skyrl_tx.server.schemas import sampling as schemas
 from skyrl_tx.server.schemas.base import SampleRequestIds
 from skyrl_tx.server.schemas.training import FutureHandle
-from skyrl_tx.server.submission import submission
+from skyrl_tx.server.submission import sampling, submission, weights
 from skyrl_tx.server.submission.submission import Submission
-from skyrl_tx.server.submission.translate import sampling, weights
 from skyrl_tx.server.submission.validation import shown
 from skyrl_tx.store import futures, samplers, sessions
 from skyrl_tx.store.tables import SamplingSessionRow

@@ -17,9 +17,8 @@ from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.server.schemas import weights as schemas
 from skyrl_tx.server.schemas.base import CreationIds, ModelRequestIds
 from skyrl_tx.server.schemas.training import FutureHandle, OptimizerConfig
-from skyrl_tx.server.submission import submission
+from skyrl_tx.server.submission import submission, weights
 from skyrl_tx.server.submission.submission import Submission, submit_json
-from skyrl_tx.server.submission.translate import weights
 from skyrl_tx.server.submission.validation import check_ttl
 from skyrl_tx.store import allowances, audit, checkpoints, models, sessions
 from skyrl_tx.store.tables import CheckpointRow, ModelRow

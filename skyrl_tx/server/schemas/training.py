@@ -1,8 +1,20 @@
-"""Schemas of model creation and training."""
+"""Schemas of models, training data, passes, optimizer steps and losses that clients upload."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from skyrl_tx.server.schemas.base import CreationIds, Int, List, ModelRequestIds, Response, Table, WireModel
+from pydantic import Field
+
+from skyrl_tx.server.schemas.base import (
+    CreationIds,
+    Int,
+    List,
+    ModelRequestIds,
+    Name,
+    Response,
+    SeqId,
+    Table,
+    WireModel,
+)
 from skyrl_tx.server.schemas.inputs import Datum
 
 
@@ -110,3 +122,47 @@ class FutureHandle(Response):
     request_id: str
     model_id: str | None = None
     sample_sequence_ids: list[str] | None = None
+
+
+MAX_NODES = 512
+"""The most nodes of a graph."""
+_MAX_ARGUMENTS = 64
+
+
+class LossGraphNode(WireModel):
+    """A node of the graph; `args` and `kwargs` are in the SDK's encoding."""
+
+    changes_maths = True
+    op: Name
+    name: Name
+    target: Name
+    args: Annotated[list[object], Field(max_length=_MAX_ARGUMENTS)] = Field(default_factory=list[object])
+    kwargs: Table[object] = Field(default_factory=dict[str, object])
+
+
+class LossGraph(WireModel):
+    """The nodes of a loss in the order of execution."""
+
+    changes_maths = True
+    format: Int = 1
+    nodes: Annotated[List[LossGraphNode], Field(max_length=MAX_NODES)]
+
+
+class LossInput(WireModel):
+    """An input: its name, and its number of dimensions in each datum."""
+
+    changes_maths = True
+    name: Name
+    rank: Int
+
+
+class CreateCustomLossRequest(WireModel):
+    """A custom loss to store for a session."""
+
+    changes_maths = True
+    session_id: str
+    custom_loss_seq_id: SeqId
+    name: Name
+    inputs: Annotated[List[LossInput], Field(max_length=_MAX_ARGUMENTS)]
+    graph: LossGraph
+    type: str | None = None

@@ -9,10 +9,8 @@ from typing import get_args
 
 from sqlmodel import Session
 
-from skyrl_tx.store import audit, keys
-from skyrl_tx.store.tables import ApiKeyRow, KeyScope
-from skyrl_tx.tools.commands.common import (
-    CommandError,
+from skyrl_tx.launch.command import CommandError
+from skyrl_tx.launch.command_line import (
     Record,
     duration_s,
     finish_list_parser,
@@ -21,6 +19,8 @@ from skyrl_tx.tools.commands.common import (
     os_user,
     when,
 )
+from skyrl_tx.store import audit, keys
+from skyrl_tx.store.tables import ApiKeyRow, KeyScope
 
 _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}")
 
@@ -33,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="create a key and print it once",
         description="Create a key and print it. Only its digest is stored, so it cannot be printed again. The first "
         "key enables authentication, on loopback too. The first admin key takes over everything created before.",
-        allow_abbrev=False,
     )
     creating.add_argument(
         "owner", metavar="OWNER", help="owner of the key; all keys of an owner have access to the same data"
@@ -53,21 +52,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     creating.add_argument("--name", help="name of the key (default: OWNER)")
     creating.add_argument("--note", default="", help="comment on the key")
     finish_parser(creating, _create)
-    listing = actions.add_parser("list", help="show all keys, without their secret part", allow_abbrev=False)
+    listing = actions.add_parser("list", help="show all keys, without their secret part")
     finish_list_parser(listing, _records, nothing="no keys")
     rotating = actions.add_parser(
         "rotate",
         help="replace a key by a new one",
         description="Create a key with the owner, scope, name, note and lifetime of another, and print it. The old one "
         "expires after the overlap.",
-        allow_abbrev=False,
     )
     rotating.add_argument("key_id", type=int, metavar="ID", help="number of a key, as `list` shows it")
     rotating.add_argument(
         "--overlap", type=duration_s, default=86_400.0, metavar="TIME", help="life of the old key (default: 24h)"
     )
     finish_parser(rotating, _rotate)
-    revoking = actions.add_parser("revoke", help="revoke keys permanently", allow_abbrev=False)
+    revoking = actions.add_parser("revoke", help="revoke keys permanently")
     revoking.add_argument("key_id", nargs="+", type=int, metavar="ID", help="number of a key, as `list` shows it")
     finish_parser(revoking, _revoke)
 

@@ -3,50 +3,54 @@
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Literal
 
 from sqlmodel import Session, col, select
 
-from skyrl_tx.apps.history import points
+from skyrl_tx.apps.history import points, run_report
+from skyrl_tx.compose import APPS
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId
 from skyrl_tx.contract.requests import ModelSpec, UnloadModel
-from skyrl_tx.store import audit, checkpoints, futures, models
-from skyrl_tx.store.audit import OPERATOR
-from skyrl_tx.store.database import Store
-from skyrl_tx.store.futures import NewRequest
-from skyrl_tx.store.tables import CheckpointRow, ModelRow, SessionRow
-from skyrl_tx.tools.commands import run_report
-from skyrl_tx.tools.commands.common import (
-    CommandError,
+from skyrl_tx.engine.retention import Retention
+from skyrl_tx.launch.app import load_engine_extensions
+from skyrl_tx.launch.command import CommandError
+from skyrl_tx.launch.command_line import (
     Record,
-    claim_artifacts,
-    collect_artifacts,
     confirmed,
     find_checkpoint,
     finish_list_parser,
     finish_parser,
+    open_artifact_store,
     open_database,
     os_user,
     when,
 )
+from skyrl_tx.store import audit, checkpoints, futures, identity, models
+from skyrl_tx.store.audit import OPERATOR
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.dialect import role_lock
+from skyrl_tx.store.errors import StoreInUse
+from skyrl_tx.store.futures import NewRequest
+from skyrl_tx.store.tables import CheckpointRow, ModelRow, SessionRow
 
 _LAST = 64
 """Passes from which the list computes a run's last loss."""
 _LIVE = ("creating", "ready")
 _UNLOAD_TIMEOUT_S = 60.0
-_RESTORE = "the files stay for a day; until then restore with `skyrl-tx "
+_RESTORE = "the files stay for a day, or for the server's --deletion-undo-s; until then restore with `skyrl-tx "
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `runs`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    listing = actions.add_parser("list", help="show all runs, most recently used first", allow_abbrev=False)
+    listing = actions.add_parser("list", help="show all runs, most recently used first")
     listing.add_argument("--owner", help="only runs of this owner")
     listing.add_argument("--deleted", action="store_true", help="only deleted runs, which `undelete` can restore")
     finish_list_parser(listing, _runs, nothing="no runs")
-    showing = actions.add_parser("show", help="show one run: metrics, curves, checkpoints", allow_abbrev=False)
+    showing = actions.add_parser("show", help="show one run: metrics, curves, checkpoints")
     showing.add_argument("run_id", metavar="RUN", help="id of a run, as `list` shows it")
     showing.add_argument("--json", action="store_true", help="print JSON, with all points")
     finish_parser(showing, run_report.show)
@@ -55,13 +59,12 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="delete runs with all their checkpoints",
         description="Delete runs with all their checkpoints and results. `undelete` can restore them for a day. "
         "With --now a running server unloads them, and nothing can be restored.",
-        allow_abbrev=False,
     )
     deleting.add_argument("run_id", nargs="+", metavar="RUN", help="id of a run, as `list` shows it")
     deleting.add_argument("--now", action="store_true", help="delete for good")
     deleting.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     finish_parser(deleting, _delete_runs)
-    restoring = actions.add_parser("undelete", help="restore deleted runs with their checkpoints", allow_abbrev=False)
+    restoring = actions.add_parser("undelete", help="restore deleted runs with their checkpoints")
     restoring.add_argument("run_id", nargs="+", metavar="RUN", help="id of a run, as `list --deleted` shows it")
     finish_parser(restoring, _undelete_runs)
 
@@ -108,14 +111,14 @@ def _delete_runs(arguments: argparse.Namespace) -> None:
         if not arguments.yes and not confirmed(f"delete {', '.join(arguments.run_id)} with all checkpoints?"):
             raise CommandError("nothing was deleted")
         if arguments.now:
-            claim_artifacts(store, arguments)
+            _claim_artifacts(store, arguments)
         for run_id in map(ModelId, arguments.run_id):
             if arguments.now:
                 _delete_run(store, run_id)
             else:
                 store.write(partial(_change_run, run_id=run_id, event="run_delete"))
             print(f"deleted {run_id}")
-        print(collect_artifacts(store, arguments) if arguments.now else f"{_RESTORE}runs undelete`")
+        print(_collect_artifacts(store, arguments) if arguments.now else f"{_RESTORE}runs undelete`")
 
 
 def _change_run(tx: Session, run_id: ModelId, event: Literal["run_delete", "run_restore"]) -> bool:
@@ -142,9 +145,11 @@ def _delete_run(store: Store, model_id: ModelId) -> None:
     if store.is_peer_running():
         _unload(store, model_id)
 
+    retention = Retention.collect(load_engine_extensions(APPS))
+
     def work(tx: Session) -> None:
         models.set_status(tx, model_id, "unloaded")
-        models.delete(tx, model_id)
+        models.delete(tx, model_id, retention.delete_runs)
 
     store.write(work)
 
@@ -177,7 +182,7 @@ def _unload(store: Store, model_id: ModelId) -> None:
 def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `checkpoints`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    listing = actions.add_parser("list", help="show checkpoints, newest first", allow_abbrev=False)
+    listing = actions.add_parser("list", help="show checkpoints, newest first")
     listing.add_argument("--run", dest="run_id", metavar="RUN", help="only checkpoints of this run")
     listing.add_argument(
         "--kind", choices=[kind.value for kind in CheckpointKind], help="only checkpoints of this kind"
@@ -186,14 +191,14 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
         "--deleted", action="store_true", help="only deleted checkpoints, which `undelete` can restore"
     )
     finish_list_parser(listing, _checkpoints, nothing="no checkpoints")
-    deleting = actions.add_parser("delete", help="delete checkpoints", allow_abbrev=False)
+    deleting = actions.add_parser("delete", help="delete checkpoints")
     deleting.add_argument("path", nargs="+", metavar="PATH", help="tinker://<run>/<kind>/<name>")
     deleting.add_argument("--now", action="store_true", help="delete for good; `undelete` cannot restore them")
     finish_parser(deleting, _delete_checkpoints)
-    restoring = actions.add_parser("undelete", help="restore deleted checkpoints", allow_abbrev=False)
+    restoring = actions.add_parser("undelete", help="restore deleted checkpoints")
     restoring.add_argument("path", nargs="+", metavar="PATH", help="tinker://<run>/<kind>/<name>")
     finish_parser(restoring, _undelete_checkpoints)
-    keeping = actions.add_parser("keep", help="set when checkpoints expire", allow_abbrev=False)
+    keeping = actions.add_parser("keep", help="set when checkpoints expire")
     keeping.add_argument("path", nargs="+", metavar="PATH", help="tinker://<run>/<kind>/<name>")
     keeping.add_argument(
         "--for", dest="seconds", type=int, metavar="SECONDS", help="time to live from now; default: no expiry"
@@ -224,7 +229,7 @@ def _checkpoints(tx: Session, arguments: argparse.Namespace) -> list[Record]:
 def _delete_checkpoints(arguments: argparse.Namespace) -> None:
     with open_database(arguments) as store:
         if arguments.now:
-            claim_artifacts(store, arguments)
+            _claim_artifacts(store, arguments)
             paths = list(map(CheckpointPath.parse, arguments.path))
             store.write(partial(_purge, paths=paths))
         else:
@@ -232,7 +237,7 @@ def _delete_checkpoints(arguments: argparse.Namespace) -> None:
             paths = _for_each(store, arguments.path, change, "checkpoint_delete")
         for path in paths:
             print(f"deleted {path}")
-        print(collect_artifacts(store, arguments) if arguments.now else f"{_RESTORE}checkpoints undelete`")
+        print(_collect_artifacts(store, arguments) if arguments.now else f"{_RESTORE}checkpoints undelete`")
 
 
 def _purge(tx: Session, paths: Sequence[CheckpointPath]) -> None:
@@ -293,3 +298,28 @@ def _for_each(
 
     store.write(work)
     return paths
+
+
+def _claim_artifacts(store: Store, arguments: argparse.Namespace) -> None:
+    """Record that the artifacts belong to this database, before rows are deleted; for directories without a record."""
+    artifacts = open_artifact_store(arguments)
+    if not artifacts.is_remote and artifacts.identity() is None:
+        with suppress(StoreInUse), role_lock(arguments.data_dir, "engine"):
+            identity.claim(store, artifacts)
+
+
+def _collect_artifacts(store: Store, arguments: argparse.Namespace) -> str:
+    """Take away unreferenced artifacts, unless an engine does that; return a message for the user."""
+    artifacts = open_artifact_store(arguments)
+    if artifacts.is_remote:  # an engine on another machine may collect them
+        return "the server removes the unused files"
+    try:
+        with role_lock(arguments.data_dir, "engine"):
+            claim = identity.claim(store, artifacts)
+            keep = store.read(checkpoints.referenced_artifacts)
+            if keep is None:
+                return "no files were removed: a pending load request is damaged; the next start of the server fails it"
+            taken = artifacts.collect(keep | claim.unclaimed, claim.looked_at)
+    except StoreInUse:
+        return "the running server removes the unused files"
+    return f"moved {len(taken)} unused artifacts to the trash; the next start of the server moves recent ones"

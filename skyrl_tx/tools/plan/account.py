@@ -15,8 +15,8 @@ from skyrl_tx.backends.jax.memory import MIN_TOKENS
 from skyrl_tx.backends.jax.start_plan import StartPlan, layout_without_devices, plan_start
 from skyrl_tx.backends.jax.topology import described_layout
 from skyrl_tx.contract.errors import UserError
+from skyrl_tx.launch.command_line import in_units
 from skyrl_tx.models.arithmetic import frozen_macs
-from skyrl_tx.tools.commands.common import in_units
 from skyrl_tx.tools.plan.hardware import GPU_SHARE, MEASURED, Devices
 from skyrl_tx.tools.plan.long_rows import LongRows, fitting_candidate
 from skyrl_tx.tools.plan.meshes import ROOM, Candidate, candidates, meshes_of

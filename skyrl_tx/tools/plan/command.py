@@ -3,15 +3,15 @@
 import argparse
 import json
 import re
-import sys
-import textwrap
 from dataclasses import replace
 
 from skyrl_tx.backends.jax.config import JaxConfig, JaxFlags, MeshConfig
 from skyrl_tx.contract.errors import UserError
+from skyrl_tx.launch.command import CommandError, CommandParser
 from skyrl_tx.launch.settings import ServerSettings
 from skyrl_tx.tools.plan.hardware import KINDS, DeviceError, Devices, parse_devices
 from skyrl_tx.tools.quickstart.model import built_in_as_directory
+from skyrl_tx.tools.serve import add_settings
 
 PROGRAMS = "forward", "gradient", "optimizer", "prefill", "decode", "adapters"
 """All programs that take much memory or time, which `--compile` compiles in their largest shapes."""
@@ -19,13 +19,13 @@ _SHORT_FLAGS = {"context": "max_context_length", "adapters": "max_lora_adapters"
 """Short names of settings of the backend."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's own flags; those of `serve` are read after them."""
-    parser.description = textwrap.fill(
+def add_arguments(parser: CommandParser) -> None:
+    """Add the command's own flags, and those of `serve`."""
+    parser.usage = "skyrl-tx plan --base-model MODEL --device DEVICE [flags]"
+    parser.description = (
         "Plan a model on devices that are not here: memory by item, what fits, the best mesh, and the most tokens per "
         "second. Reads config.json of the model, no weights, and needs no accelerator. Takes all flags of `skyrl-tx "
-        "serve` too, or its --config. The exit status is 0 if the model fits, 1 if not, 2 for a wrong command line.",
-        width=110,
+        "serve` too, or its --config. The exit status is 0 if the model fits, 1 if not, 2 for a wrong command line."
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
@@ -53,12 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=_size, metavar="TOKENS", help="the longest sequence, prompt and new tokens")
     parser.add_argument("--adapters", type=_size, metavar="N", help="models in training at the same time")
     parser.add_argument("--rank", type=_size, metavar="N", help="the highest LoRA rank")
+    read = add_settings(parser)
+    parser.set_defaults(run=lambda arguments: run(arguments, read(arguments)))
 
 
 def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
     """Run the command; return its exit status."""
     if not isinstance(settings.backend_config, JaxFlags):
-        return _fail(f"--backend {settings.backend}: only plans of the backend jax are known")
+        raise CommandError(f"--backend {settings.backend}: only plans of the backend jax are known", status=2)
     config = JaxConfig.complete(settings.backend_config)
     changes = {field: getattr(arguments, flag) for flag, field in _SHORT_FLAGS.items()} | {"mesh": arguments.mesh}
     given = {name: value for name, value in changes.items() if value is not None}
@@ -76,7 +78,7 @@ def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
         wanted = arguments.compile
         programs = tuple(compiled(account, config.model_copy(update=given), wanted)) if wanted else None
     except UserError as error:
-        return _fail(str(error))
+        raise CommandError(str(error), status=2) from error
     if arguments.json:
         print(json.dumps(report.record(account, programs), indent=2))
     else:
@@ -114,8 +116,3 @@ def _size(text: str) -> int:
     if re.fullmatch(r"[1-9]\d{0,8}", text) is None:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number above 0")
     return int(text)
-
-
-def _fail(message: str) -> int:
-    print(f"skyrl-tx plan: {message}", file=sys.stderr)
-    return 2

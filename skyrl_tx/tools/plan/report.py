@@ -9,7 +9,7 @@ from skyrl_tx.backends.jax.kernel_choice import explain_kernels
 from skyrl_tx.backends.jax.mesh import training_layout
 from skyrl_tx.backends.jax.program_text import ProgramText
 from skyrl_tx.backends.jax.start_plan import layout_without_devices
-from skyrl_tx.tools.commands.common import Record, in_units, table
+from skyrl_tx.launch.command_line import Record, in_units, table
 from skyrl_tx.tools.plan.account import Account
 from skyrl_tx.tools.plan.long_rows import LongRows
 from skyrl_tx.tools.plan.meshes import Candidate

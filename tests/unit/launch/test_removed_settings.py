@@ -6,7 +6,7 @@ import pytest
 
 from skyrl_tx.launch.removed_settings import _REMOVED
 from skyrl_tx.launch.settings import SettingsError, has_setting
-from skyrl_tx.tools.cli import read_settings
+from skyrl_tx.tools.serve import read_settings
 
 JAX = ["--base-model", "m"]
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "upgrading.md"

@@ -14,7 +14,7 @@ from skyrl_tx.launch import supervisor
 from skyrl_tx.launch.launcher import EngineStarts, LauncherSpec
 from skyrl_tx.launch.settings import SettingsError, short_flags
 from skyrl_tx.process.setup import CannotServe
-from skyrl_tx.tools.cli import read_settings
+from skyrl_tx.tools.serve import read_settings
 
 FAKE = ["--base-model", "m", "--backend", "fake"]
 
@@ -58,7 +58,7 @@ def test_a_launcher_of_another_package_has_flags_and_starts_the_engines(tmp_path
     settings = read_settings("serve", flags)
     assert settings.has_remote_engines
     with pytest.raises(CannotServe, match="queue gpu takes no 1 engines"):
-        supervisor.serve(settings)
+        supervisor.serve(settings, [])
 
 
 def test_an_unknown_launcher_is_named() -> None:

@@ -6,12 +6,12 @@ import pytest
 
 from skyrl_tx.apps.teams import usage
 from skyrl_tx.apps.teams.prices import Prices
+from skyrl_tx.apps.teams.tables import StorageHourRow
 from skyrl_tx.apps.teams.usage import Work
 from skyrl_tx.apps.teams.usage_report import Subject, UsageLine, usage_lines
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.store import sessions
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.history_tables import StorageHourRow
 
 DAY = 86_400
 NOON = 20_000 * DAY + DAY // 2

@@ -1,0 +1,29 @@
+"""Usage, billing and the audit log as an optional feature."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from skyrl_tx.apps.teams.commands import COMMANDS
+from skyrl_tx.apps.teams.prices import TeamsSettings
+from skyrl_tx.launch.app import App
+
+if TYPE_CHECKING:
+    from skyrl_tx.engine.extension import EngineExtension
+    from skyrl_tx.server.extension import ServerExtension
+
+
+def _extend_server() -> ServerExtension:
+    from skyrl_tx.apps.teams.routes import router
+    from skyrl_tx.server.extension import ServerExtension
+
+    return ServerExtension(routers=(router,))
+
+
+def _extend_engine() -> EngineExtension:
+    from skyrl_tx.apps.teams.usage_observer import EXTENSION
+
+    return EXTENSION
+
+
+TEAMS = App(name="teams", settings=TeamsSettings, server=_extend_server, engine=_extend_engine, commands=COMMANDS)
