@@ -273,7 +273,7 @@ def settings_class(
         for name, short in shorts.items()
     }
     bases: Any = (WithParts, *apps)
-    return create_model(
+    composed: Any = create_model(
         "ServerSettings",
         __base__=bases,
         __doc__=ServerSettings.__doc__,
@@ -282,6 +282,7 @@ def settings_class(
         **launchers,
         **aliases,
     )
+    return composed
 
 
 def has_setting(settings: type[BaseModel], name: str) -> bool:
