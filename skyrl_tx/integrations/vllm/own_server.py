@@ -6,6 +6,7 @@ import os
 import secrets
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +21,6 @@ from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.integrations.vllm import guard
 from skyrl_tx.integrations.vllm.config import VllmConfig
-from skyrl_tx.integrations.vllm.ports import reserve_port
 from skyrl_tx.process.threads import ServiceThread
 
 _log = logging.getLogger(__name__)
@@ -75,6 +75,17 @@ def on_ray(resources: Mapping[str, float], port: int, adapters: Path, command: S
     """Return the command that runs another one in a Ray cluster; see the program of that name."""
     program = [sys.executable, "-m", "skyrl_tx.integrations.vllm.on_ray"]
     return [*program, json.dumps(dict(resources)), str(port), str(adapters), *command]
+
+
+def reserve_port(ip: str) -> socket.socket:
+    """Return a socket with a free port, which no other program gets as long as it is open.
+
+    On Linux a server that reuses addresses, as vLLM does, may listen at the port all the same. Close it elsewhere.
+    """
+    reserved = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((ip, 0))
+    return reserved
 
 
 class OwnServer:

@@ -25,9 +25,8 @@ from skyrl_tx.integrations.vllm.adapter_files import Adapter, AdapterDirectory
 from skyrl_tx.integrations.vllm.config import VllmConfig, VllmFlags
 from skyrl_tx.integrations.vllm.own_server import OwnServer, find_command
 from skyrl_tx.integrations.vllm.probe import probe
-from skyrl_tx.integrations.vllm.server import Refused, ServerLost, VllmServer
+from skyrl_tx.integrations.vllm.server import Refused, ServerLost, ServerWatch, VllmServer
 from skyrl_tx.integrations.vllm.streams import RemoteSample, Streams
-from skyrl_tx.integrations.vllm.watch import ServerWatch
 from skyrl_tx.process.threads import ServiceThread
 
 _log = logging.getLogger(__name__)
