@@ -23,9 +23,9 @@ from docs.markdown import codes, first_line, sentence, table
 from docs.sdk_endpoints import SDK_ENDPOINTS
 from docs.settings_page import settings_page
 from skyrl_tx import models
+from skyrl_tx.apps.chat import CHAT
 from skyrl_tx.apps.chat import routes as chat_routes
 from skyrl_tx.apps.chat.anthropic_schemas import CountTokensRequest, MessagesRequest
-from skyrl_tx.apps.chat.app import CHAT
 from skyrl_tx.apps.chat.errors import ANTHROPIC_PREFIX, OPENAI_PREFIXES
 from skyrl_tx.apps.chat.openai_schemas import ChatCompletionRequest, CompletionRequest
 from skyrl_tx.compose import APPS
