@@ -39,8 +39,8 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
 }
 
 
-def form_of(path: str) -> Form | None:
-    """Return whose form the errors of a path have; None for those of the Tinker API."""
+def find_form(path: str) -> Form | None:
+    """Return the API whose form the errors of a path have; None for the Tinker API."""
     if path.startswith(f"{ANTHROPIC_PREFIX}/"):
         return "anthropic"
     return "openai" if path.startswith(tuple(f"{prefix}/" for prefix in OPENAI_PREFIXES)) else None
@@ -50,7 +50,7 @@ def by_path(handle: Handler) -> Handler:
     """Return an error handler that gives the responses of `handle` the form of the called API."""
 
     async def handle_error(request: Request, error: Exception) -> Response:
-        response, form = await handle(request, error), form_of(request.url.path)
+        response, form = await handle(request, error), find_form(request.url.path)
         if form is None or not response.body:
             return response
         detail = str(json.loads(bytes(response.body)).get("detail", ""))
@@ -60,13 +60,13 @@ def by_path(handle: Handler) -> Handler:
         status = response.status_code
         is_away = form == "anthropic" and status == HTTPStatus.SERVICE_UNAVAILABLE
         return JSONResponse(
-            body_of(form, status, detail, error), status_code=_OVERLOADED if is_away else status, headers=headers
+            describe_error(form, status, detail, error), status_code=_OVERLOADED if is_away else status, headers=headers
         )
 
     return handle_error
 
 
-def body_of(form: Form, status: int, detail: str, error: Exception | None = None) -> dict[str, object]:
+def describe_error(form: Form, status: int, detail: str, error: Exception | None = None) -> dict[str, object]:
     """Return the body of an error response."""
     too_long = error if isinstance(error, ContextTooLong) else None
     if form == "anthropic":
@@ -84,10 +84,10 @@ def body_of(form: Form, status: int, detail: str, error: Exception | None = None
     return {"error": {"message": detail, "type": kind, "param": param, "code": code}}
 
 
-def in_stream(form: Form, error: Exception) -> tuple[int, dict[str, object]]:
-    """Return status and body of an error that occurs while a response is streamed."""
+def describe_stream_error(form: Form, error: Exception) -> dict[str, object]:
+    """Return the body of an error that occurs while a response is streamed."""
     status = error.status if isinstance(error, ApiError) else HTTPStatus.INTERNAL_SERVER_ERROR
     detail = error.detail if isinstance(error, ApiError) else "internal error"
     if isinstance(error, RequestError):
         status, detail = HTTPStatus.BAD_REQUEST, error.message
-    return status, body_of(form, status, detail, error)
+    return describe_error(form, status, detail, error)

@@ -14,12 +14,10 @@ import numpy as np
 from fastapi.concurrency import run_in_threadpool
 from msgspec import UNSET
 
-from skyrl_tx.apps.chat.detokenize import SampleText
-from skyrl_tx.apps.chat.generation import Generation
+from skyrl_tx.apps.chat.generation import Generation, PartialStreams
 from skyrl_tx.apps.chat.limits import EngineLimits, Limits
-from skyrl_tx.apps.chat.resolve import Weights
-from skyrl_tx.apps.chat.streams import PartialStreams
-from skyrl_tx.apps.chat.text import Decoder, ModelText
+from skyrl_tx.apps.chat.models import Weights
+from skyrl_tx.apps.chat.text import Decoder, ModelText, SampleText
 from skyrl_tx.contract import requests
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.requests import PromptOptions, SamplingParams
@@ -75,7 +73,7 @@ class ChatRequest:
 class _NoText:
     """Stands for the tokenizer of a model that has none."""
 
-    def text_of(self, tokens: Sequence[int], *, skip_special: bool) -> str:
+    def decode(self, tokens: Sequence[int], *, skip_special: bool) -> str:
         """Return no text."""
         return ""
 
@@ -155,7 +153,7 @@ class ChatService:
     def _submit(self, caller: Principal, request: ChatRequest, key: str, *, is_streamed: bool) -> list[SampleText]:
         """Store the request. Runs in a thread."""
         self.check_length(len(request.prompt), request.params.max_tokens)
-        texts = self._texts(request)
+        texts = self._create_texts(request)
         store, admission = self.context.store, self.context.admission
         prompt = np.asarray(request.prompt, np.int32)
         with admission.reserved(caller.owner, prompt.nbytes):
@@ -187,7 +185,7 @@ class ChatService:
         admission.record(caller.owner, submitted, len(sample.body))
         return texts
 
-    def _texts(self, request: ChatRequest) -> list[SampleText]:
+    def _create_texts(self, request: ChatRequest) -> list[SampleText]:
         """Return the texts of the samples. Raises UserError if the model has no tokenizer and text is wanted."""
         decoder: Decoder = self.text if request.needs_text or self.text.has_tokenizer else _NoText()
         if decoder is self.text:
@@ -207,7 +205,7 @@ class ChatService:
         ]
 
 
-def with_stop_token(params: SamplingParams, token: int | None) -> SamplingParams:
+def add_stop_token(params: SamplingParams, token: int | None) -> SamplingParams:
     """Return parameters with one more stop token, unless not even EOS stops."""
     if token is None or not params.eos_stops or token in params.stop_token_ids:
         return params

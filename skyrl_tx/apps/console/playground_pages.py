@@ -5,7 +5,7 @@ from typing import cast
 
 from sqlmodel import Session
 
-from skyrl_tx.apps.chat.resolve import Weights, listed, resolve
+from skyrl_tx.apps.chat.models import Weights, list_checkpoints, resolve
 from skyrl_tx.apps.chat.service import ChatService
 from skyrl_tx.apps.console.format import short_id
 from skyrl_tx.apps.console.playground import MAX_SAMPLES
@@ -28,7 +28,7 @@ def show_playground(visit: Visit) -> Page:
 
     def work(tx: Session) -> tuple[list[CheckpointRow], Weights | None]:
         found = resolve(tx, visit.caller, settings, named) if named else None
-        return listed(tx, visit.caller)[:_MAX_OFFERED], found
+        return list_checkpoints(tx, visit.caller)[:_MAX_OFFERED], found
 
     rows, weights = visit.read(work)
     chat = cast(ChatService, visit.request.app.state.chat)

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from skyrl_tx.apps.chat.detokenize import Detokenizer
 from skyrl_tx.apps.chat.logprobs import TokenLogprob
-from skyrl_tx.apps.chat.text import ModelText
+from skyrl_tx.apps.chat.text import Detokenizer, ModelText
 
 
 class TokenTexts:
@@ -36,11 +35,11 @@ class TokenTexts:
         """Return the text of a token without its neighbours; the bytes of a part of a character in hexadecimal."""
         if self._detokenizer is None:
             return ""
-        content = self._text.bytes_of(token)
+        content = self._text.decode_bytes(token)
         try:
             return content.decode()
         except UnicodeDecodeError:
             return f"<{content.hex(' ')}>"
 
     def _bytes(self, token: int) -> str:
-        return "" if self._detokenizer is None else self._text.bytes_of(token).hex(" ")
+        return "" if self._detokenizer is None else self._text.decode_bytes(token).hex(" ")

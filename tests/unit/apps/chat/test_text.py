@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from skyrl_tx.apps.chat.detokenize import Detokenizer, SampleText, StopStrings
+from skyrl_tx.apps.chat.text import Detokenizer, SampleText, StopStrings
 from tests.support.tiny_tokenizer import PACKAGED, VOCAB_SIZE
 
 
@@ -18,7 +18,7 @@ def tokenizer() -> Tokenizer:
 
 
 class TinyDecoder:
-    def text_of(self, tokens: Sequence[int], *, skip_special: bool) -> str:
+    def decode(self, tokens: Sequence[int], *, skip_special: bool) -> str:
         return tokenizer().decode(list(tokens), skip_special_tokens=skip_special)
 
 
@@ -30,7 +30,7 @@ SLICES = st.lists(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6), max_size
 def test_pieces_join_to_the_whole_text(slices: list[list[int]], skip_special: bool) -> None:
     detokenizer = Detokenizer(TinyDecoder(), skip_special=skip_special)
     text = "".join(map(detokenizer.feed, slices)) + detokenizer.finish()
-    assert text == TinyDecoder().text_of([token for part in slices for token in part], skip_special=skip_special)
+    assert text == TinyDecoder().decode([token for part in slices for token in part], skip_special=skip_special)
 
 
 @given(text=st.text(max_size=40), size=st.integers(1, 4))
@@ -38,7 +38,7 @@ def test_no_piece_has_a_part_of_a_character(text: str, size: int) -> None:
     tokens = tokenizer().encode(text, add_special_tokens=False).ids
     detokenizer = Detokenizer(TinyDecoder(), skip_special=False)
     pieces = [detokenizer.feed(tokens[start : start + size]) for start in range(0, len(tokens), size)]
-    whole = TinyDecoder().text_of(tokens, skip_special=False)
+    whole = TinyDecoder().decode(tokens, skip_special=False)
     assert "".join(pieces) + detokenizer.finish() == whole
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in whole
 
