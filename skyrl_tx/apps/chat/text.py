@@ -21,6 +21,11 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 _INCOMPLETE = "\ufffd"
 _MAX_INCOMPLETE = 4
 """A decoder shows the bytes of one incomplete character as at most this number of U+FFFD."""
+_MAX_HELD = 64
+"""More U+FFFD at the end of a text are invalid bytes. Fewer may be adjacent characters that a byte-fallback decoder shows
+as invalid until the last one is complete."""
+_NUM_KEPT = 16
+"""Tokens that are decoded again after invalid bytes; the last ones may begin a character."""
 
 
 def _find_file(model: str, name: str) -> Path | None:
@@ -241,15 +246,24 @@ class Detokenizer:
             return ""
         self._window.extend(tokens)
         text = self._decode(self._window)
-        num_incomplete = min(len(text) - len(text.rstrip(_INCOMPLETE)), _MAX_INCOMPLETE)
-        end = max(len(text) - num_incomplete, self._num_released)
+        num_held = len(text) - len(text.rstrip(_INCOMPLETE))
+        is_invalid = num_held > _MAX_HELD
+        if is_invalid:
+            num_held = _MAX_INCOMPLETE
+        end = max(len(text) - num_held, self._num_released)
         piece = text[self._num_released : end]
-        if num_incomplete:
-            self._num_released = end
-        else:
+
+        # Drop the tokens whose text is complete, but for the context of the next ones.
+        if num_held == 0:
             self._window = self._window[self._num_context :]
             self._num_context = len(self._window)
             self._num_released = len(self._decode(self._window))
+        elif is_invalid:
+            self._window = self._window[-_NUM_KEPT:]
+            self._num_context = 0
+            self._num_released = len(self._decode(self._window)) - num_held
+        else:
+            self._num_released = end
         return piece
 
     def finish(self) -> str:
