@@ -60,7 +60,7 @@ format:  ## format the code and fix what ruff can fix
 proto:  ## generate the protobuf modules, with an old compiler whose output runs on every supported runtime
 	python -m venv build/protoc
 	build/protoc/bin/pip install --quiet "grpcio-tools==1.62.3" "setuptools<80"
-	build/protoc/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. skyrl_tx/server/submission/proto/wire.proto skyrl_tx/server/submission/proto/trace.proto
+	build/protoc/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. skyrl_tx/server/submission/wire.proto skyrl_tx/apps/history/trace.proto
 
 vendor:  ## fetch the vendored scripts of the console from npm again, and check their hashes
 	python -m tests.support.fetch_vendored

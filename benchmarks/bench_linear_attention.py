@@ -28,7 +28,7 @@ from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.backends.jax.sample import programs
 from skyrl_tx.backends.jax.sample.draw import DrawParams
 from skyrl_tx.contract.requests import LoraSpec
-from skyrl_tx.layers.held import Table
+from skyrl_tx.layers.cache_state import Table
 from skyrl_tx.layers.kv_cache import PAGE
 from skyrl_tx.layers.lora import RowSlots
 from skyrl_tx.testing.tiny_models import write_model

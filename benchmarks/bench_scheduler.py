@@ -19,10 +19,9 @@ from skyrl_tx.backends.jax.sample.draw import Drawn
 from skyrl_tx.backends.jax.sample.jax_programs import copy_arguments
 from skyrl_tx.backends.jax.sample.programs import SliceResult
 from skyrl_tx.backends.jax.sample.row_inputs import RowInputs
-from skyrl_tx.backends.jax.sample.rows import Rows
+from skyrl_tx.backends.jax.sample.rows import DispatchedSlice, Rows, SlicePart
 from skyrl_tx.backends.jax.sample.running import RunningSample
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
-from skyrl_tx.backends.jax.sample.slices import DispatchedSlice, SlicePart
 from skyrl_tx.backends.jax.shapes import SampleMemory
 from tests.support.fake_programs import FakePrograms
 from tests.support.sample_requests import ask, begin, prompt_of

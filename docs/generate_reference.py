@@ -26,18 +26,20 @@ from pydantic_core import PydanticUndefined
 from docs import example_config, reference_text
 from docs.sdk_endpoints import SDK_ENDPOINTS
 from skyrl_tx import models
+from skyrl_tx.apps.chat import CHAT
 from skyrl_tx.apps.chat import routes as chat_routes
 from skyrl_tx.apps.chat.errors import ANTHROPIC_PREFIX, OPENAI_PREFIXES
 from skyrl_tx.apps.chat.schemas import ChatCompletionRequest, CompletionRequest, CountTokensRequest, MessagesRequest
 from skyrl_tx.backends.registry import find_backend, find_sampler
+from skyrl_tx.compose import APPS
 from skyrl_tx.contract.state_files import ALPHA
 from skyrl_tx.engine.meters import EngineMeters
 from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.launch.app import load_server_extensions
 from skyrl_tx.launch.settings import ENVIRONMENT_PREFIX, QuickstartSettings, ServerSettings
 from skyrl_tx.losses import LOSSES, MEANS, Loss
 from skyrl_tx.models import FAMILIES, ModelFamily
-from skyrl_tx.server import routes
-from skyrl_tx.server.app import create_app
+from skyrl_tx.server.app import ROUTERS, create_app
 from skyrl_tx.server.monitoring.metrics import ApiMetrics
 from skyrl_tx.server.schemas.base import WireModel
 from skyrl_tx.server.settings import ApiSettings
@@ -211,14 +213,15 @@ def endpoints_page() -> Iterator[str]:
     yield reference_text.ENDPOINTS_INTRO
     operations = _openapi_paths()
     schemas: dict[str, type[WireModel]] = {}
-    for module, endpoints in _routers(list(operations)).items():
-        if offered := [route for route in endpoints if route.include_in_schema]:
-            yield f"## {module.rpartition('.')[2].replace('_', ' ').capitalize()}"
-            yield _first_line(sys.modules[module])
-            for route in offered:
-                requests = _request_schemas(route.endpoint)
-                schemas |= {schema.__name__: schema for schema in requests}
-                yield from _endpoint(route, operations[_served_at(route, operations)], requests)
+    for module, endpoints in _routes_by_module().items():
+        package, _, name = module.rpartition(".")
+        title = package.rpartition(".")[2] if name == "routes" else name  # an app has its endpoints in `routes`
+        yield f"## {title.replace('_', ' ').capitalize()}"
+        yield _first_line(sys.modules[module])
+        for route in endpoints:
+            requests = _request_schemas(route.endpoint)
+            schemas |= {schema.__name__: schema for schema in requests}
+            yield from _endpoint(route, operations[_served_at(route, operations)], requests)
     yield from _chat_endpoints(schemas)
     yield "## Parity with the SDK"
     yield reference_text.PARITY
@@ -248,7 +251,9 @@ def _openapi_paths() -> Mapping[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         store = Store.open(Path(directory), role="api")
         try:
-            app = create_app(ApiSettings(data_dir=Path(directory), base_model="tiny"), store)
+            app = create_app(
+                ApiSettings(data_dir=Path(directory), base_model="tiny"), store, load_server_extensions(APPS)
+            )
         finally:
             store.close()
     return app.openapi()["paths"]
@@ -259,18 +264,17 @@ def _served_at(route: APIRoute, paths: Collection[str]) -> str:
     return route.path_format if route.path_format in paths else PREFIX + route.path_format
 
 
-def _routers(paths: Sequence[str]) -> Mapping[str, list[APIRoute]]:
-    """Return the routes of each module of `skyrl_tx.server.routes`, in the order of the OpenAPI document."""
+def _routes_by_module() -> Mapping[str, list[APIRoute]]:
+    """Return the routes of each module that has a section, in the order in which they are matched."""
+    # The endpoints of the chat app have a section without a heading for each module.
+    extensions = load_server_extensions([app for app in APPS if app is not CHAT]).values()
+    routers = [*ROUTERS, *(router for extension in extensions for router in extension.routers)]
     found: dict[str, list[APIRoute]] = {}
-    for each in pkgutil.iter_modules(routes.__path__):
-        module = importlib.import_module(f"{routes.__name__}.{each.name}")
-        found[module.__name__] = [route for route in module.router.routes if isinstance(route, APIRoute)]
-
-    def position(module: str) -> int:
-        offered = [route for route in found[module] if route.include_in_schema]
-        return min((paths.index(_served_at(route, paths)) for route in offered), default=10**6)
-
-    return {module: found[module] for module in sorted(found, key=position)}
+    for router in routers:
+        for route in router.routes:
+            if isinstance(route, APIRoute) and route.include_in_schema:
+                found.setdefault(route.endpoint.__module__, []).append(route)
+    return found
 
 
 def _endpoint(route: APIRoute, operations: Mapping[str, Any], requests: Sequence[type[WireModel]]) -> Iterator[str]:
@@ -286,7 +290,7 @@ def _endpoint(route: APIRoute, operations: Mapping[str, Any], requests: Sequence
                 schema = response.get("content", {}).get("application/json", {}).get("schema", {})
                 name = schema.get("$ref", "").rpartition("/")[2]
                 facts.append(f"response `{name}`" if name else f"response {status}")
-        yield f"### `{method} {route.path_format}`"
+        yield f"### `{method} {route.path_format.removeprefix(PREFIX)}`"
         yield f"{_first_line(route.endpoint)}\n\n{_sentence(' · '.join(facts))}"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-from skyrl_tx.backends.jax.xla_options import set_cpu_options
+from skyrl_tx.backends.jax.compiler import set_cpu_options
 from tests.support.client_environments import (
     ClientEnvironment,
     PreparedEnvironment,

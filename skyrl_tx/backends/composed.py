@@ -15,8 +15,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from skyrl_tx.backends.trainer_checks import MAX_GAP, TrainerChecks
-from skyrl_tx.backends.trainer_fallback import TrainerFallback
-from skyrl_tx.backends.trainer_samplers import TrainerSamplers
+from skyrl_tx.backends.trainer_fallback import TrainerFallback, TrainerSamplers
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
 from skyrl_tx.contract.backend import AbstractBackend, BackendSpec, Pass, Snapshot, StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest

@@ -13,8 +13,7 @@ from itertools import count
 import numpy as np
 from msgspec import structs
 
-from skyrl_tx.backends.trainer_fallback import Key
-from skyrl_tx.backends.trainer_samplers import TrainerSamplers
+from skyrl_tx.backends.trainer_fallback import Key, TrainerSamplers
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest

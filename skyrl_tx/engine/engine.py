@@ -3,44 +3,40 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from skyrl_tx.apps.history.observer import History
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.meters import Meters
 from skyrl_tx.engine import membership
-from skyrl_tx.engine.accounts import Accounts
 from skyrl_tx.engine.activity import HOST_WORK, LoopActivity, monitored
+from skyrl_tx.engine.admission import Admission
 from skyrl_tx.engine.background_writer import BackgroundWriter
 from skyrl_tx.engine.context import EngineContext
 from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
+from skyrl_tx.engine.extension import EngineExtension
 from skyrl_tx.engine.fair_share import FairShare
 from skyrl_tx.engine.housekeeping import ApiUptime, Housekeeping
 from skyrl_tx.engine.intake import Intake
 from skyrl_tx.engine.meters import EngineMeters
-from skyrl_tx.engine.pacing import QuotaPacing
-from skyrl_tx.engine.pauses import Pauses
-from skyrl_tx.engine.portions import Portions, Work
+from skyrl_tx.engine.observers import ResultObservers
 from skyrl_tx.engine.recovery import Recovery, artifact_metadata
 from skyrl_tx.engine.request_log import DeliveryAttempts, RequestLog
 from skyrl_tx.engine.residency import Models, Samplers
-from skyrl_tx.engine.room import Room
+from skyrl_tx.engine.retention import Retention
 from skyrl_tx.engine.sampling import SamplingExecutor
-from skyrl_tx.engine.schedule import MAX_RUNNING_REQUESTS, Schedule
+from skyrl_tx.engine.schedule import Schedule
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.engine.spreading import Spreading
 from skyrl_tx.engine.startup import recreate_lost_samplers, replay_quarantined
 from skyrl_tx.engine.status_publisher import StatusPublisher
 from skyrl_tx.engine.training import TrainingExecutor
 from skyrl_tx.engine.watchdog import Watchdog
 from skyrl_tx.process.threads import ServiceThread
-from skyrl_tx.store import cancellations, completions, engine_state, futures, identity, leases
+from skyrl_tx.store import completions, engine_state, futures, identity, leases
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.engine_state import Pause
-from skyrl_tx.store.quota_view import QuotaView
+from skyrl_tx.store.pauses import Pause
 
 _log = logging.getLogger(__name__)
 _MAX_WAIT_S = 1.0
@@ -60,6 +56,8 @@ class Engine:
     artifacts: ArtifactStore
     meters: EngineMeters = field(default_factory=EngineMeters)
     boot_id: str = field(default_factory=engine_state.new_boot_id)
+    extensions: Sequence[EngineExtension] = ()
+    """The parts of optional features."""
 
     def run(
         self,
@@ -78,6 +76,7 @@ class Engine:
             BackendLost: The device is lost. Requests without a result run in the next engine.
             StoreError: The database is lost.
         """
+        # Watch what the engine does, and publish it, before the backend starts.
         activity = LoopActivity()
         activity.start(HOST_WORK)
         backend = monitored(self.backend, activity)
@@ -87,47 +86,38 @@ class Engine:
         status = StatusPublisher(self.store, self.boot_id, self.settings.base_models, watchdog)
         membership.leave_to_others(self.store)
         status.start()
+
+        # Start the threads that write files, and that forget running requests on a stop.
         background_writer = BackgroundWriter(self.store.wake, activity)
         attempts = DeliveryAttempts(self.store)
         undoing = ServiceThread("undo-attempts", lambda: attempts.undo_all_on_stop(stop))
         undoing.start()
+
+        def is_stopping() -> bool:
+            status.check()
+            return stop.is_set()
+
         try:
-            started = time.monotonic()
-            capabilities = backend.start()
-            _log.info("backend ready on %s after %.1f s", ", ".join(capabilities.devices), time.monotonic() - started)
+            capabilities = self._start_backend(backend)
             context = self._context(backend, capabilities, background_writer, attempts)
             self._claim_artifacts()
-            number = self.store.engine
-            # Cancelled requests have results, so they will not be read.
-            self.store.write(lambda tx: cancellations.forget(tx, engine=number))
-            # A supervisor has counted a crash.
-            self.store.write(lambda tx: futures.record_end(tx, is_crash=False, engine=number))
-            attempts.is_alone = True
-            self.store.write(lambda tx: completions.skip_seen(tx, time.time()))
+            self._end_last_run()
             loop = _Loop(context, self.artifacts)
+
+            # Recover: what ran when the last engine crashed runs alone.
+            attempts.is_alone = True
             status.sample_load = loop.sample_load()
             status.set_status("recovering", capabilities)
             recreate_lost_samplers(context)
             on_ready(capabilities)
-
-            def is_stopping() -> bool:
-                status.check()
-                return stop.is_set()
-
             replay_quarantined(context, loop.training, loop.sampling, is_stopping)
             attempts.is_alone = False
+
+            # Execute requests until the stop.
             status.set_status("ready", capabilities)
-            measured_at = 0.0
-            while not is_stopping():
-                status.sample_load = loop.sample_load()
-                if time.monotonic() - measured_at >= _MEASURE_PERIOD_S:
-                    measured_at = time.monotonic()
-                    status.meters = loop.measure(self.backend, activity)
-                    status.pauses = loop.pauses()
-                activity.start(HOST_WORK)
-                if not loop.turn():
-                    activity.idle()
-                    self.store.wait(loop.max_wait_s())
+            self._run_turns(loop, status, activity, is_stopping)
+
+            # Finish what runs, and take snapshots.
             activity.start(HOST_WORK)
             status.set_status("stopping", capabilities)
             loop.finish()
@@ -142,6 +132,40 @@ class Engine:
                 backend.close()
             finally:
                 watchdog.close()
+
+    def _start_backend(self, backend: AbstractBackend) -> Capabilities:
+        started = time.monotonic()
+        capabilities = backend.start()
+        _log.info("backend ready on %s after %.1f s", ", ".join(capabilities.devices), time.monotonic() - started)
+        return capabilities
+
+    def _end_last_run(self) -> None:
+        """Close the records of the last engine of this number, so that this one can count from here."""
+        number = self.store.engine
+        # Cancelled requests have results, so they will not be read.
+        self.store.write(lambda tx: completions.forget_cancellations(tx, engine=number))
+        # A supervisor has counted a crash.
+        self.store.write(lambda tx: futures.record_end(tx, is_crash=False, engine=number))
+        self.store.write(lambda tx: completions.skip_seen(tx, time.time()))
+
+    def _run_turns(
+        self, loop: "_Loop", status: StatusPublisher, activity: LoopActivity, is_stopping: Callable[[], bool]
+    ) -> None:
+        """Run turns until the engine stops, and wait for requests while there is nothing to do."""
+        measured_at = 0.0
+        while not is_stopping():
+            # Update what the status publishes.
+            status.sample_load = loop.sample_load()
+            if time.monotonic() - measured_at >= _MEASURE_PERIOD_S:
+                measured_at = time.monotonic()
+                loop.refresh_admission()
+                status.meters = loop.measure(self.backend, activity)
+                status.pauses = loop.pauses()
+
+            activity.start(HOST_WORK)
+            if not loop.turn():
+                activity.idle()
+                self.store.wait(loop.max_wait_s())
 
     def _claim_artifacts(self) -> None:
         """Compare the database with the artifacts before anything is removed; warn about unclaimed ones.
@@ -183,8 +207,8 @@ class Engine:
         models = Models(
             backend, capabilities.max_models, store, request_log, background_writer, recovery, ephemeral_samplers
         )
-        quotas = QuotaView(store)
-        accounts = Accounts(store, quotas)
+        observers = [made.observer(store, settings) for made in self.extensions if made.observer is not None]
+        make_admission = next((made.admission for made in self.extensions if made.admission is not None), None)
         return EngineContext(
             settings=settings,
             backend=backend,
@@ -197,11 +221,9 @@ class Engine:
             models=models,
             samplers=Samplers(backend, capabilities.max_samplers, recovery, ephemeral_samplers, models),
             ephemeral_samplers=ephemeral_samplers,
-            history=History(store, settings),
-            quotas=quotas,
-            pauses=Pauses(store, quotas, accounts, request_log),
-            sample_room=Room("samples_at_once", quotas, accounts),
-            training_room=Room("training_steps_at_once", quotas, accounts),
+            observers=ResultObservers(store, observers),
+            retention=Retention.collect(self.extensions),
+            admission=make_admission(store, request_log.wait_for_commits) if make_admission else Admission(),
         )
 
 
@@ -210,61 +232,83 @@ class _Loop:
 
     def __init__(self, context: EngineContext, artifacts: ArtifactStore) -> None:
         self._context, capabilities = context, context.capabilities
-        context.quotas.refresh()
+        self.refresh_admission()
         few_tokens = _BATCH_MICRO_BATCHES * capabilities.micro_batch_tokens  # 0 if the backend does not report the size
         self.training = TrainingExecutor(context)
-        self._pacing = QuotaPacing(context.pauses, context.training_room)
         self._schedule = Schedule(
             gap_timeout_s=context.settings.gap_timeout_s,
             max_pass_tokens=min(few_tokens or capabilities.max_pass_tokens, capabilities.max_pass_tokens),
             max_models=capabilities.max_models,
             max_read_bytes=context.settings.max_backlog_bytes // 2,
             read_bodies=lambda requests: self._intake.read_bodies(requests),
-            fair_share=FairShare(context.quotas.weights),
+            admission=context.admission,
+            fair_share=FairShare(lambda: context.admission.weights),
             on_arrival=self.training.arrive,
         )
         self.sampling = SamplingExecutor(context)
         self._intake = Intake(context, self._schedule, self.sampling)
         self._api_uptime = ApiUptime(context.store)
         self._housekeeping = Housekeeping(context, artifacts, self.sampling, self._api_uptime)
-        self._membership = membership.Membership(context, self._schedule, Spreading(context, self.sampling))
-        self._portions = Portions(context.store) if context.store.is_shared else None
+        spreading = membership.Spreading(context, self.sampling)
+        self._membership = membership.Membership(context, self._schedule, spreading)
         self._is_busy = self._is_turn_of_passes = self._has_warned = False
         self._housekeeping_at = self._pruning_at = time.monotonic()
 
     def turn(self) -> bool:
         """Run one turn. Returns whether there was anything to do."""
-        context, settings = self._context, self._context.settings
-        context.pauses.refresh()
+        context = self._context
+
+        # Read what has arrived, and take over what the background thread has finished.
         self._membership.check()
         worked = self._intake.read(self._is_busy)
         worked |= context.background_writer.run_callbacks()
-        self._take_portions()
+
+        # Work on the device.
         self._is_busy = self._use_device()
         worked |= self._is_busy
+
+        # Secure the results.
         context.request_log.check_commits()
-        context.models.start_due_snapshots(settings)
+        context.models.start_due_snapshots(context.settings)
+
+        # Free what is not needed any more, from time to time.
         if time.monotonic() >= self._housekeeping_at:
-            self._housekeeping_at = time.monotonic() + settings.housekeeping_interval_s
-            now = time.time()
-            self._housekeeping.evict_idle_models(self._schedule.is_waiting, now)
-            self._housekeeping.forget_idle_models(self._schedule)
-            self._housekeeping.fail_samples_of_closed_sessions(now)
-            if self._membership.is_keeper():
-                self._housekeeping.expire(now)
-            else:
-                self._membership.discard_ended_models()
-            worked |= self._intake.read(self._is_busy)  # the artifacts of requests in memory are not collected
-            position = self._intake.complete_position
-            self._housekeeping.collect_garbage(position, now, is_keeper=self._membership.is_keeper())
-            context.ephemeral_samplers.retry_failed_writes()
-            self._housekeeping.bound_history()
+            worked |= self._run_housekeeping()
         if time.monotonic() >= self._pruning_at:
-            pause_s = settings.housekeeping_interval_s
-            if self._membership.is_keeper() and self._housekeeping.prune(time.time()):
-                pause_s = min(pause_s, _PRUNE_PERIOD_S)
-            self._pruning_at = time.monotonic() + pause_s
+            self._prune()
         return worked
+
+    def _run_housekeeping(self) -> bool:
+        """Free what idle models and closed sessions hold, and what has expired. Returns whether requests were read."""
+        context, housekeeping, now = self._context, self._housekeeping, time.time()
+        self._housekeeping_at = time.monotonic() + context.settings.housekeeping_interval_s
+
+        # Idle models and closed sessions.
+        housekeeping.evict_idle_models(self._schedule.is_waiting, now)
+        housekeeping.forget_idle_models(self._schedule)
+        housekeeping.fail_samples_of_closed_sessions(now)
+
+        # Rows past their retention, which one of several engines removes for all.
+        if self._membership.is_keeper():
+            housekeeping.expire(now)
+        else:
+            self._membership.discard_ended_models()
+
+        # Artifacts. Those of requests in memory are kept, so new requests are read first.
+        has_read = self._intake.read(self._is_busy)
+        position = self._intake.complete_position
+        housekeeping.collect_garbage(position, now, is_keeper=self._membership.is_keeper())
+        context.ephemeral_samplers.retry_failed_writes()
+
+        housekeeping.bound_tables()
+        return has_read
+
+    def _prune(self) -> None:
+        """Remove some old rows, and continue soon if more are left."""
+        pause_s = self._context.settings.housekeeping_interval_s
+        if self._membership.is_keeper() and self._housekeeping.prune(time.time()):
+            pause_s = min(pause_s, _PRUNE_PERIOD_S)
+        self._pruning_at = time.monotonic() + pause_s
 
     def sample_load(self) -> engine_state.SampleLoad:
         """Return the memory of the samples in this engine. The API adds what it stores later."""
@@ -315,11 +359,15 @@ class _Loop:
             },
         )
 
-    def pauses(self) -> list[Pause]:
-        """Return the quotas because of which requests wait."""
-        context = self._context
-        reasons = [*context.pauses.exhausted(), *context.training_room.full(), *context.sample_room.full()]
-        return [Pause.of(quota, reason) for quota, reason in reasons[: engine_state.MAX_PAUSES]]
+    def refresh_admission(self) -> None:
+        """Look for changed quotas."""
+        admission = self._context.admission
+        admission.refresh()
+        self._context.request_log.on_result = admission.ended if admission.is_counting else None
+
+    def pauses(self) -> Sequence[Pause]:
+        """Return whose requests wait because of a quota."""
+        return self._context.admission.pauses()
 
     def _warn_of_meters(self, error: Exception) -> None:
         if not self._has_warned:
@@ -345,25 +393,6 @@ class _Loop:
         self._context.background_writer.drain()  # the last snapshots may have replaced others
         self._context.request_log.wait_for_commits()
 
-    def _take_portions(self) -> None:
-        """With several engines, bound what runs here by this engine's portions of quotas."""
-        if self._portions is None:
-            return
-        context, training, sampling = self._context, self.training, self.sampling
-        passes = (
-            (first, count)
-            for first, count in self._schedule.heads()
-            if first.kind == "model_pass" and not context.pauses.is_paused(first)
-        )
-        self._portions.refresh(
-            {
-                context.training_room: Work(
-                    ((each, 1) for each in training.running_requests()), passes, MAX_RUNNING_REQUESTS
-                ),
-                context.sample_room: Work(sampling.open_samples(), sampling.waiting_samples(), sampling.max_open),
-            }
-        )
-
     def _use_device(self) -> bool:
         """Run some training steps, then some decode slices. The settings bound how long each side waits."""
         settings, worked = self._context.settings, False
@@ -382,8 +411,6 @@ class _Loop:
         training, step = self.training, None
         training.set_shared(self._schedule.is_shared)
         if not self._is_turn_of_passes:
-            self._pacing.room.start_round((queued, 1) for queued in training.running_requests())
-            self._schedule.pacing = self._pacing if self._pacing.is_active else None
             step = self._schedule.take(
                 self._api_uptime.total_s(),
                 self._context.background_writer.blocked_models,

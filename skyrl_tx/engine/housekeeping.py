@@ -6,30 +6,23 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TypeVar
 
 from sqlmodel import Session
 
-from skyrl_tx.apps.history import kept_samples, logged, points
-from skyrl_tx.apps.teams import storage_hours, usage
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.ids import ArtifactId, ModelId, SamplerId, SessionId
 from skyrl_tx.engine.context import EngineContext
+from skyrl_tx.engine.extension import RetentionClock
 from skyrl_tx.engine.sampling import SamplingExecutor
 from skyrl_tx.engine.schedule import Schedule
 from skyrl_tx.store import (
-    audit,
     checkpoints,
-    custom_losses,
     futures,
     identity,
     models,
-    partials,
     pruning,
-    samplers,
     sessions,
-    stability,
 )
 from skyrl_tx.store.database import Store
 
@@ -127,23 +120,12 @@ class Housekeeping:
 
     def expire(self, now: float) -> None:
         """Remove models, checkpoints, samplers, logprobs and losses past their retention; close silent sessions."""
-        settings = self.context.settings
-        retention_s = self._timeout_s(settings.session_retention_s)
-        reason = f"no heartbeat for {retention_s:.0f} s"
+        clock, retention = self._clock(now), self.context.retention
 
         def drop(tx: Session) -> list[ModelId]:
-            storage_hours.record(tx, now)
-            for path in checkpoints.expire(tx, now):
-                audit.record(tx, "checkpoint_delete", audit.SERVER, now, path=path, reason="expired")
-            checkpoints.purge(tx, now - settings.deletion_undo_s)
-            purged = models.purge(tx, now - settings.deletion_undo_s)
-            before = now - self._timeout_s(settings.sampler_retention_s)
-            samplers.release_unused(tx, before, max_bytes=settings.max_ephemeral_sampler_bytes)
-            stability.expire(tx, now)
-            custom_losses.expire(tx, now)
-            partials.prune(tx)
-            sessions.finish_timed_out(tx, now - retention_s, reason, now)
-            return purged + models.expire(tx, now - retention_s)
+            retention.expire(tx, clock)
+            purged = models.purge(tx, now - clock.settings.deletion_undo_s, retention.delete_runs)
+            return purged + models.expire(tx, clock.before(clock.settings.session_retention_s))
 
         for model_id in self.context.store.write(drop):
             self.context.models.discard(model_id)
@@ -161,10 +143,11 @@ class Housekeeping:
             unread = futures.pending(tx, read_position, 1, engine=self.context.store.engine)
             return bool(unread), checkpoints.referenced_artifacts(tx)
 
+        # Find out whether anything may be removed. One transaction: a request that arrives later names a referenced
+        # artifact or a young one.
         claim = self._claim() if is_keeper else None
         if is_keeper and claim is None:
             return
-        # One transaction: a request that arrives later names a referenced artifact or a young one.
         has_unread, referenced = self.context.store.read(look)
         if has_unread:
             _log.debug("no artifact is removed now: there are unread requests")
@@ -172,14 +155,19 @@ class Housekeeping:
         if referenced is None:
             _log.warning("no artifact is removed now: a waiting load_weights is damaged and its artifact is unknown")
             return
+
+        # Free samplers here, then files in the background.
         in_use = self.sampling.samplers_in_use()
         keep = referenced | {ArtifactId(sampler) for sampler in in_use}
         self._evict_idle_samplers(keep, in_use, now)
-        if claim is None:
-            return
+        if claim is not None:
+            self._collect_artifacts(claim, keep)
+
+    def _collect_artifacts(self, claim: identity.Claim, keep: Collection[ArtifactId]) -> None:
+        """Start to take away all artifacts except these, those that the claim leaves alone, and young ones."""
 
         def collect() -> None:
-            self.artifacts.collect(keep | claim.unclaimed, claim.looked_at)
+            self.artifacts.collect({*keep, *claim.unclaimed}, claim.looked_at)
             settings = self.context.settings
             self.artifacts.empty_trash(retention_s=settings.trash_retention_s, max_bytes=settings.max_trash_bytes)
 
@@ -212,59 +200,32 @@ class Housekeeping:
         return self.claims.pop() if self.claims else None
 
     def prune(self, now: float) -> bool:
-        """Remove some old results, requests, sampling sessions, runs, sessions and logged metrics.
-
-        Returns whether more are left.
-        """
-        settings = self.context.settings
-        session_retention_s = self._timeout_s(settings.session_retention_s)
-        run_retention_s = self._timeout_s(settings.run_retention_s)
-        result_retention_s = self._timeout_s(settings.result_retention_s)
-        request_retention_s = self._timeout_s(settings.request_retention_s)
-
-        def drop(tx: Session) -> int:
-            num_results = pruning.prune_results(tx, now, retention_s=result_retention_s)
-            num_requests = pruning.delete_tombstones(
-                tx, now, retention_s=request_retention_s, session_retention_s=session_retention_s
-            )
-            num_samplers = pruning.delete_sampling_sessions(tx, now - session_retention_s)
-            num_models = pruning.delete_ended_models(tx, now - run_retention_s)
-            num_sessions = pruning.delete_finished_sessions(tx, now - run_retention_s)
-            num_kept = kept_samples.expire(tx, now - settings.kept_sample_retention_s)
-            num_hours = usage.prune(tx, now)
-            num_entries = audit.expire(tx, now - audit.RETENTION_S)
-            num_logged = logged.prune(tx, now - logged.RETENTION_S, limit=pruning.MAX_ROWS)
-            ended = num_models, num_sessions, num_samplers
-            return max(num_results, num_requests, *ended, num_kept, num_hours, num_logged, num_entries)
-
-        is_full = self.context.store.write(drop) >= pruning.MAX_ROWS
+        """Remove some rows past their retention, for example old results. Returns whether more are left."""
+        clock, retention = self._clock(now), self.context.retention
+        is_full = self.context.store.write(lambda tx: retention.prune(tx, clock)) >= pruning.MAX_ROWS
         return self.context.store.vacuum() or is_full
 
-    def bound_history(self) -> None:
-        """Start to thin the points of long runs, and to remove the oldest kept samples beyond their space."""
-        history, store = self.context.history, self.context.store
-        runs, samples = history.grown_runs, history.grown_samples
-        history.grown_runs, history.grown_samples = set(), set()
-        max_bytes = self.context.settings.max_kept_sample_bytes
+    def bound_tables(self) -> None:
+        """Start to remove the rows beyond the bounds of features, for example old points of long runs."""
+        store = self.context.store
+        grown = [(bound, bound.grown) for bound in self.context.observers.bounds() if bound.grown]
+        for bound, _ in grown:
+            bound.grown = set()
 
-        def bound() -> None:
-            for model_id in runs:
-                dropped = store.read(partial(points.superfluous, model_id=model_id))
-                for batch in _batches(dropped):
-                    store.write(partial(points.remove, positions=batch))
-            for model_id, owner in samples:
-                old = partial(kept_samples.superfluous, model_id=model_id, owner=owner, max_bytes=max_bytes)
-                for batch in _batches(store.read(old)):
-                    store.write(partial(kept_samples.remove, request_ids=batch))
+        def remove() -> None:
+            for bound, keys in grown:
+                for key in keys:
+                    for batch in _batches(store.read(lambda tx, bound=bound, key=key: bound.find_superfluous(tx, key))):
+                        store.write(lambda tx, bound=bound, batch=batch: bound.remove(tx, batch))
 
-        def on_bounded(bounded: Future[None]) -> None:
-            if (error := bounded.exception()) is not None:  # they only take disk space
-                _log.error("cannot remove old points and samples; retrying later", exc_info=error)
-                history.grown_runs |= runs
-                history.grown_samples |= samples
+        def on_removed(removed: Future[None]) -> None:
+            if (error := removed.exception()) is not None:  # they only take disk space
+                _log.error("cannot remove rows beyond their bounds; retrying later", exc_info=error)
+                for bound, keys in grown:
+                    bound.grown |= keys
 
-        if runs or samples:
-            self.context.background_writer.submit(bound, on_bounded)
+        if grown:
+            self.context.background_writer.submit(remove, on_removed)
 
     def _end_of(self, session_id: SessionId, now: float) -> str | None:
         """Return how a session ended or that its heartbeat timed out; None while it is open."""
@@ -281,6 +242,9 @@ class Housekeeping:
         settings = self.context.settings
         enough_s = min(settings.session_timeout_s, settings.session_retention_s)
         return limit_s if self.api_uptime.continuous_s() >= min(limit_s, enough_s) else math.inf
+
+    def _clock(self, now: float) -> RetentionClock:
+        return RetentionClock(now=now, settings=self.context.settings, extend=self._timeout_s)
 
     def _evict_idle_samplers(self, keep: Collection[ArtifactId], in_use: Collection[SamplerId], now: float) -> None:
         """Evict samplers that are unreferenced, or that only closed sessions used."""

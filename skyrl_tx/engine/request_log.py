@@ -33,8 +33,8 @@ DEFERRED_BYTES = 1024
 """Estimated memory of a request whose body has not been read."""
 Rows = Callable[[Session], object]
 """Writes further rows in the transaction of a result."""
-HistoryRows = Callable[[Session, float], object]
-"""Writes what people read about a completed request, at a time, in the transaction of its result."""
+ObserverRows = Callable[[Session, float], object]
+"""Writes what observers record about a completed request, at a time, in the transaction of its result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,23 +176,23 @@ class RequestLog:
         rows: Rows | None = None,
         *,
         effect_order: int | None = None,
-        history: HistoryRows | None = None,
+        observed: ObserverRows | None = None,
     ) -> None:
         """Commit a request's result and `rows` in one transaction, without waiting for the disk.
 
-        `effect_order` is the request's log sequence number; None if it did not change its model. `history` is left out
+        `effect_order` is the request's log sequence number; None if it did not change its model. `observed` is left out
         if the request was completed before, by a cancellation.
         """
         failpoint("engine.result")
-        written = self.store.write_soon(self._transaction(queued, result, rows, history, effect_order))
+        written = self.store.write_soon(self._transaction(queued, result, rows, observed, effect_order))
         self._count(queued, result)
         written.add_done_callback(lambda _: None if written.exception() else self.attempts.forget([queued.request_id]))
         self._pending.append(written)
         failpoint("engine.answer")
 
-    def commit_and_wait(self, queued: QueuedRequest, result: Result, rows: Rows, history: HistoryRows) -> None:
+    def commit_and_wait(self, queued: QueuedRequest, result: Result, rows: Rows, observed: ObserverRows | None) -> None:
         """Like `commit`, but wait. Raises what `rows` raises; nothing is committed then."""
-        self.store.write(self._transaction(queued, result, rows, history))
+        self.store.write(self._transaction(queued, result, rows, observed))
         self._count(queued, result)
         self.attempts.forget([queued.request_id])
 
@@ -223,7 +223,7 @@ class RequestLog:
         queued: QueuedRequest,
         result: Result,
         rows: Rows | None,
-        history: HistoryRows | None,
+        observed: ObserverRows | None,
         effect_order: int | None = None,
     ) -> Callable[[Session], None]:
         data, failed, model_id = codec.encode(result), isinstance(result, Failure), queued.model_id
@@ -238,8 +238,8 @@ class RequestLog:
                 counted = models.next_effect_order(tx, model_id, is_step=is_step)
                 assert counted == effect_order, f"log record {effect_order} of {model_id} is no. {counted} on disk"
             if futures.complete(tx, queued.request_id, data, failed=failed, effect_order=effect_order, now=now):
-                if history is not None:
-                    history(tx, now)
+                if observed is not None:
+                    observed(tx, now)
             else:
                 level = logging.DEBUG if isinstance(queued.request, Sample) else logging.WARNING  # samples: cancelled
                 _log.log(level, "%s request %s already has a result or was removed", queued.kind, queued.request_id)

@@ -1,4 +1,4 @@
-"""What an optional feature gives to the server, to the engine and to the command line."""
+"""An optional feature as one object: its parts in the server, in the engine and on the command line."""
 
 from __future__ import annotations
 
@@ -24,5 +24,15 @@ class App:
     """Returns routers, pages and error forms for the API process."""
     engine: Callable[[], EngineExtension] | None = None
     """Returns result observers, retention rules and admission for the engine process."""
-    commands: Callable[[], Sequence[Command]] | None = None
-    """Returns commands for the command line."""
+    commands: Sequence[Command] = ()
+    """Commands for the command line; their code is imported when they are used."""
+
+
+def load_server_extensions(apps: Sequence[App]) -> dict[str, ServerExtension]:
+    """Load the parts of optional features for the API process, by the name of each feature."""
+    return {app.name: app.server() for app in apps if app.server is not None}
+
+
+def load_engine_extensions(apps: Sequence[App]) -> list[EngineExtension]:
+    """Return what these features add to an engine process."""
+    return [app.engine() for app in apps if app.engine is not None]

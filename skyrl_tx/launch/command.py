@@ -1,21 +1,82 @@
-"""One command of the command line, declared by a tool or an app."""
+"""A command of the command line, as a tool or an app declares it, and the parser of its arguments."""
 
 import argparse
-from collections.abc import Callable
+import pkgutil
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Group = Literal["run", "weights", "administration", "diagnosis"]
+"""The heading of a command in `skyrl-tx --help`."""
+
+_FIRST_FLAGS = (
+    *("-h", "--base-model", "--served-model-name", "--host", "--port", "--no-auth", "--data-dir"),
+    *("--backend", "--load-format", "--sampler", "--vllm-url", "--vllm-command", "--config", "--log-level"),
+)
+_NO_DEFAULT = re.compile(r" \(default: None\)| \(default factory: [^)]*\)")
+
+
+class CommandError(Exception):
+    """A command fails; the message states the reason."""
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
+        """The exit status: 2 for a wrong command line, 1 for other failures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command: `skyrl-tx NAME`."""
+    """The command `skyrl-tx NAME`."""
 
     name: str
     help: str
     """One line for the list of commands."""
     group: Group
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int | None]
-    """Returns the exit status; None means 0."""
+    code: str
+    """A function as `package.module:function`, imported when the command is used, so that `--help` stays fast.
+
+    It takes a `CommandParser`, adds the command's arguments and sets the default `run`: a function of the parsed
+    arguments which returns the exit status, or None for 0.
+    """
+
+    def add_arguments(self, parser: "CommandParser") -> None:
+        """Import the command's code, and add the arguments and the default `run` to a parser."""
+        pkgutil.resolve_name(self.code)(parser)
+
+    def make_parser(self, given: Sequence[str]) -> "CommandParser":
+        """Return the parser for a command line."""
+        description = f"{self.help[0].upper()}{self.help[1:]}."
+        parser = CommandParser(given, prog=f"skyrl-tx {self.name}", description=description)
+        self.add_arguments(parser)
+        return parser
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser that accepts no abbreviated flags; `given` is the command line that it will parse.
+
+    The flags of a command may depend on it, for example those of a server on the value of `--backend`.
+    """
+
+    def __init__(self, given: Sequence[str] = (), **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, "formatter_class": _HelpFormatter, **options})
+        self.given = given
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Prints one flag per line with its description."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=42, width=120)
+
+    def add_arguments(self, actions: Iterable[argparse.Action]) -> None:
+        """Put the most used flags first, the others in the order of their declaration."""
+        rank = {flag: index for index, flag in enumerate(_FIRST_FLAGS)}
+        super().add_arguments(
+            sorted(actions, key=lambda action: rank.get(next(iter(action.option_strings), ""), len(rank)))
+        )
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        # Without a default value to print, the description states what happens.
+        return _NO_DEFAULT.sub("", action.help) if action.help else action.help

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,8 +24,8 @@ from skyrl_tx.artifacts import ArtifactsUnreachable, open_artifacts
 from skyrl_tx.backends.composed import compose
 from skyrl_tx.backends.hosts.calls import Welcome
 from skyrl_tx.backends.hosts.channel import LeaderLost
-from skyrl_tx.backends.hosts.following import follow
-from skyrl_tx.backends.hosts.leading import LeadingBackend
+from skyrl_tx.backends.hosts.follower import follow
+from skyrl_tx.backends.hosts.leader import LeadingBackend
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.backends.registry import find_backend, find_sampler
 from skyrl_tx.contract.backend import AbstractBackend, BackendSpec
@@ -34,6 +34,7 @@ from skyrl_tx.contract.errors import BackendLost, RequestError
 from skyrl_tx.engine.engine import Engine
 from skyrl_tx.engine.meters import EngineMeters
 from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.launch.app import App, load_engine_extensions
 from skyrl_tx.process.exposition import MetricsSocket, render, served_at, socket_path
 from skyrl_tx.process.setup import (
     CannotServe,
@@ -100,6 +101,8 @@ class EngineLaunch:
     sampler_config: BaseModel | None = None
     sampler_check_share: float = 0.0
     sampler_falls_back: bool = False
+    apps: Sequence[App] = ()
+    """The optional features, whose functions the child imports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,6 +313,7 @@ def _run(
             on_stuck,
             boot_id=boot_id,
             over_hosts=partial(_over_hosts, launch),
+            apps=launch.apps,
             second_signal_exits=second_signal_exits,
         )
 
@@ -401,6 +405,7 @@ def run_engine(
     boot_id: str | None = None,
     over_hosts: Callable[[AbstractBackend, Callable[[str], object]], AbstractBackend] = lambda backend, _: backend,
     second_signal_exits: bool = True,
+    apps: Sequence[App] = (),
 ) -> None:
     """Run an engine on the main thread until SIGTERM or SIGINT.
 
@@ -430,7 +435,15 @@ def run_engine(
                 max_cache_bytes=settings.max_artifact_cache_bytes,
                 min_free_bytes=settings.min_free_disk_bytes,
             )
-            engine = Engine(settings, backend, store, artifacts, meters, boot_id or engine_state.new_boot_id())
+            engine = Engine(
+                settings,
+                backend,
+                store,
+                artifacts,
+                meters,
+                boot_id or engine_state.new_boot_id(),
+                load_engine_extensions(apps),
+            )
             path = socket_path(settings.data_dir, store.engine)
             with _served_metrics(path, engine.meters), recorded_notices(store, "engine"):
                 engine.run(stop, on_ready, lambda reason: on_stuck(store, reason))

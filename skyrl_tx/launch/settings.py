@@ -16,6 +16,7 @@ from skyrl_tx.backends.hosts.settings import HostsSettings, from_leader_worker_s
 from skyrl_tx.contract.backend import BackendSpec
 from skyrl_tx.contract.sampler import SamplerSpec
 from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.launch.command import CommandError
 from skyrl_tx.process import failpoints
 from skyrl_tx.process.setup import LogFormat, LogLevel
 from skyrl_tx.server.settings import ApiSettings
@@ -30,8 +31,11 @@ _ON_RAY = "ray_resources"
 _TEST_VARIABLES = frozenset({"SKYRL_TX_REQUIRE_ENVIRONMENTS", failpoints.VARIABLE})
 
 
-class SettingsError(Exception):
+class SettingsError(CommandError):
     """A setting is invalid; the message names it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, status=2)
 
 
 def default_data_dir() -> Path:

@@ -21,6 +21,7 @@ from skyrl_tx.artifacts import ArtifactsUnreachable, PlaceRefused, open_artifact
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.integrations.ray.engine import RayEngine, connected
+from skyrl_tx.launch.app import App, load_server_extensions
 from skyrl_tx.launch.device_shares import device_shares
 from skyrl_tx.launch.engine_process import (
     EngineEnd,
@@ -56,8 +57,8 @@ _FULL_COLLECTION_AFTER = 1_000
 class SupervisedApi(ApiServer):
     """The API on a socket, with signals handled by the supervisor."""
 
-    def __init__(self, settings: ServerSettings, store: Store) -> None:
-        super().__init__(settings.for_api(), store)
+    def __init__(self, settings: ServerSettings, store: Store, apps: Sequence[App] = ()) -> None:
+        super().__init__(settings.for_api(), store, load_server_extensions(apps))
         self.config.timeout_graceful_shutdown = _GRACE_S
 
     @contextlib.contextmanager
@@ -277,10 +278,10 @@ async def _supervise(engines: Sequence[EngineSupervisor]) -> None:
             _log.error("%s; %d engines go on", error, len(running))
 
 
-def serve(settings: ServerSettings) -> int:
+def serve(settings: ServerSettings, apps: Sequence[App]) -> int:
     """Run the API and the engine until a signal; raises CannotServe."""
     check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
-    launch = launch_of(settings)
+    launch = launch_of(settings, apps)
     if launch.hosts.rank > 0:
         raise CannotServe(f"host {launch.hosts.rank} of {launch.hosts.size} serves no API: run `skyrl-tx engine` here")
     with (
@@ -306,7 +307,7 @@ def serve(settings: ServerSettings) -> int:
         engines = [_supervised(start, store, settings.max_engine_starts, on_ready) for start in starts]
         tune_garbage_collection(full_after=_FULL_COLLECTION_AFTER)
         with recorded_notices(store, "api"):
-            asyncio.run(run_servers(SupervisedApi(settings, store), listener, engines))
+            asyncio.run(run_servers(SupervisedApi(settings, store, apps), listener, engines))
     return 0
 
 
@@ -342,7 +343,7 @@ def _supervised(
     return supervisor
 
 
-def serve_api(settings: ServerSettings) -> int:
+def serve_api(settings: ServerSettings, apps: Sequence[App] = ()) -> int:
     """Run the API alone until a signal; raises CannotServe."""
     check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
     with (
@@ -354,13 +355,13 @@ def serve_api(settings: ServerSettings) -> int:
         _log.info("skyrl_tx %s, the API alone at %s, data in %s", __version__, url, settings.data_dir)
         tune_garbage_collection(full_after=_FULL_COLLECTION_AFTER)
         with recorded_notices(store, "api"):
-            asyncio.run(run_servers(SupervisedApi(settings, store), listener, []))
+            asyncio.run(run_servers(SupervisedApi(settings, store, apps), listener, []))
     return 0
 
 
-def serve_engine(settings: ServerSettings) -> int:
+def serve_engine(settings: ServerSettings, apps: Sequence[App]) -> int:
     """Run the engine alone until a signal; raises CannotServe."""
-    launch = launch_of(settings)
+    launch = launch_of(settings, apps)
     if launch.hosts.rank > 0:
         return _follow(launch, settings.max_engine_starts)
     _log.info("skyrl_tx %s, the engine alone, data in %s", __version__, settings.data_dir)
@@ -397,7 +398,7 @@ def _follow(launch: EngineLaunch, max_starts: int) -> int:
     return 0
 
 
-def launch_of(settings: ServerSettings) -> EngineLaunch:
+def launch_of(settings: ServerSettings, apps: Sequence[App] = ()) -> EngineLaunch:
     """Return the arguments of the engine process."""
     hosts = _hosts_of(settings)
     if hosts.size > 1 and settings.sampler is not None:
@@ -416,6 +417,7 @@ def launch_of(settings: ServerSettings) -> EngineLaunch:
         log_level=settings.log_level,
         log_format=settings.log_format,
         hosts=hosts,
+        apps=apps,
     )
 
 

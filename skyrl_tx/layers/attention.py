@@ -11,10 +11,9 @@ from functools import reduce
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.layers.apart import exp_apart
 from skyrl_tx.layers.flash_attention import LOWEST, Stats, flash_attention, fold, joined, no_keys
 from skyrl_tx.layers.kv_cache import KeyValues, Pages
-from skyrl_tx.layers.steady import sum_last
+from skyrl_tx.layers.stable_bits import exp_apart, sum_last
 
 DENSE_LENGTH = 64
 """Up to this many tokens all scores are computed at once; above, blocks are faster and use memory linear in T."""

@@ -17,8 +17,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.layers.chunks import ChunkMasks, into_chunks, read_masks
-from skyrl_tx.layers.steady import steady
+from skyrl_tx.layers.recurrence import ChunkMasks, into_chunks, read_masks
+from skyrl_tx.layers.stable_bits import steady
 
 
 def delta_rule(

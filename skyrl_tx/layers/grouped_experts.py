@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.layers.kernels.choice import Added, MultiplyTiles
+from skyrl_tx.layers.kernels.choice import MultiplyTiles
 from skyrl_tx.layers.lora import LoraPair
+from skyrl_tx.layers.tiles import AddedProducts
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,8 @@ class TiledMap:
         assert inner_WPR is not None, "x A must be given without A"
         return inner_WPR * self.scale_W[:, None, None]
 
-    def _added(self, narrow_WPR: jax.Array, factor: jax.Array) -> Added | None:
-        return Added(narrow_WPR, factor, self.adapter_W) if narrow_WPR.shape[-1] else None
+    def _added(self, narrow_WPR: jax.Array, factor: jax.Array) -> AddedProducts | None:
+        return AddedProducts(narrow_WPR, factor, self.adapter_W) if narrow_WPR.shape[-1] else None
 
     def _narrow(self, x_WPI: jax.Array, factor: jax.Array, *, transposed: bool = False) -> jax.Array:
         """Return the product with a factor of the adapter, float32 [W, P, R]."""
@@ -77,7 +78,9 @@ class TiledMap:
         x_WPI = x_WPI.astype(self.matrix_XIO.dtype)
         return self._times(x_WPI, factor, self.adapter_W, None, transposed=transposed, result=jnp.float32)
 
-    def _times(self, x_WPI: jax.Array, matrices: jax.Array, index_W: jax.Array, added: Added | None, **settings: Any):
+    def _times(
+        self, x_WPI: jax.Array, matrices: jax.Array, index_W: jax.Array, added: AddedProducts | None, **settings: Any
+    ):
         return self.multiply(x_WPI, matrices, index_W, self.num_used, added, **settings)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.layers.apart import exp_apart
 from skyrl_tx.layers.lora import AdaptedMap, JoinedMap, LoraPair, RowAdapter
+from skyrl_tx.layers.stable_bits import exp_apart
 
 LossOfPositions = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
 """(log-probabilities of positions, what else the loss reads there) -> the loss's derivative by each, and other outputs.

@@ -36,7 +36,7 @@ from skyrl_tx.layers.parameter import Axis
 from skyrl_tx.layers.remat import mark_matmul
 from skyrl_tx.layers.router import Routing, route
 from skyrl_tx.layers.sharding import WHOLE, Layout
-from skyrl_tx.layers.steady import steady
+from skyrl_tx.layers.stable_bits import steady
 from skyrl_tx.layers.tiles import TOGETHER, Tiling, arrange, each_tile, sum_by_index, tile_shape
 
 MAPS = ("gate_proj", "up_proj", "down_proj")

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.layers.steady import steady
+from skyrl_tx.layers.stable_bits import steady
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from skyrl_tx.layers.lora import multiply
 from skyrl_tx.layers.remat import mark_matmul
-from skyrl_tx.layers.steady import steady, sum_last
+from skyrl_tx.layers.stable_bits import steady, sum_last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ numbers. Tiles are as many as the worst case needs, and on CPU only those in use
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -130,3 +131,12 @@ def sum_by_index(x_W: jax.Array, index_W: jax.Array, num_used: jax.Array, size: 
         return jnp.tensordot(belongs_XW.astype(x_W.dtype), x_W, 1)
 
     return jax.lax.platform_dependent(x_W, index_W, num_used, cpu=in_turn, default=as_product)
+
+
+@dataclass(frozen=True, slots=True)
+class AddedProducts:
+    """Products of other rows [W, P, R] with other matrices [Y, R, O], added to the products of tiles, one for each."""
+
+    x_WPR: jax.Array
+    matrix_Y: jax.Array
+    index_W: jax.Array

@@ -11,9 +11,9 @@ from skyrl_tx.models.config import Block, ModelConfig
 from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.models.parts.base import Target
 from skyrl_tx.models.parts.delta_net import DeltaNet
+from skyrl_tx.models.parts.feed_forward import Mixture
 from skyrl_tx.models.parts.latent_attention import LatentAttention
 from skyrl_tx.models.parts.mamba import Mamba
-from skyrl_tx.models.parts.mixture import Mixture
 
 
 def frozen_macs(config: ModelConfig) -> int:

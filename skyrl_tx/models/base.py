@@ -19,7 +19,7 @@ float32.
     describe_params(config)                                              -> DecoderParams of Parameter
     adapter_shapes(config, rank), init_adapter(config, spec, max_rank)   -> Adapter of shapes, of numpy arrays
 
-`inputs` are tokens or embeddings. Prompts and samples are in a `Cache` (see `layers.held`), empty at first
+`inputs` are tokens or embeddings. Prompts and samples are in a `Cache` (see `layers.cache_state`), empty at first
 (`empty_cache`), and a `Table` says where. Steps of decoding lie between `held.open_slice(cache, table, ...)` and
 `held.close_slice(cache, ..., table)`.
 Weights: `weights.hf.load(directory, describe_params(config), family.weights)` or `weights.hf.dummy(...)`.
@@ -42,7 +42,7 @@ from skyrl_tx.models.config import (
 from skyrl_tx.models.params import describe_params
 from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.models.parts.base import UnsupportedModel
-from skyrl_tx.models.parts.dense import Dense
+from skyrl_tx.models.parts.feed_forward import Dense
 from skyrl_tx.weights.weight_map import WeightMap, bind_rows
 
 

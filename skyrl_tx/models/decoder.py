@@ -15,9 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from skyrl_tx.layers import logprobs
-from skyrl_tx.layers.apart import add_apart
-from skyrl_tx.layers.gather import gather
-from skyrl_tx.layers.held import (
+from skyrl_tx.layers.cache_state import (
     Cache,
     ChunkHeld,
     Held,
@@ -33,7 +31,8 @@ from skyrl_tx.layers.lora import Adapter, LoraPair, RowAdapter, RowSlots, select
 from skyrl_tx.layers.norm import rms_norm
 from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.layers.remat import RematPolicy, with_remat
-from skyrl_tx.layers.sharding import Layout
+from skyrl_tx.layers.sharding import Layout, gather
+from skyrl_tx.layers.stable_bits import add_apart
 from skyrl_tx.models.config import Block, Group, ModelConfig
 from skyrl_tx.models.layer_adapters import CutAdapter, GroupAdapters, GroupPairs
 from skyrl_tx.models.params import OUTPUT_NORMS, DecoderParams, read_layer

@@ -7,8 +7,8 @@ from skyrl_tx.layers.router import Routing
 from skyrl_tx.models.base import ModelFamily, read_dense
 from skyrl_tx.models.config import Block, HfConfig, read_given, read_rope, read_size, refuse_other_values
 from skyrl_tx.models.parts.base import FeedForward
+from skyrl_tx.models.parts.feed_forward import Mixture
 from skyrl_tx.models.parts.latent_attention import LatentAttention
-from skyrl_tx.models.parts.mixture import Mixture
 from skyrl_tx.weights.weight_map import DENSE_WEIGHTS, EXPERT_WEIGHTS, LATENT_WEIGHTS, SHARED_EXPERTS_WEIGHTS
 
 ACCEPTED: Mapping[str, tuple[Any, ...]] = {

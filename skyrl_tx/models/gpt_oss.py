@@ -8,7 +8,7 @@ from skyrl_tx.layers.router import Routing
 from skyrl_tx.models.base import ModelFamily, read_attention, read_window
 from skyrl_tx.models.config import Block, HfConfig, read_size
 from skyrl_tx.models.parts.base import UnsupportedModel
-from skyrl_tx.models.parts.mixture import Mixture
+from skyrl_tx.models.parts.feed_forward import Mixture
 from skyrl_tx.weights.weight_map import (
     DENSE_WEIGHTS,
     FUSED_EXPERT_WEIGHTS,

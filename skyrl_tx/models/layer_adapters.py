@@ -15,7 +15,7 @@ from skyrl_tx.layers.lora import Adapter, AdapterWeights, LoraPair, RowAdapter, 
 from skyrl_tx.layers.moe import pool_experts, share_experts
 from skyrl_tx.models.config import Group, ModelConfig
 from skyrl_tx.models.parts.base import LayerAdapters
-from skyrl_tx.models.parts.mixture import EXPERT_PREFIX
+from skyrl_tx.models.parts.feed_forward import EXPERT_PREFIX
 
 
 @dataclass(frozen=True, slots=True)

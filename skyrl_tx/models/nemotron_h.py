@@ -8,8 +8,8 @@ from typing import Any
 from skyrl_tx.models.base import ModelFamily, UnsupportedModel, read_attention, read_dense, read_epsilon
 from skyrl_tx.models.config import Block, HfConfig, read_size, refuse_other_values
 from skyrl_tx.models.deepseek_v3 import read_routed
+from skyrl_tx.models.parts.feed_forward import Mixture
 from skyrl_tx.models.parts.mamba import Mamba
-from skyrl_tx.models.parts.mixture import Mixture
 from skyrl_tx.weights.weight_map import NEMOTRON_WEIGHTS
 
 ACCEPTED: Mapping[str, tuple[Any, ...]] = {

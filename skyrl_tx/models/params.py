@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from skyrl_tx.layers import held
-from skyrl_tx.layers.held import Cache, Held, position_axes
+from skyrl_tx.layers import cache_state
+from skyrl_tx.layers.cache_state import Cache, Held, position_axes
 from skyrl_tx.layers.kernels.choice import NO_KERNELS, Kernels
 from skyrl_tx.layers.kv_cache import PAGE
 from skyrl_tx.layers.parameter import Axis, Parameter
@@ -103,7 +103,7 @@ def by_layer(params: DecoderParams, config: ModelConfig) -> DecoderParams:
         assert isinstance(own, tuple)
         return tuple(read_layer(stack.block, layer) for layer in own)
 
-    apart = separate(params, held.by_layer).layers
+    apart = separate(params, cache_state.by_layer).layers
     return replace(params, layers=tuple(map(transposed, config.stacks, apart)), is_transposed=True)
 
 

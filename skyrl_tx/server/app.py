@@ -4,11 +4,11 @@ import asyncio
 import logging
 import secrets
 import socket
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
-from typing import cast
+from typing import TypeAlias, cast
 
 import uvicorn
 from anyio.to_thread import current_default_thread_limiter
@@ -19,30 +19,22 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from skyrl_tx import __version__
-from skyrl_tx.apps.chat import errors as chat_errors
-from skyrl_tx.apps.chat import routes as chat_routes
-from skyrl_tx.apps.console.site import create_routes
-from skyrl_tx.apps.history.routes import metrics, traces, trackio
-from skyrl_tx.apps.teams.routes import audit, billing
 from skyrl_tx.artifacts import open_artifacts
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.process.setup import listen
 from skyrl_tx.server.context import ApiContext
 from skyrl_tx.server.errors import ApiError
+from skyrl_tx.server.extension import ErrorForm, ServerExtension
 from skyrl_tx.server.http.body import BodyBudget
 from skyrl_tx.server.http.connections import Connections, HttpProtocol, Listener, max_connections
 from skyrl_tx.server.http.long_poll import LongPollMiddleware, ResultWatcher
 from skyrl_tx.server.http.request_guard import RequestGuard, TrustedProxies
 from skyrl_tx.server.identity.authentication import OWNER, Authenticator, Caller, SigningKey
 from skyrl_tx.server.identity.scopes import API_PREFIX as _PREFIX
-from skyrl_tx.server.monitoring import metrics_page
 from skyrl_tx.server.monitoring.engine_status import AdmissionControl, EngineHealth
 from skyrl_tx.server.monitoring.metrics import ApiMetrics
 from skyrl_tx.server.monitoring.server_sampler import ServerSampler
-from skyrl_tx.server.quotas import Quotas
 from skyrl_tx.server.routes import (
-    account,
-    custom_losses,
     downloads,
     futures,
     runs,
@@ -63,33 +55,27 @@ _BACKLOG = 4096
 _TICKS_PER_LOOK = 5
 _TICK_S = 0.1
 """Interval at which uvicorn calls `on_tick`."""
-# Matched in this order, the most frequently called first.
-_ROUTERS = (
-    futures,
-    sampling,
-    training,
-    service,
-    sessions,
-    weights,
-    runs,
-    metrics,
-    traces,
-    downloads,
-    account,
-    billing,
-    audit,
-    custom_losses,
+ROUTERS = (
+    futures.router,
+    sampling.router,
+    training.router,
+    service.router,
+    sessions.router,
+    weights.router,
+    runs.router,
+    downloads.router,
 )
+"""The routers below `/api/v1`, matched in this order: the most frequently called first."""
+ErrorHandler: TypeAlias = Callable[[Request, Exception], Awaitable[Response]]
 
 
-def create_context(settings: ApiSettings, store: Store) -> ApiContext:
-    """Build the components of an API process."""
+def create_context(
+    settings: ApiSettings, store: Store, extensions: Mapping[str, ServerExtension] | None = None
+) -> ApiContext:
+    """Build the components of an API process. `extensions` are the optional features by name."""
     signing_key, metrics, results = SigningKey.of(settings.data_dir), ApiMetrics(), ResultWatcher(store)
     metrics.polls_waiting.set_function(lambda: results.num_waiting)
     results.observe_wakeup = metrics.poll_wakeup_s.observe
-    quotas = Quotas(store)
-    quotas.view.refresh()
-    results.add_reader(quotas.view.refresh)
     store.observe_commits(metrics.store_write_s.observe, metrics.store_group_size.observe)
     return ApiContext(
         settings=settings,
@@ -105,13 +91,13 @@ def create_context(settings: ApiSettings, store: Store) -> ApiContext:
         decoded_bodies=BodyBudget(settings.max_inflight_bytes // 2),
         results=results,
         metrics=metrics,
-        quotas=quotas,
+        extensions=extensions or {},
     )
 
 
-def create_app(settings: ApiSettings, store: Store) -> FastAPI:
-    """Build the HTTP application. The caller closes the store."""
-    context = create_context(settings, store)
+def create_app(settings: ApiSettings, store: Store, extensions: Mapping[str, ServerExtension] | None = None) -> FastAPI:
+    """Build the HTTP application with optional features by name. The caller closes the store."""
+    context = create_context(settings, store, extensions)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
@@ -124,20 +110,47 @@ def create_app(settings: ApiSettings, store: Store) -> FastAPI:
     app = FastAPI(title="skyrl_tx", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.context = context
     app.state.authenticator = context.authenticator
-    for routes in _ROUTERS:
-        app.include_router(routes.router, prefix=_PREFIX)
-    app.include_router(metrics_page.router)
-    app.include_router(trackio.router)
+    for name, extension in context.extensions.items():
+        if extension.service is not None:
+            setattr(app.state, name, extension.service(context))
+    _add_routes(app, context)
+    _add_error_handling(app, context)
+    return app
+
+
+def _add_routes(app: FastAPI, context: ApiContext) -> None:
+    """Add all routes, in the order in which they are matched."""
+    extensions = context.extensions.values()
+
+    # The endpoints of the Tinker API and of each feature.
+    for router in ROUTERS:
+        app.include_router(router, prefix=_PREFIX)
+    app.include_router(service.metrics_router)
+    for extension in extensions:
+        for router in extension.routers:
+            app.include_router(router)
+
+    # All other paths of the Tinker API.
     app.add_api_route(
         _PREFIX + "/{path:path}",
         _unknown_endpoint,
         methods=["GET", "POST", "PUT", "DELETE", "PATCH"],
         include_in_schema=False,
     )
-    chat_routes.install(app, context)
-    handle_error = chat_errors.by_path(_handle_error)
-    if not settings.no_console:
-        app.router.routes.extend(create_routes(context))
+
+    # Web pages.
+    for extension in extensions:
+        if extension.pages is not None:
+            app.router.routes.extend(extension.pages(context))
+
+
+def _add_error_handling(app: FastAPI, context: ApiContext) -> None:
+    """Turn errors into responses, in the handlers of FastAPI and in the two middlewares that run before them."""
+    forms = {
+        prefix: form for extension in context.extensions.values() for prefix, form in extension.error_forms.items()
+    }
+    handle_error = _handle_error_by_path(forms)
+
     app.add_middleware(
         LongPollMiddleware,
         path=_PREFIX + "/retrieve_future",
@@ -147,7 +160,7 @@ def create_app(settings: ApiSettings, store: Store) -> FastAPI:
     )
     app.add_middleware(
         RequestGuard,
-        settings=settings,
+        settings=context.settings,
         requires_key=context.authenticator.requires_key,
         handle_error=handle_error,
         groups=context.metrics.http,
@@ -155,7 +168,20 @@ def create_app(settings: ApiSettings, store: Store) -> FastAPI:
     refusals = ApiError, HTTPException, RequestValidationError, UserError, ValueRefused
     for kind in (*refusals, StoreError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, handle_error)
-    return app
+
+
+def _handle_error_by_path(forms: Mapping[str, ErrorForm]) -> ErrorHandler:
+    """Return an error handler that gives responses the form of the called API, by the beginning of the path."""
+
+    async def handle_error(request: Request, error: Exception) -> Response:
+        response = await _handle_error(request, error)
+        if not response.body:
+            return response
+        path = request.url.path
+        form = next((form for prefix, form in forms.items() if path.startswith(prefix)), None)
+        return response if form is None else form(response, error)
+
+    return handle_error
 
 
 async def _unknown_endpoint(path: str, request: Request, caller: Caller) -> None:
@@ -202,8 +228,10 @@ def _detail(status: int, detail: str, headers: Mapping[str, str] | None = None) 
 class ApiServer(uvicorn.Server):
     """A uvicorn server with limits for each connection, which releases its long polls before it stops."""
 
-    def __init__(self, settings: ApiSettings, store: Store) -> None:
-        self.app = create_app(settings, store)
+    def __init__(
+        self, settings: ApiSettings, store: Store, extensions: Mapping[str, ServerExtension] | None = None
+    ) -> None:
+        self.app = create_app(settings, store, extensions)
         context = cast(ApiContext, self.app.state.context)
         self.sampler = ServerSampler(settings, store, context.metrics, context.results)
         most = max_connections()

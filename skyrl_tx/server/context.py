@@ -1,6 +1,6 @@
 """The components of the API process, and one HTTP request as the endpoints see it."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, cast
@@ -13,12 +13,12 @@ from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.server.errors import ApiError
+from skyrl_tx.server.extension import ServerExtension
 from skyrl_tx.server.http.body import CONTROL_LIMITS, POLL_LIMITS, Body, BodyBudget, BodyLimits, read_body
 from skyrl_tx.server.http.long_poll import ResponsePriority, ResultWatcher
 from skyrl_tx.server.identity.authentication import Authenticator, Caller, Principal, SigningKey
 from skyrl_tx.server.monitoring.engine_status import AdmissionControl, EngineHealth
 from skyrl_tx.server.monitoring.metrics import ApiMetrics
-from skyrl_tx.server.quotas import Quotas
 from skyrl_tx.server.schemas.base import WireModel
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.submission.validation import UnknownFields
@@ -43,7 +43,8 @@ class ApiContext:
     received_bodies: BodyBudget
     decoded_bodies: BodyBudget
     metrics: ApiMetrics
-    quotas: Quotas
+    extensions: Mapping[str, ServerExtension] = field(default_factory=dict[str, ServerExtension])
+    """The optional features by name."""
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     priority: ResponsePriority = field(default_factory=ResponsePriority)
     result_readers: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_RESULT_READERS))

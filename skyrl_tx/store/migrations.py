@@ -3,6 +3,9 @@
 To change the schema: change `tables.py`, add a function to `MIGRATIONS` that makes the same change to existing
 databases, and raise `database.HEAD`. A test compares the two results. No migration can be undone: older releases refuse
 the database. Version 0001 is the schema of the first release.
+
+The tables of optional features are declared in `apps`, which nothing here imports. Migrations alone create them, so a
+function that changes one of them is also in `_APP_TABLES`.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +16,6 @@ from alembic.operations import Operations
 from alembic.runtime.migration import MigrationContext
 from sqlmodel import SQLModel
 
-from skyrl_tx.store import history_tables as history_tables  # declares its tables
 from skyrl_tx.store.errors import StoreError
 from skyrl_tx.store.tables import AnswerCounterRow
 
@@ -23,6 +25,9 @@ VERSION = sa.Table("alembic_version", sa.MetaData(), sa.Column("version_num", sa
 def create(connection: sa.Connection, head: str) -> None:
     """Create all tables in an empty database."""
     SQLModel.metadata.create_all(connection, checkfirst=False)
+    with Operations.context(MigrationContext.configure(connection)):
+        for migration in _APP_TABLES:
+            migration()
     VERSION.create(connection)
     connection.execute(sa.insert(AnswerCounterRow))
     connection.execute(sa.insert(VERSION).values(version_num=head))
@@ -160,6 +165,21 @@ def _add_history() -> None:
     op.create_index("ix_checkpoints_copied_from", "checkpoints", ["copied_from"])
     op.add_column("sampling_sessions", sa.Column("step", sa.BigInteger))
     op.add_column("engine_state", sa.Column("meters", sa.JSON))
+    _add_kept_samples()
+    _add_curves()
+    _add_usage()
+    _add_logged_runs()
+    _create_core_tables("server_points", "partials", "notices")
+
+
+def _create_core_tables(*names: str) -> None:
+    """Create tables in their present form. The first later change of one of them writes its first form here instead."""
+    tables = [SQLModel.metadata.tables[name] for name in names]
+    SQLModel.metadata.create_all(op.get_bind(), tables=tables, checkfirst=False)
+
+
+def _add_kept_samples() -> None:
+    """Add kept samples."""
     op.create_table(
         "kept_samples",
         sa.Column("sequence_id", sa.String, primary_key=True),
@@ -182,15 +202,101 @@ def _add_history() -> None:
     op.create_index("ix_kept_samples_request_id", "kept_samples", ["request_id"])
     op.create_index("ix_kept_samples_model", "kept_samples", ["model_id", "step"])
     op.create_index("ix_kept_samples_at", "kept_samples", ["at"])
-    # Their first form is their definition; the first later change of one of these writes it here, as above.
-    tables = [SQLModel.metadata.tables[name] for name in _HISTORY]
-    SQLModel.metadata.create_all(op.get_bind(), tables=tables, checkfirst=False)
+
+
+def _add_curves() -> None:
+    """Add the points of runs, and the sums over samples."""
+    op.create_table(
+        "run_points",
+        sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),
+        sa.Column("model_id", sa.String, nullable=False),
+        sa.Column("kind", sa.String, nullable=False),
+        sa.Column("step", sa.BigInteger, nullable=False),
+        sa.Column("created_at", sa.Float, nullable=False),
+        sa.Column("started_at", sa.Float, nullable=False),
+        sa.Column("at", sa.Float, nullable=False),
+        sa.Column("device_s", sa.Float, nullable=False),
+        sa.Column("tokens", sa.BigInteger, nullable=False),
+        sa.Column("datums", sa.Integer, nullable=False),
+        sa.Column("values", sa.Text, nullable=False),
+    )
+    op.create_index("ix_run_points_model", "run_points", ["model_id", "position", "step"])
+    op.create_table(
+        "sampled_steps",
+        sa.Column("model_id", sa.String, primary_key=True),
+        sa.Column("step", sa.BigInteger, primary_key=True, autoincrement=False),
+        sa.Column("owner", sa.String, primary_key=True),
+        *(sa.Column(name, sa.BigInteger, nullable=False) for name in ("samples", "cut", "tokens", "scored_tokens")),
+        sa.Column("logprob_sum", sa.Float, nullable=False),
+    )
+
+
+def _add_usage() -> None:
+    """Add usage."""
+    op.create_table(
+        "usage",
+        sa.Column("bucket_at", sa.BigInteger, primary_key=True, autoincrement=False),
+        sa.Column("session_id", sa.String, primary_key=True),
+        sa.Column("model_id", sa.String, primary_key=True),
+        sa.Column("kind", sa.String, primary_key=True),
+        sa.Column("owner", sa.String, nullable=False),
+        sa.Column("tokens", sa.BigInteger, nullable=False),
+        sa.Column("requests", sa.BigInteger, nullable=False),
+        sa.Column("device_s", sa.Float, nullable=False),
+    )
+    op.create_index("ix_usage_session_id", "usage", ["session_id"])
+    is_fine = sa.text("bucket_at % 3600 <> 0")
+    op.create_index("ix_usage_fine", "usage", ["bucket_at"], sqlite_where=is_fine, postgresql_where=is_fine)
+
+
+def _add_logged_runs() -> None:
+    """Add the metrics that clients log."""
+    big_key = sa.BigInteger().with_variant(sa.Integer, "sqlite")
+    op.create_table(
+        "logged_runs",
+        sa.Column("logged_run_id", big_key, primary_key=True),
+        *(sa.Column(name, sa.String, nullable=False) for name in ("owner", "project", "key", "name")),
+        sa.Column("config", sa.JSON, nullable=False),
+        sa.Column("model_id", sa.String),
+        sa.Column("seeks_model", sa.Boolean, nullable=False),
+        sa.Column("num_points", sa.Integer, nullable=False),
+        sa.Column("num_bytes", sa.BigInteger, nullable=False),
+        sa.Column("created_at", sa.Float, nullable=False),
+        sa.Column("last_at", sa.Float, nullable=False),
+        sa.UniqueConstraint("owner", "project", "key"),
+        sqlite_autoincrement=True,
+    )
+    for name in ("model_id", "last_at"):
+        op.create_index(f"ix_logged_runs_{name}", "logged_runs", [name])
+    op.create_table(
+        "logged_points",
+        sa.Column("position", big_key, primary_key=True),
+        sa.Column("logged_run_id", sa.BigInteger, nullable=False),
+        sa.Column("log_id", sa.String, nullable=False),
+        sa.Column("step", sa.BigInteger, nullable=False),
+        sa.Column("at", sa.Float, nullable=False),
+        sa.Column("values", sa.JSON, nullable=False),
+        sa.UniqueConstraint("logged_run_id", "log_id"),
+        sqlite_autoincrement=True,
+    )
+    op.create_index("ix_logged_points_run", "logged_points", ["logged_run_id", "position"])
 
 
 def _add_teams() -> None:
     """Add what a team's server counts and records."""
-    tables = [SQLModel.metadata.tables[name] for name in _TEAMS]
-    SQLModel.metadata.create_all(op.get_bind(), tables=tables, checkfirst=False)
+    _add_storage_hours()
+    _create_core_tables("audit")
+
+
+def _add_storage_hours() -> None:
+    """Add the storage of each hour."""
+    op.create_table(
+        "storage_hours",
+        sa.Column("hour_at", sa.BigInteger, primary_key=True, autoincrement=False),
+        sa.Column("session_id", sa.String, primary_key=True),
+        sa.Column("owner", sa.String, nullable=False),
+        sa.Column("num_bytes", sa.BigInteger, nullable=False),
+    )
 
 
 def _add_quotas() -> None:
@@ -265,11 +371,13 @@ def _add_trainer_gap() -> None:
     op.add_column("kept_samples", sa.Column("trainer_gap", sa.Float))
 
 
-_HISTORY = (
-    *("run_points", "usage", "server_points", "sampled_steps"),
-    *("logged_runs", "logged_points", "partials", "notices"),
-)
-_TEAMS = ("storage_hours", "audit")
+def _drop_portions() -> None:
+    """Remove the leases of quotas of what runs at once: these quotas no longer exist."""
+    op.drop_table("portions")
+
+
+_APP_TABLES = (_add_kept_samples, _add_curves, _add_usage, _add_logged_runs, _add_storage_hours, _add_trainer_gap)
+"""Create the tables of optional features in a new database, which has all of them. In order of the revisions."""
 MIGRATIONS: Mapping[str, Callable[[], None]] = {
     "0002": _add_stability,
     "0003": _add_answer_order,
@@ -288,4 +396,5 @@ MIGRATIONS: Mapping[str, Callable[[], None]] = {
     "0016": _add_engines,
     "0017": _add_portions,
     "0018": _add_trainer_gap,
+    "0019": _drop_portions,
 }

@@ -7,10 +7,10 @@ from sqlalchemy import delete as delete_from
 from sqlalchemy.sql.elements import ColumnElement
 from sqlmodel import Session, col, select
 
-from skyrl_tx.apps.history import kept_samples, logged, points, sampled_steps
 from skyrl_tx.contract.ids import ArtifactId, ModelId, SessionId
 from skyrl_tx.store import checkpoints, pruning, samplers, sessions
 from skyrl_tx.store.database import execute, existing
+from skyrl_tx.store.pruning import RemoveRows
 from skyrl_tx.store.tables import (
     CheckpointRow,
     ModelRow,
@@ -252,8 +252,8 @@ def undelete(tx: Session, model_id: ModelId) -> bool:
     return True
 
 
-def purge(tx: Session, before: float) -> list[ModelId]:
-    """Remove the runs that were deleted before a time.
+def purge(tx: Session, before: float, remove_rows: RemoveRows) -> list[ModelId]:
+    """Remove the runs that were deleted before a time; `remove_rows` removes what features have stored about them.
 
     A run that could still be trained is only expired; a later call removes it once it has no open request. Returns the
     expired ones, which the engine discards.
@@ -266,12 +266,12 @@ def purge(tx: Session, before: float) -> list[ModelId]:
             delete_snapshot(tx, row.model_id)
             expired.append(row.model_id)
         elif tx.exec(is_open.limit(1)).first() is None:
-            delete(tx, row.model_id)
+            delete(tx, row.model_id, remove_rows)
     return expired
 
 
-def delete(tx: Session, model_id: ModelId) -> None:
-    """Remove a run with its checkpoints, requests and samplers, and what was recorded for people, except its usage.
+def delete(tx: Session, model_id: ModelId, remove_rows: RemoveRows) -> None:
+    """Remove a run with its checkpoints, requests and samplers; `remove_rows` removes what features have stored.
 
     Raises LookupError if there is none, and ValueError while it is `creating` or `ready`: unload it first.
     """
@@ -282,10 +282,7 @@ def delete(tx: Session, model_id: ModelId) -> None:
     pruning.delete_sampling_marks(tx, samplers.ids_of_model(tx, model_id))
     for table in (CheckpointRow, SnapshotRow, RequestRow, SamplingSessionRow):
         execute(tx, delete_from(table).where(col(table.model_id) == model_id))
-    points.remove_runs(tx, [model_id])
-    kept_samples.remove_runs(tx, [model_id])
-    sampled_steps.remove_runs(tx, [model_id])
-    logged.forget_model(tx, model_id)
+    remove_rows(tx, [model_id])
     tx.delete(row)
     tx.flush()
 

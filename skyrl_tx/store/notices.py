@@ -15,7 +15,7 @@ from sqlmodel import Session, col
 from skyrl_tx.process.threads import ServiceThread
 from skyrl_tx.store.database import Store, execute
 from skyrl_tx.store.errors import StoreError
-from skyrl_tx.store.history_tables import NoticeRow, ProcessName
+from skyrl_tx.store.tables import NoticeRow, ProcessName
 
 MAX_NOTICES = 1000
 """Rows that are kept."""

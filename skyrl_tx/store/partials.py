@@ -11,8 +11,7 @@ from skyrl_tx.contract.arrays import Float32Array, Int32Array
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.contract.results import TopK
 from skyrl_tx.store.database import execute
-from skyrl_tx.store.history_tables import PartialRow
-from skyrl_tx.store.tables import RequestRow
+from skyrl_tx.store.tables import PartialRow, RequestRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

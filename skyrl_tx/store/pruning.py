@@ -5,12 +5,11 @@ not 404. Later the tombstone is deleted and its sequence number is covered by a 
 submission is refused.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 
 from sqlalchemy import Float, bindparam, delete, exists, func, literal_column, or_, select, update
 from sqlmodel import Session, col
 
-from skyrl_tx.apps.history import kept_samples, points, sampled_steps
 from skyrl_tx.contract.ids import ModelId, SamplingSessionId, SessionId
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
 from skyrl_tx.store.futures import high_water_mark, sequence_scope
@@ -26,6 +25,8 @@ from skyrl_tx.store.tables import (
     SnapshotRow,
 )
 
+RemoveRows = Callable[[Session, Sequence[ModelId]], object]
+"""Removes the rows that optional features have stored about runs."""
 MAX_ROWS = 1000
 """Rows per transaction, so that other writes wait only briefly."""
 _CREATIONS = ("create_model", "load_weights")
@@ -183,7 +184,7 @@ _UNUSED_MODELS = (
 _DELETE_MODELS = delete(ModelRow).where(is_in_batch(col(ModelRow.model_id)))
 
 
-def delete_ended_models(tx: Session, before: float, *, limit: int = MAX_ROWS) -> int:
+def delete_ended_models(tx: Session, before: float, remove_rows: RemoveRows, *, limit: int = MAX_ROWS) -> int:
     """Delete models that ended, were last used before a time, and left no checkpoint, sampler or stored request.
 
     Their sessions have finished, so that their ids are never used again. Returns the number of deleted rows.
@@ -191,9 +192,7 @@ def delete_ended_models(tx: Session, before: float, *, limit: int = MAX_ROWS) ->
     names: list[ModelId] = list(execute(tx, _UNUSED_MODELS, {"before": before, "limit": limit}).scalars())
     execute_in_batches(tx, _DELETE_MODELS, names)
     delete_high_water_marks(tx, [f"model/{name}" for name in names])
-    points.remove_runs(tx, names)
-    kept_samples.remove_runs(tx, names)
-    sampled_steps.remove_runs(tx, names)
+    remove_rows(tx, names)
     return len(names)
 
 

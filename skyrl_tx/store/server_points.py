@@ -7,7 +7,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlmodel import Session, col
 
 from skyrl_tx.store.database import execute
-from skyrl_tx.store.history_tables import ServerPointRow
+from skyrl_tx.store.tables import ServerPointRow
 
 PERIOD_S = 10
 """Rows have times that are multiples of this, so that several API processes write one row."""

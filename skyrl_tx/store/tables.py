@@ -14,6 +14,7 @@ from sqlalchemy import (
     BigInteger,
     Index,
     Integer,
+    MetaData,
     String,
     text,
 )
@@ -37,14 +38,25 @@ KeyScope = Literal["admin", "user", "sample", "read", "metrics"]
 SubjectKind = Literal["owner", "key", "project"]
 OverQuota = Literal["wait", "fail"]
 ProjectRole = Literal["viewer", "editor"]
+ProcessName = Literal["api", "engine", "supervisor"]
 
-_BIG = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers rows automatically only in an INTEGER column
+BIG_KEY = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers rows automatically only in an INTEGER column
 _JSON_OR_NULL = JSON(none_as_null=True)
 
 
-def _partial(name: str, column: str, where: str) -> Index:
+def partial_index(name: str, column: str, where: str) -> Index:
     """Return a partial index, for both kinds of database."""
     return Index(name, column, sqlite_where=text(where), postgresql_where=text(where))
+
+
+class AppTable(SQLModel):
+    """Base class of the tables of optional features.
+
+    Migrations create them in every database, whichever features a process has imported, so they are not among the
+    tables of `SQLModel.metadata`.
+    """
+
+    metadata = MetaData()
 
 
 class SessionRow(SQLModel, table=True):
@@ -101,19 +113,19 @@ class RequestRow(SQLModel, table=True):
 
     __tablename__ = "requests"
     __table_args__ = (
-        _partial("ix_requests_open", "position", "status = 'open'"),
+        partial_index("ix_requests_open", "position", "status = 'open'"),
         Index("ix_requests_model_effect", "model_id", "effect_order"),
-        _partial("ix_requests_loads", "position", "kind = 'load_weights'"),
-        _partial("ix_requests_prunable", "fetched_at", "result IS NOT NULL"),
-        _partial("ix_requests_pruned", "fetched_at", "result IS NULL AND status <> 'open'"),
-        _partial("ix_requests_alone", "position", "is_alone"),
-        _partial("ix_requests_failed", "position", "status = 'failed'"),
+        partial_index("ix_requests_loads", "position", "kind = 'load_weights'"),
+        partial_index("ix_requests_prunable", "fetched_at", "result IS NOT NULL"),
+        partial_index("ix_requests_pruned", "fetched_at", "result IS NULL AND status <> 'open'"),
+        partial_index("ix_requests_alone", "position", "is_alone"),
+        partial_index("ix_requests_failed", "position", "status = 'failed'"),
         Index("ix_requests_answers", "answer_order"),
         Index("ix_requests_sampling_session_answers", "sampling_session_id", "answer_order"),
         {"sqlite_autoincrement": True},  # positions are never reused: readers keep them as cursors
     )
 
-    position: int | None = Field(default=None, primary_key=True, sa_type=_BIG)
+    position: int | None = Field(default=None, primary_key=True, sa_type=BIG_KEY)
     """Order of arrival at its engine: a request that moves to another engine gets a new one."""
     request_id: RequestId = Field(unique=True, sa_type=String)
     kind: str
@@ -177,7 +189,7 @@ class CancellationRow(SQLModel, table=True):
     __tablename__ = "cancellations"
     __table_args__ = {"sqlite_autoincrement": True}
 
-    position: int | None = Field(default=None, primary_key=True, sa_type=_BIG)
+    position: int | None = Field(default=None, primary_key=True, sa_type=BIG_KEY)
     request_id: RequestId = Field(sa_type=String)
     engine: int = 1
     """Number of the engine that has the sample."""
@@ -296,7 +308,7 @@ class AuditRow(SQLModel, table=True):
     __tablename__ = "audit"
     __table_args__ = {"sqlite_autoincrement": True}  # positions are never reused: readers keep them as cursors
 
-    position: int | None = Field(default=None, primary_key=True, sa_type=_BIG)
+    position: int | None = Field(default=None, primary_key=True, sa_type=BIG_KEY)
     """Order of writing."""
     at: float = Field(index=True)
     event: str
@@ -319,29 +331,10 @@ class QuotaRow(SQLModel, table=True):
     subject: str = Field(primary_key=True)
     """An owner, the number of a key, or a project; `*` for each of its kind without a row of its own."""
     name: str = Field(primary_key=True)
-    """One of `quotas.LIMITS`, or `weight`."""
+    """The limit, or `weight`."""
     value: int = Field(sa_type=BigInteger)
     over: OverQuota = Field(default="wait", sa_type=String)
     """The fate of work beyond a quota of a day."""
-
-
-class PortionRow(SQLModel, table=True):
-    """The part of a quota of what runs at once that one of several engines holds, see `portions`."""
-
-    __tablename__ = "portions"
-
-    engine: int = Field(primary_key=True)
-    """The engine's number."""
-    name: str = Field(primary_key=True)
-    """The limit: one of `quotas.LIMITS`."""
-    subject_kind: SubjectKind = Field(primary_key=True, sa_type=String)
-    subject: str = Field(primary_key=True)
-    num_held: int = Field(sa_type=BigInteger)
-    """The most that the engine runs before it takes again."""
-    num_wanted: int = Field(sa_type=BigInteger)
-    """The number that runs or could start without the quota."""
-    waits_since: float
-    """When the oldest request that waits arrived; infinite if none waits."""
 
 
 class ProjectMemberRow(SQLModel, table=True):
@@ -392,3 +385,47 @@ class IdentityRow(SQLModel, table=True):
     """Random; the same in both. It starts with `remote-` if the artifacts are in an object store."""
     epoch: int = Field(default=0, sa_type=BigInteger)
     """Grows with each engine start and before each garbage collection; smaller in an older copy of the database."""
+
+
+class PartialRow(SQLModel, table=True):
+    """New tokens of one decode slice, of a sample whose client reads a stream; arrays are little-endian."""
+
+    __tablename__ = "partials"
+    __table_args__ = {"sqlite_autoincrement": True}  # positions are never reused: readers keep one as their cursor
+
+    position: int | None = Field(default=None, primary_key=True, sa_type=BIG_KEY)
+    """Order of writing. A request that an engine starts again begins again from its first token."""
+    request_id: RequestId = Field(index=True, sa_type=String)
+    sample_index: int
+    start: int
+    """Number of the sample's tokens before these."""
+    tokens: bytes
+    """int32 [tokens of the slice]."""
+    logprobs: bytes
+    """float32 [tokens of the slice]."""
+    topk_token_ids: bytes | None = None
+    """int32 [tokens of the slice, k]; None if top-k log-probabilities were not requested."""
+    topk_logprobs: bytes | None = None
+    """float32 [tokens of the slice, k]."""
+
+
+class NoticeRow(SQLModel, table=True):
+    """A warning or an error of a process."""
+
+    __tablename__ = "notices"
+    __table_args__ = {"sqlite_autoincrement": True}
+
+    position: int | None = Field(default=None, primary_key=True, sa_type=BIG_KEY)
+    at: float
+    process: ProcessName = Field(sa_type=String)
+    level: str
+    text: str
+
+
+class ServerPointRow(SQLModel, table=True):
+    """Gauges of the server at one time."""
+
+    __tablename__ = "server_points"
+
+    at: int = Field(primary_key=True, sa_type=BigInteger, sa_column_kwargs={"autoincrement": False})
+    values: Mapping[str, float] = Field(sa_type=JSON)

@@ -1,12 +1,142 @@
-"""Tensors that checkpoints store packed, in several tensors each; they are read by their plain names, part by part."""
+"""Tensors that checkpoints store packed in two or more tensors each: FP8 blocks, INT4 groups and MXFP4.
+
+They are read by their plain names, part by part. FP8 and INT4 have the methods of a slice of safetensors and
+return float32, in which every product is exact, except that a product of FP8 is rounded once.
+
+MXFP4 (OCP Microscaling Formats 1.0) is the type of the experts of gpt-oss: four bits a number and one scale
+for 32 numbers. A tensor X [..., I, O] is stored as `X_blocks`, bytes [..., O, I / 32, 16] of two numbers each
+with the lower half first, and `X_scales`, bytes [..., O, I / 32] with the exponents of powers of two. Each
+number is exact in bfloat16.
+
+Legend: I inputs and O outputs of a linear map.
+"""
 
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_tx.weights.mxfp4 import PackedTensor
-from skyrl_tx.weights.scaled import Fp8Tensor, Int4Tensor
+import ml_dtypes
+import numpy as np
+
+FP8_BLOCK = 128
+INT4_GROUP = 32
+_PER_WORD = 8  # numbers of four bits
+# The two numbers of each byte, the lower half first.
+_INT4_PAIRS = np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=-1).astype(np.float32) - 8
+
+
+class Fp8Tensor:
+    """Numbers in FP8 [..., O, I], with a scale for each block of 128 x 128; blocks at the edges are smaller.
+
+    As DeepSeek-V3 stores them: arXiv:2412.19437, section 3.3.
+    """
+
+    def __init__(self, numbers: Any, scales: Any) -> None:
+        self._numbers = numbers
+        self._scales = scales
+
+    def get_shape(self) -> tuple[int, ...]:
+        """Return the shape of the plain tensor."""
+        return tuple(self._numbers.get_shape())
+
+    def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
+        """Return a part, float32; each slice has its start and its end."""
+        *stack, outputs, inputs = part
+        first = [each.start // FP8_BLOCK for each in (outputs, inputs)]
+        last = [-(-each.stop // FP8_BLOCK) for each in (outputs, inputs)]
+        scales = self._scales[(*stack, slice(first[0], last[0]), slice(first[1], last[1]))].astype(np.float32)
+        found = self._numbers[part].astype(np.float32)
+        for dim, each, begin in ((-2, outputs, first[0]), (-1, inputs, first[1])):
+            within = np.arange(each.start, each.stop) // FP8_BLOCK - begin
+            scales = scales.take(within, axis=dim)
+        found *= scales
+        return found
+
+
+class Int4Tensor:
+    """Numbers of four bits [O, I], eight in each word, the lowest first, with a scale for each 32 of a row.
+
+    They are stored 8 too large, not in two's complement: "pack-quantized" in neuralmagic/compressed-tensors,
+    src/compressed_tensors/compressors/quantized_compressors/pack_quantized.py, `pack_to_int32`. vLLM reads them so too
+    (`uint4b8`).
+    """
+
+    def __init__(self, words: Any, scales: Any, _: Any = None) -> None:
+        self._words = words
+        self._scales = scales
+
+    def get_shape(self) -> tuple[int, ...]:
+        """Return the shape of the plain tensor."""
+        outputs, num_words = self._words.get_shape()
+        return outputs, num_words * _PER_WORD
+
+    def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
+        """Return a part, float32; each slice has its start and its end."""
+        outputs, inputs = part
+        first, last = inputs.start // INT4_GROUP, -(-inputs.stop // INT4_GROUP)
+        per_group = INT4_GROUP // _PER_WORD
+        words = np.ascontiguousarray(self._words[outputs, first * per_group : last * per_group])
+        numbers = _INT4_PAIRS[words.astype("<i4", copy=False).view(np.uint8)].reshape(
+            len(words), last - first, INT4_GROUP
+        )
+        numbers *= self._scales[outputs, first:last].astype(np.float32)[..., None]
+        rows = numbers.reshape(len(words), -1)
+        return rows[:, inputs.start - first * INT4_GROUP : inputs.stop - first * INT4_GROUP]
+
+
+BLOCK = 32  # numbers that share a scale
+_BIAS = 127  # of a scale's exponent
+
+
+def _table() -> np.ndarray:
+    """Return the two numbers of each scale and byte, bfloat16, as one uint32 at 256 * scale + byte."""
+    half = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+    values, byte = np.concatenate([half, -half]), np.arange(256)
+    pairs = np.stack([values[byte & 15], values[byte >> 4]], axis=-1)
+    with np.errstate(over="ignore"):  # the highest scales give infinity
+        numbers = np.ldexp(pairs, np.arange(256)[:, None, None] - _BIAS)
+    return numbers.astype(ml_dtypes.bfloat16).view(np.uint32).reshape(-1)
+
+
+_MXFP4_PAIRS = _table()
+
+
+class PackedTensor:
+    """A tensor of which parts are read and unpacked, with the methods of a slice of safetensors."""
+
+    def __init__(self, blocks: Any, scales: Any) -> None:
+        self._blocks = blocks
+        self._scales = scales
+
+    def get_shape(self) -> tuple[int, ...]:
+        """Return the shape of the plain tensor."""
+        *stack, outputs, num_blocks, _ = self._blocks.get_shape()
+        return *stack, num_blocks * BLOCK, outputs
+
+    def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
+        """Return a part, bfloat16; each slice has its start and its end."""
+        *stack, inputs, outputs = part
+        first, last = inputs.start // BLOCK, -(-inputs.stop // BLOCK)
+        index = (*stack, outputs, slice(first, last))
+        values = unpack(self._blocks[(*index, slice(0, BLOCK // 2))], self._scales[index])
+        return values[..., inputs.start - first * BLOCK : inputs.stop - first * BLOCK, :]
+
+
+def unpack(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Return numbers [..., I, O], bfloat16, of blocks [..., O, I / 32, 16] and scales [..., O, I / 32]."""
+    *stack, outputs, num_blocks, _ = blocks.shape
+    found = np.empty((*stack, num_blocks * BLOCK, outputs), np.uint16)
+
+    def write(index: tuple[int, ...]) -> None:
+        place = scales[index].astype(np.uint16)[..., None] * np.uint16(256) + blocks[index]
+        found[index] = _MXFP4_PAIRS[place].view(np.uint16).reshape(outputs, -1).T
+
+    with ThreadPoolExecutor() as pool:  # an expert each: numpy works in parallel here
+        for _ in pool.map(write, np.ndindex(*stack)):
+            pass
+    return found.view(ml_dtypes.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)

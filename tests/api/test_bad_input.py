@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_tx.server.submission.proto import wire_pb2
+from skyrl_tx.server.submission import wire_pb2
 from skyrl_tx.server.submission.tensors import to_proto
 from tests.support.live_api import Server
 from tests.support.scripted_engine import ScriptedEngine

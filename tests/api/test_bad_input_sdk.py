@@ -17,7 +17,7 @@ import tinker
 import zstandard
 from tinker import types
 
-from skyrl_tx.server.submission.proto import wire_pb2
+from skyrl_tx.server.submission import wire_pb2
 from skyrl_tx.server.submission.tensors import to_proto
 from tests.support.live_stack import CONTEXT, MAX_RANK, VOCAB_SIZE, LiveStack
 from tests.support.live_stack import PUBLIC_NAME as BASE_MODEL

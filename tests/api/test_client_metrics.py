@@ -16,7 +16,10 @@ import tinker
 from skyrl_tx.apps.history import logged, points
 from skyrl_tx.apps.history.client_metrics import ACTIVE_S
 from skyrl_tx.apps.history.points import Point
+from skyrl_tx.compose import APPS
 from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.engine.retention import Retention
+from skyrl_tx.launch.app import load_engine_extensions
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import keys, models
 from skyrl_tx.store.tables import KeyScope, ModelRow
@@ -372,7 +375,7 @@ def test_a_run_deleted_for_good_takes_its_metrics_along(ann: User, keyed: LiveSt
 
     def work(tx) -> int:
         models.set_status(tx, run, "unloaded")
-        models.delete(tx, run)
+        models.delete(tx, run, Retention.collect(load_engine_extensions(APPS)).delete_runs)
         logged.prune(tx, 1.0, limit=10)
         return len(logged.list_runs(tx, ann.owner))
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from skyrl_tx.server.app import ApiContext
-from skyrl_tx.server.submission.proto import wire_pb2
+from skyrl_tx.server.submission import wire_pb2
 from tests.support.live_api import Server
 
 PAD = "x" * 2**20

@@ -14,7 +14,7 @@ import tinker
 from tinker import types
 
 from skyrl_tx.server.http.body import PROTOBUF, Body, BodyLimits
-from skyrl_tx.server.submission.proto import wire_pb2
+from skyrl_tx.server.submission import wire_pb2
 from tests.support.live_stack import CONTEXT, LiveStack, both_backends
 from tests.support.live_stack import PUBLIC_NAME as BASE_MODEL
 from tests.support.recording_middleware import Call

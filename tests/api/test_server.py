@@ -2,11 +2,24 @@
 
 import asyncio
 import socket
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from skyrl_tx.server.app import ApiServer
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store.database import Store
+from tests.support.live_api import Server, live_api
+from tests.support.scripted_engine import scripted_engine
+
+
+@pytest.fixture(scope="module")
+def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server without optional features."""
+    settings = ApiSettings(port=0, data_dir=tmp_path_factory.mktemp("plain"), base_model="Qwen/Qwen3-8B")
+    with live_api(settings, apps=()) as server:
+        yield server
 
 
 def test_responses_on_an_inherited_socket_are_not_delayed(tmp_path: Path) -> None:
@@ -30,3 +43,31 @@ def test_responses_on_an_inherited_socket_are_not_delayed(tmp_path: Path) -> Non
         assert asyncio.run(accepted_option()) != 0
     finally:
         store.close()
+
+
+def test_a_server_without_optional_features_trains(tmp_path: Path) -> None:
+    settings = ApiSettings(port=0, data_dir=tmp_path, base_model="Qwen/Qwen3-8B")
+    with live_api(settings, apps=()) as server, scripted_engine(tmp_path):
+        created = server.post("create_session", tags=[], sdk_version="0.38.0").json()
+        model = server.model(created["session_id"])
+        assert created.keys() == {"type", "session_id"}, "there is no page to name"
+        assert server.post("telemetry", events=[]).json() == {"status": "accepted"}
+        answer = server.post("optim_step", model_id=model, seq_id=1, adam_params={"learning_rate": 0.1})
+        assert server.result(answer)["type"] == "optim_step"
+
+
+@pytest.mark.parametrize(
+    ("path", "detail"),
+    [
+        ("/api/v1/audit", "GET /api/v1/audit is not offered by this server yet"),
+        ("/api/v1/logged_runs", "GET /api/v1/logged_runs is not offered by this server yet"),
+        ("/v1/models", "Not Found"),
+        ("/trackio/version", "Not Found"),
+        ("/overview", "Not Found"),
+    ],
+)
+def test_a_server_without_optional_features_does_not_know_their_paths(
+    plain_server: Server, path: str, detail: str
+) -> None:
+    response = plain_server.client.get(path)
+    assert (response.status_code, response.json()) == (404, {"detail": detail})

@@ -12,9 +12,8 @@ import pytest
 
 from skyrl_tx.contract import requests
 from skyrl_tx.contract.ids import ModelId, SamplerId, SamplingSessionId, SessionId
-from skyrl_tx.server.submission.proto import wire_pb2
+from skyrl_tx.server.submission import sampling, wire_pb2
 from skyrl_tx.server.submission.tensors import to_proto
-from skyrl_tx.server.submission.translate import sampling
 from skyrl_tx.store import samplers
 from skyrl_tx.store.tables import SamplingSessionRow
 from tests.support.live_api import Server

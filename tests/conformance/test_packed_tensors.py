@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from skyrl_tx.weights.mxfp4 import unpack
-from skyrl_tx.weights.scaled import Fp8Tensor
-from skyrl_tx.weights.tensor_file import TensorFile
+from skyrl_tx.weights.hf import TensorFile
+from skyrl_tx.weights.packed import Fp8Tensor, unpack
 from tests.support.client_environments import TORCH
 
 

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from skyrl_tx.backends.jax.backend import JaxBackend
-from skyrl_tx.backends.jax.train.optimizer import adamw, coefficients, fresh_state
+from skyrl_tx.backends.jax.train.optimizer import adamw_step, coefficients, fresh_state
 from skyrl_tx.contract.backend import StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.ids import ModelId, RequestId
@@ -56,7 +56,7 @@ def test_adamw_equals_torch(reference):
     state = fresh_state(weights)
     for step in range(STEPS):
         gradient = reference.adapter(f"gradients{step}").weights
-        weights, state, _ = adamw(weights, state, gradient, coefficients(PARAMS, step + 1))
+        weights, state, _ = adamw_step(weights, state, gradient, coefficients(PARAMS, step + 1))
         expected = jax.tree.leaves(reference.adapter(f"weights{step + 1}").weights)
         for ours, theirs in zip(jax.tree.leaves(weights), expected, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)

@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from skyrl_tx.backends.hosts import followers
+from skyrl_tx.backends.hosts import leader
 from skyrl_tx.backends.hosts.calls import Welcome
-from skyrl_tx.backends.hosts.leading import LeadingBackend
+from skyrl_tx.backends.hosts.leader import LeadingBackend
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import MeshConfig
@@ -38,7 +38,7 @@ def main() -> None:
         (directory / "seen.json").write_text(json.dumps({**seen, "lost": reason}))
         os._exit(0)  # at its exit JAX would wait for the other host
 
-    followers.FAILED_S = 2.0
+    leader.FAILED_S = 2.0
     settings = HostsSettings(size=2, address=f"127.0.0.1:{free_ports()}")
     model = str(tiny_directory(std=0.05))
     welcome = Welcome(backend="jax", base_model=model, config=CONFIG.model_dump_json().encode())

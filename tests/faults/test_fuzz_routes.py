@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
-from skyrl_tx.server.submission.proto import wire_pb2
+from skyrl_tx.server.submission import wire_pb2
 from tests.support.fuzz.reports import ServerError, Tally, examples
 from tests.support.fuzz.routes import Attempt, attempts, call, fitting, known_ids, recorded, routes
 from tests.support.live_api import Server

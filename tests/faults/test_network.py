@@ -19,7 +19,7 @@ from tinker import types
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.server.http.body import PROTOBUF, Body, BodyLimits
 from skyrl_tx.server.schemas.service import ClientConfigResponse
-from skyrl_tx.server.submission.proto import wire_pb2
+from skyrl_tx.server.submission import wire_pb2
 from skyrl_tx.store import futures
 from tests.support.chaos.runs import Network, Outcome, differences, fake_server, run
 from tests.support.flaky_proxy import FAULTS, Fault, FlakyProxy, Schedule, flaky_proxy, seeded

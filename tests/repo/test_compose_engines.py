@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from skyrl_tx.launch.settings import check_environment
-from skyrl_tx.tools.cli import read_settings
+from skyrl_tx.tools.serve import read_settings
 from tests.support.client_environments import DEPLOYMENT, ClientEnvironment, PreparedEnvironment
 from tests.support.compose import DEPLOY, ComposeRefused, read_file, read_project
 

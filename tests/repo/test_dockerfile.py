@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_tx.server.settings import ApiSettings
-from skyrl_tx.tools.cli import read_settings
+from skyrl_tx.tools.serve import read_settings
 from tests.support.live_api import live_api
 from tests.support.waiting import until
 

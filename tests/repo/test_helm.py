@@ -11,7 +11,7 @@ import yaml
 
 from skyrl_tx import __version__
 from skyrl_tx.launch.settings import ServerSettings, check_environment
-from skyrl_tx.tools.cli import read_settings
+from skyrl_tx.tools.serve import read_settings
 from tests.support.client_environments import DEPLOYMENT, ClientEnvironment, PreparedEnvironment
 from tests.support.helm import Helm
 

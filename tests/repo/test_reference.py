@@ -10,7 +10,7 @@ from docs import example_config
 from docs.generate_reference import generate
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.launch.settings import ServerSettings
-from skyrl_tx.tools.cli import read_settings
+from skyrl_tx.tools.serve import read_settings
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("endpoints.md", "losses.md", "metrics.md", "models.md", "recipes.md", "settings.md")

@@ -10,7 +10,7 @@ import pytest
 
 from skyrl_tx.launch.settings import check_environment
 from skyrl_tx.process.setup import OPEN_FILES
-from skyrl_tx.tools.cli import read_settings
+from skyrl_tx.tools.serve import read_settings
 
 UNIT = Path(__file__).parents[2] / "deploy" / "skyrl-tx.service"
 PROGRAM = "/opt/skyrl-tx/bin/skyrl-tx"

@@ -60,17 +60,19 @@ def test_hung_call_restarts_the_engine_and_fails_its_request_at_last(tmp_path: P
 
 
 def test_stacks_of_both_processes_are_written_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["stacks", "--data-dir", str(tmp_path)]) == 1
+    assert main(["status", "--stacks", "--data-dir", str(tmp_path)]) == 1
     assert "no server runs there" in capsys.readouterr().err
     with LiveServer(tmp_path) as server:
         assert httpx.get(f"{server.url}/api/v1/livez").json() == {"status": "ok"}
-        assert main(["stacks", "--data-dir", str(tmp_path)]) == 0
+        assert main(["status", "--stacks", "--data-dir", str(tmp_path)]) == 0
         shown = capsys.readouterr().out
         assert f"process {server.pid} (api)" in shown and f"process {server.engine_pid} (engine)" in shown
         server.wait_for(re.compile(r"(in _run_once)"))  # the API's event loop
         server.wait_for(re.compile(r"(engine_process\.py\", line \d+, in run_engine)"))
         assert httpx.get(f"{server.url}/api/v1/healthz").json() == {"status": "ok"}
-    assert main(["stacks", "--data-dir", str(tmp_path)]) == 1, "the lock files of the last server are still there"
+    assert main(["status", "--stacks", "--data-dir", str(tmp_path)]) == 1, (
+        "the lock files of the last server are still there"
+    )
 
 
 def keep_the_lock(log: Path) -> None:

@@ -11,6 +11,7 @@ from sqlmodel import Session
 
 from skyrl_tx.artifacts import LocalArtifacts
 from skyrl_tx.backends.registry import find_backend
+from skyrl_tx.compose import APPS
 from skyrl_tx.contract import codec, requests
 from skyrl_tx.contract.backend import AbstractBackend, Pass, Snapshot, StatePart
 from skyrl_tx.contract.batches import PreparedModelPassBatch
@@ -19,7 +20,9 @@ from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSession
 from skyrl_tx.contract.requests import Datum, LoraSpec, ModelPass, ModelSpec, OptimizerParams, OptimStep, Sample
 from skyrl_tx.contract.results import Metrics, SampleDelta
 from skyrl_tx.engine.engine import Engine
+from skyrl_tx.engine.extension import EngineExtension
 from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.launch.app import load_engine_extensions
 from skyrl_tx.launch.engine_process import open_store, run_engine
 from skyrl_tx.store import futures, models, placement, samplers, sessions
 from skyrl_tx.store.database import Store
@@ -82,6 +85,7 @@ class EngineHarness:
         self.settings = EngineSettings(data_dir=data_dir, base_model="tiny", **{**_EAGER, **settings})
         self.api = Store.open(data_dir, role="api", url=self.settings.store_url)
         self.artifacts = LocalArtifacts(data_dir / "artifacts")
+        self.extensions: list[EngineExtension] = load_engine_extensions(APPS)
         self.owner = OWNER
         self.session_id = self.new_session()
 
@@ -182,7 +186,7 @@ class EngineHarness:
         watcher = threading.Thread(target=watch)
         watcher.start()
         try:
-            engine = Engine(self.settings, backend or self.backend(), store, self.artifacts)
+            engine = Engine(self.settings, backend or self.backend(), store, self.artifacts, extensions=self.extensions)
             engine.run(stop, on_stuck=on_stuck)
         except BackendLost:
             self.api.write(lambda tx: futures.record_end(tx, is_crash=True))
@@ -236,4 +240,4 @@ def sample(prompt: tuple[int, ...] = (65, 66), sampler: SamplerId | None = None,
 
 def run_fake_engine(settings: EngineSettings, step_delay_s: float = 0.0) -> None:
     """Run an engine process. In this module, so that a spawned child can import it."""
-    run_engine(settings, find_backend("fake"), FakeConfig(vocab_size=128, step_delay_s=step_delay_s))
+    run_engine(settings, find_backend("fake"), FakeConfig(vocab_size=128, step_delay_s=step_delay_s), apps=APPS)

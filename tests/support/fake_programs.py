@@ -19,8 +19,8 @@ from skyrl_tx.backends.jax.sample.draw import Drawn
 from skyrl_tx.backends.jax.sample.jax_programs import PromptChunk
 from skyrl_tx.backends.jax.sample.pages import KVTable
 from skyrl_tx.backends.jax.sample.programs import ENDED
+from skyrl_tx.backends.jax.sample.rows import RowDrawn
 from skyrl_tx.backends.jax.sample.running import BASE, MAX_STOPS, RunningSample, SampleKey
-from skyrl_tx.backends.jax.sample.slices import RowDrawn
 from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.errors import CapacityError

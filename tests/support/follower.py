@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from skyrl_tx.backends.hosts.following import follow
+from skyrl_tx.backends.hosts.follower import follow
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.testing.fake.backend import FakeBackend
 

@@ -2,14 +2,16 @@
 
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import httpx
 from starlette.types import ASGIApp
 
+from skyrl_tx.compose import APPS
 from skyrl_tx.contract import codec, requests
+from skyrl_tx.launch.app import App, load_server_extensions
 from skyrl_tx.server.app import ApiServer
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import futures
@@ -65,10 +67,12 @@ class Server:
 
 
 @contextmanager
-def live_api(settings: ApiSettings, wrap: Callable[[ASGIApp], ASGIApp] | None = None) -> Generator[Server]:
+def live_api(
+    settings: ApiSettings, wrap: Callable[[ASGIApp], ASGIApp] | None = None, apps: Sequence[App] = APPS
+) -> Generator[Server]:
     """Serve on a thread with the store in `settings.data_dir`; `wrap` may record or disturb the calls."""
     store = Store.open(settings.data_dir, role="api", url=settings.store_url)
-    api = ApiServer(settings, store)
+    api = ApiServer(settings, store, load_server_extensions(apps))
     if wrap is not None:
         api.config.app = wrap(api.app)
     thread = threading.Thread(target=api.run)

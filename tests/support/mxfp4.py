@@ -1,4 +1,4 @@
-"""Packs arrays into MXFP4, the reverse of `skyrl_tx.weights.mxfp4`."""
+"""Packs arrays into MXFP4, the reverse of `skyrl_tx.weights.packed`."""
 
 import numpy as np
 

@@ -1,11 +1,18 @@
-"""Databases with the schema of an earlier release."""
+"""All tables of the code, and databases with the schema of an earlier release."""
 
 import sqlalchemy as sa
 from alembic import op
 from alembic.operations import Operations
 from alembic.runtime.migration import MigrationContext
+from sqlmodel import SQLModel
 
+from skyrl_tx.apps.history import tables as history_tables
+from skyrl_tx.apps.teams import tables as teams_tables
 from skyrl_tx.store import migrations
+from skyrl_tx.store.tables import AppTable
+
+assert history_tables and teams_tables  # their import declares the tables of features
+ALL_TABLES = [SQLModel.metadata, AppTable.metadata]
 
 
 def create(connection: sa.Connection, revision: str) -> None:

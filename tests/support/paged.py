@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skyrl_tx.layers.held import Cache, Table
+from skyrl_tx.layers.cache_state import Cache, Table
 
 
 def table_of(num_rows: int, num_pages: int) -> Table:

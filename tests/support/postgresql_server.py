@@ -13,10 +13,10 @@ from types import TracebackType
 from typing import Any, Self
 
 import psycopg
-from sqlmodel import SQLModel
 
 from skyrl_tx.store.database import Store
 from tests.support.client_environments import UnavailableEnvironment
+from tests.support.old_schemas import ALL_TABLES
 
 _USER = "skyrl"
 PASSWORD = "secret-password"
@@ -76,7 +76,7 @@ class PostgresqlServer:
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
                 "WHERE datname = current_database() AND pid <> pg_backend_pid()"
             )
-            tables = ", ".join(SQLModel.metadata.tables)
+            tables = ", ".join(name for metadata in ALL_TABLES for name in metadata.tables)
             connection.execute(f"TRUNCATE {tables} RESTART IDENTITY".encode())
             connection.execute("INSERT INTO answer_counter (id, value) VALUES (1, 0)")
 

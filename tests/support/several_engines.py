@@ -32,7 +32,11 @@ class RunningEngine:
 
     def _run(self) -> None:
         try:
-            Engine(self._harness.settings, self.backend, self._store, self._harness.artifacts).run(self._stop)
+            harness = self._harness
+            engine = Engine(
+                harness.settings, self.backend, self._store, harness.artifacts, extensions=harness.extensions
+            )
+            engine.run(self._stop)
         except Exception as error:
             self.error = error
         finally:

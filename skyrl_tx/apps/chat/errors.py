@@ -1,11 +1,10 @@
 """Errors in the form of each API: OpenAI's `{"error": {…}}` and Anthropic's `{"type": "error", "error": {…}}`."""
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Literal
 
-from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from skyrl_tx.apps.chat.service import ContextTooLong
@@ -17,7 +16,6 @@ ANTHROPIC_PREFIX = "/anthropic/api/v1"
 _OVERLOADED = 529
 """Anthropic's status for a server that cannot serve now."""
 Form = Literal["openai", "anthropic"]
-Handler = Callable[[Request, Exception], Awaitable[Response]]
 
 _KEPT_HEADERS = frozenset({"retry-after", "www-authenticate", "x-should-retry"})
 _OPENAI_TYPES: Mapping[int, tuple[str, str | None]] = {
@@ -39,31 +37,17 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
 }
 
 
-def find_form(path: str) -> Form | None:
-    """Return the API whose form the errors of a path have; None for the Tinker API."""
-    if path.startswith(f"{ANTHROPIC_PREFIX}/"):
-        return "anthropic"
-    return "openai" if path.startswith(tuple(f"{prefix}/" for prefix in OPENAI_PREFIXES)) else None
-
-
-def by_path(handle: Handler) -> Handler:
-    """Return an error handler that gives the responses of `handle` the form of the called API."""
-
-    async def handle_error(request: Request, error: Exception) -> Response:
-        response, form = await handle(request, error), find_form(request.url.path)
-        if form is None or not response.body:
-            return response
-        detail = str(json.loads(bytes(response.body)).get("detail", ""))
-        headers = {name: value for name, value in response.headers.items() if name in _KEPT_HEADERS}
-        if response.status_code in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
-            headers.setdefault("retry-after", "5")
-        status = response.status_code
-        is_away = form == "anthropic" and status == HTTPStatus.SERVICE_UNAVAILABLE
-        return JSONResponse(
-            describe_error(form, status, detail, error), status_code=_OVERLOADED if is_away else status, headers=headers
-        )
-
-    return handle_error
+def give_form(form: Form, response: Response, error: Exception) -> Response:
+    """Return the response to an error in the form of an API."""
+    detail = str(json.loads(bytes(response.body)).get("detail", ""))
+    headers = {name: value for name, value in response.headers.items() if name in _KEPT_HEADERS}
+    if response.status_code in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+        headers.setdefault("retry-after", "5")
+    status = response.status_code
+    is_away = form == "anthropic" and status == HTTPStatus.SERVICE_UNAVAILABLE
+    return JSONResponse(
+        describe_error(form, status, detail, error), status_code=_OVERLOADED if is_away else status, headers=headers
+    )
 
 
 def describe_error(form: Form, status: int, detail: str, error: Exception | None = None) -> dict[str, object]:

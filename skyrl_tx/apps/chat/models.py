@@ -12,8 +12,8 @@ from skyrl_tx.server.errors import ApiError, not_found
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.server.settings import ApiSettings
-from skyrl_tx.server.submission.translate.weights import sampler_path
 from skyrl_tx.server.submission.validation import shown
+from skyrl_tx.server.submission.weights import sampler_path
 from skyrl_tx.store import checkpoints
 from skyrl_tx.store.tables import CheckpointRow
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from skyrl_tx.apps.chat.anthropic import count_tokens, messages
 from skyrl_tx.apps.chat.chat_completions import chat_completions
@@ -12,8 +12,7 @@ from skyrl_tx.apps.chat.completions import completions
 from skyrl_tx.apps.chat.errors import ANTHROPIC_PREFIX, OPENAI_PREFIXES
 from skyrl_tx.apps.chat.models import find_weights, list_checkpoints
 from skyrl_tx.apps.chat.reply import json_response
-from skyrl_tx.apps.chat.service import ChatService
-from skyrl_tx.server.context import ApiContext, Call, Incoming
+from skyrl_tx.server.context import Call, Incoming
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.identity.authentication import Caller
 
@@ -52,16 +51,19 @@ anthropic.add_api_route("/messages", messages, methods=["POST"], response_model=
 anthropic.add_api_route("/messages/count_tokens", count_tokens, methods=["POST"], response_model=None)
 
 
-def install(app: FastAPI, context: ApiContext) -> None:
-    """Add the endpoints to the application."""
-    app.state.chat = ChatService(context)
-    for prefix in OPENAI_PREFIXES:
-        app.include_router(openai, prefix=prefix, include_in_schema=prefix == OPENAI_PREFIXES[0])
-    app.include_router(anthropic, prefix=ANTHROPIC_PREFIX)
-    for prefix, router in (*((prefix, openai) for prefix in OPENAI_PREFIXES), (ANTHROPIC_PREFIX, anthropic)):
-        app.add_api_route(
-            prefix + "/{path:path}", _create_refusal(prefix, router), methods=_METHODS, include_in_schema=False
+def create_routers() -> list[APIRouter]:
+    """Return a router for each prefix, which refuses all paths that are not offered below it."""
+    # The second prefix of OpenAI's endpoints is an alias.
+    offered = [(prefix, openai, prefix == OPENAI_PREFIXES[0]) for prefix in OPENAI_PREFIXES]
+    routers: list[APIRouter] = []
+    for prefix, endpoints, in_schema in (*offered, (ANTHROPIC_PREFIX, anthropic, True)):
+        router = APIRouter(prefix=prefix)
+        router.include_router(endpoints, include_in_schema=in_schema)
+        router.add_api_route(
+            "/{path:path}", _create_refusal(prefix, endpoints), methods=_METHODS, include_in_schema=False
         )
+        routers.append(router)
+    return routers
 
 
 def _create_refusal(prefix: str, router: APIRouter) -> Callable[[str, Request, Caller], Awaitable[None]]:

@@ -2,10 +2,10 @@
 
 import math
 
-from skyrl_tx.apps.chat.limits import Limits
 from skyrl_tx.apps.chat.schemas import GenerationFields
+from skyrl_tx.apps.chat.service import Limits
 from skyrl_tx.contract.requests import SamplingParams
-from skyrl_tx.server.submission.translate.sampling import MAX_INT32, MAX_SAMPLES, check_stops
+from skyrl_tx.server.submission.sampling import MAX_INT32, MAX_SAMPLES, check_stops
 from skyrl_tx.server.submission.validation import require, seed_or_random, shown
 
 _NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0.0}

@@ -4,18 +4,22 @@ Two calls: `start` with a `ChatRequest`, then `Generation.deltas`.
 """
 
 import asyncio
+import hashlib
+import json
 import secrets
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
+from typing import cast
 
 import numpy as np
 from fastapi.concurrency import run_in_threadpool
 from msgspec import UNSET
 
 from skyrl_tx.apps.chat.generation import Generation, PartialStreams
-from skyrl_tx.apps.chat.limits import EngineLimits, Limits
 from skyrl_tx.apps.chat.models import Weights
 from skyrl_tx.apps.chat.text import Decoder, ModelText, SampleText
 from skyrl_tx.contract import requests
@@ -26,13 +30,14 @@ from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.identity import direct_sessions
 from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.server.submission import submission
+from skyrl_tx.server.submission.sampling import MAX_SAMPLES
 from skyrl_tx.server.submission.submission import Submission
-from skyrl_tx.server.submission.translate.sampling import MAX_SAMPLES
 from skyrl_tx.server.submission.validation import require
-from skyrl_tx.store import futures, sessions
-from skyrl_tx.store.quotas import Subject
+from skyrl_tx.store import engine_state, futures, sessions
+from skyrl_tx.store.database import Store
 
 _AWAY = {"Retry-After": "5"}
+_MAX_LIMITS_AGE_S = 2.0
 _MAX_TOTAL = 4096
 """The most samples of one call, over all its prompts."""
 
@@ -45,6 +50,47 @@ class ContextTooLong(UserError):
         super().__init__(f"the context has {limit} tokens; the prompt has {num_prompt}{asked}: shorten it")
         self.num_prompt = num_prompt
         self.limit = limit
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of the engine that ran last. None: no engine has published its own yet."""
+
+    max_context_length: int | None = None
+    max_topk: int = 0
+    eos_token_ids: frozenset[int] = frozenset()
+    fingerprint: str = ""
+
+
+class EngineLimits:
+    """Reads the engine's published capabilities, at most every two seconds. Thread-safe."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._read_at = float("-inf")
+        self._limits = Limits()
+
+    def current(self) -> Limits:
+        """Return the limits."""
+        with self._lock:
+            if time.monotonic() - self._read_at >= _MAX_LIMITS_AGE_S:
+                self._limits = self._read()
+                self._read_at = time.monotonic()
+            return self._limits
+
+    def _read(self) -> Limits:
+        state = self._store.read(engine_state.get)
+        if state is None or not state.capabilities:
+            return Limits()
+        published = state.capabilities
+        fingerprint = json.dumps(published.get("fingerprint", {}), sort_keys=True).encode()
+        return Limits(
+            max_context_length=cast(int | None, published.get("max_context_length")),
+            max_topk=cast(int, published.get("max_topk_logprobs", 0)),
+            eos_token_ids=frozenset(cast(list[int], published.get("eos_token_ids", []))),
+            fingerprint=f"fp_{hashlib.sha256(fingerprint).hexdigest()[:12]}",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +150,10 @@ class ChatService:
         if report.problem is not None:
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, report.problem, _AWAY)
         for pause in report.pauses:
-            if pause.limit == "sample_tokens_per_day" and pause.quota_subject == Subject("owner", caller.owner):
+            if pause.limit == "sample_tokens_per_day" and (pause.subject_kind, pause.subject) == (
+                "owner",
+                caller.owner,
+            ):
                 # The clients' libraries would send the request again and again until the day ends.
                 headers = {"Retry-After": "60", "X-Should-Retry": "false"}
                 raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, pause.reason, headers, reason="quota")
@@ -172,16 +221,12 @@ class ChatService:
                         is_private=request.is_private or UNSET,
                     )
                 )
-                quotas = self.context.quotas.sampling(caller.owner, caller.key_id, row.session_id, "", sample.request)
-                with quotas as note_stored:
-                    engine = admission.engine_for(row.sampling_session_id)
-                    submitted = store.write(
-                        lambda tx, row=row, sample=sample, engine=engine: submission.to_sampler(
-                            tx, row, caller.owner, None, key, sample, is_streamed=is_streamed, engine=engine
-                        )
+                engine = admission.engine_for(row.sampling_session_id)
+                submitted = store.write(
+                    lambda tx, row=row, sample=sample, engine=engine: submission.to_sampler(
+                        tx, row, caller.owner, None, key, sample, is_streamed=is_streamed, engine=engine
                     )
-                    if submitted is not None:
-                        note_stored()
+                )
         admission.record(caller.owner, submitted, len(sample.body))
         return texts
 

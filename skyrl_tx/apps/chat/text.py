@@ -22,8 +22,10 @@ _INCOMPLETE = "\ufffd"
 _MAX_INCOMPLETE = 4
 """A decoder shows the bytes of one incomplete character as at most this number of U+FFFD."""
 _MAX_HELD = 64
-"""More U+FFFD at the end of a text are invalid bytes. Fewer may be adjacent characters that a byte-fallback decoder shows
-as invalid until the last one is complete."""
+"""More U+FFFD at the end of a text are invalid bytes.
+
+Fewer may be adjacent characters: a byte-fallback decoder shows all of them as invalid until the last one is complete.
+"""
 _NUM_KEPT = 16
 """Tokens that are decoded again after invalid bytes; the last ones may begin a character."""
 

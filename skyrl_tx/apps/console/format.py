@@ -1,12 +1,20 @@
-"""Numbers, times and ids as people read them. Pure functions, which templates use as filters."""
+"""Numbers, times, ids and text of users as people read them. Pure functions, which templates use as filters."""
 
 import math
+import re
 from datetime import UTC, datetime
 
 _DASH = "–"
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
 _UNITS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_MAX_CHARS = 20_000
+# Control characters but tab and newline, and the marks that change the direction of text or have no width
+# (Unicode Standard Annex #9; "Trojan Source", CVE-2021-42574).
+_HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
+    "\U000e0000-\U000e007f]"
+)
 
 
 def count(value: float | None) -> str:
@@ -94,3 +102,14 @@ def short_id(identifier: str) -> str:
     """Return the distinguishing part of a session, run or sampler id, such as 3f9a2c1b:train:0."""
     head, colon, rest = identifier.removeprefix("session-").partition(":")
     return head[:8] + colon + rest
+
+
+def visible(text: str, max_chars: int = _MAX_CHARS) -> str:
+    r"""Return text with control and direction characters as escapes such as `\u202e`, cut to a length."""
+    cut = _HIDDEN.sub(_escape, text[:max_chars])
+    return cut if len(text) <= max_chars else f"{cut}… ({len(text):,} characters)"
+
+
+def _escape(found: re.Match[str]) -> str:
+    code = ord(found.group())
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -30,6 +30,8 @@ SECURITY_HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
 }
+NO_STORE = {**SECURITY_HEADERS, "Cache-Control": "no-store"}
+"""The headers of everything but scripts and styles."""
 FORM_TOKEN = "form_token"
 """The name of the field with the token of a form."""
 

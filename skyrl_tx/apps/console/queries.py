@@ -1,7 +1,7 @@
 """Queries of the console: what people look at, in bounded pages.
 
-Every function that lists rows of users takes `owner`; None means all owners. Runs, checkpoints and sessions of the
-owner's projects are among its own. Callers decide what a visitor may see.
+Every function that lists rows of users takes the owner, alone or in a `ListQuery`; None means all owners. Runs,
+checkpoints and sessions of the owner's projects are among its own. Callers decide what a visitor may see.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -11,27 +11,38 @@ from sqlalchemy import BigInteger, ColumnElement, and_, cast, func, literal_colu
 from sqlmodel import Session, col
 from sqlmodel import select as select_rows
 
+from skyrl_tx.apps.history.tables import LoggedPointRow, LoggedRunRow
+from skyrl_tx.apps.teams.tables import UsageRow
 from skyrl_tx.contract.ids import ModelId, SamplingSessionId, SessionId
 from skyrl_tx.store.checkpoints import is_visible
 from skyrl_tx.store.database import execute
-from skyrl_tx.store.history_tables import (
-    LoggedPointRow,
-    LoggedRunRow,
-    UsageRow,
-)
 from skyrl_tx.store.sessions import visible_to
-from skyrl_tx.store.tables import (
-    ApiKeyRow,
-    CheckpointRow,
-    ModelRow,
-    RequestRow,
-    SamplingSessionRow,
-    SessionRow,
-)
+from skyrl_tx.store.tables import ApiKeyRow, CheckpointRow, ModelRow, RequestRow, SamplingSessionRow, SessionRow
 
 _MAX_OPEN = 5000
 """Open requests that an overview counts: the oldest ones."""
 _MAX_FAILED = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListQuery:
+    """Which rows of a list are asked for: at most `limit` from `offset` on, of those that an owner sees.
+
+    `search` is a part of an id or a name, and `project` the id of a project. Lists without these filters ignore them.
+    """
+
+    owner: str | None
+    search: str = ""
+    project: str | None = None
+    limit: int
+    offset: int = 0
+
+
+def _match(query: ListQuery, *columns: object) -> ColumnElement[bool]:
+    """Return the condition that one of the columns contains what is searched for; true without a search."""
+    if not query.search:
+        return true()
+    return or_(*(col(column).contains(query.search, autoescape=True) for column in columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,50 +81,39 @@ _RUN_COLUMNS = (
 )
 
 
-def runs(
-    tx: Session, owner: str | None, *, project: str | None, search: str, limit: int, offset: int
-) -> tuple[list[RunLine], int]:
-    """Return a page of runs, the last used first, and their total number. `search` is part of an id or a name."""
-    is_wanted = visible_to(owner) & col(ModelRow.deleted_at).is_(None)
-    if project is not None:
-        is_wanted &= col(SessionRow.project_id) == project
-    if search:
-        is_wanted &= or_(
-            col(ModelRow.model_id).contains(search, autoescape=True),
-            col(SessionRow.display_name).contains(search, autoescape=True),
-            col(SessionRow.project_id).contains(search, autoescape=True),
-            col(SessionRow.owner).contains(search, autoescape=True),
-        )
-    joined = select(*_RUN_COLUMNS).join(SessionRow, col(SessionRow.session_id) == col(ModelRow.session_id))
-    page = joined.where(is_wanted).order_by(col(ModelRow.last_request_at).desc(), col(ModelRow.model_id))
+_RUNS = select(*_RUN_COLUMNS).join(SessionRow, col(SessionRow.session_id) == col(ModelRow.session_id))
+_IS_KEPT = col(ModelRow.deleted_at).is_(None)
+
+
+def runs(tx: Session, query: ListQuery) -> tuple[list[RunLine], int]:
+    """Return a page of runs, the last used first, and their total number."""
+    is_wanted = visible_to(query.owner) & _IS_KEPT
+    if query.project is not None:
+        is_wanted &= col(SessionRow.project_id) == query.project
+    is_wanted &= _match(query, ModelRow.model_id, SessionRow.display_name, SessionRow.project_id, SessionRow.owner)
+    page = _RUNS.where(is_wanted).order_by(col(ModelRow.last_request_at).desc(), col(ModelRow.model_id))
+    found = execute(tx, page.limit(query.limit).offset(query.offset))
     total = select(func.count()).select_from(ModelRow).join(SessionRow).where(is_wanted)
-    found = execute(tx, page.limit(limit).offset(offset))
     return [RunLine(*row) for row in found], execute(tx, total).scalar_one()
 
 
 def run(tx: Session, model_id: ModelId) -> RunLine | None:
     """Return one run that is not deleted."""
-    joined = select(*_RUN_COLUMNS).join(SessionRow, col(SessionRow.session_id) == col(ModelRow.session_id))
-    row = execute(
-        tx, joined.where(col(ModelRow.model_id) == model_id, col(ModelRow.deleted_at).is_(None))
-    ).one_or_none()
+    row = execute(tx, _RUNS.where(col(ModelRow.model_id) == model_id, _IS_KEPT)).one_or_none()
     return None if row is None else RunLine(*row)
 
 
 def runs_of_session(tx: Session, session_id: SessionId, limit: int) -> list[RunLine]:
     """Return a session's runs, oldest first."""
-    joined = select(*_RUN_COLUMNS).join(SessionRow, col(SessionRow.session_id) == col(ModelRow.session_id))
-    is_wanted = (col(ModelRow.session_id) == session_id) & col(ModelRow.deleted_at).is_(None)
-    return [
-        RunLine(*row) for row in execute(tx, joined.where(is_wanted).order_by(col(ModelRow.created_at)).limit(limit))
-    ]
+    wanted = _RUNS.where(col(ModelRow.session_id) == session_id, _IS_KEPT)
+    return [RunLine(*row) for row in execute(tx, wanted.order_by(col(ModelRow.created_at)).limit(limit))]
 
 
 def runs_loaded_from(tx: Session, paths: Collection[str], limit: int) -> list[tuple[ModelId, str]]:
     """Return the runs that began with one of these checkpoints, and the checkpoint of each."""
     wanted = (
         select(col(ModelRow.model_id), col(ModelRow.loaded_from))
-        .where(col(ModelRow.loaded_from).in_(paths), col(ModelRow.deleted_at).is_(None))
+        .where(col(ModelRow.loaded_from).in_(paths), _IS_KEPT)
         .order_by(col(ModelRow.created_at))
     )
     return [(model_id, path or "") for model_id, path in execute(tx, wanted.limit(limit))]
@@ -244,60 +244,49 @@ def _requests(tx: Session, is_wanted: ColumnElement[bool], limit: int) -> list[R
     return [RequestLine(*row[1:], result=results.get(row[0] or 0)) for row in found]
 
 
+_USAGE = select(col(UsageRow.bucket_at), col(UsageRow.kind), cast(func.sum(col(UsageRow.tokens)), BigInteger)).group_by(
+    col(UsageRow.bucket_at), col(UsageRow.kind)
+)
+
+
 def usage_by_bucket(tx: Session, since: int) -> list[tuple[int, str, int]]:
     """Return the tokens of all owners since a time, as bucket, kind and tokens."""
-    tokens = cast(func.sum(col(UsageRow.tokens)), BigInteger)
-    wanted = (
-        select(col(UsageRow.bucket_at), col(UsageRow.kind), tokens)
-        .where(col(UsageRow.bucket_at) >= since)
-        .group_by(col(UsageRow.bucket_at), col(UsageRow.kind))
-        .order_by(col(UsageRow.bucket_at))
-    )
+    wanted = _USAGE.where(col(UsageRow.bucket_at) >= since).order_by(col(UsageRow.bucket_at))
     return [(at, kind, int(total or 0)) for at, kind, total in execute(tx, wanted)]
 
 
 def usage_of_session(tx: Session, session_id: SessionId, since: int, limit: int) -> list[tuple[int, str, int]]:
     """Return the tokens of a session since a time, as bucket, kind and tokens: the newest buckets, oldest first."""
-    tokens = cast(func.sum(col(UsageRow.tokens)), BigInteger)
-    wanted = (
-        select(col(UsageRow.bucket_at), col(UsageRow.kind), tokens)
-        .where(col(UsageRow.session_id) == session_id, col(UsageRow.bucket_at) >= since)
-        .group_by(col(UsageRow.bucket_at), col(UsageRow.kind))
-        .order_by(col(UsageRow.bucket_at).desc())
-        .limit(limit)
-    )
-    return [(at, kind, int(total or 0)) for at, kind, total in execute(tx, wanted)][::-1]
+    wanted = _USAGE.where(col(UsageRow.session_id) == session_id, col(UsageRow.bucket_at) >= since)
+    newest = execute(tx, wanted.order_by(col(UsageRow.bucket_at).desc()).limit(limit))
+    return [(at, kind, int(total or 0)) for at, kind, total in newest][::-1]
 
 
 def checkpoint_page(
-    tx: Session, owner: str | None, *, kind: str, search: str, scope: str, limit: int, offset: int, now: float
+    tx: Session, query: ListQuery, *, kind: str, scope: str, now: float
 ) -> tuple[list[tuple[CheckpointRow, str]], int, int]:
     """Return a page of checkpoints with their owners, newest first; their number and their size.
 
     `scope` is `own`, `published` by anyone, or `deleted` but restorable.
     """
-    is_wanted: ColumnElement[bool] = col(ModelRow.deleted_at).is_(None)
+    is_wanted: ColumnElement[bool] = _IS_KEPT
     if scope == "published":
         is_wanted &= col(CheckpointRow.public) & is_visible(now)
     elif scope == "deleted":
-        is_wanted &= visible_to(owner) & col(CheckpointRow.deleted_at).is_not(None)
+        is_wanted &= visible_to(query.owner) & col(CheckpointRow.deleted_at).is_not(None)
     else:
-        is_wanted &= visible_to(owner) & is_visible(now)
+        is_wanted &= visible_to(query.owner) & is_visible(now)
     if kind:
         is_wanted &= col(CheckpointRow.kind) == kind
-    if search:
-        is_wanted &= or_(
-            col(CheckpointRow.name).contains(search, autoescape=True),
-            col(CheckpointRow.model_id).contains(search, autoescape=True),
-            col(SessionRow.owner).contains(search, autoescape=True),
-        )
+    is_wanted &= _match(query, CheckpointRow.name, CheckpointRow.model_id, SessionRow.owner)
+
     joined = and_(col(ModelRow.model_id) == col(CheckpointRow.model_id))
     session = and_(col(SessionRow.session_id) == col(ModelRow.session_id))
     newest = (col(CheckpointRow.created_at).desc(), col(CheckpointRow.model_id), col(CheckpointRow.kind))
     page = (
         select_rows(CheckpointRow, SessionRow.owner).join(ModelRow, joined).join(SessionRow, session).where(is_wanted)
     )
-    found = tx.exec(page.order_by(*newest, col(CheckpointRow.name)).limit(limit).offset(offset))
+    found = tx.exec(page.order_by(*newest, col(CheckpointRow.name)).limit(query.limit).offset(query.offset))
     size = func.coalesce(func.sum(col(CheckpointRow.size_bytes)), 0)
     totals = select(func.count(), size).select_from(CheckpointRow).join(ModelRow, joined).join(SessionRow, session)
     number, num_bytes = execute(tx, totals.where(is_wanted)).one()
@@ -328,25 +317,17 @@ class SessionLine:
     num_runs: int
 
 
-def session_page(
-    tx: Session, owner: str | None, *, project: str | None, search: str, limit: int, offset: int
-) -> tuple[list[SessionLine], int]:
+def session_page(tx: Session, query: ListQuery) -> tuple[list[SessionLine], int]:
     """Return a page of sessions, newest first, and their total number."""
-    is_wanted = visible_to(owner)
-    if project is not None:
-        is_wanted &= col(SessionRow.project_id) == project
-    if search:
-        is_wanted &= or_(
-            col(SessionRow.session_id).contains(search, autoescape=True),
-            col(SessionRow.display_name).contains(search, autoescape=True),
-            col(SessionRow.project_id).contains(search, autoescape=True),
-            col(SessionRow.owner).contains(search, autoescape=True),
-        )
+    is_wanted = visible_to(query.owner)
+    if query.project is not None:
+        is_wanted &= col(SessionRow.project_id) == query.project
+    is_wanted &= _match(query, SessionRow.session_id, SessionRow.display_name, SessionRow.project_id, SessionRow.owner)
     newest_first = (col(SessionRow.created_at).desc(), col(SessionRow.session_id))
-    page = select_rows(SessionRow).where(is_wanted).order_by(*newest_first).limit(limit).offset(offset)
+    page = select_rows(SessionRow).where(is_wanted).order_by(*newest_first).limit(query.limit).offset(query.offset)
     rows = list(tx.exec(page))
     counted = select(col(ModelRow.session_id), func.count()).where(
-        col(ModelRow.session_id).in_([row.session_id for row in rows]), col(ModelRow.deleted_at).is_(None)
+        col(ModelRow.session_id).in_([row.session_id for row in rows]), _IS_KEPT
     )
     counts = execute(tx, counted.group_by(col(ModelRow.session_id)))
     numbers = {str(session_id): number for session_id, number in counts}
@@ -360,10 +341,10 @@ def samplers_of_session(tx: Session, session_id: SessionId, limit: int) -> list[
     return list(tx.exec(wanted.order_by(col(SamplingSessionRow.created_at).desc()).limit(limit)))
 
 
-def key_page(tx: Session, owner: str | None, *, limit: int, offset: int) -> tuple[list[ApiKeyRow], int]:
+def key_page(tx: Session, query: ListQuery) -> tuple[list[ApiKeyRow], int]:
     """Return a page of API keys, newest first, the revoked ones last, and their total number."""
-    is_wanted: ColumnElement[bool] = true() if owner is None else col(ApiKeyRow.owner) == owner
+    is_wanted: ColumnElement[bool] = true() if query.owner is None else col(ApiKeyRow.owner) == query.owner
     order = (col(ApiKeyRow.revoked_at).is_not(None), col(ApiKeyRow.key_id).desc())
-    page = select_rows(ApiKeyRow).where(is_wanted).order_by(*order).limit(limit).offset(offset)
+    page = select_rows(ApiKeyRow).where(is_wanted).order_by(*order).limit(query.limit).offset(query.offset)
     total = execute(tx, select(func.count()).select_from(ApiKeyRow).where(is_wanted)).scalar_one()
     return list(tx.exec(page)), total

@@ -6,42 +6,34 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from http import HTTPStatus
-from pathlib import Path
-from typing import Any, cast
-from urllib.parse import parse_qs, quote, urlencode, urlsplit
+from typing import Any
+from urllib.parse import parse_qs, urlencode, urlsplit
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import Request
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from skyrl_tx import __version__
 from skyrl_tx.apps.console import (
-    audit_pages,
-    checkpoint_pages,
-    data_pages,
-    format,
-    key_pages,
-    logged_pages,
-    overview_pages,
-    playground_pages,
-    project_pages,
-    quota_pages,
-    run_pages,
-    session_pages,
-    usage_pages,
+    checkpoints,
+    health,
+    keys,
+    overview,
+    playground,
+    runs,
+    sessions,
+    teams,
+    usage,
 )
-from skyrl_tx.apps.console.guard import FORM_TOKEN, SECURITY_HEADERS, check_form
+from skyrl_tx.apps.console.guard import FORM_TOKEN, NO_STORE, check_form
 from skyrl_tx.apps.console.login import ConsoleSessions, FailedLogins, Visitor
-from skyrl_tx.apps.console.playground import playground_routes
-from skyrl_tx.apps.console.static_files import StaticFiles
-from skyrl_tx.apps.console.text import visible
-from skyrl_tx.apps.console.visit import Handler, Page, PageTable, Visit
+from skyrl_tx.apps.console.rendering import StaticFiles, load_templates
+from skyrl_tx.apps.console.visit import Handler, Page, PageTable, Visit, see_other
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.server.context import ApiContext
+from skyrl_tx.contract.ids import SessionId
+from skyrl_tx.server.context import ApiContext, Call, base_url
 from skyrl_tx.server.errors import ApiError, bad_request
 from skyrl_tx.server.http.body import BodyLimits, read_body
 from skyrl_tx.server.identity.authentication import OWNER
@@ -53,25 +45,22 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 _log = logging.getLogger(__name__)
 TABLES: tuple[PageTable, ...] = (
-    overview_pages.pages,
-    run_pages.pages,
-    logged_pages.pages,
-    data_pages.pages,
-    checkpoint_pages.pages,
-    session_pages.pages,
-    usage_pages.pages,
-    project_pages.pages,
-    quota_pages.pages,
-    audit_pages.pages,
-    key_pages.pages,
-    playground_pages.pages,
+    overview.pages,
+    runs.pages,
+    checkpoints.pages,
+    playground.pages,
+    sessions.pages,
+    usage.pages,
+    teams.pages,
+    keys.pages,
+    health.pages,
 )
+"""The pages of all modules, in the order of the menu."""
 _THREADS = 4
 """Pages that are made at once: they never take the threads of training requests."""
 _FORM_LIMITS = BodyLimits(max_bytes=2**18)
 _MAX_FIELDS = 2000
 _DATA = "/console/data/"
-_NO_STORE = {**SECURITY_HEADERS, "Cache-Control": "no-store"}
 
 
 def create_routes(context: ApiContext) -> list[Route]:
@@ -87,7 +76,14 @@ def create_routes(context: ApiContext) -> list[Route]:
     for table in TABLES:
         for method, path, handler in table.entries:
             routes.append(Route(path, console.endpoint(handler, is_form=method == "POST"), methods=[method]))
-    return [*routes, *playground_routes(context)]
+    return [*routes, *playground.create_routes(context)]
+
+
+def describe_session(call: Call, request: Request, session_id: SessionId) -> str | None:
+    """Return a line with the address of a session's page."""
+    if call.settings.no_console:
+        return None
+    return f"live: {base_url(call.settings, request)}/sessions/{session_id}"
 
 
 class Console:
@@ -99,7 +95,8 @@ class Console:
         self._limiter = CapacityLimiter(_THREADS)
         self._failed_logins = FailedLogins(context.store)
         self.static = StaticFiles.load()
-        self._templates = _environment(self.static)
+        self._templates = load_templates(self.static)
+        self._menu = [entry for table in TABLES for entry in table.menu]
 
     def endpoint(self, handler: Handler, *, is_form: bool) -> Endpoint:
         """Return the endpoint of a page or of a form."""
@@ -111,7 +108,7 @@ class Console:
 
     async def home(self, request: Request) -> Response:
         """Go to the overview."""
-        return _see_other("/overview")
+        return see_other("/overview")
 
     async def login_page(self, request: Request) -> Response:
         """Show the form for a key, unless the visitor is known."""
@@ -119,7 +116,7 @@ class Console:
         def work(_: Form) -> Response:
             then = request.query_params.get("next", "")
             if self._sessions.visitor(request) is not None:
-                return _see_other(_own_path(then))
+                return see_other(_own_path(then))
             return self._render(request, None, _login_page(then))
 
         return await self._serve(request, work)
@@ -139,7 +136,7 @@ class Console:
             self._context.store.write(
                 lambda tx: audit.record(tx, "organization_login", principal.actor, time.time(), address=address)
             )
-            response = _see_other(_own_path(then))
+            response = see_other(_own_path(then))
             self._sessions.set_cookie(request, response, principal)
             return response
 
@@ -152,7 +149,7 @@ class Console:
             visitor = self._sessions.visitor(request)
             if visitor is not None:
                 check_form(request, form.get(FORM_TOKEN, [""])[-1], visitor.form_token)
-            response = _see_other("/login")
+            response = see_other("/login")
             self._sessions.clear_cookie(request, response)
             return response
 
@@ -173,7 +170,7 @@ class Console:
         if visitor is None:
             if is_form or "hx-request" in request.headers or request.url.path.startswith(_DATA):
                 raise ApiError(HTTPStatus.UNAUTHORIZED, "your console session has ended: log in again")
-            return _see_other("/login?" + urlencode({"next": request.url.path + _query(request)}))
+            return see_other("/login?" + urlencode({"next": request.url.path + _query(request)}))
         request.scope[OWNER] = visitor.principal.owner  # for the log
         if is_form:
             check_form(request, form.get(FORM_TOKEN, [""])[-1], visitor.form_token)
@@ -183,7 +180,7 @@ class Console:
         answer = handler(visit)
         if isinstance(answer, Page):
             return self._render(request, visit, answer)
-        for name, value in _NO_STORE.items():
+        for name, value in NO_STORE.items():
             answer.headers.setdefault(name, value)
         return answer
 
@@ -213,7 +210,7 @@ class Console:
                 detail = f"internal error; the server's log has it under reference {reference}"
                 page = Page("error.jinja", {"detail": detail}, HTTPStatus.INTERNAL_SERVER_ERROR)
         if request.url.path.startswith(_DATA):
-            return JSONResponse(dict(page.values), page.status, headers={**_NO_STORE, **page.headers})
+            return JSONResponse(dict(page.values), page.status, headers={**NO_STORE, **page.headers})
         return self._render(request, None, page)
 
     def _render(self, request: Request, visit: Visit | None, page: Page) -> Response:
@@ -221,6 +218,7 @@ class Console:
         values: dict[str, Any] = {
             "visitor": None if visit is None else visit.visitor,
             "viewer": None if visit is None else visit.caller,
+            "menu": self._menu,
             "path": request.url.path,
             "now": now,
             "version": __version__,
@@ -228,45 +226,7 @@ class Console:
             "status": page.status,
         }
         html = self._templates.get_template(page.template).render(values | dict(page.values))
-        return Response(html, page.status, headers={**_NO_STORE, **page.headers}, media_type="text/html; charset=utf-8")
-
-
-def _environment(static: StaticFiles) -> Environment:
-    """Return the templates: text of users is escaped, made visible and bounded wherever it is written."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        finalize=_finalize,
-        auto_reload=False,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    names = cast(dict[str, object], environment.globals)  # pyright: ignore[reportUnknownMemberType]
-    names["static"] = static.address
-    filters: dict[str, Callable[..., object]] = {
-        "count": format.count,
-        "number": format.number,
-        "size": format.size,
-        "duration": format.duration,
-        "ago": format.ago,
-        "moment": format.moment,
-        "iso": format.iso,
-        "short_id": format.short_id,
-        "clip": visible,
-        "segment": _segment,
-    }
-    environment.filters.update(filters)
-    return environment
-
-
-def _segment(text: str) -> str:
-    """Return text as one part of a path."""
-    return quote(text, safe=":")
-
-
-def _finalize(value: object) -> object:
-    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+        return Response(html, page.status, headers={**NO_STORE, **page.headers}, media_type="text/html; charset=utf-8")
 
 
 async def _read_form(request: Request) -> Form:
@@ -295,7 +255,3 @@ def _own_path(path: str) -> str:
 
 def _query(request: Request) -> str:
     return f"?{request.url.query}" if request.url.query else ""
-
-
-def _see_other(path: str) -> Response:
-    return RedirectResponse(path, HTTPStatus.SEE_OTHER, headers=_NO_STORE)

@@ -1,6 +1,8 @@
 """One request to the console as its pages see it, and what they return."""
 
-from collections.abc import Callable, Mapping, Sequence
+import csv
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -8,11 +10,13 @@ from urllib.parse import urlencode
 
 from sqlmodel import Session
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
+from skyrl_tx.apps.console.guard import NO_STORE
 from skyrl_tx.apps.console.login import ConsoleSessions, Visitor
+from skyrl_tx.apps.console.queries import ListQuery
 from skyrl_tx.server.context import ApiContext
-from skyrl_tx.server.errors import bad_request
+from skyrl_tx.server.errors import ApiError, bad_request
 from skyrl_tx.server.identity.authentication import Principal
 
 T = TypeVar("T")
@@ -27,6 +31,30 @@ class Page:
     values: Mapping[str, Any] = field(default_factory=dict[str, Any])
     status: HTTPStatus = HTTPStatus.OK
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+def see_other(path: str) -> Response:
+    """Return a response that leads to another page, as the answer to a form does."""
+    return RedirectResponse(path, HTTPStatus.SEE_OTHER, headers=NO_STORE)
+
+
+def csv_response(filename: str, rows: Iterable[Iterable[object]], line_end: str = "\r\n") -> Response:
+    """Return rows as a file to download."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator=line_end).writerows(rows)
+    headers = {"Content-Disposition": f'attachment; filename="{filename}"'}
+    return Response(text.getvalue(), media_type="text/csv; charset=utf-8", headers=headers)
+
+
+@dataclass(frozen=True, slots=True)
+class Pager:
+    """Which part of a list a page shows, and the addresses of the parts before and after it."""
+
+    first: int
+    last: int
+    total: int
+    before: str | None
+    after: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +77,16 @@ class Visit:
     def path(self) -> Mapping[str, str]:
         """The variable parts of the path, by name."""
         return self.request.path_params
+
+    @property
+    def offset(self) -> int:
+        """The number of rows before the shown part of a list."""
+        return self.whole("offset", 0)
+
+    def require_admin(self, reason: str) -> None:
+        """Raise ApiError 403 with the reason unless an admin looks at the page."""
+        if not self.caller.is_admin:
+            raise ApiError(HTTPStatus.FORBIDDEN, reason)
 
     def read(self, work: Callable[[Session], T]) -> T:
         """Run a query."""
@@ -80,6 +118,27 @@ class Visit:
         kept = {name: value for name, value in parameters.items() if value is not None}
         return self.request.url.path + ("?" + urlencode(kept) if kept else "")
 
+    def list_query(self, limit: int) -> ListQuery:
+        """Return which rows of a list the visitor asks for, among those that it may see."""
+        return ListQuery(
+            owner=self.caller.owner_filter,
+            search=self.query("q").strip(),
+            project=self.query("project") or None,
+            limit=limit,
+            offset=self.offset,
+        )
+
+    def pager(self, limit: int, shown: int, total: int) -> Pager:
+        """Return the pager of a list that shows `shown` of `total` rows, and at most `limit` on a page."""
+        offset = self.offset
+        return Pager(
+            first=offset + 1 if shown else 0,
+            last=offset + shown,
+            total=total,
+            before=self.address(offset=max(offset - limit, 0) or None) if offset else None,
+            after=self.address(offset=offset + limit) if offset + shown < total else None,
+        )
+
 
 def _whole(name: str, text: str, default: int, least: int, most: int) -> int:
     if not text:
@@ -92,14 +151,26 @@ def _whole(name: str, text: str, default: int, least: int, most: int) -> int:
 Handler = Callable[[Visit], Page | Response]
 
 
+@dataclass(frozen=True, slots=True)
+class MenuEntry:
+    """A page that the menu at the top of all pages leads to."""
+
+    path: str
+    title: str
+    is_for_admins: bool
+
+
 class PageTable:
-    """The pages of one module: method, path and handler of each."""
+    """The pages of one module: method, path and handler of each, and the entries of the menu."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[str, str, Handler]] = []
+        self.menu: list[MenuEntry] = []
 
-    def get(self, path: str) -> Callable[[Handler], Handler]:
-        """Add a page."""
+    def get(self, path: str, *, menu: str | None = None, is_for_admins: bool = False) -> Callable[[Handler], Handler]:
+        """Add a page, and with a title in `menu` an entry of the menu."""
+        if menu is not None:
+            self.menu.append(MenuEntry(path, menu, is_for_admins))
         return self._add("GET", path)
 
     def post(self, path: str) -> Callable[[Handler], Handler]:
@@ -112,25 +183,3 @@ class PageTable:
             return handler
 
         return add
-
-
-@dataclass(frozen=True, slots=True)
-class Pager:
-    """Which part of a list a page shows, and the addresses of the parts before and after it."""
-
-    first: int
-    last: int
-    total: int
-    before: str | None
-    after: str | None
-
-    @classmethod
-    def of(cls, visit: Visit, offset: int, limit: int, shown: int, total: int) -> "Pager":
-        """Return the pager of a list that shows `shown` of `total` rows from `offset` on."""
-        return cls(
-            first=offset + 1 if shown else 0,
-            last=offset + shown,
-            total=total,
-            before=visit.address(offset=max(offset - limit, 0) or None) if offset else None,
-            after=visit.address(offset=offset + limit) if offset + shown < total else None,
-        )

@@ -12,10 +12,10 @@ from sqlalchemy import Executable, Label, bindparam, delete, exists, func, inser
 from sqlmodel import Session, col
 from sqlmodel import select as select_rows
 
+from skyrl_tx.apps.history.tables import LoggedPointRow, LoggedRunRow
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
-from skyrl_tx.store.history_tables import LoggedPointRow, LoggedRunRow
 
 RETENTION_S = 90 * 86_400.0
 """Time from the last point of a logged run to its deletion."""

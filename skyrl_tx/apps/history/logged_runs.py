@@ -3,12 +3,12 @@
 from sqlmodel import Session
 
 from skyrl_tx.apps.history import logged
+from skyrl_tx.apps.history.tables import LoggedRunRow
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.server.errors import bad_request, not_found
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.store import models
-from skyrl_tx.store.history_tables import LoggedRunRow
 
 
 def visible(tx: Session, caller: Principal, logged_run_id: int) -> LoggedRunRow:

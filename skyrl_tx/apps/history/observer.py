@@ -1,74 +1,74 @@
-"""The history that people read, written with each result: points, usage, and kept samples with their sums."""
+"""The history that people read, written with each result: points, and kept samples with their sums."""
 
 import math
-from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from msgspec import UnsetType
 from sqlmodel import Session
 
-from skyrl_tx.apps.history import kept_samples, points, sampled_steps
-from skyrl_tx.apps.history.kept_groups import KeptGroups
-from skyrl_tx.apps.history.kept_samples import NewGroup, NewSample, TrainedSequence
-from skyrl_tx.apps.history.points import Point
-from skyrl_tx.apps.history.sampled_steps import SampledStep
-from skyrl_tx.apps.teams import usage
-from skyrl_tx.apps.teams.usage import Work
+from skyrl_tx.apps.history import kept_samples, logged, points
+from skyrl_tx.apps.history.kept_samples import KeptGroups, NewGroup, NewSample, TrainedSequence
+from skyrl_tx.apps.history.points import Point, SampledStep
 from skyrl_tx.contract.arrays import NumberArray
-from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSessionId
+from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import ModelPass, Sample, SampledSpan
 from skyrl_tx.contract.results import ForwardBackwardOutput, OptimStepOutput, SampleOutput
 from skyrl_tx.engine.activity import DeviceTime
-from skyrl_tx.engine.request_log import HistoryRows, QueuedRequest
+from skyrl_tx.engine.extension import Bound, EngineExtension, ResultObserver, RetentionClock, RetentionRule
+from skyrl_tx.engine.request_log import ObserverRows, QueuedRequest
 from skyrl_tx.engine.residency import LiveModel
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.store import samplers
+from skyrl_tx.store import pruning
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.samplers import BASE_WEIGHTS, Origin
+from skyrl_tx.store.samplers import Origin
 
-_MAX_ORIGINS = 4096
 _MIN_TEMPERATURE = 0.5
 """Below it, the most likely tokens are drawn whatever the model has learned."""
 
 
 @dataclass(slots=True)
-class History:
-    """Makes the rows of each completed request; `RequestLog` writes them in the transaction of its result.
-
-    Replay completes no request, so that it adds nothing.
-    """
+class HistoryObserver(ResultObserver):
+    """Records the curves of runs, a choice of samples with what training made of them, and sums over all samples."""
 
     store: Store
     settings: EngineSettings
-    grown_runs: set[ModelId] = field(default_factory=set[ModelId])
-    """Runs with new points, until housekeeping has counted them."""
-    grown_samples: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
-    """Model and owner of newly kept samples, until housekeeping has added them up."""
     _groups: KeptGroups = field(init=False)
-    _origins: OrderedDict[tuple[SamplingSessionId | None, SamplerId], Origin] = field(
-        default_factory=OrderedDict[tuple[SamplingSessionId | None, SamplerId], Origin]
-    )
+    _points: Bound[ModelId] = field(init=False)
+    _samples: Bound[tuple[str, str]] = field(init=False)
+    """By model and owner."""
 
     def __post_init__(self) -> None:
         self._groups = KeptGroups(self.store, self.settings.keep_samples)
+        self._points = Bound(
+            find_superfluous=lambda tx, model_id: points.superfluous(tx, model_id),
+            remove=points.remove,
+        )
+        self._samples = Bound(
+            find_superfluous=lambda tx, key: kept_samples.superfluous(tx, *key, self.settings.max_kept_sample_bytes),
+            remove=kept_samples.remove,
+        )
 
-    def of_pass(
+    @property
+    def bounds(self) -> Sequence[Bound[Any]]:
+        """The points of a run, and the kept samples of one owner from one model."""
+        return self._points, self._samples
+
+    def observe_pass(
         self, queued: QueuedRequest, model: LiveModel, output: ForwardBackwardOutput, num_tokens: int, time: DeviceTime
-    ) -> HistoryRows:
-        """Return the rows of a forward_backward or a forward."""
+    ) -> ObserverRows:
+        """Add a point, and what the pass made of kept samples."""
         request, step = queued.model_pass, model.num_steps
         assert request is not None
-        work = Work(kind="training" if request.backward else "forward", tokens=num_tokens, device_s=time.device_s)
-        kind = "train" if request.backward else "forward"
-        self.grown_runs.add(model.model_id)
+        self._points.grown.add(model.model_id)
 
         def rows(tx: Session, now: float) -> None:
             point = Point(
                 position=queued.position,
                 model_id=model.model_id,
-                kind=kind,
+                kind="train" if request.backward else "forward",
                 step=step,
                 created_at=queued.created_at,
                 started_at=time.started_at,
@@ -79,7 +79,6 @@ class History:
                 values=output.metrics,
             )
             points.add(tx, point)
-            usage.add(tx, queued.owner, queued.session_id, model.model_id, now, (work,))
             if request.backward and not isinstance(request.sampled, UnsetType) and self.settings.keep_samples:
                 kept = kept_samples.find(tx, queued.owner, {span.sequence_id for span in request.sampled})
                 trained = _trained_sequences(request, request.sampled, output, kept)
@@ -87,12 +86,12 @@ class History:
 
         return rows
 
-    def of_step(
+    def observe_step(
         self, queued: QueuedRequest, model: LiveModel, output: OptimStepOutput, time: DeviceTime
-    ) -> HistoryRows:
-        """Return the rows of an optimizer step, which `model` has counted."""
+    ) -> ObserverRows:
+        """Add a point."""
         step = model.num_steps
-        self.grown_runs.add(model.model_id)
+        self._points.grown.add(model.model_id)
 
         def rows(tx: Session, now: float) -> None:
             point = Point(
@@ -109,63 +108,32 @@ class History:
                 values=output.metrics,
             )
             points.add(tx, point)
-            work = Work(kind="training", device_s=time.device_s)
-            usage.add(tx, queued.owner, queued.session_id, model.model_id, now, (work,))
 
         return rows
 
-    def of_sample(
-        self, queued: QueuedRequest, request: Sample, output: SampleOutput, now: float, device_s: float
-    ) -> HistoryRows:
-        """Return the rows of a sample request: its usage, and its sequences if its group is chosen."""
-        origin = self._origin(queued.sampling_session_id, request.sampler)
-        num_cached = output.prompt.cache_hit_tokens
-        work = [
-            Work(kind="prefill", tokens=request.prompt.size - num_cached),
-            Work(kind="sampled", tokens=sum(each.tokens.size for each in output.sequences), device_s=device_s),
-        ]
-        if num_cached:
-            work.append(Work(kind="prefill_cached", tokens=num_cached))
+    def observe_sample(
+        self, queued: QueuedRequest, request: Sample, output: SampleOutput, origin: Origin, now: float, device_s: float
+    ) -> ObserverRows | None:
+        """Add to the sums of the step, and keep the sequences if their group is chosen."""
         # Prompts that are only scored are no samples, and private ones are none of the run.
         is_scoring = request.options.wants_prompt and (request.params.max_tokens or 0) == 1
-        is_left_out = is_scoring or request.is_private is True
-        sampled = None if is_left_out or origin.step is None else _sums(origin.step, request, output)
-        group, replaced = (None, []) if is_left_out else self._chosen_group(queued, request, output, origin, now)
+        if is_scoring or request.is_private is True:
+            return None
+        sampled = None if origin.step is None else _sums(origin.step, request, output)
+        group, replaced = self._choose_group(queued, request, output, origin, now)
+        if sampled is None and group is None:
+            return None
 
         def rows(tx: Session, now: float) -> None:
-            usage.add(tx, queued.owner, queued.session_id, origin.model_id, now, work)
             if sampled is not None:
-                sampled_steps.add(tx, origin.model_id, queued.owner, sampled)
+                points.add_sampled(tx, origin.model_id, queued.owner, sampled)
             if group is not None:
                 kept_samples.remove(tx, replaced)
                 kept_samples.add(tx, group, now)
 
         return rows
 
-    def of_save(self, queued: QueuedRequest, model_id: ModelId) -> HistoryRows:
-        """Return the rows of a save with a name."""
-        work = (Work(kind="checkpoint"),)
-        return lambda tx, now: usage.add(tx, queued.owner, queued.session_id, model_id, now, work)
-
-    def note_sampler(self, sampler: SamplerId, model: LiveModel) -> None:
-        """Remember the step of an ephemeral sampler, because in-flight sessions forget it at the next save."""
-        self._remember(None, sampler, Origin(model.model_id, model.num_steps))
-
-    def _origin(self, name: SamplingSessionId | None, sampler: SamplerId | None) -> Origin:
-        if sampler is None or name is None:
-            return BASE_WEIGHTS
-        found = self._origins.get((name, sampler)) or self._origins.get((None, sampler))
-        if found is None:
-            found = self.store.read(lambda tx: samplers.origin(tx, name, sampler))
-            self._remember(name, sampler, found)
-        return found
-
-    def _remember(self, name: SamplingSessionId | None, sampler: SamplerId, origin: Origin) -> None:
-        if len(self._origins) >= _MAX_ORIGINS:
-            self._origins.popitem(last=False)
-        self._origins[name, sampler] = origin
-
-    def _chosen_group(
+    def _choose_group(
         self, queued: QueuedRequest, request: Sample, output: SampleOutput, origin: Origin, now: float
     ) -> tuple[NewGroup | None, list[RequestId]]:
         """Return the samples to keep, and the groups that they replace."""
@@ -195,7 +163,7 @@ class History:
         choice = self._groups.choose(queued.owner, origin, queued.request_id, now)
         if not choice.is_kept:
             return None, []
-        self.grown_samples.add((origin.model_id, queued.owner))
+        self._samples.grown.add((origin.model_id, queued.owner))
         return group, [] if choice.replaced is None else [choice.replaced]
 
 
@@ -241,3 +209,26 @@ def _mean(parts: Sequence[NumberArray]) -> float | None:
     values = np.concatenate(parts) if parts else np.empty(0)
     mean = float(values.mean(dtype=np.float64)) if values.size else math.nan
     return mean if math.isfinite(mean) else None
+
+
+def _expire_samples(tx: Session, clock: RetentionClock) -> int:
+    return kept_samples.expire(tx, clock.now - clock.settings.kept_sample_retention_s)
+
+
+def _prune_logged(tx: Session, clock: RetentionClock) -> int:
+    return logged.prune(tx, clock.now - logged.RETENTION_S, limit=pruning.MAX_ROWS)
+
+
+def _forget_models(tx: Session, model_ids: Sequence[ModelId]) -> None:
+    for model_id in model_ids:
+        logged.forget_model(tx, model_id)
+
+
+EXTENSION = EngineExtension(
+    observer=HistoryObserver,
+    retention=(
+        RetentionRule(name="points", remove_runs=points.remove_runs),
+        RetentionRule(name="kept samples", prune=_expire_samples, remove_runs=kept_samples.remove_runs),
+        RetentionRule(name="logged runs", prune=_prune_logged, delete_runs=_forget_models),
+    ),
+)

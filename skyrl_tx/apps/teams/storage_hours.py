@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from sqlalchemy import delete, exists, insert, literal, select
 from sqlmodel import Session, col
 
+from skyrl_tx.apps.teams.tables import StorageHourRow
 from skyrl_tx.apps.teams.usage import HOUR_S, RETENTION_S
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.store.checkpoints import is_visible, total_bytes
 from skyrl_tx.store.database import execute
-from skyrl_tx.store.history_tables import StorageHourRow
 from skyrl_tx.store.tables import CheckpointRow, ModelRow, SessionRow
 
 

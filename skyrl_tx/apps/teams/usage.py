@@ -10,9 +10,9 @@ from typing import Any, Literal
 from sqlalchemy import BigInteger, Boolean, ColumnElement, bindparam, cast, delete, func, literal_column, select
 from sqlmodel import Session, col
 
+from skyrl_tx.apps.teams.tables import UsageKind, UsageRow
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
-from skyrl_tx.store.history_tables import UsageKind, UsageRow
 from skyrl_tx.store.prepared import Prepared, adding_to_sums
 from skyrl_tx.store.tables import ModelRow, SessionRow
 

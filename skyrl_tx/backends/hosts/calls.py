@@ -1,119 +1,72 @@
-"""The calls of a backend as messages from rank 0 to the others, and what each host replies.
+"""The calls of a backend as messages from rank 0 to the other hosts, and the replies of each host.
 
-Messages are msgpack: a follower decodes records of the contract and nothing else. Passes and snapshots exist on every
-host under the number of the call that made them.
+Messages are msgpack: a follower decodes records of the contract and nothing else. For example, the message of
+`optim_step` has the fields `model_id` and `params`, with the types of the method's annotations. Passes and
+snapshots exist on every host under the number of the call that made them.
 """
 
 import hashlib
-from collections.abc import Mapping
+import inspect
+from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
 
-from skyrl_tx.contract.backend import StatePart
-from skyrl_tx.contract.batches import PassExample, SampleRequest
+from skyrl_tx.contract.backend import AbstractBackend, Pass, Snapshot
 from skyrl_tx.contract.codec import decode_array, encode_array
 from skyrl_tx.contract.errors import MemoryExhausted
-from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
-from skyrl_tx.contract.requests import ModelSpec, OptimizerParams
 
-PROTOCOL = 1
+PROTOCOL = 2
 _DIGEST_BYTES = 8
 _RESULT = "result"
 _PLAN = "plan"
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A call of the backend that all hosts make."""
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that all hosts make. Its subclasses are made from the methods of `AbstractBackend` and `Pass`."""
 
 
-class Close(Call, frozen=True, kw_only=True):
-    """Close the backend and end."""
+def _make_call_type(name: str, owner: type, method: str) -> type[Call]:
+    """Return the record of a call: its fields are the parameters of the method, its tag is `name`.
+
+    A pass or a snapshot is the number of the call that made it. Collections are tuples, so that their order is the
+    same on all hosts.
+    """
+    function = getattr(owner, method)
+    types = get_type_hints(function)
+    parameters = list(inspect.signature(function).parameters)[1:]
+    fields_ = [(parameter, _wire_type(types[parameter])) for parameter in parameters]
+    if owner is Pass:
+        fields_.insert(0, ("handle", int))
+    made: Any = msgspec.defstruct(name, fields_, bases=(Call,), frozen=True, kw_only=True, tag=name, module=__name__)
+    return made
 
 
-class JoinHosts(Call, frozen=True, kw_only=True):
-    """`AbstractBackend.join_hosts`; each host adds its own rank."""
-
-    size: int
-    coordinator: str
-
-
-class Start(Call, frozen=True, kw_only=True):
-    """`AbstractBackend.start`."""
+def _wire_type(annotation: Any) -> Any:
+    if annotation is Snapshot:
+        return int
+    if get_origin(annotation) is Collection:
+        return tuple[get_args(annotation)[0], ...]
+    return annotation
 
 
-class CheckDevices(Call, frozen=True, kw_only=True):
-    """`AbstractBackend.check_devices`."""
+_BACKEND_METHODS = (
+    *("close", "join_hosts", "start", "check_devices", "create_model", "delete_model", "begin_pass", "optim_step"),
+    *("gradient_norm", "clear_gradient", "capture", "restore", "load_sampler", "drop_sampler", "begin_sample"),
+    *("step_sample", "cancel_sample", "end_sample"),
+)
+PASS_METHODS = {"step_pass": "step", "finish_pass": "results", "abort_pass": "abort"}
+"""The methods of `Pass` by the names of their calls."""
+CALLS: Mapping[str, type[Call]] = {
+    **{name: _make_call_type(name, AbstractBackend, name) for name in _BACKEND_METHODS},
+    **{name: _make_call_type(name, Pass, method) for name, method in PASS_METHODS.items()},
+}
 
 
-class CreateModel(Call, frozen=True, kw_only=True):
-    """`AbstractBackend.create_model`."""
-
-    model_id: ModelId
-    spec: ModelSpec
-
-
-class DeleteModel(Call, frozen=True, kw_only=True):
-    """`AbstractBackend.delete_model`."""
-
-    model_id: ModelId
-
-
-class BeginPass(Call, frozen=True, kw_only=True):
-    """`AbstractBackend.begin_pass`; its number names the pass."""
-
-    examples: tuple[PassExample, ...]
-    backward: bool
-
-
-class StepPass(Call, frozen=True, kw_only=True):
-    """`Pass.step`."""
-
-    handle: int
-
-
-class FinishPass(Call, frozen=True, kw_only=True):
-    """`Pass.results`."""
-
-    handle: int
-
-
-class AbortPass(Call, frozen=True, kw_only=True):
-    """`Pass.abort`."""
-
-    handle: int
-
-
-class OptimStep(Call, frozen=True, kw_only=True):
-    """`AbstractBackend.optim_step`."""
-
-    model_id: ModelId
-    params: OptimizerParams
-
-
-class GradientNorm(Call, frozen=True, kw_only=True):
-    """`AbstractBackend.gradient_norm`."""
-
-    model_id: ModelId
-
-
-class ClearGradient(Call, frozen=True, kw_only=True):
-    """`AbstractBackend.clear_gradient`."""
-
-    model_id: ModelId
-
-
-class Capture(Call, frozen=True, kw_only=True):
-    """`AbstractBackend.capture`; its number names the snapshot."""
-
-    model_id: ModelId
-    parts: tuple[StatePart, ...]
-
-
-class OpenSnapshot(Call, frozen=True, kw_only=True):
+class OpenSnapshot(Call, frozen=True, kw_only=True, tag="open_snapshot"):
     """`AbstractBackend.open_snapshot`; its number names the snapshot.
 
     The bytes of the files follow in their order, each file in frames of at most CHUNK_BYTES.
@@ -123,75 +76,7 @@ class OpenSnapshot(Call, frozen=True, kw_only=True):
     """Relative paths and sizes in bytes."""
 
 
-class Restore(Call, frozen=True, kw_only=True):
-    """`AbstractBackend.restore`."""
-
-    model_id: ModelId
-    spec: ModelSpec
-    handle: int
-    parts: tuple[StatePart, ...]
-
-
-class LoadSampler(Call, frozen=True, kw_only=True):
-    """`AbstractBackend.load_sampler`."""
-
-    sampler: SamplerId
-    handle: int
-
-
-class DropSampler(Call, frozen=True, kw_only=True):
-    """`AbstractBackend.drop_sampler`."""
-
-    sampler: SamplerId
-
-
-class BeginSample(Call, frozen=True, kw_only=True):
-    """`AbstractBackend.begin_sample`."""
-
-    requests: tuple[SampleRequest, ...]
-
-
-class StepSample(Call, frozen=True, kw_only=True):
-    """`AbstractBackend.step_sample`."""
-
-
-class CancelSample(Call, frozen=True, kw_only=True):
-    """`AbstractBackend.cancel_sample`."""
-
-    request_ids: tuple[RequestId, ...]
-
-
-class EndSample(Call, frozen=True, kw_only=True):
-    """`AbstractBackend.end_sample`."""
-
-    request_id: RequestId
-    index: int
-
-
-AnyCall = (
-    Close
-    | JoinHosts
-    | Start
-    | CheckDevices
-    | CreateModel
-    | DeleteModel
-    | BeginPass
-    | StepPass
-    | FinishPass
-    | AbortPass
-    | OptimStep
-    | GradientNorm
-    | ClearGradient
-    | Capture
-    | OpenSnapshot
-    | Restore
-    | LoadSampler
-    | DropSampler
-    | BeginSample
-    | StepSample
-    | CancelSample
-    | EndSample
-)
+AnyCall = Union[OpenSnapshot, *CALLS.values()]  # made when this module is loaded
 
 CHUNK_BYTES = 8 * 2**20
 """The most bytes of a file in one frame."""
@@ -203,7 +88,7 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     released: tuple[int, ...]
     """Passes and snapshots that rank 0 has dropped since the call before."""
-    call: AnyCall
+    call: AnyCall  # pyright: ignore[reportInvalidTypeForm]
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
@@ -273,8 +158,7 @@ def difference(rank: int, call: Call, reply: Reply, own: Reply) -> str | None:
 
 def name_of(call: Call) -> str:
     """Return the name of a call for people, such as step_sample."""
-    name = type(call).__name__
-    return "".join(f"_{each.lower()}" if each.isupper() else each for each in name).lstrip("_")
+    return str(call.__struct_config__.tag)
 
 
 _DECODERS = {

@@ -2,7 +2,8 @@
 
 import logging
 import os
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Generator, Hashable, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,11 +14,10 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax import checkpoint, distributed, mesh
-from skyrl_tx.backends.jax.compiler import Compiler
+from skyrl_tx.backends.jax.compiler import Compiler, set_cpu_options
 from skyrl_tx.backends.jax.config import JaxConfig, half_of_cores
 from skyrl_tx.backends.jax.costs import RANK
-from skyrl_tx.backends.jax.devices import check_devices, compilation_monitor
-from skyrl_tx.backends.jax.exhaustion import capacity_errors
+from skyrl_tx.backends.jax.devices import CompilationMonitor, capacity_errors, check_devices, compilation_monitor
 from skyrl_tx.backends.jax.kernel_choice import KernelError, choose_kernels, explain_kernels, fit_cache, num_mixtures
 from skyrl_tx.backends.jax.memory import (
     Memory,
@@ -31,13 +31,13 @@ from skyrl_tx.backends.jax.memory import (
 )
 from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
+from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.backends.jax.start_plan import plan_start
 from skyrl_tx.backends.jax.train.adapters import AdapterPool, apply_gradient, fresh_training_state, padded_rank, placed
 from skyrl_tx.backends.jax.train.optimizer import global_norm
 from skyrl_tx.backends.jax.train.passes import DispatchLimit, JaxPass
 from skyrl_tx.backends.jax.train.step_programs import StepPrograms, StepShapes, shapes_of_params
 from skyrl_tx.backends.jax.warmup import warm_up
-from skyrl_tx.backends.jax.xla_options import set_cpu_options
 from skyrl_tx.contract.backend import AbstractBackend, HostRank, Pass, Snapshot, StatePart
 from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatch
 from skyrl_tx.contract.capabilities import Capabilities
@@ -47,9 +47,12 @@ from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.requests import ModelSpec, OptimizerParams
 from skyrl_tx.contract.results import Metrics, SampleDelta
 from skyrl_tx.contract.state_files import hash_of_base_model
+from skyrl_tx.layers.kernels.choice import Kernels
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.losses import LOSSES
+from skyrl_tx.models.base import ModelFamily
 from skyrl_tx.weights import hf
+from skyrl_tx.weights.peft import AdapterFormat
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +63,30 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 class JaxBackend(AbstractBackend):
-    """See AbstractBackend."""
+    """See AbstractBackend. The attributes that are only declared here are set by `start`, phase by phase."""
+
+    # The devices and the model
+    _compilation: CompilationMonitor
+    _family: ModelFamily
+    _model: models.ModelConfig
+    _dtype: Any
+    _kernels: Kernels
+    _directory: Path
+    _params: models.DecoderParams
+    _training_params: models.DecoderParams
+    _shards: tuple[int, int]
+    """In training: the devices that share the rows, and those that share the tokens of a row."""
+    _placement: mesh.Placement
+    _format: AdapterFormat
+    # Sampling
+    _sample_memory: SampleMemory
+    _scheduler: SampleScheduler
+    # Training
+    _memory: Memory
+    _max_training_length: int
+    _max_models: int
+    _pool: AdapterPool
+    _dispatch_limit: DispatchLimit
 
     def __init__(self, base_model: str, config: JaxConfig) -> None:
         self._base_model = base_model
@@ -82,59 +108,15 @@ class JaxBackend(AbstractBackend):
             raise
 
     def _start(self) -> Capabilities:
-        config = self._config
-        configure_jax(config)
-        self._compilation = compilation_monitor()
-        try:
-            layout = mesh.make_layout(config.mesh)
-            if (warning := mesh.warning_of_unused(jax.devices(), config.mesh)) is not None:
-                log.warning(warning)
-            if mesh.platform_of(layout) == "cpu" and layout.is_split:
-                disable_compilation_cache()
-                config = config.model_copy(update={"compile_cache_dir": None})
-            config = config.for_platform(mesh.platform_of(layout))
-            content = hf.read_json(hf.resolve(self._base_model, with_weights=False), "config.json")
-            family = models.find_family(content)
-            model = replace(family.config_from_hf(content), expert_lora=config.expert_lora)
-            self._model = fit_cache(model, mesh.platform_of(layout))
-            mesh.check_divides(layout, self._model)
-            self._directory = hf.resolve(self._base_model, with_weights=config.load_format == "auto")
-            self._dtype = mesh.choose_dtype(config, layout)
-            self._kernels = choose_kernels(config, mesh.platform_of(layout), self._dtype)
-            load = (
-                hf.dummy if config.load_format == "dummy" else partial(hf.load, self._directory, weights=family.weights)
-            )
-            described = models.describe_params(self._model)
-            self._step_programs = self._compile_steps(config, layout, described)
-            params = load(parameters=described, dtype=self._dtype, placement=partial(mesh.parameter_sharding, layout))
-            self._params = replace(params, layout=layout, kernels=self._kernels)
-            in_training = mesh.training_layout(layout)
-            self._training_params = replace(self._params, layout=in_training)
-            self._shards = in_training.num_shards("batch"), in_training.num_shards("tokens")
-        except (models.UnsupportedModel, hf.CheckpointError) as error:
-            raise UserError(f"base_model {self._base_model!r}: {error}") from error
-        except mesh.MeshError as error:
-            raise UserError(f"--backend-config.mesh: {error}") from error
-        except KernelError as error:
-            raise UserError(f"{error.setting}: {error}") from error
-        for line in explain_kernels(self._kernels, self._model):
-            log.info(line)
-        self._placement = mesh.adapter_placement(layout, self._model)
-        self._format = models.adapter_format(self._model, family.weights, self._base_model)
-        self._sample_compiler = self._start_sample_compiler(layout)
-        programs = JaxPrograms(self._params, self._model, config, self._sample_compiler)
-        self._sample_memory = programs.memory
-        self._scheduler = SampleScheduler(programs, config, programs.memory, hf.read_eos_token_ids(self._directory))
-        costs = training_costs(self._training_params, self._model)
-        self._memory = Memory(plan_training_memory(config, self._training_params, self._model, costs))
-        self._max_training_length = longest_example(
-            config, self._training_params, self._model, costs, self._memory.plan
-        )
-        self._max_models = max_models(config, self._params, self._model)
-        self._pool = AdapterPool(self._max_models)
-        self._dispatch_limit = DispatchLimit()
+        with self._user_errors():
+            config, layout = self._choose_devices()
+            self._read_model_config(config, layout)
+            self._load_weights(config, layout)
+        self._start_sampling(config, layout)
+        self._plan_training(config)
         self.check_devices()  # compiles its program, which must exist when a device is lost
         self._is_started = True
+
         capabilities = self._capabilities(config)
         if config.warmup:
             warm_up(
@@ -146,6 +128,80 @@ class JaxBackend(AbstractBackend):
                 num_rows=self._shards[0],
             )
         return capabilities
+
+    @contextmanager
+    def _user_errors(self) -> Generator[None]:
+        """Raise UserError, naming the setting, for a model, mesh or kernel that is not supported."""
+        try:
+            yield
+        except (models.UnsupportedModel, hf.CheckpointError) as error:
+            raise UserError(f"base_model {self._base_model!r}: {error}") from error
+        except mesh.MeshError as error:
+            raise UserError(f"--backend-config.mesh: {error}") from error
+        except KernelError as error:
+            raise UserError(f"{error.setting}: {error}") from error
+
+    def _choose_devices(self) -> tuple[JaxConfig, Layout]:
+        """Configure JAX, and return the mesh with the settings that suit its platform."""
+        config = self._config
+        configure_jax(config)
+        self._compilation = compilation_monitor()
+        layout = mesh.make_layout(config.mesh)
+        if (warning := mesh.warning_of_unused(jax.devices(), config.mesh)) is not None:
+            log.warning(warning)
+
+        if mesh.platform_of(layout) == "cpu" and layout.is_split:
+            disable_compilation_cache()
+            config = config.model_copy(update={"compile_cache_dir": None})
+        return config.for_platform(mesh.platform_of(layout)), layout
+
+    def _read_model_config(self, config: JaxConfig, layout: Layout) -> None:
+        """Read what the model is, and choose its type and kernels."""
+        platform = mesh.platform_of(layout)
+        content = hf.read_json(hf.resolve(self._base_model, with_weights=False), "config.json")
+        self._family = models.find_family(content)
+        model = replace(self._family.config_from_hf(content), expert_lora=config.expert_lora)
+        self._model = fit_cache(model, platform)
+        mesh.check_divides(layout, self._model)
+        self._dtype = mesh.choose_dtype(config, layout)
+        self._kernels = choose_kernels(config, platform, self._dtype)
+        for line in explain_kernels(self._kernels, self._model):
+            log.info(line)
+
+    def _load_weights(self, config: JaxConfig, layout: Layout) -> None:
+        """Load the base weights, while programs of training are compiled in the background."""
+        self._directory = hf.resolve(self._base_model, with_weights=config.load_format == "auto")
+        described = models.describe_params(self._model)
+        self._step_programs = self._compile_steps(config, layout, described)
+        load = hf.dummy
+        if config.load_format != "dummy":
+            load = partial(hf.load, self._directory, weights=self._family.weights)
+        params = load(parameters=described, dtype=self._dtype, placement=partial(mesh.parameter_sharding, layout))
+
+        in_training = mesh.training_layout(layout)
+        self._params = replace(params, layout=layout, kernels=self._kernels)
+        self._training_params = replace(self._params, layout=in_training)
+        self._shards = in_training.num_shards("batch"), in_training.num_shards("tokens")
+        self._placement = mesh.adapter_placement(layout, self._model)
+        self._format = models.adapter_format(self._model, self._family.weights, self._base_model)
+
+    def _start_sampling(self, config: JaxConfig, layout: Layout) -> None:
+        """Allocate the KV cache and the slots of samples and adapters."""
+        self._sample_compiler = self._start_sample_compiler(layout)
+        programs = JaxPrograms(self._params, self._model, config, self._sample_compiler)
+        self._sample_memory = programs.memory
+        self._scheduler = SampleScheduler(programs, config, programs.memory, hf.read_eos_token_ids(self._directory))
+
+    def _plan_training(self, config: JaxConfig) -> None:
+        """Choose micro-batches and the longest example for the memory that the KV cache leaves free."""
+        costs = training_costs(self._training_params, self._model)
+        self._memory = Memory(plan_training_memory(config, self._training_params, self._model, costs))
+        self._max_training_length = longest_example(
+            config, self._training_params, self._model, costs, self._memory.plan
+        )
+        self._max_models = max_models(config, self._params, self._model)
+        self._pool = AdapterPool(self._max_models)
+        self._dispatch_limit = DispatchLimit()
 
     def _compile_steps(self, config: JaxConfig, layout: Layout, described: models.DecoderParams) -> StepPrograms | None:
         """Begin to compile programs of training, which run while weights are read; None if that is not wanted."""

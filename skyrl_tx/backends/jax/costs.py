@@ -22,7 +22,7 @@ from skyrl_tx.layers.remat import RematPolicy
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.models.parts.delta_net import DeltaNet
-from skyrl_tx.models.parts.mixture import Mixture
+from skyrl_tx.models.parts.feed_forward import Mixture
 
 _LENGTHS = 512, 1024
 """Tokens of the rows that are traced."""

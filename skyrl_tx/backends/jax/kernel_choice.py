@@ -20,7 +20,7 @@ from skyrl_tx.layers.kernels.choice import (
     PagesKernel,
 )
 from skyrl_tx.models.config import Block
-from skyrl_tx.models.parts.mixture import Mixture
+from skyrl_tx.models.parts.feed_forward import Mixture
 
 _Kernel = TypeVar("_Kernel", AttentionKernel, PagesKernel, ExpertsKernel)
 

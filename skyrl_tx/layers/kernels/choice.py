@@ -43,15 +43,6 @@ recent keys and values [B, K, U, H], of which the last one is its own. Further a
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Added:
-    """Products that are added to those of tiles: of other rows [W, P, R] with other matrices [Y, R, O], one each."""
-
-    x_WPR: jax.Array
-    matrix_Y: jax.Array
-    index_W: jax.Array
-
-
 MultiplyTiles = Callable[..., jax.Array]
 """A function of (x, matrices, index, num_used, added) that multiplies tiles of rows with one matrix each.
 

@@ -16,8 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from skyrl_tx.layers.kernels.choice import Added
 from skyrl_tx.layers.kernels.triton import SMALL_MEMORY
+from skyrl_tx.layers.tiles import AddedProducts
 
 MOST_OUTPUTS, MOST_INPUTS = 128, 64
 """Outputs of a program, and inputs of one of its steps."""
@@ -32,7 +32,7 @@ def multiply_tiles(
     matrix_X: jax.Array,
     index_W: jax.Array,
     num_used: jax.Array,
-    added: Added | None = None,
+    added: AddedProducts | None = None,
     *,
     transposed: bool = False,
     result: Any = jnp.float32,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from skyrl_tx.layers.kernels.choice import Added
+from skyrl_tx.layers.tiles import AddedProducts
 
 MATRIX_BYTES = 2**21
 """Bytes of the block of a matrix, at most, unless WIDTH outputs take more. Two are in memory at a time."""
@@ -29,7 +29,7 @@ def multiply_tiles(
     matrix_X: jax.Array,
     index_W: jax.Array,
     num_used: jax.Array,
-    added: Added | None = None,
+    added: AddedProducts | None = None,
     *,
     transposed: bool = False,
     result: Any = jnp.float32,

@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from skyrl_tx.layers.attention import causal_attention
-from skyrl_tx.layers.gather import exchanged
-from skyrl_tx.layers.held import ChunkHeld, Held, StepHeld
+from skyrl_tx.layers.cache_state import ChunkHeld, Held, StepHeld
 from skyrl_tx.layers.kernels.choice import Heads
 from skyrl_tx.layers.kv_cache import KeyValues
 from skyrl_tx.layers.lora import linear
 from skyrl_tx.layers.norm import rms_norm
 from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.layers.rope import Rope, rotate
+from skyrl_tx.layers.sharding import exchanged
 from skyrl_tx.models.parts.base import (
     LayerAdapters,
     LayerParams,

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, Self
 import jax
 from flax import struct
 
-from skyrl_tx.layers.held import ChunkHeld, Held, StepHeld
+from skyrl_tx.layers.cache_state import ChunkHeld, Held, StepHeld
 from skyrl_tx.layers.kernels.choice import NO_KERNELS, Heads, Kernels
 from skyrl_tx.layers.lora import RowAdapter
 from skyrl_tx.layers.moe import ExpertAdapters

@@ -13,13 +13,13 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 
+from skyrl_tx.layers.cache_state import ChunkHeld, Held, StepHeld
 from skyrl_tx.layers.delta_rule import delta_rule, delta_step
-from skyrl_tx.layers.held import ChunkHeld, Held, StepHeld
 from skyrl_tx.layers.lora import linear, multiply
 from skyrl_tx.layers.norm import rms_norm
 from skyrl_tx.layers.parameter import Parameter
-from skyrl_tx.layers.short_conv import conv_step, last_inputs, short_conv
-from skyrl_tx.layers.steady import sum_last
+from skyrl_tx.layers.recurrence import conv_step, last_inputs, short_conv
+from skyrl_tx.layers.stable_bits import sum_last
 from skyrl_tx.models.parts.base import (
     LayerAdapters,
     LayerParams,

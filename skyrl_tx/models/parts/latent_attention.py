@@ -15,7 +15,7 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.layers.held import ChunkHeld, Held, StepHeld
+from skyrl_tx.layers.cache_state import ChunkHeld, Held, StepHeld
 from skyrl_tx.layers.kernels.choice import Heads
 from skyrl_tx.layers.kv_cache import KeyValues
 from skyrl_tx.layers.lora import linear

@@ -14,12 +14,12 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.layers.held import ChunkHeld, Held, StepHeld
+from skyrl_tx.layers.cache_state import ChunkHeld, Held, StepHeld
 from skyrl_tx.layers.lora import linear, multiply
 from skyrl_tx.layers.norm import rms_norm
 from skyrl_tx.layers.parameter import Parameter
+from skyrl_tx.layers.recurrence import conv_step, last_inputs, short_conv
 from skyrl_tx.layers.sharding import Layout
-from skyrl_tx.layers.short_conv import conv_step, last_inputs, short_conv
 from skyrl_tx.layers.state_space import state_space, state_space_step
 from skyrl_tx.models.parts.base import (
     LayerAdapters,

@@ -6,11 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.layers.chunks import ChunkMasks
-from skyrl_tx.layers.gather import exchanged
 from skyrl_tx.layers.parameter import Axis, Parameter
-from skyrl_tx.layers.sharding import Layout
-from skyrl_tx.layers.short_conv import conv_masks
+from skyrl_tx.layers.recurrence import ChunkMasks, conv_masks
+from skyrl_tx.layers.sharding import Layout, exchanged
 from skyrl_tx.models.parts.base import LayerParams, Room
 
 Masks = tuple[jax.Array, ChunkMasks]

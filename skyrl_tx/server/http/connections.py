@@ -17,7 +17,8 @@ from http import HTTPStatus
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from skyrl_tx.server.http.uvicorn_adapter import UvicornConnection
 
 _log = logging.getLogger(__name__)
 
@@ -208,7 +209,7 @@ class Connections:
         """
         late: list[Connection] = []
         for connection in self._receiving:
-            if connection.protocol is None or not connection.protocol.flow.read_paused:
+            if connection.protocol is None or not connection.protocol.is_reading_paused:
                 connection.patience_s -= elapsed_s
                 if connection.patience_s <= 0:
                     late.append(connection)
@@ -293,7 +294,7 @@ class _HeadersRefused(Exception):
     """A request has too many headers, or too many requests wait on a connection."""
 
 
-class HttpProtocol(HttpToolsProtocol):
+class HttpProtocol(UvicornConnection):
     """uvicorn's HTTP connection, with limits on the bytes of heads and trailers and on the pace of heads and bodies."""
 
     def __init__(self, *arguments: Any, connections: Connections, **named: Any) -> None:
@@ -315,14 +316,14 @@ class HttpProtocol(HttpToolsProtocol):
 
         uvicorn logs a warning for each malformed request, and has no limit.
         """
-        self._unset_keepalive_if_required()
+        self.stop_keep_alive()
         if not self._connections.is_expected(self._connection):
             self._connections.expect(self._connection, self._connections.header_timeout_s)
-        while data and self.parser is not None and not self.transport.is_closing():
+        while data and self.is_open:
             piece, data = self._split(data)
             self._has_progressed = False
             try:
-                self.parser.feed_data(piece)
+                self.parse(piece)
             except httptools.HttpParserUpgrade:  # not offered: the request is served as HTTP/1.1
                 pass
             except httptools.HttpParserError as error:
@@ -345,11 +346,10 @@ class HttpProtocol(HttpToolsProtocol):
     def _refuse(self, status: HTTPStatus, detail: str) -> None:
         """Send an error response and close."""
         content = b'{"detail":"%s"}' % detail.encode()
-        self.transport.write(
+        self.send_and_close(
             b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
             % (status, status.phrase.encode(), len(content), content)
         )
-        self.transport.close()
 
     def on_message_begin(self) -> None:
         """Start to wait for the head of a request."""
@@ -362,13 +362,13 @@ class HttpProtocol(HttpToolsProtocol):
         """Add a header. Trailers are discarded, because the headers have been checked by then."""
         if self._is_in_body:
             return
-        if len(self.headers) >= _MAX_HEADERS:
+        if self.num_headers >= _MAX_HEADERS:
             raise _HeadersRefused(f"more than {_MAX_HEADERS} headers")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Start the request, and wait for its body."""
-        if len(self.pipeline) >= _MAX_PIPELINED:
+        if self.num_waiting_requests >= _MAX_PIPELINED:
             raise _HeadersRefused(f"more than {_MAX_PIPELINED} requests before the response to the first")
         self._has_progressed = self._is_in_body = True
         self._connections.expect(self._connection, self._connections.body_timeout_s)
@@ -387,15 +387,11 @@ class HttpProtocol(HttpToolsProtocol):
         self._has_progressed = True
         self._connections.expect_nothing(self._connection)
         super().on_message_complete()
-        if self.cycle.response_complete:  # the response came before the end of the body
-            self._start_keep_alive()
+        if self.is_response_complete:  # the response came before the end of the body
+            self.start_keep_alive()
 
     def on_response_complete(self) -> None:
         """Start the next request; without one the connection is idle."""
         super().on_response_complete()
-        if not self.transport.is_closing() and self.cycle.response_complete:
+        if self.is_open and self.is_response_complete:
             self._connections.mark_idle(self._connection)
-
-    def _start_keep_alive(self) -> None:
-        self._unset_keepalive_if_required()
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)

@@ -12,7 +12,7 @@ from msgspec import UNSET
 from skyrl_tx.contract import results
 from skyrl_tx.contract.arrays import Cells, Float32Array, NumberArray
 from skyrl_tx.server.http.body import PROTOBUF
-from skyrl_tx.server.submission.proto import wire_pb2
+from skyrl_tx.server.submission import wire_pb2
 from skyrl_tx.server.submission.tensors import batched, to_proto
 
 _OUTPUT_TYPE = "ArrayRecord"

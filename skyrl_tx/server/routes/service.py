@@ -1,18 +1,27 @@
-"""Endpoints for client flags, capabilities, health and telemetry."""
+"""Endpoints for client flags, capabilities, health, telemetry, metrics and the caller's API key."""
 
+import ipaddress
+import time
 from http import HTTPStatus
 from typing import Annotated, cast
 
-from fastapi import APIRouter, Depends, Header, Response
+from fastapi import APIRouter, Depends, Header, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from sqlmodel import Session
 
-from skyrl_tx.apps.history import telemetry_metrics
-from skyrl_tx.process import threads
+from skyrl_tx.process import exposition, threads
 from skyrl_tx.server.context import ApiContext, Incoming, get_context
+from skyrl_tx.server.errors import ApiError, not_found
+from skyrl_tx.server.http.connections import plain_address
+from skyrl_tx.server.http.request_guard import UNTRUSTED
+from skyrl_tx.server.identity.authentication import ORGANIZATION
+from skyrl_tx.server.routes.training import offers_custom_losses
 from skyrl_tx.server.schemas import service as schemas
-from skyrl_tx.server.submission import custom_losses
-from skyrl_tx.store import engine_state
+from skyrl_tx.store import audit, engine_state, keys
 
 router = APIRouter()
+metrics_router = APIRouter()
+"""The page `/metrics`, which is not below `/api/v1`."""
 _LIVENESS_TIMEOUT_S = 0.25
 """Time for reading the engine's status: a probe fails after a second, and a slow database is no reason to restart."""
 _WITHOUT_PYQWEST = ("3.10.", "3.11.")
@@ -23,6 +32,11 @@ that meets the response (https://github.com/python/cpython/issues/86296, fixed i
 `ServiceClient` is closed and waits for them (`InternalClientHolder._async_cleanup`), then forever: once in some hundred
 short programs.
 """
+_ENGINE_TIMEOUT_S = 0.8
+"""The page responds within a second, also while the engine is stopped."""
+_METRICS_SCOPES = frozenset({"admin", "metrics"})
+_REVOKED = "the key has been revoked"
+_AUTH_DISABLED = "authentication is disabled on this server"
 
 
 @router.post("/client/config")
@@ -39,7 +53,7 @@ def client_config(
     """
     response.headers["Connection"] = "close"
     return schemas.ClientConfigResponse(
-        custom_loss_server_side=custom_losses.are_offered(call),
+        custom_loss_server_side=offers_custom_losses(call),
         use_pyqwest_transport=not python.startswith(_WITHOUT_PYQWEST),
     )
 
@@ -90,5 +104,86 @@ async def liveness(context: Annotated[ApiContext, Depends(get_context)], respons
 @router.post("/telemetry")
 def telemetry(call: Incoming) -> dict[str, str]:
     """Accept telemetry: keep the metrics that programs log through the SDK, discard all else."""
-    telemetry_metrics.keep(call)
+    for extension in call.context.extensions.values():
+        if extension.on_telemetry is not None:
+            extension.on_telemetry(call)
     return {"status": "accepted"}
+
+
+@router.post("/auth/token")
+def token(call: Incoming) -> dict[str, str]:
+    """Exchange an API key for a token (JWT)."""
+    return {"jwt": call.context.authenticator.issue_token(call.caller)}
+
+
+@router.get("/auth/apikey/me")
+def own_key(call: Incoming) -> schemas.KeyResponse:
+    """Describe the caller's API key."""
+    key_id = call.caller.key_id
+    details = {"org_details": {"name": ORGANIZATION}, "user_details": {"email": call.caller.owner}}
+    if key_id is None:
+        return schemas.KeyResponse(key_id=0, name="any", note=_AUTH_DISABLED, details=details)
+    row = call.store.read(lambda tx: keys.get(tx, key_id))
+    if row is None:
+        raise not_found(_REVOKED)
+    return schemas.KeyResponse(key_id=key_id, name=row.name, note=row.note, details=details)
+
+
+@router.delete("/auth/apikey/me", status_code=HTTPStatus.NO_CONTENT)
+def revoke_own_key(call: Incoming) -> None:
+    """Revoke the caller's API key."""
+    key_id = call.caller.key_id
+    if key_id is None:
+        raise not_found(f"{_AUTH_DISABLED}: there is no key to revoke")
+
+    def work(tx: Session) -> bool:
+        now = time.time()
+        is_revoked = keys.revoke(tx, key_id, now)
+        if is_revoked:
+            audit.record(tx, "organization_key_revoked", call.caller.actor, now, key=key_id, owner=call.caller.owner)
+        return is_revoked
+
+    if not call.store.write(work):
+        raise not_found(_REVOKED)
+    call.context.authenticator.clear_cache()
+
+
+@metrics_router.get("/metrics", include_in_schema=False)
+async def metrics(request: Request, context: Annotated[ApiContext, Depends(get_context)]) -> Response:
+    """Return all metrics in the text format of Prometheus, or in OpenMetrics if that is accepted."""
+    await _check_metrics_access(request, context)
+    is_openmetrics = "application/openmetrics-text" in request.headers.get("accept", "")
+    engine = await exposition.read_metrics(
+        context.settings.data_dir, is_openmetrics=is_openmetrics, timeout_s=_ENGINE_TIMEOUT_S
+    )
+    context.metrics.engine_up.set(engine is not None)
+    own = await run_in_threadpool(exposition.render, context.metrics.registry, is_openmetrics=is_openmetrics)
+    return Response(
+        own + (engine or b"") + (exposition.END if is_openmetrics else b""),
+        headers={"Content-Type": exposition.content_type(is_openmetrics=is_openmetrics)},
+    )
+
+
+async def _check_metrics_access(request: Request, context: ApiContext) -> None:
+    """Raise ApiError unless everyone may read, the caller is on this machine, or it has a key of a fitting scope."""
+    if context.settings.metrics_open:
+        return
+    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+    credential = request.headers.get("x-api-key", "") or (bearer.strip() if scheme.lower() == "bearer" else "")
+    address = "" if request.client is None else request.client.host
+    if not credential and _is_loopback(address) and UNTRUSTED not in request.scope:
+        return
+    principal = await run_in_threadpool(context.authenticator.authenticate, credential, address)
+    if principal.scope not in _METRICS_SCOPES:
+        raise ApiError(
+            HTTPStatus.FORBIDDEN,
+            f"X-API-Key: a key of scope {principal.scope} does not allow GET metrics; it takes scope admin, metrics",
+            reason="scope",
+        )
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(plain_address(address)).is_loopback
+    except ValueError:  # a Unix socket, or no address
+        return False

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from sqlmodel import Session
 
 from skyrl_tx.contract.ids import SessionId
-from skyrl_tx.server.context import AccessScope, Incoming, Limit, Offset, base_url
+from skyrl_tx.server.context import AccessScope, Incoming, Limit, Offset
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import USER_URN, Principal
@@ -55,8 +55,13 @@ def create_session(call: Incoming, request: Request) -> dict[str, str]:
 
     created = call.store.write(work)
     response = {"type": "create_session", "session_id": str(created)}
-    if not call.settings.no_console:
-        response["info_message"] = f"live: {base_url(call.settings, request)}/sessions/{created}"
+    descriptions = (
+        extension.describe_session(call, request, created)
+        for extension in call.context.extensions.values()
+        if extension.describe_session is not None
+    )
+    if lines := [line for line in descriptions if line is not None]:
+        response["info_message"] = "\n".join(lines)
     return response
 
 

@@ -1,21 +1,21 @@
-"""Endpoints that create, train and describe models."""
+"""Endpoints that create, train and describe models, and store losses that clients upload."""
 
 from fastapi import APIRouter
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from skyrl_tx.contract import requests
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.contract.ids import ModelId, SessionId
 from skyrl_tx.server.context import Call, Incoming, IncomingData
-from skyrl_tx.server.errors import bad_request
+from skyrl_tx.server.errors import bad_request, not_found
 from skyrl_tx.server.http.body import parse
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.schemas import training as schemas
 from skyrl_tx.server.schemas.base import CreationIds, ModelRequestIds
-from skyrl_tx.server.submission import submission
-from skyrl_tx.server.submission.proto import wire_pb2
+from skyrl_tx.server.submission import submission, training, wire_pb2
+from skyrl_tx.server.submission.loss_graph.compile import compile_loss
 from skyrl_tx.server.submission.submission import Submission, submit, submit_json
-from skyrl_tx.server.submission.translate import training
+from skyrl_tx.store import engine_state
 
 router = APIRouter()
 
@@ -86,6 +86,35 @@ def get_info(call: Incoming) -> schemas.GetInfoResponse:
         lora_rank=spec.lora.rank,
         optimizer_config=schemas.OptimizerConfig(type=spec.optimizer),
     )
+
+
+@router.post("/create_custom_loss", response_model_exclude_none=True)
+def create_custom_loss(call: Incoming) -> schemas.FutureHandle:
+    """Check a traced loss against the vocabulary and store it for its session; 400 names the node that is refused.
+
+    404 if this server evaluates no custom losses: the SDK retries other statuses for minutes (0.38,
+    execute_with_retries).
+    """
+    if not offers_custom_losses(call):
+        raise not_found(
+            "custom losses on the server are not offered; forward_backward_custom with a Python function runs the loss "
+            "in the client, with the same gradients"
+        )
+    request = call.body.model(schemas.CreateCustomLossRequest)
+    call.check_unknown(request)
+    loss = compile_loss(request)
+    session_id = SessionId(request.session_id)
+    handle = call.store.write(lambda tx: submission.custom_loss(tx, call, session_id, request.custom_loss_seq_id, loss))
+    call.context.metrics.submitted("create_custom_loss").inc()
+    return handle
+
+
+def offers_custom_losses(call: Call) -> bool:
+    """Whether the engine's backend evaluates custom losses and the operator lets it; False while no engine ever ran."""
+    if call.settings.no_custom_losses:
+        return False
+    state = call.store.read(engine_state.get)
+    return state is not None and state.capabilities.get("custom_losses") is True
 
 
 def _forward_backward_protobuf(call: Call) -> schemas.FutureHandle:

@@ -27,7 +27,7 @@ from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.server.schemas.base import CreationIds, ModelRequestIds, WireModel
 from skyrl_tx.server.schemas.training import FutureHandle
-from skyrl_tx.server.submission.translate.provenance import Provenance, fill_recorded
+from skyrl_tx.server.submission.provenance import Provenance, fill_recorded
 from skyrl_tx.server.submission.validation import first_error, shown
 from skyrl_tx.store import custom_losses, futures, models, placement, samplers, stability
 from skyrl_tx.store.database import Store

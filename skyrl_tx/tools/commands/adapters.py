@@ -15,19 +15,19 @@ from skyrl_tx.artifacts import Artifact
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, SessionId, checkpoint_name, model_id
 from skyrl_tx.contract.requests import ModelSpec
-from skyrl_tx.store import audit, checkpoints, engine_state, keys, manifests, models, sessions
+from skyrl_tx.launch.command import CommandError
+from skyrl_tx.launch.command_line import (
+    absolute_path,
+    find_checkpoint,
+    finish_parser,
+    open_artifact_store,
+    open_database,
+    record_audit,
+)
+from skyrl_tx.store import checkpoints, engine_state, keys, manifests, models, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.keys import LOCAL_OWNER
 from skyrl_tx.store.tables import CheckpointRow, ModelRow
-from skyrl_tx.tools.commands.common import (
-    CommandError,
-    absolute_path,
-    artifacts_of,
-    find_checkpoint,
-    finish_parser,
-    open_database,
-    os_user,
-)
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +75,7 @@ def _export(arguments: argparse.Namespace) -> None:
     with open_database(arguments) as store:
         row = find_checkpoint(store, arguments.path)
         served = _served_names(store)
-    artifacts = artifacts_of(arguments)
+    artifacts = open_artifact_store(arguments)
     with artifacts.held(row.artifact_id):
         _write_export(arguments, row, artifacts.open(row.artifact_id).path, served)
 
@@ -153,7 +153,7 @@ def _import(arguments: argparse.Namespace) -> None:
         owner = _owner(store, arguments.owner)
         base, base_name = _base(store, directory, arguments)
         spec, write = _convert(directory, base)
-        artifacts = artifacts_of(arguments)
+        artifacts = open_artifact_store(arguments)
         session_id = sessions.new_id()
         metadata = {
             **manifests.run_metadata(
@@ -264,5 +264,5 @@ def _record(
             size_bytes=artifact.size_bytes,
         )
         checkpoints.put(tx, row, overwrite=False)
-        audit.record(tx, "checkpoint_create", audit.OPERATOR, now, path=path, os_user=os_user(), purpose="import")
+        record_audit(tx, "checkpoint_create", path=path, purpose="import")
     return paths[0], paths[1]

@@ -11,7 +11,6 @@ import os
 import secrets
 import shutil
 import tempfile
-import textwrap
 import time
 from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
@@ -34,17 +33,10 @@ from skyrl_tx.artifacts import (
     recorded_url,
 )
 from skyrl_tx.contract.ids import ArtifactId
+from skyrl_tx.launch.command import CommandError
+from skyrl_tx.launch.command_line import Progress, absolute_path, finish_parser, in_units, open_database, when
 from skyrl_tx.store import checkpoints, database, identity, samplers
 from skyrl_tx.store.database import Store
-from skyrl_tx.tools.commands.common import (
-    CommandError,
-    Progress,
-    absolute_path,
-    finish_parser,
-    in_units,
-    open_database,
-    when,
-)
 
 _MANIFEST = "backup.json"
 _KEY = "signing.key"
@@ -78,12 +70,11 @@ class _Copied:
 
 def add_backup_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `backup`."""
-    parser.description = textwrap.fill(
+    parser.description = (
         "Copy the database, the weights that it refers to, and the signing key into a directory, also while a server "
         "runs. An earlier backup in it is updated: artifacts that it has are not copied again. On the file system of "
         "the data directory weights are hard links, which take no space but share the disk's damages; --copy avoids "
-        "this. PostgreSQL is copied with pg_dump. The exit status is 1 if artifacts were damaged or missing.",
-        width=110,
+        "this. PostgreSQL is copied with pg_dump. The exit status is 1 if artifacts were damaged or missing."
     )
     parser.add_argument("directory", metavar="DIR", type=absolute_path, help="new directory, or one with a backup")
     parser.add_argument("--copy", action="store_true", help="copy the weights, never make hard links")
@@ -92,10 +83,9 @@ def add_backup_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_restore_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `restore`."""
-    parser.description = textwrap.fill(
+    parser.description = (
         "Check the hashes of a backup and create a data directory from it. With a backup of PostgreSQL, --database-url "
-        "names an empty database, which is filled with pg_restore.",
-        width=110,
+        "names an empty database, which is filled with pg_restore."
     )
     parser.add_argument("directory", metavar="DIR", type=absolute_path, help="directory of the backup")
     finish_parser(parser, _restore)

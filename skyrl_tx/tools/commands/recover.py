@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-import textwrap
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -10,27 +9,26 @@ from dataclasses import dataclass
 
 from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing, ArtifactStore, recorded_url
 from skyrl_tx.contract.ids import ArtifactId
-from skyrl_tx.store import identity, manifests, models
-from skyrl_tx.store.database import Store
-from skyrl_tx.tools.commands.common import (
-    CommandError,
+from skyrl_tx.launch.command import CommandError
+from skyrl_tx.launch.command_line import (
     Record,
-    artifacts_of,
     finish_parser,
     in_units,
+    open_artifact_store,
     open_database,
     table,
     when,
 )
+from skyrl_tx.store import identity, manifests, models
+from skyrl_tx.store.database import Store
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.description = textwrap.fill(
+    parser.description = (
         "Restore checkpoints whose rows the database does not have, because it was lost or is older, from the "
         "manifests of their files. The newest snapshot of a run becomes its checkpoint `snapshot-N`. Owners stay, "
-        "nothing is public, and runs are restored unloaded. Works while a server runs.",
-        width=110,
+        "nothing is public, and runs are restored unloaded. Works while a server runs."
     )
     parser.add_argument(
         "artifact",
@@ -56,7 +54,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if not place and not (arguments.data_dir / "artifacts").is_dir():
         raise CommandError(f"--data-dir {arguments.data_dir}: no server has stored artifacts there")
     with open_database(arguments, create=True) as store:  # the old one may be lost
-        artifacts = artifacts_of(arguments)
+        artifacts = open_artifact_store(arguments)
         unclaimed, trashed = identity.find_unclaimed(store, artifacts), artifacts.ids(trashed=True)
         found = [*_describe(artifacts, unclaimed), *_describe(artifacts, trashed, is_trashed=True)]
         if arguments.list:

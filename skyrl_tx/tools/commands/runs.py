@@ -3,34 +3,37 @@
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Literal
 
 from sqlmodel import Session, col, select
 
-from skyrl_tx.apps.history import points
+from skyrl_tx.apps.history import points, run_report
+from skyrl_tx.compose import APPS
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId
 from skyrl_tx.contract.requests import ModelSpec, UnloadModel
-from skyrl_tx.store import audit, checkpoints, futures, models
-from skyrl_tx.store.audit import OPERATOR
-from skyrl_tx.store.database import Store
-from skyrl_tx.store.futures import NewRequest
-from skyrl_tx.store.tables import CheckpointRow, ModelRow, SessionRow
-from skyrl_tx.tools.commands import run_report
-from skyrl_tx.tools.commands.common import (
-    CommandError,
+from skyrl_tx.engine.retention import Retention
+from skyrl_tx.launch.app import load_engine_extensions
+from skyrl_tx.launch.command import CommandError
+from skyrl_tx.launch.command_line import (
     Record,
-    claim_artifacts,
-    collect_artifacts,
     confirmed,
     find_checkpoint,
     finish_list_parser,
     finish_parser,
+    open_artifact_store,
     open_database,
-    os_user,
+    record_audit,
     when,
 )
+from skyrl_tx.store import audit, checkpoints, futures, identity, models
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.dialect import role_lock
+from skyrl_tx.store.errors import StoreInUse
+from skyrl_tx.store.futures import NewRequest
+from skyrl_tx.store.tables import CheckpointRow, ModelRow, SessionRow
 
 _LAST = 64
 """Passes from which the list computes a run's last loss."""
@@ -42,26 +45,28 @@ _RESTORE = "the files stay for a day, or for the server's --deletion-undo-s; unt
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `runs`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    listing = actions.add_parser("list", help="show all runs, most recently used first", allow_abbrev=False)
+    listing = actions.add_parser("list", help="show all runs, most recently used first")
     listing.add_argument("--owner", help="only runs of this owner")
     listing.add_argument("--deleted", action="store_true", help="only deleted runs, which `undelete` can restore")
     finish_list_parser(listing, _runs, nothing="no runs")
-    showing = actions.add_parser("show", help="show one run: metrics, curves, checkpoints", allow_abbrev=False)
+
+    showing = actions.add_parser("show", help="show one run: metrics, curves, checkpoints")
     showing.add_argument("run_id", metavar="RUN", help="id of a run, as `list` shows it")
     showing.add_argument("--json", action="store_true", help="print JSON, with all points")
     finish_parser(showing, run_report.show)
+
     deleting = actions.add_parser(
         "delete",
         help="delete runs with all their checkpoints",
         description="Delete runs with all their checkpoints and results. `undelete` can restore them for a day, or for "
         "the server's --deletion-undo-s. With --now a running server unloads them, and nothing can be restored.",
-        allow_abbrev=False,
     )
     deleting.add_argument("run_id", nargs="+", metavar="RUN", help="id of a run, as `list` shows it")
     deleting.add_argument("--now", action="store_true", help="delete for good")
     deleting.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     finish_parser(deleting, _delete_runs)
-    restoring = actions.add_parser("undelete", help="restore deleted runs with their checkpoints", allow_abbrev=False)
+
+    restoring = actions.add_parser("undelete", help="restore deleted runs with their checkpoints")
     restoring.add_argument("run_id", nargs="+", metavar="RUN", help="id of a run, as `list --deleted` shows it")
     finish_parser(restoring, _undelete_runs)
 
@@ -108,22 +113,21 @@ def _delete_runs(arguments: argparse.Namespace) -> None:
         if not arguments.yes and not confirmed(f"delete {', '.join(arguments.run_id)} with all checkpoints?"):
             raise CommandError("nothing was deleted")
         if arguments.now:
-            claim_artifacts(store, arguments)
+            _claim_artifacts(store, arguments)
         for run_id in map(ModelId, arguments.run_id):
             if arguments.now:
                 _delete_run(store, run_id)
             else:
                 store.write(partial(_change_run, run_id=run_id, event="run_delete"))
             print(f"deleted {run_id}")
-        print(collect_artifacts(store, arguments) if arguments.now else f"{_RESTORE}runs undelete`")
+        print(_collect_artifacts(store, arguments) if arguments.now else f"{_RESTORE}runs undelete`")
 
 
 def _change_run(tx: Session, run_id: ModelId, event: Literal["run_delete", "run_restore"]) -> bool:
     """Delete or restore a run; return False if that was not possible."""
-    now = time.time()
-    is_done = models.mark_deleted(tx, run_id, now) if event == "run_delete" else models.undelete(tx, run_id)
+    is_done = models.mark_deleted(tx, run_id, time.time()) if event == "run_delete" else models.undelete(tx, run_id)
     if is_done:
-        audit.record(tx, event, OPERATOR, now, run_id=run_id, os_user=os_user())
+        record_audit(tx, event, run_id=run_id)
     return is_done
 
 
@@ -142,9 +146,11 @@ def _delete_run(store: Store, model_id: ModelId) -> None:
     if store.is_peer_running():
         _unload(store, model_id)
 
+    retention = Retention.collect(load_engine_extensions(APPS))
+
     def work(tx: Session) -> None:
         models.set_status(tx, model_id, "unloaded")
-        models.delete(tx, model_id)
+        models.delete(tx, model_id, retention.delete_runs)
 
     store.write(work)
 
@@ -177,7 +183,7 @@ def _unload(store: Store, model_id: ModelId) -> None:
 def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `checkpoints`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    listing = actions.add_parser("list", help="show checkpoints, newest first", allow_abbrev=False)
+    listing = actions.add_parser("list", help="show checkpoints, newest first")
     listing.add_argument("--run", dest="run_id", metavar="RUN", help="only checkpoints of this run")
     listing.add_argument(
         "--kind", choices=[kind.value for kind in CheckpointKind], help="only checkpoints of this kind"
@@ -186,19 +192,26 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
         "--deleted", action="store_true", help="only deleted checkpoints, which `undelete` can restore"
     )
     finish_list_parser(listing, _checkpoints, nothing="no checkpoints")
-    deleting = actions.add_parser("delete", help="delete checkpoints", allow_abbrev=False)
-    deleting.add_argument("path", nargs="+", metavar="PATH", help="tinker://<run>/<kind>/<name>")
+
+    deleting = actions.add_parser("delete", help="delete checkpoints")
+    _add_paths(deleting)
     deleting.add_argument("--now", action="store_true", help="delete for good; `undelete` cannot restore them")
     finish_parser(deleting, _delete_checkpoints)
-    restoring = actions.add_parser("undelete", help="restore deleted checkpoints", allow_abbrev=False)
-    restoring.add_argument("path", nargs="+", metavar="PATH", help="tinker://<run>/<kind>/<name>")
+
+    restoring = actions.add_parser("undelete", help="restore deleted checkpoints")
+    _add_paths(restoring)
     finish_parser(restoring, _undelete_checkpoints)
-    keeping = actions.add_parser("keep", help="set when checkpoints expire", allow_abbrev=False)
-    keeping.add_argument("path", nargs="+", metavar="PATH", help="tinker://<run>/<kind>/<name>")
+
+    keeping = actions.add_parser("keep", help="set when checkpoints expire")
+    _add_paths(keeping)
     keeping.add_argument(
         "--for", dest="seconds", type=int, metavar="SECONDS", help="time to live from now; default: no expiry"
     )
     finish_parser(keeping, _keep)
+
+
+def _add_paths(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", nargs="+", metavar="PATH", help="tinker://<run>/<kind>/<name>")
 
 
 def _checkpoints(tx: Session, arguments: argparse.Namespace) -> list[Record]:
@@ -224,22 +237,22 @@ def _checkpoints(tx: Session, arguments: argparse.Namespace) -> list[Record]:
 def _delete_checkpoints(arguments: argparse.Namespace) -> None:
     with open_database(arguments) as store:
         if arguments.now:
-            claim_artifacts(store, arguments)
+            _claim_artifacts(store, arguments)
             paths = list(map(CheckpointPath.parse, arguments.path))
             store.write(partial(_purge, paths=paths))
         else:
             change = partial(checkpoints.mark_deleted, now=time.time())
-            paths = _for_each(store, arguments.path, change, "checkpoint_delete")
+            paths = _change_all(store, arguments.path, change, "checkpoint_delete")
         for path in paths:
             print(f"deleted {path}")
-        print(collect_artifacts(store, arguments) if arguments.now else f"{_RESTORE}checkpoints undelete`")
+        print(_collect_artifacts(store, arguments) if arguments.now else f"{_RESTORE}checkpoints undelete`")
 
 
 def _purge(tx: Session, paths: Sequence[CheckpointPath]) -> None:
     for path in paths:
         if not checkpoints.delete(tx, path):
             raise CommandError(f"{path}: there is no such checkpoint; `skyrl-tx checkpoints list` shows all")
-        audit.record(tx, "checkpoint_delete", OPERATOR, time.time(), path=path, os_user=os_user(), for_good=True)
+        record_audit(tx, "checkpoint_delete", path=path, for_good=True)
 
 
 def _undelete_checkpoints(arguments: argparse.Namespace) -> None:
@@ -256,7 +269,7 @@ def _undelete_checkpoints(arguments: argparse.Namespace) -> None:
                     f"{path}: there is no such deleted checkpoint, or its name was used again; "
                     "`skyrl-tx checkpoints list --deleted` shows all"
                 )
-            audit.record(tx, "checkpoint_restore", OPERATOR, time.time(), path=path, os_user=os_user())
+            record_audit(tx, "checkpoint_restore", path=path)
 
     with open_database(arguments) as store:
         store.write(work)
@@ -272,11 +285,11 @@ def _keep(arguments: argparse.Namespace) -> None:
     expires_at = None if arguments.seconds is None else time.time() + arguments.seconds
     with open_database(arguments) as store:
         change = partial(checkpoints.set_ttl, expires_at=expires_at)
-        for path in _for_each(store, arguments.path, change, "checkpoint_ttl_set", ttl_seconds=arguments.seconds):
+        for path in _change_all(store, arguments.path, change, "checkpoint_ttl_set", ttl_seconds=arguments.seconds):
             print(f"{path} {'never expires' if expires_at is None else f'expires at {when(expires_at)}'}")
 
 
-def _for_each(
+def _change_all(
     store: Store,
     texts: Sequence[str],
     change: Callable[[Session, CheckpointPath], object],
@@ -289,7 +302,32 @@ def _for_each(
     def work(tx: Session) -> None:
         for path in paths:
             change(tx, path)
-            audit.record(tx, event, OPERATOR, time.time(), path=path, os_user=os_user(), **details)
+            record_audit(tx, event, path=path, **details)
 
     store.write(work)
     return paths
+
+
+def _claim_artifacts(store: Store, arguments: argparse.Namespace) -> None:
+    """Record that the artifacts belong to this database, before rows are deleted; for directories without a record."""
+    artifacts = open_artifact_store(arguments)
+    if not artifacts.is_remote and artifacts.identity() is None:
+        with suppress(StoreInUse), role_lock(arguments.data_dir, "engine"):
+            identity.claim(store, artifacts)
+
+
+def _collect_artifacts(store: Store, arguments: argparse.Namespace) -> str:
+    """Take away unreferenced artifacts, unless an engine does that; return a message for the user."""
+    artifacts = open_artifact_store(arguments)
+    if artifacts.is_remote:  # an engine on another machine may collect them
+        return "the server removes the unused files"
+    try:
+        with role_lock(arguments.data_dir, "engine"):
+            claim = identity.claim(store, artifacts)
+            keep = store.read(checkpoints.referenced_artifacts)
+            if keep is None:
+                return "no files were removed: a pending load request is damaged; the next start of the server fails it"
+            taken = artifacts.collect(keep | claim.unclaimed, claim.looked_at)
+    except StoreInUse:
+        return "the running server removes the unused files"
+    return f"moved {len(taken)} unused artifacts to the trash; the next start of the server moves recent ones"

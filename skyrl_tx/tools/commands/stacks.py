@@ -1,27 +1,21 @@
-"""`skyrl-tx stacks`: makes the processes of a data directory write the stacks of their threads to their logs."""
+"""Finds the processes of a data directory, and makes them write the stacks of their threads to their logs."""
 
-import argparse
 import os
 import signal
 from pathlib import Path
 
-from skyrl_tx.tools.commands.common import CommandError, finish_parser
+from skyrl_tx.launch.command import CommandError
 
 _ROLES = "api", "engine"
 _PROCESSES = Path("/proc")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags."""
-    finish_parser(parser, _run)
-
-
-def _run(arguments: argparse.Namespace) -> None:
-    data_dir: Path = arguments.data_dir
-    holders = {role: pid for role in _ROLES if (pid := holder(data_dir / f"{role}.lock")) is not None}
-    if not holders:
+def write_stacks(data_dir: Path) -> None:
+    """Make the processes that run on a data directory write their stacks. Raises CommandError if that fails."""
+    pids = {role: pid for role in _ROLES if (pid := find_process(data_dir / f"{role}.lock")) is not None}
+    if not pids:
         raise CommandError(f"--data-dir {data_dir}: no server runs there")
-    for role, pid in holders.items():
+    for role, pid in pids.items():
         if not _catches_sigquit(pid):
             raise CommandError(
                 f"process {pid} ({role}) would be ended by the signal: it is starting, or an old release"
@@ -30,7 +24,7 @@ def _run(arguments: argparse.Namespace) -> None:
         print(f"process {pid} ({role}) writes its stacks to its log")
 
 
-def holder(lock: Path) -> int | None:
+def find_process(lock: Path) -> int | None:
     """Return the running process that has a role's lock file open, or None."""
     try:
         pid = int(lock.read_text())

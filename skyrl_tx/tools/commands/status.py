@@ -1,4 +1,7 @@
-"""`skyrl-tx status` and `skyrl-tx top`: one screen about a server, once or continuously."""
+"""`skyrl-tx status`: one screen about a server, once or continuously; or the stacks of its threads in its log.
+
+The database alone is read, so that a server that is dead is described, too.
+"""
 
 import argparse
 import json
@@ -6,18 +9,35 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+from sqlmodel import Session
 
+from skyrl_tx.contract import codec
+from skyrl_tx.contract.results import Failure
+from skyrl_tx.launch.command import CommandError
+from skyrl_tx.launch.command_line import finish_parser, in_units, open_database
+from skyrl_tx.store import engine_state, server_points, totals
 from skyrl_tx.store.errors import StoreError
-from skyrl_tx.tools.commands import server_status
-from skyrl_tx.tools.commands.common import finish_parser, in_units, open_database
-from skyrl_tx.tools.commands.server_status import ServerStatus
+from skyrl_tx.store.pauses import pauses_of
+from skyrl_tx.store.tables import EngineStateRow
+from skyrl_tx.tools.commands.stacks import write_stacks
+
+_SILENCE_S = 10.0
+"""Time without a published status after which an engine counts as not running."""
+_HISTORY_S = 900.0
+"""Time for which the server's gauges are read."""
+_MEAN_OVER_S = 300.0
+_RATES = (
+    *("training_tokens_per_s", "sampled_tokens_per_s", "prompt_tokens_per_s"),
+    *("requests_completed_per_s", "requests_failed_per_s"),
+)
+
 
 _BARS = "▁▂▃▄▅▆▇█"
 _NUM_BARS = 30
@@ -26,31 +46,42 @@ _PERIOD_S = 1.0
 _GOOD = frozenset({"ready"})
 
 
-def add_status_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `status`."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
     parser.description = (
         "Show what a server does: the engine, open requests by owner, speed, memory and the last failures. Reads the "
         "database alone, so it also describes a server that is dead. The exit status is 1 unless the engine is ready."
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON")
+    form.add_argument("--watch", action="store_true", help="show the screen again each second, until Ctrl-C")
+    form.add_argument(
+        "--stacks",
+        action="store_true",
+        help="make the processes of the server write the stacks of all their threads to their logs",
+    )
+    parser.add_argument("--times", type=int, metavar="N", help="end --watch after N screens (default: never)")
     parser.add_argument(
         "--here",
         action="store_true",
         help="only the engines of this machine, by its host name: whether a container's engine is ready",
     )
-    finish_parser(parser, _run_status)
+    finish_parser(parser, _run)
 
 
-def add_top_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `top`."""
-    parser.description = "Show the screen of `skyrl-tx status` again each second, until Ctrl-C."
-    parser.add_argument("--times", type=int, metavar="N", help="end after N screens (default: never)")
-    finish_parser(parser, _run_top)
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.times is not None and not arguments.watch:
+        raise CommandError("--times: only with --watch", status=2)
+    if arguments.stacks:
+        write_stacks(arguments.data_dir)
+        return 0
+    host = socket.gethostname() if arguments.here else None
+    if arguments.watch:
+        _watch(arguments, host)
+        return 0
 
-
-def _run_status(arguments: argparse.Namespace) -> int:
     with open_database(arguments) as store:
-        status = store.read(lambda tx: server_status.read(tx, socket.gethostname() if arguments.here else None))
+        status = store.read(lambda tx: read_status(tx, host))
     if arguments.json:
         print(json.dumps(asdict(status), indent=2))
     else:
@@ -58,7 +89,7 @@ def _run_status(arguments: argparse.Namespace) -> int:
     return 0 if status.engine in _GOOD else 1
 
 
-def _run_top(arguments: argparse.Namespace) -> None:
+def _watch(arguments: argparse.Namespace, host: str | None) -> None:
     with (
         open_database(arguments) as store,
         suppress(KeyboardInterrupt),
@@ -70,10 +101,94 @@ def _run_top(arguments: argparse.Namespace) -> None:
                 time.sleep(_PERIOD_S)
             num_shown += 1
             try:
-                shown = screen(store.read(server_status.read))
+                shown = screen(store.read(lambda tx: read_status(tx, host)))
             except StoreError as error:  # a database that restarts: the next second may succeed
                 shown = Text(str(error), "red")
             live.update(shown, refresh=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerStatus:
+    """One look at the database; all times are seconds ago."""
+
+    engine: str
+    """The engine's state in one word: its published status, `not running` or `never started`."""
+    engine_silent_s: float | None
+    activity: str
+    activity_s: float | None
+    detail: str
+    devices: tuple[str, ...]
+    num_open: int
+    oldest_s: float | None
+    num_active_sessions: int
+    work: Sequence[Mapping[str, Any]]
+    failures: Sequence[Mapping[str, Any]]
+    meters: Mapping[str, Any]
+    """The engine's last `totals`, `queues`, `places` and `backend`; empty if it published nothing."""
+    sampled_s: float | None
+    """Age of the newest row that an API process wrote; they write one each ten seconds."""
+    rates: Mapping[str, float]
+    """Means of the last five minutes."""
+    history: Mapping[str, Sequence[float]]
+    """The rates of the last 15 minutes, in order."""
+
+
+def read_status(tx: Session, host: str | None = None) -> ServerStatus:
+    """Read the state of the server; with `host`, of the engines of that machine alone."""
+    now, shared_now = time.time(), engine_state.shared_time(tx)
+    rows = [row for row in engine_state.all_engines(tx) if host in (None, row.host)]
+    row = engine_state.main_engine(rows)
+    found = totals.read(tx, now, pauses_of(*rows))
+    points = server_points.since(tx, now - _HISTORY_S)
+    recent = [values for at, values in points if at > now - _MEAN_OVER_S]
+    return ServerStatus(
+        engine=_engine(row, shared_now),
+        engine_silent_s=None if row is None else round(max(shared_now - row.updated_at, 0.0), 1),
+        activity="" if row is None else row.activity,
+        activity_s=None if row is None or row.activity_since is None else round(shared_now - row.activity_since, 1),
+        detail="" if row is None else row.detail,
+        devices=() if row is None else tuple(map(str, _list(row.capabilities.get("devices")))),
+        num_open=found.num_open,
+        oldest_s=None if found.oldest_at is None else round(now - found.oldest_at, 1),
+        num_active_sessions=found.num_active_sessions,
+        work=[
+            {
+                "owner": each.owner,
+                "model": each.model_id,
+                "kind": each.kind,
+                "waiting": each.num_waiting,
+                "running": each.num_running,
+                "oldest_s": round(now - each.oldest_at, 1),
+            }
+            for each in totals.open_work(tx)
+        ],
+        failures=[
+            {"ago_s": round(now - each.at), "owner": each.owner, "kind": each.kind, "message": _message(each.result)}
+            for each in totals.failed(tx)
+        ],
+        meters=engine_state.meters_of(rows) or {},
+        sampled_s=round(now - points[-1][0], 1) if points else None,
+        rates={name: round(sum(v.get(name, 0.0) for v in recent) / len(recent), 1) for name in _RATES if recent},
+        history={name: [values.get(name, 0.0) for _, values in points] for name in _RATES},
+    )
+
+
+def _engine(row: EngineStateRow | None, shared_now: float) -> str:
+    if row is None:
+        return "never started"
+    return "not running" if shared_now - row.updated_at > _SILENCE_S else row.status
+
+
+def _list(value: object) -> Sequence[object]:
+    return value if isinstance(value, list) else ()
+
+
+def _message(result: bytes) -> str:
+    try:
+        failure = codec.decode(result)
+    except codec.CodecError:
+        return "the stored result is damaged"
+    return failure.message if isinstance(failure, Failure) else ""
 
 
 def screen(status: ServerStatus) -> RenderableType:
@@ -120,7 +235,7 @@ def _head(status: ServerStatus) -> Text:
         line.append(f" ({status.detail})")
     if status.devices:
         line.append(f" · {len(status.devices)} × {status.devices[0]}")
-    if status.sampled_s is None or status.sampled_s > 3 * server_status.SILENCE_S:
+    if status.sampled_s is None or status.sampled_s > 3 * _SILENCE_S:
         line.append(" · no API process has written its gauges for 30 s", "red")
     return line
 

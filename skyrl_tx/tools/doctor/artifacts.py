@@ -8,10 +8,11 @@ from sqlmodel import Session, col, select
 
 from skyrl_tx.artifacts import ArtifactCorrupt, ArtifactMissing, ArtifactStore
 from skyrl_tx.contract.ids import ArtifactId
+from skyrl_tx.launch.command import CommandError
+from skyrl_tx.launch.command_line import Progress, Record, confirmed, in_units
 from skyrl_tx.store import checkpoints, identity
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import CheckpointRow, SamplingSessionRow, SnapshotRow
-from skyrl_tx.tools.commands.common import CommandError, Progress, Record, confirmed, in_units
 from skyrl_tx.tools.doctor.findings import Finding, error, ok, warning
 
 _RESTORE = "restore a backup, or see `skyrl-tx recover --list`"

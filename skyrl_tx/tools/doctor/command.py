@@ -2,33 +2,29 @@
 
 import argparse
 import json
-import sys
-import textwrap
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from skyrl_tx.artifacts import ArtifactStore, ArtifactsUnreachable, PlaceRefused, open_artifacts
+from skyrl_tx.launch.command import CommandError, CommandParser
+from skyrl_tx.launch.command_line import table
 from skyrl_tx.launch.settings import ServerSettings
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError
-from skyrl_tx.tools.commands.common import CommandError, table
-from skyrl_tx.tools.commands.stacks import holder
-from skyrl_tx.tools.doctor import artifacts, database, devices, disk, machine, model, network, packages, storage
+from skyrl_tx.tools.commands.stacks import find_process
+from skyrl_tx.tools.doctor import artifacts, database, devices, machine, model, storage
 from skyrl_tx.tools.doctor.findings import STATUS, Finding, Subject, error, lines, worst
 from skyrl_tx.tools.quickstart.model import built_in_as_directory
+from skyrl_tx.tools.serve import add_settings
 
 Check = Callable[[Subject], Iterator[Finding]]
 _CHECKS: dict[str, Check] = {
-    "packages": packages.check_packages,
+    "packages": machine.check_packages,
     "limits": machine.check_limits,
-    "clock": machine.check_clock,
-    "proxies": machine.check_proxies,
-    "port": network.check_port,
-    "tls": network.check_tls,
-    "disk": disk.check_data_dir,
-    "cache": disk.check_compile_cache,
+    "disk": storage.check_data_dir,
+    "cache": storage.check_compile_cache,
     "storage": storage.check_object_store,
     "devices": devices.check_devices,
     "tokenizer": model.check_text,
@@ -38,15 +34,15 @@ _NEED_MODEL = frozenset({"tokenizer"})
 _REPORT = "this is an error of skyrl-tx: please report it with this text"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's own flags; those of `serve` are read after them."""
-    parser.description = textwrap.fill(
-        "Examine what a server needs: devices and memory for the model, packages, limits, clock, port, TLS, disk, "
+def add_arguments(parser: CommandParser) -> None:
+    """Add the command's own flags, and those of `serve`."""
+    parser.usage = "skyrl-tx doctor [--base-model MODEL] [flags]"
+    parser.description = (
+        "Examine what a server needs: devices and memory for the model, packages, limits, disk, access, "
         "tokenizer, chat template, database, and the weight files of a data directory. Works while a server runs, and "
         "changes nothing, except with --remove-unclaimed; an object store gets a small object for a moment. Takes all "
         "flags of `skyrl-tx serve` too, so give it those of the server, or its --config. The exit status is 0 if all "
-        "is well, 1 for warnings, 2 for errors.",
-        width=110,
+        "is well, 1 for warnings, 2 for errors."
     )
     parser.add_argument("--json", action="store_true", help="print JSON, with all artifacts")
     parser.add_argument("--no-hashes", action="store_true", help="do not read the weight files to check their hashes")
@@ -56,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="move artifacts to the trash whose rows the database does not have, because it was lost or is older",
     )
     parser.add_argument("--yes", action="store_true", help="do not ask for confirmation")
+    read = add_settings(parser, {"base_model": ""})
+    parser.set_defaults(run=lambda arguments: run(arguments, read(arguments)))
 
 
 def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
@@ -108,7 +106,7 @@ def _has_text(settings: ServerSettings) -> bool:
 
 def _server_pids(data_dir: Path) -> dict[str, int]:
     try:
-        found = {role: holder(data_dir / f"{role}.lock") for role in ("api", "engine")}
+        found = {role: find_process(data_dir / f"{role}.lock") for role in ("api", "engine")}
     except CommandError:  # of another user
         return {}
     return {role: pid for role, pid in found.items() if pid is not None}
@@ -143,11 +141,9 @@ def _artifacts(settings: ServerSettings) -> ArtifactStore:
 
 def _remove_unclaimed(settings: ServerSettings, *, is_confirmed: bool) -> int:
     if not database.is_current(settings):
-        print(f"skyrl-tx doctor: --data-dir {settings.data_dir}: no database of this release", file=sys.stderr)
-        return STATUS["error"]
+        raise CommandError(f"--data-dir {settings.data_dir}: no database of this release", STATUS["error"])
     try:
         with closing(_open(settings)) as store:
             return artifacts.remove_unclaimed(store, _artifacts(settings), is_confirmed=is_confirmed)
     except (CommandError, StoreError, ArtifactsUnreachable, PlaceRefused) as problem:
-        print(f"skyrl-tx doctor: {problem}", file=sys.stderr)
-        return STATUS["error"]
+        raise CommandError(str(problem), STATUS["error"]) from problem

@@ -14,11 +14,11 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlmodel import Session
 
+from skyrl_tx.launch.command_line import in_units
 from skyrl_tx.launch.settings import ServerSettings
 from skyrl_tx.store import keys, migrations
 from skyrl_tx.store.database import HEAD, Store
 from skyrl_tx.store.dialect import DATABASE_NAME
-from skyrl_tx.tools.commands.common import in_units
 from skyrl_tx.tools.doctor.findings import Finding, Subject, error, ok, warning
 
 _LARGE_WAL_BYTES = 256 * 2**20
@@ -92,6 +92,12 @@ def check_access(settings: ServerSettings, store: Store | None) -> Iterator[Find
         )
     else:
         yield ok("access", "calls need an API key")
+    if settings.ssl_certfile is None and not settings.trusted_proxies:
+        yield warning(
+            "access",
+            f"{address} without TLS: an observer of the network has all keys",
+            "give --ssl-certfile, or put the server behind a proxy with TLS and name it with --trusted-proxies",
+        )
 
 
 def _describe(settings: ServerSettings) -> _Described | None:

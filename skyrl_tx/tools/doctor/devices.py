@@ -6,16 +6,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
 from skyrl_tx import DISTRIBUTION
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.tools.commands.common import in_units
+from skyrl_tx.launch.command_line import in_units
 from skyrl_tx.tools.doctor.findings import Finding, Subject, error, ok, warning
-from skyrl_tx.tools.doctor.machine import memory_limit, physical_memory
-from skyrl_tx.tools.doctor.packages import installed
-from skyrl_tx.tools.doctor.probe_messages import Answer, Plan, Question
+from skyrl_tx.tools.doctor.machine import installed, memory_limit, physical_memory
 
 _TIMEOUT_S = 180.0
 """Some drivers take a minute to start, and a busy TPU never answers."""
@@ -28,6 +27,52 @@ _ADVICE = {
 """Advice by the setting that a problem of the model concerns."""
 _SHORT_TOKENS = 4096
 """A KV cache with fewer tokens holds less than one usual sample."""
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """A model, which may be empty, and the settings of the backend."""
+
+    base_model: str
+    backend_config: dict[str, Any]
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """A device; its memory is None if it does not report that."""
+
+    kind: str
+    platform: str
+    limit_bytes: int | None
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """The plan for one device, and what it bounds."""
+
+    num_parameters: int
+    dtype: str
+    weight_bytes: int
+    """Base weights on each device."""
+    free_bytes: int
+    """Memory that is left for all else on each device, or on the host if devices do not report their memory."""
+    max_context_length: int
+    kv_tokens: int
+    max_length: int
+    """Prompt and new tokens of one sample."""
+    micro_batch_tokens: int
+    is_remat: bool
+    max_models: int
+    file_bytes: int | None
+    """Size of the weight files; None if they are not here yet, or are not needed."""
+    has_end: bool
+    """Whether the files name a token that ends a sample."""
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """The devices and the plan. `problem` says why there is no plan; `setting` is the one that it concerns."""
+
+    devices: list[Device]
+    plan: Plan | None = None
+    problem: str = ""
+    setting: str = ""
 
 
 def check_devices(subject: Subject) -> Iterator[Finding]:
@@ -79,7 +124,9 @@ def _ask(base_model: str, config: JaxConfig) -> Answer | Finding:
     # Without preallocation, so that it works next to a running server.
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-m", "skyrl_tx.tools.doctor.probe"]
-    advice = "look at the driver and at programs that hold the devices; `skyrl-tx stacks` shows what a server does"
+    advice = (
+        "look at the driver and at programs that hold the devices; `skyrl-tx status --stacks` shows what a server does"
+    )
     try:
         done = subprocess.run(
             command, input=msgspec.json.encode(question), env=environment, capture_output=True, timeout=_TIMEOUT_S

@@ -1,24 +1,76 @@
-"""Checks of the machine: limits of the process, clock, proxies of the environment."""
+"""Checks of the installed packages, and of the limits and the memory of the machine."""
 
-import ctypes
 import os
 import resource
-import sys
-import time
-import urllib.request
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
-from skyrl_tx.process.setup import OPEN_FILES
-from skyrl_tx.tools.commands.common import in_units
-from skyrl_tx.tools.doctor.findings import Finding, Subject, ok, warning
+from packaging.requirements import Requirement
+from packaging.version import Version
 
+from skyrl_tx import DISTRIBUTION, __version__
+from skyrl_tx.launch.command_line import in_units
+from skyrl_tx.process.setup import OPEN_FILES
+from skyrl_tx.tools.doctor.findings import Finding, Subject, error, ok, warning
+
+OLDEST_SDK = "0.16.1"
+"""The oldest release of the Tinker SDK that is tested; `tests/support/client_environments.py` has all."""
+_JAX_PARTS = ("jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 _CGROUP = Path("/sys/fs/cgroup")
 _MIN_PROCESSES = 4096
 """Processes and threads of one user: a server has some hundreds, and other programs need some too."""
-_TIME_ERROR = 5
-"""Result of adjtimex(2) for a clock that is not synchronized."""
-_FUTURE_S = 300.0
+
+
+def check_packages(subject: Subject) -> Iterator[Finding]:
+    """Check the installed version of each required package, and those that must be equal."""
+    found = list(_unmet())
+    yield from found
+    if not found:
+        yield ok("packages", f"skyrl_tx {__version__} with JAX {installed('jax')}; all required packages are there")
+    parts = {name: text for name in _JAX_PARTS if (text := installed(name)) is not None}
+    if len({Version(text).release for text in parts.values()}) > 1:
+        shown = ", ".join(f"{name} {text}" for name, text in parts.items())
+        yield error("packages", f"parts of JAX have different versions: {shown}", "install them together, as an extra")
+    if (subject.settings.store_url or "").startswith("postgres") and installed("psycopg") is None:
+        advice = f"pip install '{DISTRIBUTION}[postgres]'"
+        yield error("packages", "psycopg is not installed, which PostgreSQL needs", advice)
+    yield from _check_sdk()
+
+
+def _unmet() -> Iterator[Finding]:
+    if installed(DISTRIBUTION) is None:
+        advice = "pip uninstall skyrl_tx, its name in earlier releases, then pip install . in a clone"
+        yield error("packages", f"{DISTRIBUTION} is not installed, so its requirements are not known", advice)
+        return
+    for text in requires(DISTRIBUTION) or ():
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue  # of an extra, which need not be installed
+        present, advice = installed(requirement.name), f"pip install '{requirement.name}{requirement.specifier}'"
+        if present is None:
+            yield error("packages", f"{requirement.name} is not installed", advice)
+        elif not requirement.specifier.contains(present, prereleases=True):
+            yield error("packages", f"{requirement.name} {present} is installed, needed is {requirement}", advice)
+
+
+def _check_sdk() -> Iterator[Finding]:
+    present = installed("tinker")
+    if present is None:
+        yield ok("sdk", f"the Tinker SDK is not installed here; clients need {OLDEST_SDK} or newer")
+    elif Version(present) < Version(OLDEST_SDK):
+        advice = f"pip install 'tinker>={OLDEST_SDK}'"
+        yield warning("sdk", f"tinker {present} is older than any that is tested", advice)
+    else:
+        yield ok("sdk", f"tinker {present}")
+
+
+def installed(name: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def check_limits(subject: Subject) -> Iterator[Finding]:
@@ -65,59 +117,3 @@ def memory_limit() -> int | None:
         if text.isdigit() and int(text) < 2**60:  # version 1 has a very large number for no limit
             return int(text)
     return None
-
-
-def check_clock(subject: Subject) -> Iterator[Finding]:
-    """Check whether the clock is synchronized, and not behind the files of the data directory."""
-    newest = _newest_change(subject.settings.data_dir)
-    behind_s = newest - time.time()
-    if behind_s > _FUTURE_S:
-        yield warning(
-            "clock",
-            f"the clock is {behind_s / 3600:.1f} h behind the newest file in {subject.settings.data_dir}",
-            "set the clock: the expiry of keys and checkpoints depends on it",
-        )
-    match _is_synchronized():
-        case True:
-            yield ok("clock", "synchronized")
-        case False:
-            yield warning(
-                "clock",
-                "the kernel does not know whether the clock is synchronized",
-                "run a time service such as chrony or systemd-timesyncd, on the host of a container",
-            )
-        case None:
-            yield ok("clock", "whether it is synchronized cannot be read on this system")
-
-
-def _newest_change(data_dir: Path) -> float:
-    """Return the newest time of change of a file that the server writes often."""
-    try:
-        return max((path.stat().st_mtime for path in data_dir.glob("skyrl_tx.db*")), default=0.0)
-    except OSError:
-        return 0.0
-
-
-def _is_synchronized() -> bool | None:
-    """Return what the kernel says about the clock (adjtimex(2)); None where it cannot be asked."""
-    if not sys.platform.startswith("linux"):
-        return None
-    try:
-        adjtimex = ctypes.CDLL(None, use_errno=True).adjtimex
-    except (OSError, AttributeError):
-        return None
-    state = adjtimex(ctypes.create_string_buffer(512))  # struct timex of zeros: `modes` 0 changes nothing
-    return None if state < 0 else state != _TIME_ERROR
-
-
-def check_proxies(subject: Subject) -> Iterator[Finding]:
-    """Check that clients on this machine do not send calls for the server to a proxy of the environment."""
-    proxies = {scheme: url for scheme, url in urllib.request.getproxies().items() if scheme in ("http", "https", "all")}
-    host = "127.0.0.1" if subject.settings.host in ("0.0.0.0", "::") else subject.settings.host
-    if proxies and not urllib.request.proxy_bypass(host):
-        yield warning(
-            "proxies",
-            f"{', '.join(f'{scheme}_proxy' for scheme in sorted(proxies))} is set, also for {host}: clients on this "
-            "machine reach the server through the proxy, which may end polls",
-            f"add {host} to the variable no_proxy",
-        )

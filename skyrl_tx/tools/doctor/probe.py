@@ -20,7 +20,7 @@ from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.kernel_choice import KernelError
 from skyrl_tx.backends.jax.start_plan import plan_start
 from skyrl_tx.layers.sharding import Layout
-from skyrl_tx.tools.doctor.probe_messages import Answer, Device, Plan, Question
+from skyrl_tx.tools.doctor.devices import Answer, Device, Plan, Question
 from skyrl_tx.weights import hf
 
 

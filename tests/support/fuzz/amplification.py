@@ -23,10 +23,12 @@ from typing import Any, cast
 import numpy as np
 import zstandard
 
+from skyrl_tx.compose import APPS
+from skyrl_tx.launch.app import load_server_extensions
 from skyrl_tx.server.app import create_app
 from skyrl_tx.server.http.body import PROTOBUF
 from skyrl_tx.server.settings import ApiSettings
-from skyrl_tx.server.submission.proto import wire_pb2
+from skyrl_tx.server.submission import wire_pb2
 from skyrl_tx.store.database import Store
 from tests.support.fuzz.routes import Json, fitting
 from tests.support.live_server import LiveServer
@@ -308,7 +310,7 @@ def _routes() -> list[tuple[str, str]]:
         settings = ApiSettings(data_dir=Path(name), base_model="tiny")
         store = Store.open(settings.data_dir, role="api", url=settings.store_url)
         try:
-            paths: dict[str, Json] = create_app(settings, store).openapi()["paths"]
+            paths: dict[str, Json] = create_app(settings, store, load_server_extensions(APPS)).openapi()["paths"]
         finally:
             store.close()
     return [

@@ -14,10 +14,9 @@ from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.http.body import PROTOBUF, Body, BodyLimits
 from skyrl_tx.server.schemas.base import WireModel
 from skyrl_tx.server.schemas.training import ForwardBackwardRequest
-from skyrl_tx.server.submission.proto import wire_pb2
+from skyrl_tx.server.submission import training, wire_pb2
 from skyrl_tx.server.submission.submission import Submission, from_json
 from skyrl_tx.server.submission.tensors import DenseBudget, from_proto
-from skyrl_tx.server.submission.translate import training
 from tests.support.fuzz.reports import Finding, Tally
 
 LIMIT = 2**20

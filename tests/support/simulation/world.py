@@ -16,10 +16,12 @@ from pydantic import BaseModel
 from safetensors.numpy import save_file
 
 from skyrl_tx.artifacts import LocalArtifacts
+from skyrl_tx.compose import APPS
 from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.engine.engine import Engine
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.launch import engine_process, supervisor
+from skyrl_tx.launch.app import load_engine_extensions
 from skyrl_tx.launch.engine_process import EngineEnd, EngineLost
 from skyrl_tx.process import failpoints
 from skyrl_tx.server import app
@@ -55,6 +57,7 @@ IDLE_PERIODS = {
 
 
 _LIMITS = BodyLimits.of_data(2**20, "application/json")
+_EXTENSIONS = load_engine_extensions(APPS)
 _STUCK_S = 15.0
 """Time limit of a call of the device."""
 _STOPPED = EngineEnd(message="exited with status 0", is_final=False, is_crash=False)
@@ -255,7 +258,7 @@ class EngineProcess:
                 try:
                     device = Device(CONFIG.model_copy(update=world.plan.device), world.faults.use_device, self.crash)
                     artifacts = LocalArtifacts(world.disk.root)
-                    engine = Engine(world.engine_settings, device, self.store, artifacts)
+                    engine = Engine(world.engine_settings, device, self.store, artifacts, extensions=_EXTENSIONS)
                     engine.run(
                         self.stop,  # pyright: ignore
                         lambda ready: self._loop.call_soon(self._on_ready, ready),

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from skyrl_tx.server.http.body import PROTOBUF
-from skyrl_tx.server.submission.proto import wire_pb2
+from skyrl_tx.server.submission import wire_pb2
 
 _PAUSE_S = 1.0
 _HEARTBEAT_S = 10.0

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from skyrl_tx.compose import APPS
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.launch import supervisor
 from skyrl_tx.launch.engine_process import EngineEnd
@@ -14,7 +15,7 @@ from skyrl_tx.process.setup import CannotServe
 from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreUnreachable
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
-from skyrl_tx.tools.cli import read_settings
+from skyrl_tx.tools.serve import read_settings
 
 HOSTS = ("--base-model", "fake", "--backend", "fake", "--hosts.size", "2")
 READY = FakeBackend("tiny", FakeConfig()).start()
@@ -203,16 +204,16 @@ def test_only_rank_0_serves(tmp_path):
     address = ("--hosts.address", "host0:7700", "--hosts.key", "secret")
     flags = (*HOSTS, "--data-dir", str(tmp_path), "--hosts.rank", "1", *address)
     with pytest.raises(CannotServe, match=r"host 1 of 2 serves no API: run `skyrl-tx engine` here"):
-        supervisor.serve(read_settings("serve", flags))
+        supervisor.serve(read_settings("serve", flags), APPS)
 
 
 def test_only_an_engine_alone_has_a_metrics_port(tmp_path):
     flags = ("--base-model", "fake", "--backend", "fake", "--data-dir", str(tmp_path), "--metrics-port", "9100")
     refusal = "--metrics-port is for one engine alone: `skyrl-tx engine`, without --launcher ray"
     with pytest.raises(CannotServe, match=refusal):
-        supervisor.serve(read_settings("serve", (*flags, "--port", "0")))
+        supervisor.serve(read_settings("serve", (*flags, "--port", "0")), APPS)
     with pytest.raises(CannotServe, match=refusal):
-        supervisor.serve_engine(read_settings("engine", (*flags, "--launcher", "ray")))
+        supervisor.serve_engine(read_settings("engine", (*flags, "--launcher", "ray")), APPS)
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -14,8 +14,8 @@ from skyrl_tx.layers.attention import (
     causal_attention,
     dense_attention,
 )
+from skyrl_tx.layers.cache_state import ChunkHeld, StepHeld
 from skyrl_tx.layers.flash_attention import flash_attention
-from skyrl_tx.layers.held import ChunkHeld, StepHeld
 from skyrl_tx.layers.kv_cache import KeyValues, Pages, read_segments
 from skyrl_tx.layers.rope import Rope, rotate, rotate_pairs
 from tests.support.fast_jit import fast_jit

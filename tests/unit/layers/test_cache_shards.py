@@ -7,8 +7,8 @@ import numpy as np
 
 from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.backends.jax.mesh import make_layout
-from skyrl_tx.layers import held
-from skyrl_tx.layers.held import Cache, Held, Table
+from skyrl_tx.layers import cache_state
+from skyrl_tx.layers.cache_state import Cache, Held, Table
 from skyrl_tx.layers.kv_cache import KeyValues
 from skyrl_tx.layers.sharding import WHOLE
 from tests.support.own_process import run_in_own_process
@@ -52,15 +52,15 @@ def _cache_on_shards(_: Path) -> None:
     compare(whole, sharded)
     both = (whole, table, WHOLE), (sharded, local, layout)
     new = Held(positions=keys_and_values(L, 4, K, 3, H, seed=5)), Held(fixed={"state": some(3, 4, 5, seed=7)})
-    write, start_S = jax.jit(held.write, static_argnames="layout"), np.array([0, 3, 5, 1], np.int32)
+    write, start_S = jax.jit(cache_state.write, static_argnames="layout"), np.array([0, 3, 5, 1], np.int32)
     for size in (np.int32(2), np.array([2, 0, 1, 3], np.int32)):
         one, many = (write(cache, new, own, start_S, size, layout=each) for cache, own, each in both)
         compare(one, many)
-    read = jax.jit(held.read_states, static_argnames="layout")
+    read = jax.jit(cache_state.read_states, static_argnames="layout")
     one, many = (read(cache, own, layout=each) for cache, own, each in both)
     jax.tree.map(np.testing.assert_array_equal, many, one)
     # The third row becomes a copy of the fourth.
-    copy = jax.jit(held.copy, static_argnames="layout")
+    copy = jax.jit(cache_state.copy, static_argnames="layout")
     pages, states = np.asarray(local.page_BM)[[3, 2]].T, np.array([[2, 1]])
     nothing = np.zeros_like
     lists = [np.stack([nothing(pages), pages]), np.array([0, 2]), np.stack([nothing(states), states]), np.array([0, 1])]

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx.layers.kernels.choice import EXPERTS_TABLE, MOSAIC_EXPERTS, TRITON_EXPERTS, Added, ExpertsKernel, Kernels
+from skyrl_tx.layers.kernels.choice import EXPERTS_TABLE, MOSAIC_EXPERTS, TRITON_EXPERTS, ExpertsKernel, Kernels
 from skyrl_tx.layers.lora import LoraPair, RowSlots
 from skyrl_tx.layers.moe import Clamp, ExpertAdapters, ExpertWeights, mixture, pool_experts
 from skyrl_tx.layers.router import Routing
-from skyrl_tx.layers.tiles import tile_shape, tile_size
+from skyrl_tx.layers.tiles import AddedProducts, tile_shape, tile_size
 from tests.support.fast_jit import fast_jit
 from tests.unit.layers.test_moe import D, E, one_adapter, pool_of
 
@@ -52,7 +52,7 @@ def test_each_tile_is_multiplied_with_its_matrices(
     multiply = kernels_with(kernel).multiply_tiles()
     assert multiply is not None
     with jax.default_matmul_precision("highest"):
-        added = Added(*map(jnp.asarray, (narrow, others, own)))
+        added = AddedProducts(*map(jnp.asarray, (narrow, others, own)))
         found = multiply(x, jnp.asarray(matrices), jnp.asarray(index), jnp.int32(4), added, transposed=transposed)
         alone = multiply(x, jnp.asarray(matrices), jnp.asarray(index), jnp.int32(4), transposed=transposed)
     np.testing.assert_allclose(found[:4], wanted[:4], rtol=1e-5, atol=1e-4)

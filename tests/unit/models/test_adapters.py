@@ -11,7 +11,7 @@ from skyrl_tx.layers.rope import Rope
 from skyrl_tx.models import ModelConfig, adapter_shapes, init_adapter
 from skyrl_tx.models.config import Block, group_blocks
 from skyrl_tx.models.parts.attention import Attention
-from skyrl_tx.models.parts.dense import Dense
+from skyrl_tx.models.parts.feed_forward import Dense
 
 
 def config_of(hidden_size: int) -> ModelConfig:

@@ -9,7 +9,7 @@ from skyrl_tx.models import UnsupportedModel, describe_params, find_family
 from skyrl_tx.models.config import Block, group_blocks
 from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.models.parts.base import Room
-from skyrl_tx.models.parts.dense import Dense
+from skyrl_tx.models.parts.feed_forward import Dense
 
 QWEN3_06B = {  # as published, less what no model reads
     "architectures": ["Qwen3ForCausalLM"],

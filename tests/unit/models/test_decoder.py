@@ -11,7 +11,7 @@ import pytest
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.kernel_choice import fit_cache
-from skyrl_tx.layers import held
+from skyrl_tx.layers import cache_state
 from skyrl_tx.layers.attention import DENSE_LENGTH
 from skyrl_tx.layers.kernels.choice import MOSAIC_PAGES, NO_KERNELS, TRITON_PAGES, Kernels
 from skyrl_tx.layers.lora import RowSlots
@@ -31,7 +31,7 @@ SAMPLES = jax.tree.map(lambda leaf: leaf + leaf.max(), PROMPTS)
 forward = fast_jit(models.forward, static_argnames=("config", "remat"))
 extend = fast_jit(models.extend, static_argnames="config")
 target_logprobs = fast_jit(models.target_logprobs)
-copy = fast_jit(held.copy)
+copy = fast_jit(cache_state.copy)
 
 
 @partial(fast_jit, static_argnames=("config", "by_layer", "is_separate"))
@@ -50,19 +50,19 @@ def decode_step(
     """Decode a slice of one step of the samples, from stacks, from copies by layer, or from separate layers."""
     if by_layer:
         params = models.by_layer(params, config)
-        opened = held.open_rows(cache, SAMPLES, position, read_length=128, max_tokens=4)
+        opened = cache_state.open_rows(cache, SAMPLES, position, read_length=128, max_tokens=4)
     else:
-        params = separate(params, held.by_layer) if is_separate else params
-        opened = held.open_slice(cache, SAMPLES, position, max_tokens=4, has_separate_layers=is_separate)
+        params = separate(params, cache_state.by_layer) if is_separate else params
+        opened = cache_state.open_slice(cache, SAMPLES, position, max_tokens=4, has_separate_layers=is_separate)
     hidden, ended = models.decode_step(params, config, token, opened, adapter, rows)
-    return hidden, held.close_slice(cache, ended, SAMPLES)
+    return hidden, cache_state.close_slice(cache, ended, SAMPLES)
 
 
 def tokens(rows: int = 3, length: int = LENGTH, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (rows, length), dtype=np.int32)
 
 
-def unwritten(params, config) -> held.Cache:
+def unwritten(params, config) -> cache_state.Cache:
     """Return a cache of NaN, but for the empty page and the states of prompts, which are empty."""
 
     def nothing(leaf, num_empty: int):
@@ -70,7 +70,7 @@ def unwritten(params, config) -> held.Cache:
 
     cache = models.empty_cache(jax.tree.map(jnp.asarray, params), config, 1 + 2 * ROWS * PAGES, 1 + 2 * ROWS)
     return tuple(
-        held.Held(
+        cache_state.Held(
             jax.tree.map(partial(nothing, num_empty=1), each.positions),
             jax.tree.map(partial(nothing, num_empty=1 + ROWS), each.fixed),
         )
@@ -86,7 +86,7 @@ def prefill(params, config, x, adapter=None, rows=None):
     return extend(params, config, chunk, np.int32(0), cache, PROMPTS, adapter, rows, size=size)
 
 
-def copied(cache: held.Cache, *pairs) -> held.Cache:
+def copied(cache: cache_state.Cache, *pairs) -> cache_state.Cache:
     """Return the cache after copies of pages and of states."""
     page_N2, state_N2 = (
         np.pad(np.array(each, np.int32).reshape(-1, 2), ((0, 8 - len(each)), (0, 0))) for each in pairs
@@ -94,7 +94,7 @@ def copied(cache: held.Cache, *pairs) -> held.Cache:
     return copy(cache, page_N2[None], np.array([len(pairs[0])]), state_N2[None], np.array([len(pairs[1])]))
 
 
-def started(cache: held.Cache, prompts: Sequence[int]) -> held.Cache:
+def started(cache: cache_state.Cache, prompts: Sequence[int]) -> cache_state.Cache:
     """Return the cache with a sample after each of these prompts, which have less than a page."""
     first = [(PROMPTS.page_BM[prompt, 0], SAMPLES.page_BM[row, 0]) for row, prompt in enumerate(prompts)]
     empty = [(0, page) for page in SAMPLES.page_BM[:, 1]]

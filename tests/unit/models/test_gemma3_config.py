@@ -13,7 +13,7 @@ from skyrl_tx.models import ModelConfig, UnsupportedModel, describe_params
 from skyrl_tx.models.base import text_config
 from skyrl_tx.models.gemma3 import GEMMA3
 from skyrl_tx.models.parts.attention import Attention
-from skyrl_tx.models.parts.dense import Dense
+from skyrl_tx.models.parts.feed_forward import Dense
 
 FOLDER = Path(__file__).parent / "hub_configs"
 

@@ -25,9 +25,8 @@ from skyrl_tx.models import (
 from skyrl_tx.models.base import text_config
 from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.models.parts.delta_net import DeltaNet
-from skyrl_tx.models.parts.dense import Dense
+from skyrl_tx.models.parts.feed_forward import Dense, Mixture
 from skyrl_tx.models.parts.latent_attention import LatentAttention
-from skyrl_tx.models.parts.mixture import Mixture
 
 MOONLIGHT = "Moonlight-16B-A3B"
 FOLDER = Path(__file__).parent / "hub_configs"

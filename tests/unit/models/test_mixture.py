@@ -8,7 +8,7 @@ from skyrl_tx.layers.lora import LoraPair, RowAdapter
 from skyrl_tx.layers.router import Routing
 from skyrl_tx.layers.sharding import WHOLE
 from skyrl_tx.models.parts.base import LayerAdapters, Place
-from skyrl_tx.models.parts.mixture import SHARED_PREFIX, Mixture
+from skyrl_tx.models.parts.feed_forward import SHARED_PREFIX, Mixture
 from tests.support.fast_jit import fast_jit
 
 D, F, SHARED, RANK = 32, 24, 40, 3

@@ -10,9 +10,8 @@ from skyrl_tx.layers.router import Routing
 from skyrl_tx.models import ModelConfig, UnsupportedModel, describe_params, find_family
 from skyrl_tx.models.config import Block
 from skyrl_tx.models.parts.attention import Attention
-from skyrl_tx.models.parts.dense import Dense
+from skyrl_tx.models.parts.feed_forward import Dense, Mixture
 from skyrl_tx.models.parts.mamba import Mamba
-from skyrl_tx.models.parts.mixture import Mixture
 from tests.unit.models.test_hub_configs import content_of
 
 NANO, LIGHTNING, SUPER = "Nemotron-3-Nano-30B-A3B", "Nemotron-3.5-Lightning-30B-A3B", "Nemotron-3-Super-120B-A12B"

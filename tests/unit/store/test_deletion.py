@@ -1,8 +1,10 @@
 """Deleted runs and checkpoints: hidden at once, restored by `undelete`, removed by `purge`."""
 
 import time
+from collections.abc import Sequence
 
 import pytest
+from sqlmodel import Session
 
 from skyrl_tx.contract.ids import ArtifactId, CheckpointKind, CheckpointPath, ModelId, SessionId
 from skyrl_tx.store import checkpoints, futures, models
@@ -146,10 +148,15 @@ def test_purge_removes_a_run_after_its_open_requests(
     request_id = store.write(lambda tx: futures.submit(tx, new, 1.0)).request_id
     store.write(lambda tx: models.set_status(tx, RUN, status))
     store.write(lambda tx: models.mark_deleted(tx, RUN, 10.0))
-    assert store.write(lambda tx: models.purge(tx, 9.0)) == []
-    assert store.write(lambda tx: models.purge(tx, 10.0)) == ([RUN] if status == "ready" else [])
-    assert store.write(lambda tx: models.purge(tx, 10.0)) == []
-    assert store.read(lambda tx: models.get(tx, RUN)) is not None, "a request is open"
+    removed: list[ModelId] = []
+
+    def remove_rows(_tx: Session, model_ids: Sequence[ModelId]) -> None:
+        removed.extend(model_ids)
+
+    assert store.write(lambda tx: models.purge(tx, 9.0, remove_rows)) == []
+    assert store.write(lambda tx: models.purge(tx, 10.0, remove_rows)) == ([RUN] if status == "ready" else [])
+    assert store.write(lambda tx: models.purge(tx, 10.0, remove_rows)) == []
+    assert store.read(lambda tx: models.get(tx, RUN)) is not None and not removed, "a request is open"
     store.write(lambda tx: futures.complete(tx, request_id, b"r", failed=True, effect_order=None, now=time.time()))
-    assert store.write(lambda tx: models.purge(tx, 10.0)) == []
-    assert store.read(lambda tx: models.get(tx, RUN)) is None and not visible(store)
+    assert store.write(lambda tx: models.purge(tx, 10.0, remove_rows)) == []
+    assert store.read(lambda tx: models.get(tx, RUN)) is None and not visible(store) and removed == [RUN]

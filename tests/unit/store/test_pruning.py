@@ -252,7 +252,9 @@ class TestSamplingSessions:
         fetched(store, to_sampler(session_id, 3))
         prune(store)
         store.write(lambda tx: models.set_status(tx, MODEL, "unloaded"))
-        store.write(lambda tx: models.delete(tx, MODEL))
+        removed: list[ModelId] = []
+        store.write(lambda tx: models.delete(tx, MODEL, lambda _, model_ids: removed.extend(model_ids)))
+        assert removed == [MODEL]
         assert self.remaining(store, session_id) == {"base"} and self.marks(store) == set()
 
 
@@ -261,6 +263,8 @@ class TestRunsAndSessions:
 
     @pytest.fixture(autouse=True)
     def _ended(self, store: Store, session_id: SessionId) -> None:
+        self.removed: list[ModelId] = []
+
         def end(tx: Session) -> None:
             models.set_status(tx, MODEL, "unloaded")
             models.delete_snapshot(tx, MODEL)
@@ -269,16 +273,18 @@ class TestRunsAndSessions:
         store.write(end)
 
     def delete(self, store: Store, before: float = 1e9) -> tuple[int, int]:
-        return store.write(
-            lambda tx: (pruning.delete_ended_models(tx, before), pruning.delete_finished_sessions(tx, before))
-        )
+        def work(tx: Session) -> tuple[int, int]:
+            ended = pruning.delete_ended_models(tx, before, lambda _, model_ids: self.removed.extend(model_ids))
+            return ended, pruning.delete_finished_sessions(tx, before)
+
+        return store.write(work)
 
     def test_an_ended_run_is_deleted_with_its_mark_and_its_session(self, store, session_id: SessionId) -> None:
         fetched(store, to_model(session_id, 4))
         assert self.delete(store) == (0, 0), "its request is stored"
         assert prune(store) == 1
         assert self.delete(store, 100.0) == (0, 0), "its session finished at 100"
-        assert self.delete(store, 100.5) == (1, 1)
+        assert self.delete(store, 100.5) == (1, 1) and self.removed == [MODEL]
         assert store.read(lambda tx: models.get(tx, MODEL)) is None
         assert store.read(lambda tx: sessions.get(tx, session_id)) is None
         assert store.read(lambda tx: tx.exec(select(PrunedRow.numbered_by)).all()) == []

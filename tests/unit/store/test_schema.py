@@ -6,7 +6,6 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import create_engine, inspect, text
-from sqlmodel import SQLModel
 
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.store import database, futures, migrations, models
@@ -34,7 +33,7 @@ def test_migrations_create_the_tables_of_the_code(tmp_path: Path, is_new: bool) 
     database.upgrade(engine)
     with engine.connect() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
-        assert compare_metadata(context, SQLModel.metadata) == []
+        assert compare_metadata(context, old_schemas.ALL_TABLES) == []
         assert connection.execute(text("SELECT * FROM answer_counter")).all() == [(1, 0)]
         assert connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one() == database.HEAD
     engine.dispose()
@@ -129,7 +128,7 @@ def test_a_database_of_any_earlier_release_opens_with_its_data(tmp_path: Path, r
     store.close()
     engine = create_engine(f"sqlite:///{tmp_path / 'skyrl_tx.db'}")
     with engine.connect() as connection:
-        assert compare_metadata(MigrationContext.configure(connection), SQLModel.metadata) == []
+        assert compare_metadata(MigrationContext.configure(connection), old_schemas.ALL_TABLES) == []
     engine.dispose()
 
 
@@ -142,5 +141,5 @@ def test_a_database_of_the_first_release_is_upgraded(tmp_path: Path) -> None:
     with engine.connect() as connection:
         assert connection.execute(text("SELECT effect_order FROM snapshots")).scalar_one() == 7
         assert connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one() == database.HEAD
-        assert compare_metadata(MigrationContext.configure(connection), SQLModel.metadata) == []
+        assert compare_metadata(MigrationContext.configure(connection), old_schemas.ALL_TABLES) == []
     engine.dispose()

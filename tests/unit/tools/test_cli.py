@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from skyrl_tx import __version__
+from skyrl_tx.launch.command import CommandParser
 from skyrl_tx.launch.settings import SettingsError, default_data_dir
-from skyrl_tx.tools.cli import main, read_settings, with_tiny_model
+from skyrl_tx.tools.cli import COMMANDS, main
+from skyrl_tx.tools.serve import read_settings, with_tiny_model
 
 ROOT = Path(__file__).parents[3]
 
@@ -33,7 +35,7 @@ def test_defaults_are_local_and_private(tmp_path: Path) -> None:
 
 def test_default_backend_is_jax_and_its_flags_need_no_import_of_jax() -> None:
     code = (
-        "import sys; from skyrl_tx.tools.cli import read_settings; s = read_settings('serve', ['--base-model', 'm']);"
+        "import sys; from skyrl_tx.tools.serve import read_settings; s = read_settings('serve', ['--base-model', 'm']);"
         "print(s.backend, type(s.backend_config).__name__, 'jax' in sys.modules)"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -150,7 +152,9 @@ def test_error_names_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> N
 def test_help_lists_every_command_and_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     page = capsys.readouterr().out
-    assert all(command in page for command in ("serve", "api", "engine", "quickstart"))
+    groups = re.findall(r"^(\w+):\n((?:  .*\n)+)", page, flags=re.MULTILINE)
+    assert [name for name, _ in groups] == ["run", "weights", "administration", "diagnosis"]
+    assert {line.split()[0] for _, lines in groups for line in lines.splitlines()} == COMMANDS.keys()
     with pytest.raises(SystemExit, match="0"):
         main(["serve", "--backend", "fake", "--help"])
     page = capsys.readouterr().out
@@ -159,6 +163,25 @@ def test_help_lists_every_command_and_flag(capsys: pytest.CaptureFixture[str]) -
             assert f"--{field.replace('_', '-')}" in page
     assert "--backend-config.vocab-size" in page
     assert "None" not in page
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_code_of_every_command_adds_arguments_and_a_function(name: str) -> None:
+    parser = COMMANDS[name].make_parser(())
+    assert isinstance(parser, CommandParser) and "-h, --help" in parser.format_help()
+    assert all(line == line.rstrip() for line in parser.format_help().splitlines())
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(("top", "--times", "1"), "status --watch"), (("stacks",), "status --stacks")]
+)
+def test_an_old_name_of_a_command_works_and_names_the_new_one(
+    old: tuple[str, ...], new: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*old, "--data-dir", str(tmp_path)]) == 1
+    warning, error = capsys.readouterr().err.splitlines()
+    assert warning == f"skyrl-tx: `{old[0]}` is called `{new}` now; the old name goes away in 0.4"
+    assert error.startswith(f"skyrl-tx status: --data-dir {tmp_path}: no server")
 
 
 def test_version() -> None:

@@ -1,4 +1,4 @@
-"""Completion scripts, in the shells that are installed."""
+"""Completion of commands, flags, choices and paths, in the shells that are installed."""
 
 import os
 import pty
@@ -6,122 +6,111 @@ import re
 import select
 import shutil
 import subprocess
+import sys
 import time
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 
-from skyrl_tx.tools.cli import _COMMANDS, main
-from skyrl_tx.tools.completion import SHELLS
+from skyrl_tx.tools.cli import COMMANDS, main
 
+SHELLS = ("bash", "zsh", "fish")
 needs_zsh = pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
 needs_fish = pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
 
+CASES = [
+    ("st", {"status"}),
+    ("keys create --sc", {"--scope"}),
+    ("keys create --scope ", {"admin", "user", "sample", "read", "metrics"}),
+    ("serve --backend-config.mesh.t", {"--backend-config.mesh.tp"}),
+    ("serve --backend fake --backend-config.vo", {"--backend-config.vocab-size"}),
+    ("plan --dev", {"--device"}),
+    ("completion ", {*SHELLS, "-h", "--help"}),
+    ("backup dir", {"directory"}),
+]
 
-@pytest.fixture(scope="module")
-def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the script for each shell into a directory."""
-    directory = tmp_path_factory.mktemp("completion")
-    for shell in SHELLS:
-        with (directory / shell).open("w") as file, redirect_stdout(file):
-            assert main(["completion", shell]) == 0
-    return directory
+
+@pytest.fixture
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
+    """Return a directory with the script of each shell, a command `skyrl-tx` of this tree, and a directory."""
+    program = tmp_path / "bin" / "skyrl-tx"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m skyrl_tx "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in SHELLS:
+        assert main(["completion", name]) == 0
+        (tmp_path / f"script.{name}").write_text(capsys.readouterr().out)
+    (tmp_path / "directory").mkdir()
+    return tmp_path
 
 
-def in_bash(scripts: Path, *line: str) -> set[str]:
-    """Return what bash offers for the last word of a line."""
-    words_given = " ".join(f"'{word}'" for word in line)
+def complete_in_bash(directory: Path, line: str) -> set[str]:
+    """Return what bash offers at the end of a line."""
     program = (
-        f"source {scripts / 'bash'}; COMP_WORDS=({words_given}); COMP_CWORD={len(line) - 1}; "
-        '_skyrl_tx; printf "%s\\n" "${COMPREPLY[@]}"'
+        "source script.bash; COMP_LINE=$1; COMP_POINT=${#1}; COMP_TYPE=9; "
+        '_python_argcomplete skyrl-tx; printf "%s\\n" "${COMPREPLY[@]}"'
     )
-    done = subprocess.run(["bash", "--norc", "-c", program], cwd=scripts, capture_output=True, text=True, check=True)
-    assert done.stderr == ""
-    return set(done.stdout.split())
-
-
-def test_bash_offers_all_commands(scripts: Path) -> None:
-    assert in_bash(scripts, "skyrl-tx", "") == set(_COMMANDS)
-
-
-@pytest.mark.parametrize(
-    ("words", "offered"),
-    [
-        (("st",), {"status", "stacks"}),
-        (("keys", ""), {"create", "list", "rotate", "revoke", "--help", "-h"}),
-        (("keys", "create", "--sc"), {"--scope"}),
-        (("keys", "create", "--scope", ""), {"admin", "user", "sample", "read", "metrics"}),
-        (("keys", "create", "--scope", "=", "re"), {"read"}),
-        (("keys", "create", "--name", ""), set()),
-        (("keys", "create", "--name", "list", "--sc"), {"--scope"}),
-        (("serve", "--log-level", ""), {"debug", "info", "warning", "error"}),
-        (("serve", "--backend-config.mesh.t"), {"--backend-config.mesh.tp"}),
-        (("doctor", "--no-h"), {"--no-hashes"}),
-        (("doctor", "--ssl-c"), {"--ssl-certfile"}),
-        (("plan", "--dev"), {"--device"}),
-        (("serve", "--data-dir", ""), set(SHELLS)),
-        (("backup", "ba"), {"bash"}),
-        (("completion", ""), {*SHELLS, "--help", "-h"}),
-    ],
-)
-def test_bash_completes(scripts: Path, words: tuple[str, ...], offered: set[str]) -> None:
-    assert in_bash(scripts, "skyrl-tx", *words) == offered
-
-
-@needs_fish
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("st", {"status", "stacks"}),
-        ("keys ", {"create", "list", "rotate", "revoke"}),
-        ("keys create --scope ", {"admin", "user", "sample", "read", "metrics"}),
-        ("keys create --name list --sc", {"--scope"}),
-        ("serve --backend-config.mesh.t", {"--backend-config.mesh.tp"}),
-        ("completion ", set(SHELLS)),
-    ],
-)
-def test_fish_completes(scripts: Path, tmp_path: Path, line: str, offered: set[str]) -> None:
     done = subprocess.run(
-        ["fish", "--no-config", "-c", f"source {scripts / 'fish'}; complete -C 'skyrl-tx {line}'"],
-        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)},
+        ["bash", "--norc", "-c", program, "bash", f"skyrl-tx {line}"],
+        cwd=directory,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert {each.partition("\t")[0] for each in done.stdout.splitlines()} == offered, done.stderr
+    assert done.stderr == ""
+    return {word.rstrip("/") for word in done.stdout.split()}
+
+
+@pytest.mark.parametrize(("line", "offered"), [*CASES, ("", {*COMMANDS, "-h", "--help"})])
+def test_bash_completes(shell: Path, line: str, offered: set[str]) -> None:
+    assert complete_in_bash(shell, line) == offered
+
+
+@needs_fish
+@pytest.mark.parametrize(("line", "offered"), CASES[:4])
+def test_fish_completes(shell: Path, line: str, offered: set[str]) -> None:
+    done = subprocess.run(
+        ["fish", "--no-config", "-c", f"source script.fish; complete -C 'skyrl-tx {line}'"],
+        cwd=shell,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = {offer.partition("\t")[0].rstrip("/") for offer in done.stdout.splitlines()}
+    assert found - {"-h", "--help"} == offered - {"-h", "--help"}, done.stderr
 
 
 @needs_zsh
 @pytest.mark.parametrize(
     ("typed", "completed"),
     [
-        ("keys cre", "keys create"),
-        ("keys create --sco", "keys create --scope"),
-        ("keys create --scope met", "keys create --scope metrics"),
-        ("serve --backend-config.mesh.t", "serve --backend-config.mesh.tp"),
-        ("completion fi", "completion fish"),
+        ("keys cre", "create"),
+        ("keys create --scope met", "metrics"),
+        ("serve --backend-config.mesh.t", "--backend-config.mesh.tp"),
     ],
 )
-def test_zsh_completes(scripts: Path, tmp_path: Path, typed: str, completed: str) -> None:
+def test_zsh_completes(shell: Path, typed: str, completed: str) -> None:
     """Type a line and the tab key at a terminal."""
-    (tmp_path / ".zshrc").write_text(
-        f"PS1='> '; unsetopt beep; autoload -Uz compinit; compinit -u -d {tmp_path}/dump; source {scripts / 'zsh'}\n"
+    (shell / ".zshrc").write_text(
+        f"PS1='> '; unsetopt beep; autoload -Uz compinit; compinit -u -d {shell}/dump; source {shell / 'script.zsh'}\n"
         "print loaded\n"
     )
-    variables = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "ZDOTDIR": str(tmp_path), "TERM": "dumb"}
+    variables = {**os.environ, "ZDOTDIR": str(shell), "TERM": "dumb"}
     terminal, end = pty.openpty()
-    shell = subprocess.Popen(
+    process = subprocess.Popen(
         ["zsh", "-i"], stdin=end, stdout=end, stderr=end, env=variables, start_new_session=True, close_fds=True
     )
     os.close(end)
     try:
         assert "loaded" in read_until(terminal, "loaded")
         os.write(terminal, f"skyrl-tx {typed}\t".encode())
-        assert completed.rsplit(" ", 1)[1] in read_until(terminal, completed.rsplit(" ", 1)[1])
+        assert completed in read_until(terminal, completed)
     finally:
-        shell.kill()
-        shell.wait()
+        process.kill()
+        process.wait()
         os.close(terminal)
 
 

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from skyrl_tx import models
 from skyrl_tx.models.gpt_oss import GPT_OSS
 from skyrl_tx.testing.tiny_models import write_model
-from skyrl_tx.weights import hf, mxfp4
+from skyrl_tx.weights import hf, packed
 from skyrl_tx.weights.merge import merge
 from skyrl_tx.weights.peft import AdapterError, AdapterFiles
 from tests.support.mxfp4 import draw
@@ -84,7 +84,7 @@ def test_parts_need_not_end_where_blocks_do() -> None:
         def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
             return self._array[part]
 
-    tensor = mxfp4.PackedTensor(Stored(blocks), Stored(scales))
+    tensor = packed.PackedTensor(Stored(blocks), Stored(scales))
     assert tuple(tensor.get_shape()) == numbers.shape
     for part in ((0, 3, 0, 128, 0, 10), (1, 2, 40, 70, 3, 5), (0, 1, 96, 128, 9, 10), (2, 3, 31, 33, 0, 10)):
         index = tuple(slice(start, stop) for start, stop in zip(part[::2], part[1::2], strict=True))
@@ -95,7 +95,7 @@ def test_every_byte_and_scale_has_its_value() -> None:
     """Low half first; powers of two from a bias of 127; subnormal numbers are exact in bfloat16."""
     blocks = np.arange(256, dtype=np.uint8).reshape(1, 16, 16)
     for scale in (0, 1, 118, 127, 200):
-        found = mxfp4.unpack(blocks, np.full((1, 16), scale, np.uint8))[:, 0].astype(np.float64)
+        found = packed.unpack(blocks, np.full((1, 16), scale, np.uint8))[:, 0].astype(np.float64)
         table = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
         expected = [table[half] * 2.0 ** (scale - 127) for byte in range(256) for half in (byte & 15, byte >> 4)]
         np.testing.assert_array_equal(found, expected)

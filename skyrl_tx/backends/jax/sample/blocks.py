@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from skyrl_tx.layers.steady import sum_exp, sum_last
+from skyrl_tx.layers.stable_bits import sum_exp, sum_last
 
 NO_TOKEN = np.int32(2**31 - 1)
 """An id above all token ids."""

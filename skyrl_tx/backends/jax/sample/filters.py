@@ -28,7 +28,7 @@ from flax import struct
 
 from skyrl_tx.backends.jax.sample.blocks import NO_TOKEN, Blocks, Mark, cumulative, place, scale
 from skyrl_tx.backends.jax.sample.random_numbers import fold_in, uniform
-from skyrl_tx.layers.steady import sum_last
+from skyrl_tx.layers.stable_bits import sum_last
 
 FEW = (24, 64, 256)
 """A top-k up to one of these sizes is found in as many blocks."""

@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from skyrl_tx.backends.jax.compiler import Compiler, Program
 from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.devices import check_alone, is_exhausted
 from skyrl_tx.backends.jax.distributed import fetch
-from skyrl_tx.backends.jax.exhaustion import check_alone, is_exhausted
 from skyrl_tx.backends.jax.memory import num_adapter_slots, plan_sample_memory
 from skyrl_tx.backends.jax.mesh import num_copies
 from skyrl_tx.backends.jax.sample import programs
@@ -30,15 +30,14 @@ from skyrl_tx.backends.jax.sample.pages import KVTable
 from skyrl_tx.backends.jax.sample.programs import RowBatch, SliceResult
 from skyrl_tx.backends.jax.sample.prompt_scores import PromptScores
 from skyrl_tx.backends.jax.sample.row_inputs import RowInputs, block_table, draw_params
-from skyrl_tx.backends.jax.sample.rows import RowCounts, Rows, groups_of
+from skyrl_tx.backends.jax.sample.rows import DispatchedSlice, RowCounts, Rows, SlicePart, groups_of
 from skyrl_tx.backends.jax.sample.running import BASE, RunningSample, max_tokens
-from skyrl_tx.backends.jax.sample.slices import DispatchedSlice, SlicePart
 from skyrl_tx.backends.jax.shapes import PROMPTS_TOGETHER, PrefillShapes, SampleMemory, ascending, next_power, tiles
 from skyrl_tx.contract.arrays import Int32Array
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.contract.ids import SamplerId
-from skyrl_tx.layers.held import Cache, SliceCache, Table
+from skyrl_tx.layers.cache_state import Cache, SliceCache, Table
 from skyrl_tx.layers.kv_cache import SEGMENT
 from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.models import DecoderParams, ModelConfig, empty_cache

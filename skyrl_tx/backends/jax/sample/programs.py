@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from flax import struct
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax import xla_options
+from skyrl_tx.backends.jax import compiler
 from skyrl_tx.backends.jax.sample.draw import Drawn, DrawParams, draw
-from skyrl_tx.layers import held
-from skyrl_tx.layers.held import Cache, Held, SliceCache, Table
+from skyrl_tx.layers import cache_state
+from skyrl_tx.layers.cache_state import Cache, Held, SliceCache, Table
 from skyrl_tx.layers.lora import Adapter, RowSlots
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.models import DecoderParams, ModelConfig
@@ -99,7 +99,7 @@ def row_of(hidden_BTD: jax.Array, row: jax.Array, layout: Layout) -> jax.Array:
     return layout.constrain(jax.lax.dynamic_index_in_dim(hidden_BTD, row, keepdims=False), None, None)
 
 
-copy = jax.jit(held.copy, static_argnames="layout", donate_argnames="cache")
+copy = jax.jit(cache_state.copy, static_argnames="layout", donate_argnames="cache")
 
 
 @jax.jit
@@ -116,13 +116,13 @@ def draw_first(logits_1V: jax.Array, draws: DrawParams, wants_topk: jax.Array, *
     return draw(logits_MV, draws, jnp.zeros(M, jnp.int32), max_topk=max_topk, wants_topk=wants_topk)
 
 
-open_rows = jax.jit(held.open_rows, static_argnames=("read_length", "max_tokens"))
+open_rows = jax.jit(cache_state.open_rows, static_argnames=("read_length", "max_tokens"))
 
 
 @partial(jax.jit, donate_argnames="cache")
 def close_rows(cache: Cache, live: Live, start_S: jax.Array, num_steps: jax.Array, table: Table) -> Cache:
     """Write what the steps of a slice changed."""
-    return held.close_slice(cache, SliceCache((), live, table.page_BM, start_S, num_steps), table)
+    return cache_state.close_slice(cache, SliceCache((), live, table.page_BM, start_S, num_steps), table)
 
 
 @partial(jax.jit, static_argnames=("config", "max_topk"), donate_argnames="live")
@@ -152,7 +152,7 @@ def run_rows(
     jax.jit,
     static_argnames=("config", "max_steps", "max_topk"),
     donate_argnames="cache",
-    compiler_options=xla_options.DECODING,
+    compiler_options=compiler.DECODING,
 )
 def decode_slice(
     params: DecoderParams,
@@ -178,7 +178,7 @@ def decode_slice(
     """
     source_S, token_S = batch.source_S, batch.token_S
     token_S = jnp.where(source_S >= 0, last_R[jnp.maximum(source_S, 0)], token_S)
-    opened = held.open_slice(
+    opened = cache_state.open_slice(
         cache,
         table,
         batch.position_S,
@@ -189,7 +189,7 @@ def decode_slice(
     live, num_run, token_S, result = _run_steps(
         params, config, pool, opened, batch, token_S, num_steps, max_topk=max_topk
     )
-    cache = held.close_slice(cache, replace(opened, live=live, num_recent=num_run), table, params.layout)
+    cache = cache_state.close_slice(cache, replace(opened, live=live, num_recent=num_run), table, params.layout)
     last_S = jnp.where(result.is_stopped_S, ENDED, token_S)
     last_R = params.layout.constrain(jnp.full_like(last_R, ENDED).at[: len(last_S)].set(last_S), None)
     return models.constrain_cache(params.layout, config, cache), last_R, result

@@ -17,7 +17,7 @@ from skyrl_tx.backends.jax.sample.pages import KVTable
 from skyrl_tx.backends.jax.sample.programs import RowBatch
 from skyrl_tx.backends.jax.sample.rows import Rows
 from skyrl_tx.backends.jax.sample.running import MAX_STOPS, RunningSample
-from skyrl_tx.layers.held import Table
+from skyrl_tx.layers.cache_state import Table
 from skyrl_tx.layers.lora import RowSlots
 
 MAX_INT32 = 2**31 - 1

@@ -20,13 +20,12 @@ from typing import Any
 import numpy as np
 
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.exhaustion import check_alone
+from skyrl_tx.backends.jax.devices import check_alone
 from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms, PromptChunk
-from skyrl_tx.backends.jax.sample.prefill import Prefill
-from skyrl_tx.backends.jax.sample.prefill_queue import PrefillQueue
+from skyrl_tx.backends.jax.sample.prefill import Prefill, PrefillQueue
+from skyrl_tx.backends.jax.sample.rows import DispatchedSlice
 from skyrl_tx.backends.jax.sample.running import RunningSample, max_kv_length, max_tokens
 from skyrl_tx.backends.jax.sample.shard import SampleShard
-from skyrl_tx.backends.jax.sample.slices import DispatchedSlice
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.errors import BackendLost, UserError

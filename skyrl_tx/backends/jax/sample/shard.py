@@ -12,8 +12,7 @@ from itertools import islice
 from skyrl_tx.backends.jax.sample.cache import KVCache
 from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
 from skyrl_tx.backends.jax.sample.pages import KVTable
-from skyrl_tx.backends.jax.sample.prefill import Prefill, Prefiller
-from skyrl_tx.backends.jax.sample.prefill_queue import PrefillQueue
+from skyrl_tx.backends.jax.sample.prefill import Prefill, Prefiller, PrefillQueue
 from skyrl_tx.backends.jax.sample.running import RunningSample, SampleKey
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
 from skyrl_tx.contract.ids import RequestId

@@ -14,7 +14,7 @@ import numpy as np
 from skyrl_tx import models
 from skyrl_tx.backends.jax.mesh import Placement
 from skyrl_tx.backends.jax.shapes import bucket
-from skyrl_tx.backends.jax.train.optimizer import OptimizerState, adamw, coefficients, fresh_state
+from skyrl_tx.backends.jax.train.optimizer import OptimizerState, adamw_step, coefficients, fresh_state
 from skyrl_tx.contract.errors import CapacityError, UserError
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import LoraSpec, OptimizerParams
@@ -102,7 +102,7 @@ def apply_gradient(state: TrainingState, params: OptimizerParams) -> tuple[Train
     weights = state.adapter.weights
     gradient = zero_gradient(weights) if state.gradient is None else state.gradient
     factors = coefficients(params, step=int(state.optimizer.step) + 1)
-    weights, optimizer, norm = adamw(weights, state.optimizer, gradient, factors)
+    weights, optimizer, norm = adamw_step(weights, state.optimizer, gradient, factors)
     adapter = Adapter(weights=weights, scale=state.adapter.scale)
     return replace(state, adapter=adapter, optimizer=optimizer, gradient=None), norm
 

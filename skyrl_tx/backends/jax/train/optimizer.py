@@ -1,7 +1,8 @@
-"""AdamW on one model's weights: Loshchilov & Hutter 2019, arXiv:1711.05101, with the arithmetic of torch.optim.AdamW.
+"""AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) as an optax transformation with the arithmetic of torch.
 
-optax gives other numbers than torch, see docs/decisions/training.md: its clipping has no epsilon, betas as float32 data
-lose the digits of 1 - beta, and `eps` 0 gives NaN where ranks are padded.
+`optax.adamw` gives different numbers than torch, see docs/decisions/training.md: its clipping has no
+epsilon, betas as float32 data lose the digits of 1 - beta, and `eps` 0 gives NaN where ranks are padded.
+A second optimizer is another function that returns an `optax.GradientTransformation`.
 """
 
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import struct
 
 from skyrl_tx.contract.requests import OptimizerParams
 from skyrl_tx.layers.lora import AdapterWeights
 
+_optax: Any = optax  # its annotations allow no dataclasses
 CLIP_EPSILON = 1e-6
 """Added to the norm that clipping divides by, as in torch.nn.utils.clip_grad_norm_."""
 
@@ -41,7 +44,7 @@ class Coefficients:
     max_norm: Any  # infinity: no clipping
 
 
-def fresh_state(weights: AdapterWeights) -> OptimizerState:
+def fresh_state(weights: Any) -> OptimizerState:
     """Return the state before the first step, as host arrays."""
 
     def zeros() -> AdapterWeights:
@@ -75,23 +78,45 @@ def _norm(gradient: AdapterWeights) -> jax.Array:
 global_norm = jax.jit(_norm)
 
 
-@jax.jit
-def adamw(
-    weights: AdapterWeights, state: OptimizerState, gradient: AdapterWeights, c: Coefficients
-) -> tuple[AdapterWeights, OptimizerState, jax.Array]:
-    """Return new weights, new state and the global L2 norm of the gradient before clipping.
+def clip_by_norm(max_norm: jax.Array, norm: jax.Array) -> optax.GradientTransformation:
+    """Scale a gradient of global norm `norm` to at most `max_norm`, as torch.nn.utils.clip_grad_norm_ does."""
+
+    def update(gradient: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, optax.EmptyState]:
+        clip = jnp.where(jnp.isinf(max_norm), 1.0, jnp.minimum(1.0, max_norm / (norm + CLIP_EPSILON)))
+        return jax.tree.map(lambda g: g * clip, gradient), state
+
+    return _optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+
+
+def adam(c: Coefficients) -> optax.GradientTransformation:
+    """Return Adam without weight decay: a gradient becomes the change that `optax.apply_updates` adds to the weights.
 
     Padded ranks, whose weights and gradients are always zero, stay zero even with `eps` 0.
     """
+
+    def update(gradient: Any, state: OptimizerState, params: Any = None) -> tuple[Any, OptimizerState]:
+        first = jax.tree.map(lambda m, g: m + (g - m) * c.one_minus_beta1, state.first, gradient)
+        second = jax.tree.map(lambda v, g: v * c.beta2 + g * g * c.one_minus_beta2, state.second, gradient)
+
+        def change(m: jax.Array, v: jax.Array) -> jax.Array:
+            step = c.step_size * m / (jnp.sqrt(v) / c.root_correction + c.eps)
+            return -jnp.where(m == 0, 0.0, step)
+
+        return jax.tree.map(change, first, second), OptimizerState(first=first, second=second, step=state.step + 1)
+
+    return _optax.GradientTransformation(fresh_state, update)
+
+
+@jax.jit
+def adamw_step(
+    weights: AdapterWeights, state: OptimizerState, gradient: AdapterWeights, c: Coefficients
+) -> tuple[AdapterWeights, OptimizerState, jax.Array]:
+    """Return new weights, new state and the global L2 norm of the gradient before clipping."""
     norm = _norm(gradient)
-    clip = jnp.where(jnp.isinf(c.max_norm), 1.0, jnp.minimum(1.0, c.max_norm / (norm + CLIP_EPSILON)))
-    gradient = jax.tree.map(lambda g: g * clip, gradient)
-    first = jax.tree.map(lambda m, g: m + (g - m) * c.one_minus_beta1, state.first, gradient)
-    second = jax.tree.map(lambda v, g: v * c.beta2 + g * g * c.one_minus_beta2, state.second, gradient)
+    optimizer = _optax.chain(clip_by_norm(c.max_norm, norm), adam(c))
+    changes, (_, new_state) = optimizer.update(gradient, (optax.EmptyState(), state), weights)
 
-    def update(weight: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
-        change = c.step_size * m / (jnp.sqrt(v) / c.root_correction + c.eps)
-        return weight * c.decay - jnp.where(m == 0, 0.0, change)
-
-    weights = jax.tree.map(update, weights, first, second)
-    return weights, OptimizerState(first=first, second=second, step=state.step + 1), norm
+    # Decoupled weight decay multiplies the weights before the change is added, as in torch.
+    decayed = jax.tree.map(lambda weight: weight * c.decay, weights)
+    new_weights = _optax.apply_updates(decayed, changes)
+    return new_weights, new_state, norm

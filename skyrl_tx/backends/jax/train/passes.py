@@ -15,8 +15,8 @@ from typing import Any
 import jax
 
 from skyrl_tx import models
+from skyrl_tx.backends.jax.devices import drain, is_exhausted, no_memory
 from skyrl_tx.backends.jax.distributed import fetch, is_distributed
-from skyrl_tx.backends.jax.exhaustion import drain, is_exhausted, no_memory
 from skyrl_tx.backends.jax.memory import Memory, MemoryPlan
 from skyrl_tx.backends.jax.train import custom_losses, packing
 from skyrl_tx.backends.jax.train import step as training

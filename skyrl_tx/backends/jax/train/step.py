@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax import xla_options
+from skyrl_tx.backends.jax import compiler
 from skyrl_tx.backends.jax.mesh import constrain_adapter
 from skyrl_tx.backends.jax.train import loss_selection
 from skyrl_tx.backends.jax.train.packing import MicroBatch
@@ -62,7 +62,7 @@ def forward(
     return Outputs.of(logprobs, loss)
 
 
-@partial(jax.jit, static_argnames=("config", "remat"), donate_argnames="total", compiler_options=xla_options.TRAINING)
+@partial(jax.jit, static_argnames=("config", "remat"), donate_argnames="total", compiler_options=compiler.TRAINING)
 def accumulate(
     params: models.DecoderParams,
     adapter: Adapter,

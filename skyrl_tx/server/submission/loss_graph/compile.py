@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from skyrl_tx.contract.custom_loss import LOGPROBS, CustomLoss, CustomLossInput
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.server.schemas.custom_loss import CreateCustomLossRequest, LossGraphNode, LossInput
+from skyrl_tx.server.schemas.training import CreateCustomLossRequest, LossGraphNode, LossInput
 from skyrl_tx.server.submission.loss_graph.arguments import Argument, Arguments, Items, Table, read
 from skyrl_tx.server.submission.loss_graph.builder import Builder, Value
 from skyrl_tx.server.submission.loss_graph.vocabulary import FUNCTIONS, METHODS

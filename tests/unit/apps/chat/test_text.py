@@ -59,15 +59,15 @@ def test_no_piece_has_a_part_of_a_character(text: str, size: int) -> None:
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in whole
 
 
-@given(words=st.lists(st.sampled_from([" ", " a", "a", "é", "日", " Hello", "🙂", "ü", "<"]), max_size=12))
-def test_text_of_a_byte_fallback_vocabulary_is_whole(words: list[str]) -> None:
+@given(texts=st.lists(st.sampled_from([" ", " a", "a", "é", "日", " Hello", "🙂", "ü", "<"]), max_size=12))
+def test_text_of_a_byte_fallback_vocabulary_is_whole(texts: list[str]) -> None:
     detokenizer = Detokenizer(ByteFallbackDecoder(), skip_special=False)
     tokens: list[int] = []
-    for word in words:
-        token = byte_fallback_tokenizer().token_to_id(word.replace(" ", "▁"))
-        tokens += [1 + byte for byte in word.encode()] if token is None else [token]
+    for text in texts:
+        token = byte_fallback_tokenizer().token_to_id(text.replace(" ", "▁"))
+        tokens += [1 + byte for byte in text.encode()] if token is None else [token]
     pieces = [detokenizer.feed([token]) for token in tokens]
-    assert "".join(pieces) + detokenizer.finish() == "".join(words).removeprefix(" ")
+    assert "".join(pieces) + detokenizer.finish() == "".join(texts).removeprefix(" ")
     assert not any("\ufffd" in piece for piece in pieces)
 
 

@@ -6,7 +6,7 @@ import pytest
 from sqlmodel import Session
 
 from skyrl_tx.apps.console import queries
-from skyrl_tx.apps.console.queries import OpenGroup
+from skyrl_tx.apps.console.queries import ListQuery, OpenGroup
 from skyrl_tx.apps.history import logged
 from skyrl_tx.apps.history.logged import Logged, LoggedRun
 from skyrl_tx.apps.teams import usage
@@ -95,8 +95,8 @@ def filled(store: Store) -> Store:
 
 
 def names(store: Store, owner: str | None, search: str = "", project: str | None = None, **page: int) -> list[str]:
-    where = {"limit": 10, "offset": 0, **page}
-    found, total = store.read(lambda tx: queries.runs(tx, owner, project=project, search=search, **where))
+    query = ListQuery(owner=owner, project=project, search=search, **{"limit": 10, **page})
+    found, total = store.read(lambda tx: queries.runs(tx, query))
     assert total >= len(found)
     return [line.model_id for line in found]
 
@@ -113,9 +113,7 @@ def test_runs_are_listed_last_used_first_and_by_owner(filled: Store) -> None:
 )
 def test_a_search_takes_its_text_literally(filled: Store, search: str, number: int) -> None:
     assert len(names(filled, None, search)) == number
-    found, total = filled.read(
-        lambda tx: queries.session_page(tx, None, project=None, search=search, limit=10, offset=0)
-    )
+    found, total = filled.read(lambda tx: queries.session_page(tx, ListQuery(owner=None, search=search, limit=10)))
     assert len(found) == total == min(number, 1)
 
 
@@ -145,7 +143,7 @@ def test_checkpoints_by_scope(
     filled: Store, scope: str, owner: str | None, expected: tuple[list[str], int, int]
 ) -> None:
     rows, number, size = filled.read(
-        lambda tx: queries.checkpoint_page(tx, owner, kind="", search="", scope=scope, limit=10, offset=0, now=NOW)
+        lambda tx: queries.checkpoint_page(tx, ListQuery(owner=owner, limit=10), kind="", scope=scope, now=NOW)
     )
     assert ([row.name for row, _ in rows], number, size) == expected
 
@@ -186,7 +184,7 @@ def test_logged_metrics_samplers_and_keys(filled: Store) -> None:
 
     def page(owner: str | None) -> Callable[[Session], tuple[list[str], int]]:
         def read(tx: Session) -> tuple[list[str], int]:
-            rows, total = queries.key_page(tx, owner, limit=10, offset=0)
+            rows, total = queries.key_page(tx, ListQuery(owner=owner, limit=10))
             return [row.owner for row in rows], total
 
         return read

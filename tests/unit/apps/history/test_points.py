@@ -4,9 +4,9 @@ import math
 
 from skyrl_tx.apps.history import points
 from skyrl_tx.apps.history.points import Point
+from skyrl_tx.apps.history.tables import PointKind
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.history_tables import PointKind
 
 RUN, OTHER = ModelId("run"), ModelId("other")
 

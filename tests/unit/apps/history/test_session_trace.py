@@ -11,14 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as perfetto
 
-from skyrl_tx.apps.history import session_trace
+from skyrl_tx.apps.history import session_trace, trace_pb2
 from skyrl_tx.apps.history.logged import LoggedPoint
 from skyrl_tx.apps.history.points import Point
-from skyrl_tx.apps.history.session_trace import Group, Span, model_group, trace_parts
-from skyrl_tx.apps.history.timeline import RequestTimes
+from skyrl_tx.apps.history.session_trace import trace_parts
+from skyrl_tx.apps.history.tables import PointKind
+from skyrl_tx.apps.history.timeline import Group, RequestTimes, Span, model_group
 from skyrl_tx.contract.ids import ModelId, RequestId
-from skyrl_tx.server.submission.proto import trace_pb2
-from skyrl_tx.store.history_tables import PointKind
 
 BEGIN, END, COUNTER = 1, 2, 4
 NOW = 1_800_000_000.0

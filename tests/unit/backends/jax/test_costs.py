@@ -19,7 +19,7 @@ from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.layers.kernels.choice import SPLASH, TRITON, Kernels
 from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.layers.remat import RematPolicy
-from skyrl_tx.models.parts.mixture import Mixture
+from skyrl_tx.models.parts.feed_forward import Mixture
 from skyrl_tx.testing.backend_driver import drawn_examples
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from skyrl_tx.backends.jax import distributed, exhaustion, mesh
+from skyrl_tx.backends.jax import devices, distributed, mesh
 from skyrl_tx.backends.jax.config import MeshConfig
-from skyrl_tx.backends.jax.exhaustion import capacity_errors
+from skyrl_tx.backends.jax.devices import capacity_errors
 from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
 from skyrl_tx.contract.errors import BackendLost, CapacityError
 
@@ -39,7 +39,7 @@ def test_with_several_hosts_an_exhausted_device_loses_the_backend(monkeypatch, c
     with caplog.at_level(logging.CRITICAL):
         with pytest.raises(CapacityError), capacity_errors("a model"):
             raise error
-        monkeypatch.setattr(exhaustion, "is_distributed", lambda: True)
+        monkeypatch.setattr(devices, "is_distributed", lambda: True)
         expected = pytest.raises(BackendLost, match=r"RESOURCE_EXHAUSTED.*--backend-config.micro-batch-tokens")
         with expected, capacity_errors("a model"):
             raise error

@@ -12,7 +12,7 @@ from skyrl_tx.contract.backend import ALL_PARTS, StatePart
 from skyrl_tx.contract.batches import PreparedModelPassBatch
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
-from skyrl_tx.models.parts.mixture import EXPERT_PREFIX
+from skyrl_tx.models.parts.feed_forward import EXPERT_PREFIX
 from skyrl_tx.testing.backend_driver import drawn_examples
 from skyrl_tx.testing.tiny_models import write_model
 

@@ -27,8 +27,8 @@ from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.ids import RequestId, SamplerId
 from skyrl_tx.contract.requests import PromptOptions
-from skyrl_tx.layers import held
-from skyrl_tx.layers.held import Cache, Table
+from skyrl_tx.layers import cache_state
+from skyrl_tx.layers.cache_state import Cache, Table
 from tests.support.fast_jit import fast_jit
 from tests.support.sample_requests import BLUE, RED, Results, ask, begin, prompt_of, run
 from tests.support.tiny import OUTPUT_NORMS, TINY_CONFIG, TinyModel, load_model, tiny_directory
@@ -326,7 +326,7 @@ def test_a_chunk_and_a_slice_allocate_no_second_cache(tiny):
             max_steps=4,
             max_topk=0,
         )
-        live = jax.eval_shape(partial(held.open_slice, max_tokens=4), cache, two, batch.position_S).live
+        live = jax.eval_shape(partial(cache_state.open_slice, max_tokens=4), cache, two, batch.position_S).live
         closing = programs.close_rows.lower(cache, live, batch.position_S, number, two)
         found = [each.compile().memory_analysis() for each in (chunk, decoding, closing)]
         assert all(each.alias_size_in_bytes == bytes_of(cache) for each in found)

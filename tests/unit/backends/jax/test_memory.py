@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax import exhaustion, memory
+from skyrl_tx.backends.jax import devices, memory
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.backends.jax.costs import Costs
@@ -328,12 +328,12 @@ def test_waiting_for_all_devices_raises_other_errors_than_exhausted_memory(monke
                 raise self.error
 
     arrays = [Array(), Array(EXHAUSTED), Array()]
-    monkeypatch.setattr(exhaustion.jax, "live_arrays", lambda: arrays)
-    exhaustion.drain()
+    monkeypatch.setattr(devices.jax, "live_arrays", lambda: arrays)
+    devices.drain()
     assert all(each.is_done for each in arrays)
     arrays.append(Array(jax.errors.JaxRuntimeError("INTERNAL: another host is gone")))
     with pytest.raises(jax.errors.JaxRuntimeError, match="another host is gone"):
-        exhaustion.drain()
+        devices.drain()
 
 
 def raise_next(errors: list[Exception]) -> None:

@@ -2,9 +2,10 @@
 
 import jax
 import numpy as np
+import optax
 import pytest
 
-from skyrl_tx.backends.jax.train.optimizer import adamw, coefficients, fresh_state
+from skyrl_tx.backends.jax.train.optimizer import adam, adamw_step, coefficients, fresh_state
 from skyrl_tx.contract.requests import OptimizerParams
 from skyrl_tx.layers.lora import LoraPair
 
@@ -54,7 +55,7 @@ def test_five_steps_equal_torch(params):
     for step in range(1, 6):
         gradient = tree(step)
         reference_step(w, m, v, leaves(gradient), step, params)
-        weights, state, norm = adamw(weights, state, gradient, coefficients(params, step))
+        weights, state, norm = adamw_step(weights, state, gradient, coefficients(params, step))
         assert float(norm) == pytest.approx(np.sqrt(sum((g**2).sum() for g in leaves(gradient))), rel=1e-6)
     assert int(state.step) == 5
     for ours, theirs in zip(leaves((weights, state.first, state.second)), [*w, *m, *v], strict=True):
@@ -65,7 +66,7 @@ def test_padding_stays_zero_even_without_eps():
     weights, state = tree(0), fresh_state(tree(0))
     params = OptimizerParams(learning_rate=0.1, weight_decay=0.1, eps=0.0, grad_clip_norm=1.0)
     for step in (1, 2):
-        weights, state, _ = adamw(weights, state, tree(step), coefficients(params, step))
+        weights, state, _ = adamw_step(weights, state, tree(step), coefficients(params, step))
     pair = weights["q_proj"]
     assert not np.asarray(pair.a)[..., RANK:].any() and not np.asarray(pair.b)[:, RANK:].any()
     assert np.isfinite(pair.a).all() and np.isfinite(pair.b).all()
@@ -73,9 +74,20 @@ def test_padding_stays_zero_even_without_eps():
 
 def test_new_hyperparameters_need_no_compilation():
     weights, state = tree(0), fresh_state(tree(0))
-    weights, state, _ = adamw(weights, state, tree(1), coefficients(OptimizerParams(), 1))
-    before = adamw._cache_size()
-    adamw(weights, state, jax.tree.map(jax.numpy.asarray, tree(2)), coefficients(OptimizerParams(eps=0.1), 2))
-    assert adamw._cache_size() <= before + 1  # one for host arrays, one for device arrays
-    adamw(weights, state, jax.tree.map(jax.numpy.asarray, tree(2)), coefficients(OptimizerParams(beta1=0.3), 3))
-    assert adamw._cache_size() <= before + 1
+    weights, state, _ = adamw_step(weights, state, tree(1), coefficients(OptimizerParams(), 1))
+    before = adamw_step._cache_size()
+    adamw_step(weights, state, jax.tree.map(jax.numpy.asarray, tree(2)), coefficients(OptimizerParams(eps=0.1), 2))
+    assert adamw_step._cache_size() <= before + 1  # one for host arrays, one for device arrays
+    adamw_step(weights, state, jax.tree.map(jax.numpy.asarray, tree(2)), coefficients(OptimizerParams(beta1=0.3), 3))
+    assert adamw_step._cache_size() <= before + 1
+
+
+def test_adam_chains_with_transformations_of_optax():
+    """Half of each change is what `optax.scale(0.5)` after it leaves."""
+    weights, gradient, factors = tree(0), tree(1), coefficients(OptimizerParams(), 1)
+    whole, _ = adam(factors).update(gradient, adam(factors).init(weights))
+    chained = optax.chain(adam(factors), optax.scale(0.5))
+    half, (state, _) = chained.update(gradient, chained.init(weights))
+    assert int(state.step) == 1
+    for ours, theirs in zip(leaves(half), leaves(whole), strict=True):
+        np.testing.assert_array_equal(ours, theirs / 2)

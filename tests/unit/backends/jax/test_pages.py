@@ -4,7 +4,7 @@ import pytest
 
 from skyrl_tx.backends.jax.sample.cache import KVCache
 from skyrl_tx.backends.jax.sample.pages import FreeList, KVTable
-from skyrl_tx.backends.jax.sample.prefill_queue import PrefillQueue
+from skyrl_tx.backends.jax.sample.prefill import PrefillQueue
 from skyrl_tx.backends.jax.sample.running import RunningSample
 from skyrl_tx.backends.jax.sample.shard import SampleShard
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory

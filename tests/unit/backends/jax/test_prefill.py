@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.errors import JaxRuntimeError
 
-from skyrl_tx.backends.jax import exhaustion
+from skyrl_tx.backends.jax import devices
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.shapes import SampleMemory
@@ -192,7 +192,7 @@ def test_a_failed_chunk_ends_its_request_alone(programs, scheduler):
 
 def test_a_device_that_fails_in_a_chunk_ends_several_hosts(programs, scheduler, monkeypatch):
     """The others wait for it in that chunk, so it must not begin another program. Other errors are those of all."""
-    monkeypatch.setattr(exhaustion, "is_distributed", lambda: True)
+    monkeypatch.setattr(devices, "is_distributed", lambda: True)
     programs.fail_extend = True
     assert run(scheduler, ask("bad", prompt_of(200)), into=Results(may_fail=True)).errors.keys() == {"bad"}
 

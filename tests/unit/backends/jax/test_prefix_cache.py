@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from skyrl_tx.backends.jax.sample.cache import ComputedPrompt, PrefixCache, PromptSource
 from skyrl_tx.backends.jax.sample.pages import FreeList, KVTable
-from skyrl_tx.backends.jax.sample.prefix_cache import ComputedPrompt, PrefixCache, PromptSource
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
 from skyrl_tx.contract.ids import SamplerId
 

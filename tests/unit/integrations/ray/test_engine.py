@@ -24,7 +24,7 @@ from skyrl_tx.launch.supervisor import launch_of
 from skyrl_tx.process.setup import CannotServe
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
-from skyrl_tx.tools.cli import read_settings
+from skyrl_tx.tools.serve import read_settings
 from tests.support.ray_stub import StubRay, run
 
 READY = FakeBackend("tiny", FakeConfig()).start()

@@ -18,7 +18,7 @@ import pytest
 
 from skyrl_tx.integrations.vllm import on_ray, own_server
 from skyrl_tx.integrations.vllm.config import VllmConfig
-from skyrl_tx.tools.cli import read_settings
+from skyrl_tx.tools.serve import read_settings
 
 SERVER = """
 import http.server, os, sys

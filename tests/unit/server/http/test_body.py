@@ -8,7 +8,7 @@ from starlette.requests import Request
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.http.body import Body, BodyLimits, read_body
 from skyrl_tx.server.schemas.service import FinishRequest
-from skyrl_tx.server.submission.proto import wire_pb2
+from skyrl_tx.server.submission import wire_pb2
 
 LIMIT = 100_000
 LIMITS = BodyLimits(LIMIT)

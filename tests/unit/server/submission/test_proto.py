@@ -7,7 +7,7 @@ import pytest
 from google.protobuf.descriptor_pb2 import DescriptorProto, EnumDescriptorProto
 from tinker.proto import tinker_public_pb2
 
-from skyrl_tx.server.submission.proto import wire_pb2
+from skyrl_tx.server.submission import wire_pb2
 
 NOT_ON_THE_WIRE = {"SamplingParams", "StopStrings", "StopTokens"}
 """In the SDK's schema, but every version samples in JSON."""
@@ -39,6 +39,4 @@ def test_enums_have_the_values_of_the_sdk(name: str) -> None:
 
 
 def test_importing_messages_emits_no_warning() -> None:
-    subprocess.run(
-        [sys.executable, "-W", "error", "-c", "import skyrl_tx.server.submission.proto.wire_pb2"], check=True
-    )
+    subprocess.run([sys.executable, "-W", "error", "-c", "import skyrl_tx.server.submission.wire_pb2"], check=True)

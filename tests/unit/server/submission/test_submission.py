@@ -10,8 +10,8 @@ from skyrl_tx.contract import codec
 from skyrl_tx.contract.requests import Datum, ModelPass, Rejected
 from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.server.submission import submission
+from skyrl_tx.server.submission.provenance import Provenance, Span
 from skyrl_tx.server.submission.submission import Submission, with_recorded_samples
-from skyrl_tx.server.submission.translate.provenance import Provenance, Span
 from skyrl_tx.store import sessions, stability
 from skyrl_tx.store.database import Store
 

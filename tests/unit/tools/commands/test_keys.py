@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_tx.launch.command import CommandError
 from skyrl_tx.store import keys
 from skyrl_tx.store.database import Store
 from skyrl_tx.tools.cli import main
 from skyrl_tx.tools.commands import adapters
-from skyrl_tx.tools.commands.common import CommandError
 
 
 def run(data_dir: Path, *arguments: str) -> int:

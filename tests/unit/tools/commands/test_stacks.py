@@ -1,20 +1,20 @@
-"""`skyrl-tx stacks` finds the processes of a data directory."""
+"""`skyrl-tx status --stacks` finds the processes of a data directory."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-from skyrl_tx.tools.commands.stacks import holder
+from skyrl_tx.tools.commands.stacks import find_process
 
 
 def test_the_process_that_has_the_lock_file_open_holds_it(tmp_path: Path) -> None:
     lock = tmp_path / "api.lock"
-    assert holder(lock) is None
+    assert find_process(lock) is None
     lock.write_text(str(os.getpid()))
-    assert holder(lock) is None, "the number may be that of another process since"
+    assert find_process(lock) is None, "the number may be that of another process since"
     with lock.open():
-        assert holder(lock) == os.getpid()
+        assert find_process(lock) == os.getpid()
 
 
 def test_a_descriptor_that_is_closed_meanwhile_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,5 +30,5 @@ def test_a_descriptor_that_is_closed_meanwhile_is_passed_over(tmp_path: Path, mo
     lock.write_text(str(os.getpid()))
     monkeypatch.setattr(Path, "readlink", readlink_or_closed)
     with lock.open():
-        assert holder(lock) == os.getpid()
+        assert find_process(lock) == os.getpid()
     assert closed

@@ -1,4 +1,4 @@
-"""`skyrl-tx status` and `top` on data directories of servers that never ran, run, and are dead."""
+"""`skyrl-tx status` on data directories of servers that never ran, run, and are dead."""
 
 import json
 import re
@@ -135,7 +135,12 @@ def test_without_a_database_the_command_fails(tmp_path: Path, capsys: pytest.Cap
     assert "no server has stored anything there" in capsys.readouterr().err
 
 
-def test_top_shows_the_screen_repeatedly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_shows_the_screen_repeatedly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fill(tmp_path, age_s=1)
-    assert main(["top", "--times", "2", "--data-dir", str(tmp_path)]) == 0
+    assert main(["status", "--watch", "--times", "2", "--data-dir", str(tmp_path)]) == 0
     assert "engine ready" in capsys.readouterr().out
+
+
+def test_times_are_refused_without_watch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--times", "2", "--data-dir", str(tmp_path)]) == 2
+    assert "--times: only with --watch" in capsys.readouterr().err

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tx.tools.cli import read_settings
 from skyrl_tx.tools.doctor.findings import Subject
+from skyrl_tx.tools.serve import read_settings
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ def replace_checks(monkeypatch: pytest.MonkeyPatch, *findings: Finding | Excepti
     return seen
 
 
-FINE, POOR, BAD = ok("disk", "fast"), warning("clock", "slow", "wind it up"), error("port", "in use", "take another")
+FINE, POOR, BAD = ok("disk", "fast"), warning("limits", "low", "raise them"), error("model", "unknown", "take another")
 
 
 @pytest.mark.parametrize(("findings", "status"), [([FINE], 0), ([FINE, POOR, FINE], 1), ([POOR, BAD, FINE], 2)])
@@ -55,7 +55,7 @@ def test_text_says_what_to_do(capsys, monkeypatch, tmp_path) -> None:
     _, out, _ = doctor(capsys, "--data-dir", tmp_path)
     assert out.splitlines() == [
         "ok       disk      fast",
-        "error    port      in use",
+        "error    model     unknown",
         "                   → take another",
         "",
         "1 errors, 0 warnings",
@@ -99,7 +99,7 @@ def test_all_checks_on_the_fake_backend(capsys, tmp_path) -> None:
     flags = ("--base-model", "m", "--backend", "fake", "--port", "0", "--data-dir", tmp_path / "data", "--json")
     status, out, _ = doctor(capsys, *flags)
     findings = [Finding(**finding) for finding in json.loads(out)["findings"]]
-    assert {finding.check for finding in findings} >= {"packages", "sdk", "limits", "clock", "port", "disk", "database"}
+    assert {finding.check for finding in findings} >= {"packages", "sdk", "limits", "disk", "database"}
     assert [finding for finding in findings if "check failed" in finding.message] == []
     assert all(finding.advice for finding in findings if finding.level != "ok") and status in (0, 1)
     assert list(tmp_path.iterdir()) == []

@@ -81,11 +81,13 @@ def test_access(subject, data_dir) -> None:
         with closing(Store.open(data_dir, role="tool")) as store:
             return [each.level for each in database.check_access(subject(*flags).settings, store)]
 
-    assert found() == [] and found("--host", "0.0.0.0") == ["error"]
-    assert found("--host", "0.0.0.0", "--no-auth") == ["warning"]
+    public = ("--host", "0.0.0.0", "--trusted-proxies", "10.0.0.1")
+    assert found() == [] and found(*public) == ["error"]
+    assert found(*public, "--no-auth") == ["warning"]
     with closing(Store.open(data_dir, role="tool")) as store:
         store.write(lambda tx: keys.create(tx, owner="ann", scope="user", name="", note="", now=time.time()))
-    assert found("--host", "0.0.0.0") == ["ok"]
+    assert found(*public) == ["ok"]
+    assert found("--host", "0.0.0.0") == ["ok", "warning"], "without TLS"
 
 
 def test_postgresql(subject, postgresql_url, monkeypatch, tmp_path) -> None:

@@ -13,8 +13,8 @@ from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.tools.doctor import devices, probe
+from skyrl_tx.tools.doctor.devices import Answer, Device, Plan, Question
 from skyrl_tx.tools.doctor.findings import Finding
-from skyrl_tx.tools.doctor.probe_messages import Answer, Device, Plan, Question
 from skyrl_tx.tools.quickstart.model import write_tiny_model
 from tests.support.published import QWEN3_8B
 

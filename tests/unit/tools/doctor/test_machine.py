@@ -1,14 +1,61 @@
-"""Limits, clock and proxies."""
+"""Versions of packages, limits and memory."""
 
-import os
 import resource
-import time
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from skyrl_tx.tools.doctor import machine
-from skyrl_tx.tools.doctor.findings import worst
+from skyrl_tx.tools.doctor.findings import Finding, worst
+from tests.support.client_environments import SDKS
+
+
+def problems(subject) -> list[Finding]:
+    return [finding for finding in machine.check_packages(subject) if finding.level != "ok"]
+
+
+def replace(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
+    present = machine.version
+
+    def find(name: str) -> str:
+        given = versions.get(name.replace("-", "_"), present)
+        if given is None:
+            raise machine.PackageNotFoundError(name)
+        return present(name) if given is present else given
+
+    monkeypatch.setattr(machine, "version", find)
+
+
+def test_this_environment_is_fine(subject) -> None:
+    assert problems(subject()) == []
+
+
+@pytest.mark.parametrize(
+    ("versions", "level", "text"),
+    [
+        ({"jax": "0.4.1"}, "error", "jax 0.4.1 is installed, needed is jax>="),
+        ({"uvicorn": None}, "error", "uvicorn is not installed"),
+        ({"skyrl_tx_server": None}, "error", "skyrl-tx-server is not installed"),
+        ({"tinker": "0.1.0"}, "warning", "tinker 0.1.0 is older"),
+        ({"jaxlib": "0.10.2", "jax_cuda12_plugin": "0.9.0"}, "error", "jax-cuda12-plugin 0.9.0"),
+    ],
+)
+def test_unsuitable_versions_are_found(subject, monkeypatch, versions, level: str, text: str) -> None:
+    replace(monkeypatch, **versions)
+    (found,) = problems(subject())
+    assert found.level == level and text in found.message and found.advice
+
+
+def test_driver_of_postgresql_is_needed_for_it_only(subject, monkeypatch) -> None:
+    replace(monkeypatch, psycopg=None)
+    assert problems(subject()) == []
+    (found,) = problems(subject("--database-url", "postgresql://h/d"))
+    assert found.level == "error" and "psycopg" in found.message
+
+
+def test_the_oldest_sdk_is_the_oldest_tested_one() -> None:
+    assert Version(machine.OLDEST_SDK) == min(map(Version, SDKS))
 
 
 def limits(monkeypatch: pytest.MonkeyPatch, **given: int) -> None:
@@ -46,35 +93,3 @@ def test_memory_of_a_container_is_found(subject, monkeypatch, tmp_path) -> None:
     (tmp_path / "memory.max").write_text(f"{2**20}\n")
     assert machine.memory_limit() == 2**20
     assert "1.0 MiB for this container" in "".join(finding.message for finding in machine.check_limits(subject()))
-
-
-@pytest.mark.parametrize(("state", "level"), [(0, "ok"), (5, "warning"), (-1, "ok")])
-def test_clock_is_judged_by_the_kernel(subject, monkeypatch, state: int, level: str) -> None:
-    class Library:
-        def __init__(self, *_: object, **__: object) -> None:
-            self.adjtimex = lambda _: state
-
-    monkeypatch.setattr(machine.ctypes, "CDLL", Library)
-    (found,) = machine.check_clock(subject())
-    assert found.level == level
-
-
-def test_a_clock_behind_the_database_is_found(subject, tmp_path) -> None:
-    (tmp_path / "data").mkdir()
-    database = tmp_path / "data" / "skyrl_tx.db"
-    database.touch()
-    assert "behind" not in "".join(each.message for each in machine.check_clock(subject()))
-    os.utime(database, (time.time() + 7200,) * 2)
-    found = next(iter(machine.check_clock(subject())))
-    assert found.level == "warning" and "2.0 h behind" in found.message
-
-
-def test_a_proxy_for_the_own_address_is_found(subject, monkeypatch) -> None:
-    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    assert list(machine.check_proxies(subject())) == []
-    monkeypatch.setenv("https_proxy", "http://proxy:3128")
-    (found,) = machine.check_proxies(subject("--host", "0.0.0.0"))
-    assert found.level == "warning" and "https_proxy" in found.message and "127.0.0.1" in found.advice
-    monkeypatch.setenv("no_proxy", "localhost,127.0.0.1")
-    assert list(machine.check_proxies(subject())) == []

@@ -1,0 +1,308 @@
+"""The pages of checkpoints: list, one with its lineage, publish, lifetime, deletion and its undoing, download."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Literal
+
+from sqlmodel import Session
+from starlette.responses import Response
+
+from skyrl_tx.apps.console import queries
+from skyrl_tx.apps.console.format import short_id
+from skyrl_tx.apps.console.visit import Page, PageTable, Visit, see_other
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath
+from skyrl_tx.server.errors import ApiError, bad_request, not_found
+from skyrl_tx.server.identity import access
+from skyrl_tx.server.routes.downloads import archive_url
+from skyrl_tx.server.submission.validation import shown
+from skyrl_tx.store import audit, checkpoints, models
+from skyrl_tx.store.tables import CheckpointRow
+
+NodeKind = Literal["base", "run", "checkpoint", "copy", "hidden"]
+
+pages = PageTable()
+_PAGE_ROWS = 50
+_MAX_SELECTED = 500
+_MAX_CHILDREN = 50
+_MAX_ANCESTORS = 20
+_DAY_S = 86_400
+_SCOPES = ("own", "published", "deleted")
+_ONE = "/checkpoints/{run_id}/{kind}/{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A base model, a run or a checkpoint in a lineage. `path` is the id of the run or the path of the checkpoint."""
+
+    kind: NodeKind
+    path: str
+    title: str
+    is_current: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A node with its depth in the tree, from 0."""
+
+    depth: int
+    node: Node
+
+
+@pages.get("/checkpoints", menu="Checkpoints")
+def list_checkpoints(visit: Visit) -> Page:
+    """Show checkpoints: of the visitor and its projects, published by anyone, or deleted but restorable."""
+    scope, kind = visit.query("scope", "own"), visit.query("kind")
+    if scope not in _SCOPES:
+        raise bad_request(f"scope: {scope!r} is not one of {', '.join(_SCOPES)}")
+    if kind and kind not in list(CheckpointKind):
+        raise bad_request(f"kind: {kind!r} is not one of {', '.join(CheckpointKind)}")
+
+    query = visit.list_query(_PAGE_ROWS)
+    found, total, num_bytes = visit.read(
+        lambda tx: queries.checkpoint_page(tx, query, kind=kind, scope=scope, now=visit.now)
+    )
+    return Page(
+        "checkpoints.jinja",
+        {
+            "checkpoints": [_describe(visit, row, owner, scope) for row, owner in found],
+            "pager": visit.pager(_PAGE_ROWS, len(found), total),
+            "num_bytes": num_bytes,
+            "scope": scope,
+            "kind": kind,
+            "kinds": list(CheckpointKind),
+            "search": query.search,
+        },
+    )
+
+
+def _describe(visit: Visit, row: CheckpointRow, owner: str, scope: str) -> tuple[CheckpointRow, str, bool]:
+    """Return a checkpoint for a list, its owner's name, and whether its run is linked.
+
+    Of a stranger's checkpoint the path and the name before any @ are public, as in the API.
+    """
+    is_visible = scope != "published" or visit.caller.acts_for(owner)
+    return row, owner if is_visible else owner.partition("@")[0], is_visible
+
+
+@pages.get(_ONE)
+def show_checkpoint(visit: Visit) -> Page:
+    """Show one checkpoint, where it comes from and what was made of it."""
+    path = _read_path(visit)
+
+    def work(tx: Session) -> Page:
+        row, maker = access.readable_checkpoint(tx, visit.caller, path)
+        owner = models.owner(tx, path.model_id) or ""
+        is_visible = access.sees_run(tx, visit.caller, path.model_id)
+
+        # Only what the visitor sees of the runs and copies that were made of it.
+        loaded = queries.runs_loaded_from(tx, [str(path)], _MAX_CHILDREN)
+        runs = [model_id for model_id, _ in loaded if access.sees_run(tx, visit.caller, model_id)]
+        copies = [
+            str(copy.path)
+            for copy in queries.copies_of(tx, str(path), _MAX_CHILDREN, visit.now)
+            if access.sees_run(tx, visit.caller, copy.model_id)
+        ]
+        ancestors = _find_ancestors(tx, visit, row) if is_visible else []
+
+        return Page(
+            "checkpoint.jinja",
+            {
+                "row": row,
+                "path_text": str(path),
+                "owner": owner if is_visible else owner.partition("@")[0],
+                "is_visible": is_visible,
+                "is_editable": access.edits_run(tx, visit.caller, path.model_id),
+                "base_model": maker.base_model,
+                "rank": access.spec_of(maker).lora.rank,
+                "metadata": access.metadata(row, is_visible) or {},
+                "lineage": draw_lineage(maker.base_model, ancestors, row, runs, copies),
+            },
+        )
+
+    return visit.read(work)
+
+
+def _find_ancestors(tx: Session, visit: Visit, row: CheckpointRow) -> Sequence[Node]:
+    """Return the runs and checkpoints that came before a checkpoint, oldest first."""
+    found: list[Node] = []
+    current: CheckpointRow | None = row
+    while current is not None and len(found) < _MAX_ANCESTORS:
+        run = models.get(tx, current.model_id)
+        source = current.copied_from
+        if source is None:
+            found.append(_make_run_node(current.model_id))
+            source = None if run is None else run.loaded_from
+        if source is None:
+            break
+        before = _find_visible(tx, visit, source)
+        found.append(_make_checkpoint_node(source, is_visible=before is not None))
+        current = before
+    return found[::-1]
+
+
+def _find_visible(tx: Session, visit: Visit, path: str) -> CheckpointRow | None:
+    try:
+        row, _ = access.saved_weights(tx, [visit.caller], CheckpointPath.parse(path), visit.now)
+    except UserError:
+        return None
+    return row if access.sees_run(tx, visit.caller, row.model_id) else None
+
+
+@pages.post(_ONE + "/publish")
+def publish(visit: Visit) -> Response:
+    """Publish a checkpoint, or take it back."""
+    is_public = visit.field("public") == "yes"
+    path = _read_path(visit)
+
+    def work(tx: Session) -> None:
+        checkpoints.set_public(tx, _find_editable(tx, visit, path), is_public)
+        event = "checkpoint_publish" if is_public else "checkpoint_unpublish"
+        audit.record(tx, event, visit.caller.actor, visit.now, path=path)
+
+    visit.write(work)
+    return _see(path)
+
+
+@pages.post(_ONE + "/ttl")
+def set_lifetime(visit: Visit) -> Response:
+    """Set how long a checkpoint is kept from now on; an empty field means without end."""
+    text, path = visit.field("days"), _read_path(visit)
+    try:
+        days = float(text) if text else None
+    except ValueError:
+        days = -1.0
+    if days is not None and not 0 < days * _DAY_S <= checkpoints.MAX_TTL_S:
+        raise bad_request(f"days: {text[:30]!r} is not a number of days above 0 and at most 3650")
+    expires_at = None if days is None else visit.now + days * _DAY_S
+
+    def work(tx: Session) -> None:
+        checkpoints.set_ttl(tx, _find_editable(tx, visit, path), expires_at)
+        seconds = None if days is None else days * _DAY_S
+        audit.record(tx, "checkpoint_ttl_set", visit.caller.actor, visit.now, path=path, ttl_seconds=seconds)
+
+    visit.write(work)
+    return _see(path)
+
+
+@pages.get(_ONE + "/download")
+def download(visit: Visit) -> Response:
+    """Go to a signed address of the weights as a tar."""
+    path = _read_path(visit)
+
+    def work(tx: Session) -> CheckpointRow:
+        found, _ = access.readable_checkpoint(tx, visit.caller, path)
+        audit.record(tx, "checkpoint_read", visit.caller.actor, visit.now, path=path, purpose="download")
+        return found
+
+    row = visit.write(work)
+    return see_other(archive_url(visit.context, visit.caller, visit.request, row))
+
+
+@pages.post("/checkpoints/delete")
+def delete(visit: Visit) -> Page:
+    """Ask whether the selected checkpoints shall go, saying what that frees; then delete them, for a day restorably."""
+    paths = _read_selected(visit)
+    if visit.field("confirmed") == "yes":
+
+        def work(tx: Session) -> None:
+            for path in paths:
+                checkpoints.mark_deleted(tx, _find_editable(tx, visit, path), visit.now)
+                audit.record(tx, "checkpoint_delete", visit.caller.actor, visit.now, path=path)
+
+        visit.write(work)
+        return Page("deleted.jinja", {"paths": [str(path) for path in paths]})
+
+    def look(tx: Session) -> tuple[list[CheckpointRow], dict[str, int]]:
+        rows = [checkpoints.get(tx, _find_editable(tx, visit, path), visit.now) for path in paths]
+        found = [row for row in rows if row is not None]
+        return found, queries.references_to(tx, {row.artifact_id for row in found}, visit.now)
+
+    rows, references = visit.read(look)
+    return Page("confirm_delete.jinja", {"rows": rows, "freed": count_freed_bytes(rows, references)})
+
+
+@pages.post("/checkpoints/restore")
+def restore(visit: Visit) -> Response:
+    """Restore deleted checkpoints."""
+    paths = _read_selected(visit)
+
+    def work(tx: Session) -> None:
+        for path in paths:
+            access.editable_run(tx, visit.caller, path.model_id)
+            if not checkpoints.undelete(tx, path):
+                raise not_found(f"checkpoint {path} cannot be restored any more")
+            audit.record(tx, "checkpoint_restore", visit.caller.actor, visit.now, path=path)
+
+    visit.write(work)
+    return see_other("/checkpoints")
+
+
+def _read_selected(visit: Visit) -> list[CheckpointPath]:
+    paths = [CheckpointPath.parse(text) for text in dict.fromkeys(visit.fields("path"))]
+    if not paths:
+        raise bad_request("no checkpoint is selected")
+    if len(paths) > _MAX_SELECTED:
+        raise bad_request(f"{len(paths)} checkpoints are selected; at most {_MAX_SELECTED} are taken at once")
+    return paths
+
+
+def _read_path(visit: Visit) -> CheckpointPath:
+    try:
+        return CheckpointPath.of_parts(*(visit.path[part] for part in ("run_id", "kind", "name")))
+    except UserError as error:
+        raise ApiError(HTTPStatus.NOT_FOUND, error.message) from error
+
+
+def _find_editable(tx: Session, visit: Visit, path: CheckpointPath) -> CheckpointPath:
+    """Return the path of a checkpoint that the visitor may change. Raises ApiError if there is none."""
+    access.editable_run(tx, visit.caller, path.model_id)
+    if checkpoints.get(tx, path, visit.now) is None:
+        raise not_found(f"checkpoint {shown(str(path))} does not exist")
+    return path
+
+
+def _see(path: CheckpointPath) -> Response:
+    return see_other(f"/checkpoints/{path.model_id}/{path.checkpoint_id}")
+
+
+def count_freed_bytes(selected: Sequence[CheckpointRow], references: Mapping[str, int]) -> int:
+    """Return the bytes of the artifacts that nothing but the selected checkpoints uses."""
+    uses: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    for row in selected:
+        uses[row.artifact_id] = uses.get(row.artifact_id, 0) + 1
+        sizes[row.artifact_id] = row.size_bytes
+    return sum(size for name, size in sizes.items() if uses[name] >= references.get(name, 0))
+
+
+def _make_checkpoint_node(path: str, *, is_visible: bool, is_current: bool = False, is_copy: bool = False) -> Node:
+    """Return the node of a checkpoint; one that the visitor may not see has no link and shows no owner."""
+    if not is_visible:
+        return Node("hidden", "", "a checkpoint that is gone, or of another owner")
+    try:
+        parsed = CheckpointPath.parse(path)
+    except UserError:
+        return Node("hidden", "", path)
+    return Node("copy" if is_copy else "checkpoint", path, parsed.checkpoint_id, is_current)
+
+
+def _make_run_node(model_id: str, *, is_current: bool = False) -> Node:
+    """Return the node of a run."""
+    return Node("run", model_id, short_id(model_id), is_current)
+
+
+def draw_lineage(
+    base_model: str,
+    ancestors: Sequence[Node],
+    current: CheckpointRow,
+    runs: Sequence[str],
+    copies: Sequence[str],
+) -> list[Line]:
+    """Return the lineage of a checkpoint: base model, earlier runs and checkpoints, itself, what was made of it."""
+    node = _make_checkpoint_node(str(current.path), is_visible=True, is_current=True)
+    children = [_make_run_node(model_id) for model_id in runs]
+    children += [_make_checkpoint_node(path, is_visible=True, is_copy=True) for path in copies]
+    before = [Line(depth, node) for depth, node in enumerate([Node("base", "", base_model), *ancestors, node])]
+    return before + [Line(len(before), child) for child in children]

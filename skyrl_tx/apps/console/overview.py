@@ -1,0 +1,272 @@
+"""The overview: what the server does now, for whom, and what waits."""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Generic, TypeVar, cast
+
+from skyrl_tx.apps.console import queries
+from skyrl_tx.apps.console.format import count, duration, short_id, size
+from skyrl_tx.apps.console.health import describe_engine
+from skyrl_tx.apps.console.queries import OpenGroup
+from skyrl_tx.apps.console.runs import describe_request
+from skyrl_tx.apps.console.visit import Page, PageTable, Visit
+from skyrl_tx.apps.history.curves import spark
+from skyrl_tx.apps.teams import usage
+from skyrl_tx.apps.teams.usage import BUCKET_S, Total
+from skyrl_tx.store import engine_state, server_points
+
+V = TypeVar("V")
+pages = PageTable()
+_LIFETIME_S = 1.0
+_MAX_KEYS = 256
+_HISTORY_S = 2 * 3600
+_MAX_HISTORY = 1000
+_FAILURES = 8
+_DAY_S = 86_400
+_SHOWN_BUCKETS = 24
+_MAX_ROWS = 50
+_CURRENT_S = 60.0
+_RATE_S = 60.0
+_CURVE_POINTS = 60
+_TRAINING = frozenset({"training", "forward"})
+_PREFILL = frozenset({"prefill", "prefill_cached"})
+_PASS_KINDS = {
+    "forward_backward": ("training pass", "training passes"),
+    "forward": ("forward pass", "forward passes"),
+    "model_pass": ("pass", "passes"),
+    "optim_step": ("optimizer step", "optimizer steps"),
+    "asample": ("sample request", "sample requests"),
+    "sample": ("sample request", "sample requests"),
+    "save_weights": ("save", "saves"),
+    "load_weights": ("load", "loads"),
+    "create_model": ("new run", "new runs"),
+    "unload_model": ("unload", "unloads"),
+    "create_custom_loss": ("new loss", "new losses"),
+}
+
+
+class Recent(Generic[V]):
+    """The newest value of each key, for a time. A key names all that the value depends on, such as who may see it."""
+
+    def __init__(self, lifetime_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._lifetime_s = lifetime_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._values: OrderedDict[Hashable, tuple[float, V]] = OrderedDict()
+
+    def get(self, key: Hashable, compute: Callable[[], V]) -> V:
+        """Return the value of a key, computed at most a lifetime ago. Errors are not kept."""
+        with self._lock:
+            found = self._values.get(key)
+        if found is not None and self._clock() - found[0] < self._lifetime_s:
+            return found[1]
+        began, value = self._clock(), compute()
+        with self._lock:
+            self._values[key] = (began, value)
+            self._values.move_to_end(key)
+            while len(self._values) > _MAX_KEYS:
+                self._values.popitem(last=False)
+        return value
+
+
+_OVERVIEWS: Recent[Mapping[str, object]] = Recent(_LIFETIME_S)
+
+
+@pages.get("/overview", menu="Overview")
+def show_overview(visit: Visit) -> Page:
+    """Show what the server does now, and for whom."""
+    # Everyone of an owner, and all admins, see the same; many have the page open.
+    key = id(visit.context), visit.caller.owner_filter
+    return Page("overview.jinja", _OVERVIEWS.get(key, lambda: _collect(visit)))
+
+
+def _collect(visit: Visit) -> Mapping[str, object]:
+    """Return what the page shows to the visitor's owner; open requests and tokens are counted over all owners."""
+    now, owner = visit.now, visit.caller.owner_filter
+    engines = visit.read(engine_state.all_engines)
+    state = engine_state.main_engine(engines)
+    groups = visit.read(lambda tx: queries.open_groups(tx, None))
+    oldest = min((group.first_position for group in groups), default=None)
+    oldest_at = None if oldest is None else visit.read(lambda tx: queries.arrived_at(tx, oldest))
+    buckets = visit.read(lambda tx: queries.usage_by_bucket(tx, int(now) - _HISTORY_S - BUCKET_S))
+    history = visit.read(lambda tx: server_points.since(tx, now - _HISTORY_S, _MAX_HISTORY))
+    recent = visit.read(lambda tx: usage.totals(tx, owner, now - BUCKET_S, ("owner",)))
+    today = visit.read(lambda tx: usage.totals(tx, owner, int(now) // _DAY_S * _DAY_S, ("owner",)))
+    failed = visit.read(lambda tx: queries.failed_requests(tx, owner, _FAILURES))
+
+    own = [group for group in groups if visit.caller.acts_for(group.owner)]
+    lines, hidden = user_lines(own, recent, today)
+    return {
+        "engine": describe_engine(visit, state),
+        "tiles": [
+            *rate_tiles(buckets, history, now),
+            *gauge_tiles(engine_state.meters_of(engines), history),
+        ],
+        "waiting": sum(group.number for group in groups),
+        "oldest": None if oldest_at is None else duration(max(now - oldest_at, 0.0)),
+        "lines": lines,
+        "hidden": hidden,
+        "failures": [describe_request(line) for line in failed],
+        "devices": [] if state is None else state.capabilities.get("devices", []),
+        "model": visit.context.settings.public_model_name,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One gauge of the server."""
+
+    title: str
+    value: str
+    detail: str = ""
+    spark: str = ""
+    share: float | None = None
+    """The part of a limit, from 0 to 1; None without one."""
+
+
+def rate_tiles(
+    buckets: Sequence[tuple[int, str, int]], history: Sequence[tuple[int, Mapping[str, float]]], now: float
+) -> list[Tile]:
+    """Return tokens a second of each kind of work: of the server's gauges, or without any of the usage of two hours.
+
+    `history` has the gauges of the last while, in order, and `buckets` the tokens of each five minutes and kind.
+    """
+    newest = int(now) // BUCKET_S * BUCKET_S
+    starts = [newest - BUCKET_S * back for back in range(_SHOWN_BUCKETS - 1, -1, -1)]
+    tiles: list[Tile] = []
+    for title, gauge, kinds in (
+        ("Training", "training_tokens_per_s", _TRAINING),
+        ("Sampling", "sampled_tokens_per_s", frozenset({"sampled"})),
+        ("Prefill", "prompt_tokens_per_s", _PREFILL),
+    ):
+        known = [(at, values[gauge]) for at, values in history if gauge in values]
+        if known and known[-1][0] >= now - _CURRENT_S:
+            curve = [value for _, value in known]
+            recent = [value for at, value in known if at >= now - _RATE_S]
+            rate = sum(recent) / len(recent) if recent else 0.0
+            since_s = known[-1][0] - known[0][0]
+            tiles.append(
+                Tile(title, f"{count(rate)} tok/s", f"last {duration(max(since_s, 10))}", spark(_average(curve)))
+            )
+            continue
+        totals = dict.fromkeys(starts, 0)
+        for at, kind, tokens in buckets:
+            if kind in kinds and at in totals:
+                totals[at] += tokens
+        # The newest five minutes are not over: together with the ones before they make a steady rate.
+        recent_tokens = totals[starts[-1]] + totals[starts[-2]]
+        rate = recent_tokens / (now - starts[-2])
+        values = [total / BUCKET_S for total in totals.values()]
+        tiles.append(Tile(title, f"{count(rate)} tok/s", "last 2 h", spark(values)))
+    return tiles
+
+
+def _average(values: Sequence[float]) -> list[float]:
+    """Return at most 60 means of equal parts, in order."""
+    parts = min(len(values), _CURVE_POINTS)
+    ends = [len(values) * part // parts for part in range(parts + 1)]
+    return [sum(values[first:end]) / (end - first) for first, end in pairwise(ends)]
+
+
+def gauge_tiles(meters: Mapping[str, object] | None, history: Sequence[tuple[int, Mapping[str, float]]]) -> list[Tile]:
+    """Return what the engine holds, as far as it says so: memory of devices, models, samplers, cache, disk."""
+    values = {**(history[-1][1] if history else {}), **flat_meters(meters or {})}
+    tiles: list[Tile] = []
+
+    def tile(title: str, used: str, limit: str, written: Callable[[float], str]) -> None:
+        if used not in values:
+            return
+        most = values.get(limit)
+        curve = [point.get(used) for _, point in history]
+        value = written(values[used])
+        detail = f"of {written(most)}" if most else ""
+        share = min(values[used] / most, 1.0) if most else None
+        tiles.append(Tile(title, value, detail, spark(curve), share))
+
+    tile("Device memory", "device_memory_bytes", "device_memory_limit_bytes", size)
+    tile("KV cache", "kv_cache_tokens_used", "kv_cache_tokens", count)
+    tile("Decode slots", "decode_slots_used", "decode_slots", count)
+    tile("Models resident", "models_resident", "models_places", count)
+    tile("Samplers resident", "samplers_resident", "samplers_places", count)
+    if tokens := values.get("compared_tokens"):
+        mean, largest = values["trainer_gap_nats"] / tokens, values["trainer_gap_max_nats"]
+        tiles.append(Tile("Gap to the trainer", f"{mean:.1e} nats", f"{largest:.1e} at most, {count(tokens)} tokens"))
+    tile("Free disk", "disk_free_bytes", "", size)
+    return tiles
+
+
+def flat_meters(meters: Mapping[str, object]) -> dict[str, float]:
+    """Return the numbers among the engine's meters; the memory of its devices as a sum."""
+    values = {name: float(value) for name, value in meters.items() if isinstance(value, int | float)}
+    for value in meters.values():
+        if isinstance(value, Mapping):
+            values |= flat_meters(cast(Mapping[str, object], value))
+    devices = meters.get("device_memory")
+    for device in cast(list[object], devices) if isinstance(devices, list) else []:
+        if isinstance(device, Mapping):
+            memory = flat_meters(cast(Mapping[str, object], device))
+            for used, name in (("used_bytes", "device_memory_bytes"), ("limit_bytes", "device_memory_limit_bytes")):
+                values[name] = values.get(name, 0.0) + memory.get(used, 0.0)
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class UserLine:
+    """The work of one owner now, and its tokens of today."""
+
+    owner: str
+    what: str
+    link: str | None
+    waiting: str
+    device_share: float
+    device: str
+    tokens: int
+
+
+def user_lines(
+    groups: Sequence[OpenGroup], recent: Sequence[Total], today: Sequence[Total]
+) -> tuple[list[UserLine], int]:
+    """Return a line for each run or sampler with open requests, and for each owner who used the server lately.
+
+    Those with the most work come first. Also returns how many lines were left out.
+    """
+    tokens: dict[str, int] = {}
+    for total in today:
+        tokens[total.group[0]] = tokens.get(total.group[0], 0) + total.tokens
+    device: dict[str, float] = {}
+    for total in recent:
+        device[total.group[0]] = device.get(total.group[0], 0.0) + total.device_s
+    device_s = sum(device.values())
+    work: dict[tuple[str, str], list[OpenGroup]] = {}
+    for group in groups:
+        name = group.model_id or group.sampling_session_id or group.session_id
+        work.setdefault((group.owner, name), []).append(group)
+    idle = (tokens.keys() | device.keys()) - {owner for owner, _ in work}
+
+    def line(owner: str, name: str, found: Sequence[OpenGroup]) -> UserLine:
+        share = device.get(owner, 0.0) / device_s if device_s else 0.0
+        model = next((group.model_id for group in found if group.model_id), None)
+        session = next((group.session_id for group in found), None)
+        return UserLine(
+            owner=owner,
+            what=short_id(name) if name else "",
+            link=f"/training_runs/{model}" if model else f"/sessions/{session}" if session else None,
+            waiting=", ".join(_write_count(group.kind, group.number) for group in found),
+            device_share=share,
+            device=f"{share:.0%}" if device_s else "",
+            tokens=tokens.get(owner, 0),
+        )
+
+    lines = [line(owner, name, found) for (owner, name), found in work.items()]
+    lines += [line(owner, "", ()) for owner in sorted(idle)]
+    lines.sort(key=lambda line: (-line.device_share, -line.tokens, line.owner, line.what))
+    return lines[:_MAX_ROWS], max(len(lines) - _MAX_ROWS, 0)
+
+
+def _write_count(kind: str, number: int) -> str:
+    one, many = _PASS_KINDS.get(kind, (kind, kind))
+    return f"{number} {one if number == 1 else many}"

@@ -1,0 +1,147 @@
+"""The tab of a run with its samples: which step, which group, and the texts in the groups of their prompts."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_tx.apps.chat.reply import get_service
+from skyrl_tx.apps.chat.text import ModelText
+from skyrl_tx.apps.console.queries import RunLine
+from skyrl_tx.apps.console.visit import Visit
+from skyrl_tx.apps.history import kept_samples
+from skyrl_tx.apps.history.kept_samples import KeptGroup, KeptSample
+
+Decode = Callable[[Sequence[int]], str | None]
+"""Returns the text of tokens, or None if the tokenizer is unknown."""
+
+_MAX_STEPS = 200
+_MAX_GROUPS = 64
+_SHOWN_TOKENS = 4000
+_SHOWN_IDS = 600
+_SHOWN_SAMPLES = 64
+
+
+def find_owner(visit: Visit, line: RunLine) -> str | None:
+    """Return the owner whose samples of a run are shown; None means all owners."""
+    return None if visit.caller.is_admin else line.owner
+
+
+def read_tab(visit: Visit, line: RunLine) -> dict[str, Any]:
+    """Return what the template of the tab shows: the samples of `?step=`, by default of the newest."""
+    owner = find_owner(visit, line)
+    kept = visit.read(lambda tx: kept_samples.steps(tx, line.model_id, owner, _MAX_STEPS))
+    # Step n trains on what the weights after n - 1 optimizer steps made.
+    steps = [(number + 1, count) for number, count in kept if number is not None]
+    step = visit.whole("step", steps[0][0] if steps else 0)
+    rows = visit.read(lambda tx: kept_samples.of_step(tx, line.model_id, step - 1, _MAX_GROUPS, owner=owner))
+
+    groups = describe_groups(rows, _find_decoder(get_service(visit.request).text))
+    number = visit.whole("group", 0, most=_MAX_GROUPS)
+    return {
+        "sample_steps": steps,
+        "step": step,
+        "groups": [group for group in groups if number in (0, group.number)],
+        "num_groups": len(groups),
+        "group": number,
+        "num_samples": sum(len(row.samples) for row in rows),
+    }
+
+
+def _find_decoder(text: ModelText) -> Decode:
+    """Return how tokens become text; without a tokenizer, or of tokens that it does not know, there is none."""
+    if not text.has_tokenizer:
+        return lambda _: None
+
+    def decode(tokens: Sequence[int]) -> str | None:
+        try:
+            return text.decode([token for token in tokens if token >= 0], skip_special=False)
+        except OverflowError:
+            return None
+
+    return decode
+
+
+@dataclass(frozen=True, slots=True)
+class SampleView:
+    """One sampled sequence."""
+
+    number: int
+    text: str
+    is_text: bool
+    """False if `text` shows the ids of tokens."""
+    num_tokens: int
+    is_cut: bool
+    stop_reason: str
+    probability: float | None
+    """Geometric mean of the probabilities of its tokens."""
+    advantage: float | None
+    bar: float
+    """Length of the advantage from -1 to 1, where 1 is the largest in the step."""
+    kl: float | None
+    trainer_gap: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupView:
+    """The samples of one prompt."""
+
+    number: int
+    request_id: str
+    prompt: str
+    is_text: bool
+    num_prompt_tokens: int
+    samples: Sequence[SampleView]
+
+
+def describe_groups(kept: Sequence[KeptGroup], decode: Decode) -> list[GroupView]:
+    """Describe the groups of a step; the best sample of a group first."""
+    advantages = [sample.advantage for group in kept for sample in group.samples if sample.advantage is not None]
+    largest = max(map(abs, advantages), default=0.0)
+    return [_describe_group(number, group, largest, decode) for number, group in enumerate(kept, start=1)]
+
+
+def _describe_group(number: int, group: KeptGroup, largest: float, decode: Decode) -> GroupView:
+    text, is_text = _write(group.prompt.tolist(), decode)
+    ordered = sorted(
+        group.samples,
+        key=lambda sample: (-(sample.advantage if sample.advantage is not None else -math.inf), sample.sample_index),
+    )
+    return GroupView(
+        number=number,
+        request_id=group.request_id,
+        prompt=text,
+        is_text=is_text,
+        num_prompt_tokens=group.prompt.size,
+        samples=[
+            _describe_sample(index, sample, largest, decode)
+            for index, sample in enumerate(ordered[:_SHOWN_SAMPLES], start=1)
+        ],
+    )
+
+
+def _describe_sample(number: int, sample: KeptSample, largest: float, decode: Decode) -> SampleView:
+    mean = float(sample.logprobs.mean()) if sample.logprobs.size else math.nan
+    text, is_text = _write(sample.tokens.tolist(), decode)
+    return SampleView(
+        number=number,
+        text=text,
+        is_text=is_text,
+        num_tokens=sample.tokens.size,
+        is_cut=sample.tokens.size > _SHOWN_TOKENS,
+        stop_reason=sample.stop_reason,
+        probability=math.exp(min(mean, 0.0)) if math.isfinite(mean) else None,
+        advantage=sample.advantage,
+        bar=sample.advantage / largest if sample.advantage is not None and largest else 0.0,
+        kl=sample.kl,
+        trainer_gap=sample.trainer_gap,
+    )
+
+
+def _write(tokens: Sequence[int], decode: Decode) -> tuple[str, bool]:
+    """Return tokens as text, or their ids, and whether it is text."""
+    text = decode(tokens[:_SHOWN_TOKENS])
+    if text is not None:
+        return text, True
+    ids = " ".join(str(token) for token in tokens[:_SHOWN_IDS])
+    return (ids if len(tokens) <= _SHOWN_IDS else f"{ids} …"), False

@@ -1,1 +1,0 @@
-"""View models: pure functions from rows to what templates show."""

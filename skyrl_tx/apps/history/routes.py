@@ -1,0 +1,218 @@
+"""Endpoints for the metrics of runs, and for the timeline of a session as a trace behind a signed URL."""
+
+import secrets
+import time
+from collections.abc import Iterator
+from http import HTTPStatus
+from itertools import chain
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Depends, Path, Query, Request
+from fastapi.responses import StreamingResponse
+from sqlmodel import Session
+
+from skyrl_tx.apps.history import logged, logged_runs, schemas, session_trace
+from skyrl_tx.apps.history import points as stored_points
+from skyrl_tx.apps.history.client_metrics import metrics_of_model, store_metrics
+from skyrl_tx.apps.history.logged import Logged, LoggedPoint
+from skyrl_tx.apps.history.points import Point
+from skyrl_tx.apps.history.session_trace import MAX_SLICES
+from skyrl_tx.apps.history.tables import LoggedRunRow
+from skyrl_tx.apps.history.timeline import Group, session_groups
+from skyrl_tx.contract.ids import ModelId, SessionId
+from skyrl_tx.server.context import AccessScope, ApiContext, Incoming, Limit, Offset, base_url, get_context
+from skyrl_tx.server.errors import ApiError, bad_request
+from skyrl_tx.server.identity import access
+from skyrl_tx.server.identity.authentication import Principal
+from skyrl_tx.server.identity.scopes import API_PREFIX
+from skyrl_tx.server.schemas.base import Response
+from skyrl_tx.store import models, sessions
+
+router = APIRouter(prefix=API_PREFIX)
+_PURPOSE = "trace"
+PageSize = Annotated[int, Query(ge=1, le=5000)]
+Position = Annotated[int, Query(ge=0, lt=2**63)]
+LoggedRunId = Annotated[int, Path(ge=0, lt=2**63)]
+
+
+@router.post("/training_runs/{run_id}/metrics")
+def log_metrics(run_id: str, call: Incoming) -> dict[str, bool]:
+    """Store metrics of one step of a training run; `is_new` is false for a retry."""
+    request = call.body.model(schemas.LogMetricsRequest)
+    model_id = ModelId(run_id)
+
+    def find_owner(tx: Session) -> str:
+        row = access.model(tx, call.caller, model_id)
+        return models.owner(tx, row.model_id) or call.caller.owner
+
+    log_id = request.log_id or call.idempotency_key or secrets.token_hex(16)
+    point = Logged(log_id=log_id[: schemas.MAX_NAME_LENGTH], step=request.step, values=request.metrics)
+    metrics = metrics_of_model(call.store.read(find_owner), model_id, [point])
+    return {"is_new": store_metrics(call.store, metrics, time.time()) > 0}
+
+
+@router.get("/training_runs/{run_id}/metrics")
+def get_metrics(run_id: str, call: Incoming, cursor: str = "0-0", limit: PageSize = 1000) -> schemas.MetricsResponse:
+    """Return the points of a training run after a cursor: one of each request, and what clients logged."""
+    after, logged_after = _positions(cursor)
+
+    def work(tx: Session) -> schemas.MetricsResponse:
+        model_id = access.visible_run(tx, call.caller, ModelId(run_id)).model_id
+        points = stored_points.series(tx, model_id, after, limit)
+        found = logged.read_points_of_model(tx, model_id, after=logged_after, limit=limit)
+        last = points[-1].position if points else after
+        last_logged = found[-1].position if found else logged_after
+        return schemas.MetricsResponse(
+            training_run_id=model_id,
+            points=[_run_point(row) for row in points],
+            logged=[_logged_metrics(point) for point in found],
+            cursor=f"{last}-{last_logged}",
+            has_more=limit in (len(points), len(found)),
+        )
+
+    return call.store.read(work)
+
+
+@router.get("/logged_runs")
+def list_logged_runs(
+    call: Incoming,
+    limit: Limit = 100,
+    offset: Offset = 0,
+    access_scope: AccessScope = "owned",
+    project: str | None = None,
+) -> schemas.LoggedRunsResponse:
+    """List the runs that the caller's loggers named; `accessible` lists all owners' for an admin."""
+    owner = call.caller.owner_filter if access_scope == "accessible" else call.caller.owner
+
+    def work(tx: Session) -> schemas.LoggedRunsResponse:
+        rows = logged.list_runs(tx, owner, project=project, limit=limit, offset=offset)
+        return schemas.LoggedRunsResponse(logged_runs=[_logged_run(row) for row in rows])
+
+    return call.store.read(work)
+
+
+@router.get("/logged_runs/{logged_run_id}/metrics")
+def get_logged_metrics(
+    logged_run_id: LoggedRunId, call: Incoming, cursor: Position = 0, limit: PageSize = 1000
+) -> schemas.LoggedMetricsResponse:
+    """Return the points of a logged run after a cursor."""
+
+    def work(tx: Session) -> schemas.LoggedMetricsResponse:
+        logged_runs.visible(tx, call.caller, logged_run_id)
+        found = logged.read_points(tx, [logged_run_id], after=cursor, limit=limit)
+        return schemas.LoggedMetricsResponse(
+            logged=[_logged_metrics(point) for point in found],
+            cursor=found[-1].position if found else cursor,
+            has_more=len(found) == limit,
+        )
+
+    return call.store.read(work)
+
+
+@router.put("/logged_runs/{logged_run_id}/training_run")
+def join_training_run(logged_run_id: LoggedRunId, call: Incoming) -> dict[str, str | None]:
+    """Join a logged run to a training run of the same owner, or separate them."""
+    run_id = call.body.model(schemas.JoinRunRequest).training_run_id
+
+    call.store.write(lambda tx: logged_runs.join(tx, call.caller, logged_run_id, run_id))
+    return {"training_run_id": run_id}
+
+
+class TraceExport(Response):
+    """The state of an export as the SDK polls it. This server builds the trace when it is fetched, so it is ready."""
+
+    status: Literal["ready"] = "ready"
+    url: str
+
+
+@router.get("/sessions/{session_id}/trace_export")
+def trace_export(session_id: str, call: Incoming, request: Request) -> TraceExport:
+    """Return a signed URL of a session's timeline as a Perfetto trace."""
+    found = call.store.read(lambda tx: access.visible_session(tx, call.caller, SessionId(session_id)))
+    return TraceExport(url=trace_url(call.context, call.caller, request, found.session_id))
+
+
+def trace_url(context: ApiContext, caller: Principal, request: Request, session_id: SessionId) -> str:
+    """Return a signed URL of the trace of a session that the caller may see."""
+    expires = int(time.time() + context.settings.download_url_ttl_s)
+    signature = context.signing_key.sign(_PURPOSE, session_id, str(expires), str(caller.key_id))
+    key = "" if caller.key_id is None else f"&key={caller.key_id}"
+    base = base_url(context.settings, request)
+    return f"{base}/api/v1/traces/{session_id}?expires={expires}{key}&signature={signature}"
+
+
+@router.get("/traces/{session_id}")
+def fetch_trace(
+    session_id: str,
+    context: Annotated[ApiContext, Depends(get_context)],
+    expires: Annotated[int, Query(ge=0, lt=2**40)],
+    signature: str,
+    key: Annotated[int | None, Query(ge=0, lt=2**31)] = None,
+) -> StreamingResponse:
+    """Send the trace that a signed URL names; no API key is needed while the one that asked for the URL is valid."""
+    if not context.signing_key.verify(signature, _PURPOSE, session_id, str(expires), str(key)):
+        raise ApiError(HTTPStatus.FORBIDDEN, "this URL was not signed by this server")
+    if expires < time.time():
+        raise ApiError(HTTPStatus.FORBIDDEN, "this URL has expired; ask for a new one")
+    now = time.time()
+
+    def work(tx: Session) -> tuple[str, list[Group]]:
+        asker = context.authenticator.find_key(tx, key)
+        if asker is None:
+            raise ApiError(HTTPStatus.FORBIDDEN, "the API key with which this URL was made was revoked or has expired")
+        found = access.visible_session(tx, asker, SessionId(session_id))
+        row = sessions.get(tx, found.session_id)
+        title = found.session_id if row is None or not row.display_name else row.display_name
+        return title, session_groups(tx, found.session_id, now, MAX_SLICES)
+
+    title, groups = context.store.read(work)
+    parts: Iterator[bytes] = session_trace.trace_parts(title, groups)
+    first = next(parts)  # an error here becomes a status
+    headers = {
+        "content-disposition": f'attachment; filename="{session_id}.pftrace"',
+        "cache-control": "private",
+        "x-content-type-options": "nosniff",
+    }
+    return StreamingResponse(chain([first], parts), HTTPStatus.OK, headers, "application/octet-stream")
+
+
+def _positions(cursor: str) -> tuple[int, int]:
+    """Parse a cursor: the last position of each list. Raises ApiError 400."""
+    parts = cursor.split("-")
+    if len(parts) != 2 or not all(part.isascii() and part.isdigit() and len(part) <= 18 for part in parts):
+        raise bad_request(f"cursor {cursor[:50]!r}: must be one that this endpoint returned")
+    return int(parts[0]), int(parts[1])
+
+
+def _run_point(row: Point) -> schemas.RunPoint:
+    return schemas.RunPoint(
+        kind=row.kind,
+        step=row.step,
+        created_at=row.created_at,
+        started_at=row.started_at,
+        at=row.at,
+        device_s=row.device_s,
+        tokens=row.tokens,
+        datums=row.datums,
+        metrics=dict(row.values),
+    )
+
+
+def _logged_metrics(point: LoggedPoint) -> schemas.LoggedMetrics:
+    return schemas.LoggedMetrics(
+        project=point.project, run=point.run, step=point.step, at=point.at, metrics=dict(point.values)
+    )
+
+
+def _logged_run(row: LoggedRunRow) -> schemas.LoggedRunResponse:
+    return schemas.LoggedRunResponse(
+        logged_run_id=row.logged_run_id or 0,
+        project=row.project,
+        name=row.name,
+        owner=row.owner,
+        training_run_id=row.model_id,
+        config=dict(row.config),
+        num_points=row.num_points,
+        created_at=row.created_at,
+        last_at=row.last_at,
+    )

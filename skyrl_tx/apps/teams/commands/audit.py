@@ -1,0 +1,46 @@
+"""`skyrl-tx audit`: who did what to checkpoints, keys and projects."""
+
+import argparse
+import time
+
+from sqlmodel import Session
+
+from skyrl_tx.launch.command_line import Record, add_since, finish_list_parser, when
+from skyrl_tx.store import audit
+
+_MAX_ENTRIES = 100_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add_since(parser, days=7)
+    parser.add_argument("--actor", help="only what this owner did; 'operator' for commands on this machine")
+    parser.add_argument("--event", help="only this event, such as checkpoint_delete")
+    finish_list_parser(parser, _records, nothing="no entries")
+
+
+def _records(tx: Session, arguments: argparse.Namespace) -> list[Record]:
+    newest = audit.entries(
+        tx,
+        since=time.time() - arguments.since,
+        actor=arguments.actor,
+        event=arguments.event,
+        limit=_MAX_ENTRIES,
+        newest_first=True,
+    )
+    return [
+        {
+            "at": when(row.at),
+            "event": row.event,
+            "actor": row.actor,
+            "key": row.key_id,
+            "path": row.path,
+            "details": row.details if arguments.json else _text(row.details),
+        }
+        for row in reversed(newest)
+    ]
+
+
+def _text(details: object) -> str | None:
+    assert isinstance(details, dict)
+    return " ".join(f"{name}={value}" for name, value in details.items()) or None

@@ -1,0 +1,88 @@
+"""`skyrl-tx quotas`: list, set and remove quotas and weights."""
+
+import argparse
+import time
+from typing import get_args
+
+from sqlmodel import Session
+
+from skyrl_tx.apps.teams import quotas
+from skyrl_tx.apps.teams.amounts import amount_text, parse_amount
+from skyrl_tx.apps.teams.quota_use import quota_uses
+from skyrl_tx.apps.teams.quotas import DAY_LIMITS, LIMITS, WEIGHT, Subject
+from skyrl_tx.launch.command import CommandError
+from skyrl_tx.launch.command_line import Record, finish_list_parser, finish_parser, open_database, os_user
+from skyrl_tx.store import audit
+from skyrl_tx.store.tables import OverQuota
+
+_SUBJECT = "an owner, key:NUMBER or project:NAME; '*', 'key:*' or 'project:*' for each without a quota of its own"
+_WEIGHT = f"{WEIGHT}, the share of an owner (1 to {quotas.MAX_WEIGHT}, default 1; 0: what no other owner wants)"
+_LIMIT = f"{', '.join(LIMITS)}; or {_WEIGHT}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    listing = actions.add_parser("list", help="show all quotas, and what is used of them")
+    finish_list_parser(listing, _records, nothing="no quotas")
+    setting = actions.add_parser(
+        "set",
+        help="set a quota or a weight",
+        description="Set a quota or a weight. A running server follows within about a second.",
+    )
+    setting.add_argument("subject", metavar="SUBJECT", help=_SUBJECT)
+    setting.add_argument("limit", metavar="LIMIT", help=_LIMIT)
+    setting.add_argument("value", metavar="VALUE", help="a whole number, or one with a decimal unit: 200M, 5G")
+    setting.add_argument(
+        "--over",
+        choices=get_args(OverQuota),
+        default="wait",
+        help="what becomes of work beyond a quota of a day: it waits until 00:00 UTC (default), or fails",
+    )
+    finish_parser(setting, _set)
+    removing = actions.add_parser("remove", help="remove a quota or a weight")
+    removing.add_argument("subject", metavar="SUBJECT", help=_SUBJECT)
+    removing.add_argument("limit", metavar="LIMIT", help="the name of a limit, or weight")
+    finish_parser(removing, _remove)
+
+
+def _records(tx: Session, arguments: argparse.Namespace) -> list[Record]:
+    now = time.time()
+    used = {(use.quota.subject, use.quota.limit): use.used for use in quota_uses(tx, quotas.read(tx), None, now)}
+    records: list[Record] = []
+    for row in quotas.rows(tx):
+        subject = Subject(row.subject_kind, row.subject)
+        amount = used.get((subject, row.name))  # pyright: ignore[reportArgumentType]
+        records.append(
+            {
+                "subject": str(subject),
+                "limit": row.name,
+                "value": row.value if arguments.json else amount_text(row.value),
+                "over": row.over if row.name in DAY_LIMITS else None,
+                "used": amount if arguments.json or amount is None else amount_text(amount),
+            }
+        )
+    return records
+
+
+def _set(arguments: argparse.Namespace) -> None:
+    value = parse_amount(arguments.value)
+    _put(arguments, value)
+    beyond = "" if arguments.over == "wait" else "; beyond it work fails"
+    print(f"{arguments.limit} of {arguments.subject} is {amount_text(value)}{beyond}")
+
+
+def _remove(arguments: argparse.Namespace) -> None:
+    if not _put(arguments, None):
+        raise CommandError(f"{arguments.subject} has no {arguments.limit}; `skyrl-tx quotas list` shows all")
+    print(f"removed {arguments.limit} of {arguments.subject}")
+
+
+def _put(arguments: argparse.Namespace, value: int | None) -> bool:
+    subject, limit = Subject.parse(arguments.subject), arguments.limit
+    over: OverQuota = "wait" if value is None else arguments.over
+    quotas.check(subject, limit, value, over)
+    with open_database(arguments) as store:
+        return store.write(
+            lambda tx: quotas.put(tx, subject, limit, value, audit.OPERATOR, time.time(), over=over, os_user=os_user())
+        )

@@ -1,0 +1,70 @@
+"""`skyrl-tx usage`: what owners, projects, keys, sessions, runs or days have used."""
+
+import argparse
+import csv
+import json
+import sys
+import time
+from dataclasses import asdict
+
+from pydantic import ValidationError
+
+from skyrl_tx.apps.teams.prices import Prices
+from skyrl_tx.apps.teams.usage_report import SUBJECTS, UsageLine, usage_lines
+from skyrl_tx.launch.command import CommandError
+from skyrl_tx.launch.command_line import Record, absolute_path, add_since, finish_parser, open_database, table
+from skyrl_tx.launch.settings import SettingsError, read_config_file
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("--by", choices=SUBJECTS, default="owner", help="what each line is about (default: owner)")
+    add_since(parser, days=30)
+    parser.add_argument("--owner", help="only the usage of this owner")
+    parser.add_argument(
+        "--config", type=absolute_path, metavar="FILE", help="the server's YAML file; its `prices` give costs"
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--csv", action="store_true", help="print CSV")
+    form.add_argument("--json", action="store_true", help="print JSON")
+    finish_parser(parser, _run)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    prices, since = _prices(arguments), time.time() - arguments.since
+    with open_database(arguments) as store:
+        lines = store.read(lambda tx: usage_lines(tx, arguments.owner, arguments.by, since, prices))
+    records = [{arguments.by: line.subject, **_values(line)} for line in lines]
+    if arguments.json:
+        print(json.dumps(records, indent=2))
+    elif arguments.csv:
+        writer = csv.DictWriter(sys.stdout, [arguments.by, *_values(UsageLine(subject=""))], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
+    else:
+        print("\n".join(table(records)) if records else "no usage")
+
+
+def _values(line: UsageLine) -> Record:
+    values: Record = {
+        **asdict(line),
+        "device_s": round(line.device_s, 1),
+        "gigabyte_hours": round(line.gigabyte_hours, 3),
+    }
+    del values["subject"]
+    if line.cost_usd is not None:
+        values["cost_usd"] = round(line.cost_usd, 4)
+    return values
+
+
+def _prices(arguments: argparse.Namespace) -> Prices:
+    if arguments.config is None:
+        return Prices()
+    try:
+        return Prices.model_validate(read_config_file(arguments.config).get("prices") or {})
+    except SettingsError as error:
+        raise CommandError(str(error)) from error
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = ".".join(map(str, ("prices", *problem["loc"])))
+        raise CommandError(f"--config {arguments.config}: {name}: {problem['msg']}") from error

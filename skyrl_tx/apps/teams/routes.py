@@ -1,0 +1,96 @@
+"""Endpoints for usage, storage and the audit log: of the caller, to admins of all owners."""
+
+import time
+from datetime import UTC, date, datetime, timedelta
+from typing import Literal
+
+from fastapi import APIRouter
+
+from skyrl_tx.apps.teams import billing, schemas
+from skyrl_tx.apps.teams.prices import GIGABYTE, HOURS_PER_MONTH, cost_storage
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.ids import CheckpointPath
+from skyrl_tx.server.context import Incoming
+from skyrl_tx.server.errors import bad_request
+from skyrl_tx.server.identity.authentication import USER_URN
+from skyrl_tx.server.identity.scopes import API_PREFIX
+from skyrl_tx.store import audit, checkpoints
+from skyrl_tx.store.tables import AuditRow
+
+router = APIRouter(prefix=API_PREFIX)
+EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
+_MAX_ENTRIES = 100_000
+
+
+@router.get("/billing/usage/events")
+def usage(call: Incoming, starting_on: datetime, ending_before: datetime) -> schemas.UsageResponse:
+    """Return the usage of each hour of at most 14 days, by session and kind."""
+    start, end = billing.check_window(starting_on, ending_before, datetime.now(UTC))
+    settings, owner = call.context.settings, call.caller.owner_filter
+    return call.store.read(
+        lambda tx: billing.read(tx, owner, start, end, prices=settings.prices, base_model=settings.public_model_name)
+    )
+
+
+@router.get("/billing/usage/checkpoints/current")
+def stored(call: Incoming, project_id: str | None = None) -> schemas.StorageResponse:
+    """Report the storage of checkpoints by owner and project."""
+    prices = call.context.settings.prices
+    found = call.store.read(
+        lambda tx: checkpoints.usage_by_owner(tx, call.caller.owner_filter, project_id, time.time())
+    )
+    return schemas.StorageResponse(
+        effective_rate_usd_per_gigabyte_month=prices.storage,
+        data=[
+            schemas.StoredItem(
+                project_id=project,
+                org_user_urn=f"{USER_URN}{owner}",
+                user_name=owner,
+                checkpoint_count=what.num_checkpoints,
+                size_bytes=what.num_bytes,
+                size_gigabytes=what.num_bytes / GIGABYTE,
+                estimated_monthly_cost_usd=cost_storage(prices, what.num_bytes / GIGABYTE * HOURS_PER_MONTH),
+            )
+            for owner, project, what in found
+        ],
+    )
+
+
+@router.get("/audit", response_model_exclude_none=True)
+def audit_log(call: Incoming, event_type: EventType = "all", day: date | None = None) -> schemas.AuditResponse:
+    """Return what was done on one day in UTC, today by default, to checkpoints, projects and keys."""
+    day = day or datetime.now(UTC).date()
+    try:
+        start = datetime(day.year, day.month, day.day, tzinfo=UTC)
+        end = start + timedelta(days=1)
+    except OverflowError:
+        raise bad_request(f"day: {day} is not a day that has an end") from None
+    resources = None if event_type == "all" else {event_type.removesuffix("s")}
+    found = call.store.read(
+        lambda tx: audit.entries(
+            tx, since=start.timestamp(), until=end.timestamp(), resources=resources, limit=_MAX_ENTRIES
+        )
+    )
+    return schemas.AuditResponse(entries=[_entry(each) for each in found])
+
+
+def _entry(row: AuditRow) -> schemas.AuditEntry:
+    known = {"actor": row.actor, "key_id": row.key_id, "tinker_path": row.path, **row.details}
+    purpose = row.details.get("purpose")
+    return schemas.AuditEntry.model_validate(
+        {
+            "timestamp": datetime.fromtimestamp(row.at, UTC),
+            "event": row.event,
+            "event_details": {name: value for name, value in known.items() if value is not None},
+            "model_id": None if row.path is None else _model_id(row.path),
+            "tinker_path": row.path,
+            "purpose": purpose,
+        }
+    )
+
+
+def _model_id(path: str) -> str | None:
+    try:
+        return CheckpointPath.parse(path).model_id
+    except UserError:
+        return None

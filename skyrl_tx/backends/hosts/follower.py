@@ -1,0 +1,168 @@
+"""The other ranks: they make the calls of rank 0 in order, and reply to each with digests of the result."""
+
+import logging
+import queue
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from skyrl_tx.backends.hosts import calls
+from skyrl_tx.backends.hosts.calls import Call, Frame
+from skyrl_tx.backends.hosts.channel import LeaderLost, connect
+from skyrl_tx.backends.hosts.settings import HostsSettings
+from skyrl_tx.backends.registry import find_backend
+from skyrl_tx.contract.backend import AbstractBackend, Pass, Snapshot
+from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.process.threads import ServiceThread
+
+_MAX_RECEIVED = 8
+"""Frames that wait to be read, at most: those of files are large."""
+_END_S = 5.0
+"""Time for the running call to fail by itself when rank 0 has ended."""
+
+_log = logging.getLogger(__name__)
+
+
+class Follower:
+    """Makes the calls of rank 0 on the backend of this host."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        backend: AbstractBackend,
+        rank: int,
+        *,
+        on_ready: Callable[[Capabilities], object],
+        on_lost: Callable[[str], object],
+    ) -> None:
+        """`on_ready` is called after `start`; `on_lost` ends this process, because its call may never return."""
+        self._connection = connection
+        self._backend = backend
+        self._rank = rank
+        self._on_ready = on_ready
+        self._on_lost = on_lost
+        self._received: queue.Queue[bytes | None] = queue.Queue(_MAX_RECEIVED)
+        self._has_ended = threading.Event()
+        self._passes: dict[int, Pass] = {}
+        self._snapshots: dict[int, Snapshot] = {}
+        self._files: dict[int, tempfile.TemporaryDirectory[str]] = {}
+
+    def run(self) -> None:
+        """Follow until rank 0 closes the backend. Raises LeaderLost if it ends in another way."""
+        ServiceThread("leader", self._receive).start()
+        try:
+            self._follow()
+        finally:
+            self._has_ended.set()
+            for handle in list(self._files):
+                self._forget(handle)
+
+    def _follow(self) -> None:
+        while True:
+            frame: Frame = calls.decode(self._next(), Frame)
+            for handle in frame.released:
+                self._forget(handle)
+            reply = self._reply(frame)
+            try:
+                self._connection.send_bytes(calls.encode(reply))
+            except OSError as error:
+                raise LeaderLost(f"host 0 has ended: {error.strerror or error}") from error
+            if calls.name_of(frame.call) == "close":
+                return
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                data = self._connection.recv_bytes()
+            except (EOFError, OSError):
+                break
+            self._received.put(data)
+        with suppress(queue.Full):
+            self._received.put(None, timeout=_END_S)
+        if not self._has_ended.wait(_END_S):
+            self._on_lost("host 0 has ended, and a call of this host does not return")
+
+    def _next(self) -> bytes:
+        data = self._received.get()
+        if data is None:
+            self._has_ended.set()
+            raise LeaderLost("host 0 has ended")
+        return data
+
+    def _reply(self, frame: Frame) -> calls.Reply:
+        files = self._receive_files(frame) if isinstance(frame.call, calls.OpenSnapshot) else None
+        try:
+            return calls.reply_of(frame.number, self._make(frame.number, frame.call, files))
+        except Exception as error:
+            _log.debug("%s failed", calls.name_of(frame.call), exc_info=error)
+            return calls.reply_of_error(frame.number, error)
+
+    def _make(self, number: int, call: Call, files: Path | None) -> object:
+        """Make a call and return its result. Passes and snapshots are not results: they are kept here."""
+        name = calls.name_of(call)
+        arguments: dict[str, Any] = {field: getattr(call, field) for field in call.__struct_fields__}
+        match name:
+            case "join_hosts":
+                arguments["rank"] = replace(arguments["rank"], rank=self._rank)
+            case "restore" | "load_sampler":
+                arguments["source"] = self._snapshots[arguments["source"]]
+            case "open_snapshot":
+                arguments = {"directory": files}
+            case _:
+                pass
+
+        if name in calls.PASS_METHODS:
+            target, name = self._passes[arguments.pop("handle")], calls.PASS_METHODS[name]
+        else:
+            target = self._backend
+        result = getattr(target, name)(**arguments)
+
+        if isinstance(result, Pass):
+            self._passes[number] = result
+            return None
+        if isinstance(result, Snapshot):
+            self._snapshots[number] = result
+            return None
+        if isinstance(result, Capabilities):
+            self._on_ready(result)
+        return result
+
+    def _receive_files(self, frame: Frame) -> Path:
+        """Write the files that follow a frame into a directory, which is removed with the snapshot."""
+        assert isinstance(frame.call, calls.OpenSnapshot)
+        self._files[frame.number] = tempfile.TemporaryDirectory(prefix="skyrl-tx-snapshot-")
+        directory = Path(self._files[frame.number].name)
+        for name, size in frame.call.files:
+            assert calls.is_inside(name), name
+            path = directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                while file.tell() < size:
+                    file.write(self._next())
+        return directory
+
+    def _forget(self, handle: int) -> None:
+        self._passes.pop(handle, None)
+        self._snapshots.pop(handle, None)
+        files = self._files.pop(handle, None)
+        if files is not None:
+            files.cleanup()
+
+
+def follow(
+    settings: HostsSettings, *, on_ready: Callable[[Capabilities], object], on_lost: Callable[[str], object]
+) -> None:
+    """Join rank 0 and follow it with the backend that it names, until it closes the backend; see `Follower`.
+
+    Raises UserError if this host cannot join, and LeaderLost.
+    """
+    connection, welcome = connect(settings)
+    with connection:
+        spec = find_backend(welcome.backend)
+        backend = spec.load()(welcome.base_model, spec.config.model_validate_json(welcome.config))
+        Follower(connection, backend, settings.rank, on_ready=on_ready, on_lost=on_lost).run()

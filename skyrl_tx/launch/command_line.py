@@ -1,0 +1,222 @@
+"""Helpers of commands: flags, access to a data directory, and output of records as a table or as JSON."""
+
+import argparse
+import getpass
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+
+from sqlmodel import Session
+
+from skyrl_tx.artifacts import (
+    ArtifactCorrupt,
+    ArtifactMissing,
+    ArtifactStore,
+    ArtifactsUnreachable,
+    PlaceRefused,
+    open_artifacts,
+)
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.ids import CheckpointPath
+from skyrl_tx.launch.command import CommandError
+from skyrl_tx.launch.settings import ENVIRONMENT_PREFIX, default_data_dir
+from skyrl_tx.store import audit, checkpoints
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.dialect import DATABASE_NAME
+from skyrl_tx.store.errors import StoreError
+from skyrl_tx.store.tables import CheckpointRow
+
+Record = dict[str, object]
+
+
+def absolute_path(text: str) -> Path:
+    """Convert the value of a flag or an argument."""
+    return Path(text).expanduser().absolute()
+
+
+def duration_s(text: str) -> float:
+    """Convert a duration such as 45s, 90m, 12h or 30d, or a number of seconds. Raises ArgumentTypeError for others."""
+    found = re.fullmatch(r"(\d{1,9})([smhd]?)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a number of seconds, or one with a unit: 45s, 90m, 12h, 30d"
+        )
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}[found[2]]
+
+
+def add_since(parser: argparse.ArgumentParser, days: int) -> None:
+    """Add the flag --since, a duration in seconds; `days` is the default."""
+    parser.add_argument(
+        "--since",
+        type=duration_s,
+        default=days * 86_400.0,
+        metavar="TIME",
+        help=f"how far back, for example 12h or 30d (default: {days}d)",
+    )
+
+
+def finish_parser(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int | None]) -> None:
+    """Add the flags that name a data directory, and set the function that runs the command.
+
+    It may return an exit status; None means 0. What it raises for bad input and for unusable data becomes a
+    `CommandError`.
+    """
+
+    def run_with_errors(arguments: argparse.Namespace) -> int | None:
+        try:
+            return run(arguments)
+        except (UserError, StoreError, ArtifactMissing, ArtifactCorrupt, ArtifactsUnreachable) as error:
+            raise CommandError(str(error)) from error
+
+    parser.add_argument(
+        "--data-dir",
+        type=absolute_path,
+        default=os.environ.get(f"{ENVIRONMENT_PREFIX}DATA_DIR") or str(default_data_dir()),
+        help="the server's data directory (default: $SKYRL_TX_DATA_DIR, or the default of `serve`)",
+    )
+    parser.add_argument(
+        "--database-url",
+        default=os.environ.get(f"{ENVIRONMENT_PREFIX}DATABASE_URL"),
+        help="the server's database if it is not a file in --data-dir (default: $SKYRL_TX_DATABASE_URL)",
+    )
+    parser.add_argument(
+        "--artifacts",
+        default=os.environ.get(f"{ENVIRONMENT_PREFIX}ARTIFACTS"),
+        help="the server's object store, if its weights are not in --data-dir (default: $SKYRL_TX_ARTIFACTS, or the "
+        "one that --data-dir names)",
+    )
+    parser.set_defaults(run=run_with_errors)
+
+
+def finish_list_parser(
+    parser: argparse.ArgumentParser, read: Callable[[Session, argparse.Namespace], Sequence[Record]], nothing: str
+) -> None:
+    """Add the common flags and --json; the command prints the records that `read` returns, or `nothing`."""
+
+    def run(arguments: argparse.Namespace) -> None:
+        with open_database(arguments) as store:
+            records = store.read(lambda tx: read(tx, arguments))
+        if arguments.json:
+            print(json.dumps(records, indent=2))
+        else:
+            print("\n".join(table(records)) if records else nothing)
+
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    finish_parser(parser, run)
+
+
+def open_database(arguments: argparse.Namespace, *, create: bool = False) -> closing[Store]:
+    """Open the database, which a server may be using; raises CommandError if there is none and `create` is False."""
+    data_dir: Path = arguments.data_dir
+    url: str | None = arguments.database_url or None
+    if not create and url is None and not (data_dir / DATABASE_NAME).is_file():
+        raise CommandError(f"--data-dir {data_dir}: no server has stored anything there")
+    return closing(Store.open(data_dir, role="tool", url=url))
+
+
+def find_checkpoint(store: Store, text: str) -> CheckpointRow:
+    """Return a checkpoint by its path; raises UserError for an invalid path, CommandError for an unknown checkpoint."""
+    path = CheckpointPath.parse(text)
+    row = store.read(lambda tx: checkpoints.get(tx, path, time.time()))
+    if row is None:
+        raise CommandError(f"{path}: there is no such checkpoint; `skyrl-tx checkpoints list` shows all")
+    return row
+
+
+def open_artifact_store(arguments: argparse.Namespace) -> ArtifactStore:
+    """Open the artifacts of a data directory. Raises CommandError."""
+    try:
+        return open_artifacts(arguments.data_dir, arguments.artifacts or None)
+    except PlaceRefused as error:
+        raise CommandError(str(error)) from error
+
+
+def confirmed(question: str) -> bool:
+    """Ask for confirmation. Raises CommandError without a terminal."""
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        raise CommandError("no terminal to ask for confirmation; add --yes") from None
+
+
+def record_audit(
+    tx: Session, event: audit.Event, *, path: CheckpointPath | None = None, **details: audit.Detail
+) -> None:
+    """Add an entry about a command to the audit log, with the account that runs it."""
+    audit.record(tx, event, audit.OPERATOR, time.time(), path=path, os_user=os_user(), **details)
+
+
+def os_user() -> str:
+    """Return the account that runs the command, for the audit log; its number if it has no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+def in_units(num_bytes: int) -> str:
+    """Return a size for people."""
+    size, unit = float(num_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+class Progress:
+    """Reports long work on standard error: continuously on a terminal, else every ten seconds."""
+
+    def __init__(self, what: str, total_bytes: int) -> None:
+        self._what, self._total = what, total_bytes
+        self._done = 0
+        self._is_terminal = sys.stderr.isatty()
+        self._period_s = 0.2 if self._is_terminal else 10.0
+        self._next = time.monotonic() + self._period_s
+        self._has_printed = False
+
+    def add(self, num_bytes: int) -> None:
+        """Count finished work."""
+        self._done += num_bytes
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + self._period_s
+            self._has_printed = True
+            line = f"{self._what}: {in_units(self._done)} of {in_units(self._total)}"
+            print(line, end="\r" if self._is_terminal else "\n", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """End the line on a terminal."""
+        if self._has_printed and self._is_terminal:
+            print(file=sys.stderr)
+
+
+def when(seconds: float | None) -> str | None:
+    """Return a time as text in UTC."""
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+
+
+def table(records: Sequence[Record]) -> Iterator[str]:
+    """Yield the lines of a table of records with equal keys."""
+    rows = [[_text(value) for value in record.values()] for record in records]
+    rows.insert(0, [name.upper().replace("_", " ") for name in records[0]])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _text(value: object) -> str:
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case list():
+            return ", ".join(map(str, value)) or "-"
+        case _:
+            return str(value)

@@ -1,0 +1,93 @@
+"""Results of XLA on CPU whose bits do not depend on the number of rows or on what else a program computes.
+
+XLA adds in one of two orders: operations on fewer than 4,096 numbers use a different order than larger
+ones. Rows of zeros are added to small operations, so that all are large. The products of a step have one
+order without that (`models.by_layer`).
+
+XLA also fuses a result into the loops that read it, unless another part of the program needs it in memory,
+as a gradient does. The same numbers then come from other instructions, so that a pass with a gradient
+differs from a pass without one in the last bits. An optimization barrier does not help: XLA on CPU removes
+it before it fuses loops.
+
+Legend: S rows.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.xla_metadata import set_xla_metadata
+
+
+@jax.custom_vjp
+def add_apart(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return `x` + `y`, of equal shapes.
+
+    The loop of a norm that computes a sum of four arrays by itself was seen to round squares otherwise than one that
+    reads it.
+    """
+    return _apart(jax.lax.add, x, y)
+
+
+def _add_forward(x: jax.Array, y: jax.Array) -> tuple[jax.Array, None]:
+    return add_apart(x, y), None
+
+
+def _add_backward(_: None, d_sum: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return d_sum, d_sum
+
+
+add_apart.defvjp(_add_forward, _add_backward)
+
+
+def exp_apart(x: jax.Array) -> jax.Array:
+    """Return exp(`x`).
+
+    With a sum that follows, XLA leaves it to a library whose exponential function has other last bits.
+    """
+    return _apart(jnp.exp, x)
+
+
+def _apart(function: Callable[..., jax.Array], *arguments: jax.Array) -> jax.Array:
+    return jax.lax.platform_dependent(*arguments, cpu=partial(_call, function), default=function)
+
+
+def _call(function: Callable[..., jax.Array], *arguments: jax.Array) -> jax.Array:
+    with set_xla_metadata(inlineable="false"):
+        return jax.jit(function)(*arguments)
+
+
+FEWEST_NUMBERS = 4096
+
+
+def steady(function: Callable[..., Any], *arrays: jax.Array, width: int | None = None) -> Any:
+    """Return a function of the arrays [S, ...], which must compute each row by itself.
+
+    `width` is the size of a row of the operation that adds, which is that of the first array if it is None.
+    """
+    num_rows = arrays[0].shape[0]
+    width = math.prod(arrays[0].shape[1:]) if width is None else width
+    if num_rows * width >= FEWEST_NUMBERS or num_rows * width == 0:
+        return function(*arrays)
+    missing = -(-FEWEST_NUMBERS // width) - num_rows
+    padded = (jnp.pad(each, ((0, missing), *[(0, 0)] * (each.ndim - 1))) for each in arrays)
+    return jax.tree.map(lambda leaf: leaf[:num_rows], function(*padded))
+
+
+def sum_last(x: jax.Array) -> jax.Array:
+    """Return the sum over the last dim."""
+    return steady(lambda x: x.sum(axis=-1), x)
+
+
+def sum_exp(x: jax.Array, included: jax.Array | None = None) -> jax.Array:
+    """Return the sum of exp(`x`) over the last dim, of all or of those included.
+
+    XLA on CPU leaves large sums of exp to a library, whose exponential function has other last bits. Which it is must
+    follow from the width of a row, not from the number of rows.
+    """
+    exp = jnp.exp if 2 * math.prod(x.shape[1:]) >= FEWEST_NUMBERS else exp_apart
+    weights = exp(x)
+    return sum_last(weights if included is None else jnp.where(included, weights, 0.0))

@@ -1,0 +1,161 @@
+"""Provenance spans: which sampled sequences a datum's tokens came from, and the logprobs recorded for them.
+
+Spans tile a field: every position is in exactly one span, in order. Those of `loss_fn_inputs` say which targets were
+sampled; those of `model_input` have no effect, but are checked too.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from skyrl_tx.contract.arrays import Float32Array
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.requests import Datum, ModelPass, SampledSpan
+from skyrl_tx.server.schemas import training as schemas
+from skyrl_tx.server.submission import wire_pb2
+from skyrl_tx.server.submission.validation import require, shown
+from skyrl_tx.store.stability import SampledLogprobs
+
+_MAX_ID_CHARS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Positions [offset, offset + length) of a sequence's prompt or of its sampled tokens.
+
+    `source` is None if the client named neither. Field names are part of stored idempotency digests.
+    """
+
+    source: schemas.SpanSource | None
+    sequence_id: str
+    offset: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.source} [{self.offset}, {self.offset + self.length}) of sequence_id {shown(self.sequence_id)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """The spans of one datum. Field names are part of stored idempotency digests."""
+
+    model_input: tuple[Span, ...]
+    loss_inputs: tuple[Span, ...]
+
+    @property
+    def sequence_ids(self) -> set[str]:
+        """The ids of all sequences in the spans."""
+        return {span.sequence_id for span in (*self.model_input, *self.loss_inputs)}
+
+
+def of(datum: wire_pb2.Datum | schemas.Datum) -> Provenance:
+    """Read the spans of one datum, which have the same form in protobuf and in JSON."""
+    return Provenance(
+        model_input=tuple(_span(span) for span in datum.model_input_spans or ()),
+        loss_inputs=tuple(_span(span) for span in datum.loss_fn_input_spans or ()),
+    )
+
+
+def sampled_spans(data: Iterable[wire_pb2.Datum | schemas.Datum], sizes: Iterable[int]) -> Iterator[SampledSpan]:
+    """Yield which targets were sampled, for people to read; datums whose spans do not fit their size are left out.
+
+    Losses that do not need provenance ignore spans, so a wrong one is no error.
+    """
+    for index, (datum, size) in enumerate(zip(data, sizes, strict=True)):
+        first, found = 0, list[SampledSpan]()
+        for span in map(_span, datum.loss_fn_input_spans or ()):
+            if span.source == "sampled_tokens" and span.length > 0 and len(span.sequence_id) <= _MAX_ID_CHARS:
+                found.append(SampledSpan(datum=index, first=first, length=span.length, sequence_id=span.sequence_id))
+            first += max(span.length, 0)
+        if first <= size:
+            yield from found
+
+
+def fill_recorded(
+    request: ModelPass, provenances: Iterable[Provenance], recorded: Mapping[str, SampledLogprobs]
+) -> ModelPass:
+    """Return a pass with the recorded `logprobs` and the mask `sampled` in each datum.
+
+    `recorded` has the caller's sequences by id. Raises UserError naming a span that does not match its sequence.
+    """
+    data = tuple(
+        _fill_datum(datum, provenance, recorded, request.loss, f"data[{index}]")
+        for index, (datum, provenance) in enumerate(zip(request.data, provenances, strict=True))
+    )
+    return replace(request, data=data)
+
+
+def _fill_datum(
+    datum: Datum, provenance: Provenance, recorded: Mapping[str, SampledLogprobs], loss: str, where: str
+) -> Datum:
+    length = datum.tokens.size
+    require(
+        len(provenance.loss_inputs) > 0,
+        f"{where}.loss_fn_input_spans: missing; {loss} needs to know which sequences were sampled",
+    )
+    require(
+        "sampled" not in datum.loss_inputs,
+        f"{where}.loss_fn_inputs['sampled']: is set by the server, from loss_fn_input_spans",
+    )
+    if provenance.model_input:
+        _check_tiling(provenance.model_input, recorded, length, f"{where}.model_input_spans")
+    _check_tiling(provenance.loss_inputs, recorded, length, f"{where}.loss_fn_input_spans")
+    logprobs, sampled = _recorded_arrays(provenance.loss_inputs, recorded, length)
+    _check_advantages(datum, sampled, where)
+    return replace(datum, loss_inputs={**datum.loss_inputs, "logprobs": logprobs, "sampled": sampled})
+
+
+def _check_tiling(spans: Sequence[Span], recorded: Mapping[str, SampledLogprobs], length: int, where: str) -> None:
+    covered = 0
+    for index, span in enumerate(spans):
+        _check_span(span, recorded.get(span.sequence_id), f"{where}[{index}]")
+        covered += span.length
+        require(covered <= length, f"{where}[{index}]: {span} goes beyond the {length} positions of the datum")
+    require(covered == length, f"{where}: cover {covered} of the {length} positions of the datum")
+
+
+def _check_span(span: Span, recorded: SampledLogprobs | None, where: str) -> None:
+    require(span.source is not None, f"{where}: names neither prompt_tokens nor sampled_tokens")
+    if recorded is None:
+        raise UserError(
+            f"{where}: nothing is recorded of sequence_id {shown(span.sequence_id)}; sample with "
+            "record_stability_info, and train within a day of sampling or of the last use"
+        )
+    size = recorded.prompt_length if span.source == "prompt_tokens" else recorded.logprobs.size
+    require(0 <= span.offset <= span.offset + span.length <= size, f"{where}: {span} is out of range, there are {size}")
+
+
+def _recorded_arrays(
+    spans: Sequence[Span], recorded: Mapping[str, SampledLogprobs], length: int
+) -> tuple[Float32Array, Float32Array]:
+    """Return two float32 arrays [T]: logprobs (0 where no token was sampled), and the mask of sampled tokens."""
+    logprobs, sampled = np.zeros(length, np.float32), np.zeros(length, np.float32)
+    start = 0
+    for span in spans:
+        if span.source == "sampled_tokens":
+            drawn = recorded[span.sequence_id].logprobs
+            logprobs[start : start + span.length] = drawn[span.offset : span.offset + span.length]
+            sampled[start : start + span.length] = 1.0
+        start += span.length
+    return logprobs, sampled
+
+
+def _check_advantages(datum: Datum, sampled: Float32Array, where: str) -> None:
+    """Refuse advantages at positions that the loss ignores. The engine checks their shape."""
+    advantages = datum.loss_inputs.get("advantages")
+    if advantages is None or advantages.shape != sampled.shape:
+        return
+    stray = np.flatnonzero((advantages != 0) & (sampled == 0))
+    if stray.size:
+        index = int(stray[0])
+        raise UserError(
+            f"{where}.loss_fn_inputs['advantages'][{index}] {float(advantages[index])}: must be 0, as "
+            "loss_fn_input_spans do not have a sampled token there"
+        )
+
+
+def _span(span: wire_pb2.ProvenanceSpan | schemas.ProvenanceSpan) -> Span:
+    source = span.WhichOneof("span") if isinstance(span, wire_pb2.ProvenanceSpan) else span.source
+    run: wire_pb2.TokenRun | schemas.TokenRun | None = getattr(span, source) if source else None
+    return Span(source, run.sequence_id, run.offset, run.length) if run else Span(None, "", 0, 0)

@@ -1,0 +1,179 @@
+"""The commands whose flags are settings: `serve`, `api`, `engine` and `quickstart`."""
+
+import argparse
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings, CliSettingsSource
+
+from skyrl_tx import DISTRIBUTION
+from skyrl_tx.backends.registry import find_backend, find_sampler
+from skyrl_tx.compose import APPS
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.launch.command import CommandError, CommandParser
+from skyrl_tx.launch.settings import (
+    DEFAULT_BACKEND,
+    ENVIRONMENT_PREFIX,
+    QuickstartSettings,
+    ServerSettings,
+    SettingsError,
+    check_environment,
+    describe,
+    read_config_file,
+    settings_class,
+)
+from skyrl_tx.process.setup import CannotServe, configure_logging, raise_file_limit, restart_with_huge_pages
+from skyrl_tx.process.signals import enable_stack_dumps
+from skyrl_tx.process.threads import end_process_on_failure
+from skyrl_tx.tools.quickstart.model import TINY_MODELS, write_tiny_model
+
+S = TypeVar("S", bound=BaseSettings)
+
+_QUICKSTART_PACKAGES = frozenset({"httpx", "matplotlib", "tinker"})
+_EPILOG = (
+    "Every flag may also be set by an environment variable (--data-dir is SKYRL_TX_DATA_DIR, --backend-config.x is "
+    "SKYRL_TX_BACKEND_CONFIG__X) or in the YAML file given by --config (data_dir: …). Flags override environment "
+    "variables, which override the file."
+)
+
+
+def add_serve_arguments(parser: CommandParser) -> None:
+    """Add the arguments of `serve`."""
+    _add_server_arguments(parser, "serve")
+
+
+def add_api_arguments(parser: CommandParser) -> None:
+    """Add the arguments of `api`."""
+    _add_server_arguments(parser, "api")
+
+
+def add_engine_arguments(parser: CommandParser) -> None:
+    """Add the arguments of `engine`."""
+    _add_server_arguments(parser, "engine")
+
+
+def _add_server_arguments(parser: CommandParser, command: str) -> None:
+    parser.usage, parser.epilog = f"skyrl-tx {command} --base-model MODEL [flags]", _EPILOG
+    read = add_settings(parser)
+    parser.set_defaults(run=lambda arguments: _run_server(command, read(arguments)))
+
+
+def add_quickstart_arguments(parser: CommandParser) -> None:
+    """Add the arguments of `quickstart`."""
+    parser.usage = "skyrl-tx quickstart [flags]"
+    read = _add_fields(parser, QuickstartSettings)
+    parser.set_defaults(run=lambda arguments: _run_quickstart(read(arguments)))
+
+
+def read_settings(command: str, arguments: Sequence[str], defaults: Mapping[str, Any] | None = None) -> ServerSettings:
+    """Merge flags, environment and file, including the backend's settings; `defaults` rank below the file.
+
+    Raises SettingsError naming each invalid setting; SystemExit for --help and for unknown flags.
+    """
+    parser = CommandParser(arguments, prog=f"skyrl-tx {command}")
+    read = add_settings(parser, defaults)
+    return read(parser.parse_args(arguments))
+
+
+def add_settings(
+    parser: CommandParser, defaults: Mapping[str, Any] | None = None
+) -> Callable[[argparse.Namespace], ServerSettings]:
+    """Add the flags of a server; return a function that merges parsed flags, environment and file.
+
+    Flags depend on the backend and the sampler that the command line, the environment or the file name. `defaults` rank
+    below the file. This function and the returned one raise SettingsError naming each invalid setting.
+    """
+    check_environment(os.environ)
+
+    # What decides which other flags there are.
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", default=os.environ.get(f"{ENVIRONMENT_PREFIX}CONFIG"))
+    first.add_argument("--backend", default=os.environ.get(f"{ENVIRONMENT_PREFIX}BACKEND"))
+    first.add_argument("--sampler", default=os.environ.get(f"{ENVIRONMENT_PREFIX}SAMPLER"))
+    chosen, _ = first.parse_known_args(parser.given)
+    file_values = {**(defaults or {}), **(read_config_file(Path(chosen.config).expanduser()) if chosen.config else {})}
+
+    try:
+        spec = find_backend(chosen.backend or file_values.get("backend") or DEFAULT_BACKEND)
+    except UserError as error:
+        raise SettingsError(f"--backend: {error}") from error
+    try:
+        sampler_name = chosen.sampler or file_values.get("sampler")
+        sampler = find_sampler(sampler_name) if sampler_name else None
+    except UserError as error:
+        raise SettingsError(f"--sampler: {error}") from error
+    return _add_fields(parser, settings_class(spec, file_values, sampler))
+
+
+def _add_fields(parser: CommandParser, settings: type[S]) -> Callable[[argparse.Namespace], S]:
+    """Add a flag for each field of a settings class; return a function that reads parsed flags and other sources."""
+    source = CliSettingsSource[argparse.ArgumentParser](settings, root_parser=parser)
+
+    def read(arguments: argparse.Namespace) -> S:
+        given = {
+            name: value for name, value in vars(arguments).items() if name.partition(".")[0] in settings.model_fields
+        }
+        try:
+            # The source's type declares no arguments here, but it accepts them.
+            return settings(_cli_settings_source=source(parsed_args=given))  # type: ignore[call-arg]
+        except ValidationError as error:
+            raise SettingsError(describe(error)) from error
+
+    return read
+
+
+def _run_server(command: str, settings: ServerSettings) -> int:
+    from skyrl_tx.launch import supervisor  # late, because its imports would slow down --help
+
+    configure_logging(command, settings.log_level, settings.log_format)
+    enable_stack_dumps()
+    end_process_on_failure()
+    raise_file_limit()
+    try:
+        settings = with_tiny_model(settings)
+        match command:
+            case "api":
+                return supervisor.serve_api(settings, APPS)
+            case "engine":
+                restart_with_huge_pages()
+                return supervisor.serve_engine(settings, APPS)
+            case _:
+                return supervisor.serve(settings, APPS)
+    except CannotServe as error:
+        raise CommandError(str(error)) from error
+
+
+def with_tiny_model(settings: ServerSettings) -> ServerSettings:
+    """Resolve a built-in --base-model, `tiny`: write the model into the data directory and serve it under this name."""
+    name = settings.base_model
+    if name not in TINY_MODELS:
+        return settings
+    directory = settings.data_dir / "models" / name
+    if not directory.is_dir():
+        try:
+            settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            directory.parent.mkdir(exist_ok=True)
+            # Written to a temporary directory and renamed, so that it is never visible half written.
+            with tempfile.TemporaryDirectory(dir=directory.parent) as temporary:
+                write_tiny_model(Path(temporary) / name, TINY_MODELS[name]).rename(directory)
+        except OSError as error:
+            raise CannotServe(f"cannot write the tiny model to {directory}: {error.strerror}") from error
+    return settings.model_copy(
+        update={"base_model": str(directory), "served_model_name": settings.served_model_name or name}
+    )
+
+
+def _run_quickstart(settings: QuickstartSettings) -> int:
+    raise_file_limit()
+    try:
+        from skyrl_tx.tools.quickstart.run import run
+    except ImportError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _QUICKSTART_PACKAGES:
+            raise
+        raise CommandError(f"{package} is not installed: pip install '{DISTRIBUTION}[quickstart]'") from error
+    return run(settings)

@@ -1,0 +1,49 @@
+import numpy as np
+
+from skyrl_tx.apps.console.runs import find_reward, find_state
+from skyrl_tx.apps.console.samples import describe_groups
+from skyrl_tx.apps.history.kept_samples import KeptGroup, KeptSample
+from skyrl_tx.contract.ids import RequestId
+
+
+def test_states_and_rewards() -> None:
+    assert [find_state("ready", at, 100.0) for at in (90.0, 10.0)] == ["training", "idle"]
+    assert find_state("ready", 90.0, 100.0, has_finished=True) == "ended"
+    assert find_state("unloaded", 0.0, 1.0) == "ended" and find_state("failed", 0.0, 1.0) == "failed"
+    assert (
+        find_reward({"a": 1.0, "env/reward_std": 3.0, "env/all/reward/total": 2.0}) == 2.0
+        and find_reward({"a": 1.0}) is None
+    )
+
+
+def test_samples_are_shown_by_group_the_best_first() -> None:
+    def make_sample(index: int, advantage: float | None) -> KeptSample:
+        return KeptSample(
+            sequence_id=f"r:{index}",
+            sample_index=index,
+            tokens=np.array([1, 2], np.int32),
+            logprobs=np.array([-1.0, -1.0], np.float32),
+            stop_reason="stop",
+            trained_model_id=None,
+            trained_step=None,
+            advantage=advantage,
+            kl=None,
+            trainer_gap=None if advantage is None else 0.25,
+        )
+
+    kept = KeptGroup(
+        request_id=RequestId("r"),
+        model_id="m",
+        step=1,
+        owner="ann",
+        at=1.0,
+        prompt=np.array([7], np.int32),
+        samples=(make_sample(0, -2.0), make_sample(1, 1.0), make_sample(2, None)),
+    )
+    (group,) = describe_groups([kept], lambda tokens: " ".join(f"<{token}>" for token in tokens))
+    assert group.prompt == "<7>" and [sample.advantage for sample in group.samples] == [1.0, -2.0, None]
+    assert [sample.bar for sample in group.samples] == [0.5, -1.0, 0.0]
+    assert [sample.trainer_gap for sample in group.samples] == [0.25, 0.25, None]
+    assert abs((group.samples[0].probability or 0) - 0.3679) < 1e-3
+    (ids,) = describe_groups([kept], lambda tokens: None)
+    assert ids.samples[0].text == "1 2" and not ids.samples[0].is_text

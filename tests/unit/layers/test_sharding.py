@@ -1,0 +1,24 @@
+"""Weights gathered from parts, as on GPU. That XLA copies none of all layers is seen in `tests/unit/benchmarks`."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from skyrl_tx.layers.sharding import WHOLE, Layout, _by_parts, gather
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [((8, 6), ("embed", "mlp")), ((6, 8), ("heads", "embed")), ((2, 8, 6), ("expert", "embed", "mlp"))],
+)
+@pytest.mark.parametrize("number", [4, 3])  # 3 parts cannot be equal: the weight stays as it is
+def test_parts_in_order_are_the_weight(shape, axes, number, monkeypatch) -> None:
+    monkeypatch.setattr(Layout, "num_shards", lambda _, axis: number if axis == "embed" else 1)
+    weight = jnp.arange(np.prod(shape)).reshape(shape)
+    np.testing.assert_array_equal(_by_parts(weight, axes=axes, layout=WHOLE), weight)
+    np.testing.assert_array_equal(gather(weight, axes, WHOLE), weight)
+
+
+def test_what_is_whole_already_is_not_gathered() -> None:
+    weight = jnp.ones((8, 6))
+    assert gather(weight, ("embed", "mlp"), WHOLE) is weight

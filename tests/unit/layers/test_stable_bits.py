@@ -1,0 +1,58 @@
+"""A sum has the same bits whether XLA must keep it or not, and so has a norm of it."""
+
+import jax
+import numpy as np
+import pytest
+
+from skyrl_tx.layers.norm import rms_norm
+from skyrl_tx.layers.stable_bits import add_apart
+
+
+def arrays(*shapes: tuple[int, ...]) -> list[np.ndarray]:
+    draw = np.random.default_rng(0)
+    return [draw.standard_normal(shape, np.float32) for shape in shapes]
+
+
+def residual(x_BTD: jax.Array, routed: jax.Array, update: jax.Array, shared: jax.Array) -> jax.Array:
+    return x_BTD + add_apart(routed + update, shared).reshape(x_BTD.shape)
+
+
+def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return rms_norm(x, weight, 1e-6)
+
+
+@pytest.mark.parametrize("num_tokens", [32, 48, 64])
+def test_a_norm_of_a_sum_of_four_has_the_bits_of_a_norm_of_an_array(num_tokens):
+    """Norms of plain sums of these sizes were seen to differ."""
+    size = 32
+    *terms, weight = arrays((1, num_tokens, size), *[(num_tokens, size)] * 3, (size,))
+    x, routed, update, shared = terms
+    summed = jax.jit(residual)(*terms)
+    np.testing.assert_array_equal(summed, x + ((routed + update) + shared))
+    fused = jax.jit(lambda weight, *terms: norm(residual(*terms), weight))(weight, *terms)
+    np.testing.assert_array_equal(fused, jax.jit(norm)(summed, weight))
+
+
+@pytest.mark.parametrize("num_tokens", [16, 64])
+def test_a_sum_with_a_norm_has_the_same_bits_with_and_without_a_gradient(num_tokens):
+    """Norms of plain sums of these sizes were seen to differ."""
+    x, y, update = arrays(*[(1, num_tokens, 32)] * 3)
+    of_output, of_sum = arrays(*[(32,)] * 2)
+
+    def normalised(*terms: jax.Array) -> jax.Array:
+        x, y, update = terms
+        return norm(add_apart(x, norm(y + update, of_output)), of_sum)
+
+    def with_gradient(*terms: jax.Array):
+        found, backward = jax.vjp(normalised, *terms)
+        return found, backward(found)
+
+    expected, _ = jax.jit(with_gradient)(x, y, update)
+    np.testing.assert_array_equal(jax.jit(normalised)(x, y, update), expected)
+
+
+def test_the_gradient_is_that_of_a_sum():
+    x, y, factor = arrays(*[(3, 5)] * 3)
+    found = jax.grad(lambda x, y: (add_apart(x, y) * factor).sum(), argnums=(0, 1))(x, y)
+    for each in found:
+        np.testing.assert_array_equal(each, factor)
