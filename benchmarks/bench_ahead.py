@@ -13,12 +13,12 @@ import time
 import jax
 import numpy as np
 
+from benchmarks.ahead.programs import compile_programs
+from benchmarks.ahead.topology import described_layout
 from benchmarks.common import report
 from skyrl_tx import models
-from skyrl_tx.backends.jax.ahead import compile_programs
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.backends.jax.start_plan import plan_start
-from skyrl_tx.backends.jax.topology import described_layout
 from skyrl_tx.layers.flash_attention import BLOCK
 from skyrl_tx.tools.plan.hardware import parse_devices
 from skyrl_tx.weights import hf

@@ -1,4 +1,4 @@
-"""The table of programs compiled for devices that are not here: models x devices, by `skyrl-tx plan --compile`.
+"""The table of programs compiled for devices that are not here: models x devices, by `benchmarks.ahead.plan_programs`.
 
 Each cell is a process of its own, and a record of results/aot.json as soon as it is done. A run compiles the cells that
 have no record, so that it can be stopped at any time, and writes the table into docs/performance.md. The compilers are
@@ -51,13 +51,14 @@ def compile_cell(model: str, device: str, packages: Path, timeout_s: float) -> d
     """Return the plan with its programs as JSON, or the reason why there are none."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config_of(model)))
-        command = [sys.executable, "-m", "skyrl_tx", "plan", "--base-model", folder, "--device", device, "--json"]
+        flags = ["--base-model", folder, "--device", device, "--json"]
+        command = [sys.executable, "-m", "skyrl_tx", "plan", *flags]
         plan = json.loads(subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout)
         if not plan["fits"]:
             return {"problem": "does not fit"}
         paths = os.pathsep.join((str(ROOT), str(packages)))
         variables = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
-        command += ["--compile", "gradient,decode"]
+        command = [sys.executable, "-m", "benchmarks.ahead.plan_programs", *flags, "--programs", "gradient,decode"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=variables, timeout=timeout_s)
         except subprocess.TimeoutExpired:

@@ -26,9 +26,9 @@ from pydantic_core import PydanticUndefined
 from docs import example_config, reference_text
 from docs.sdk_endpoints import SDK_ENDPOINTS
 from skyrl_tx import models
+from skyrl_tx.apps.chat import CHAT
 from skyrl_tx.apps.chat import routes as chat_routes
 from skyrl_tx.apps.chat.anthropic_schemas import CountTokensRequest, MessagesRequest
-from skyrl_tx.apps.chat.app import CHAT
 from skyrl_tx.apps.chat.errors import ANTHROPIC_PREFIX, OPENAI_PREFIXES
 from skyrl_tx.apps.chat.openai_schemas import ChatCompletionRequest, CompletionRequest
 from skyrl_tx.backends.registry import find_backend, find_sampler

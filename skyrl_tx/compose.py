@@ -1,9 +1,9 @@
 """The list of optional features. Only this file, `apps` and `tools` import features."""
 
-from skyrl_tx.apps.chat.app import CHAT
-from skyrl_tx.apps.console.app import CONSOLE
-from skyrl_tx.apps.history.app import HISTORY
-from skyrl_tx.apps.teams.app import TEAMS
+from skyrl_tx.apps.chat import CHAT
+from skyrl_tx.apps.console import CONSOLE
+from skyrl_tx.apps.history import HISTORY
+from skyrl_tx.apps.teams import TEAMS
 from skyrl_tx.launch.app import App
 
 APPS: tuple[App, ...] = (HISTORY, TEAMS, CHAT, CONSOLE)

@@ -14,20 +14,18 @@ from skyrl_tx.contract.errors import BackendLost, RequestError, ServerError
 from skyrl_tx.contract.requests import ModelPass, Rejected
 from skyrl_tx.contract.results import Failure
 from skyrl_tx.engine.activity import DeviceClock
+from skyrl_tx.engine.admission import Admission
 from skyrl_tx.engine.background_writer import BackgroundWriter
 from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
 from skyrl_tx.engine.observers import ResultObservers
-from skyrl_tx.engine.pauses import Pauses
 from skyrl_tx.engine.recovery import Recovery
 from skyrl_tx.engine.request_log import DeliveryAttempts, QueuedRequest, RequestLog
 from skyrl_tx.engine.residency import Models, Samplers
 from skyrl_tx.engine.retention import Retention
-from skyrl_tx.engine.room import Room
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.store import models
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError
-from skyrl_tx.store.quota_view import QuotaView
 
 _log = logging.getLogger(__name__)
 FATAL_ERRORS = (BackendLost, StoreError)
@@ -72,10 +70,7 @@ class EngineContext:
     ephemeral_samplers: EphemeralSamplers
     observers: ResultObservers
     retention: Retention
-    quotas: QuotaView
-    pauses: Pauses
-    sample_room: Room
-    training_room: Room
+    admission: Admission
 
     def fail(self, queued: QueuedRequest, error: Exception) -> None:
         """Commit a failure. A failed forward_backward makes its model's gradient incomplete. Raises fatal errors."""

@@ -11,8 +11,8 @@ from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.meters import Meters
 from skyrl_tx.engine import membership
-from skyrl_tx.engine.accounts import Accounts
 from skyrl_tx.engine.activity import HOST_WORK, LoopActivity, monitored
+from skyrl_tx.engine.admission import Admission
 from skyrl_tx.engine.background_writer import BackgroundWriter
 from skyrl_tx.engine.context import EngineContext
 from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
@@ -22,27 +22,21 @@ from skyrl_tx.engine.housekeeping import ApiUptime, Housekeeping
 from skyrl_tx.engine.intake import Intake
 from skyrl_tx.engine.meters import EngineMeters
 from skyrl_tx.engine.observers import ResultObservers
-from skyrl_tx.engine.pacing import QuotaPacing
-from skyrl_tx.engine.pauses import Pauses
-from skyrl_tx.engine.portions import Portions, Work
 from skyrl_tx.engine.recovery import Recovery, artifact_metadata
 from skyrl_tx.engine.request_log import DeliveryAttempts, RequestLog
 from skyrl_tx.engine.residency import Models, Samplers
 from skyrl_tx.engine.retention import Retention
-from skyrl_tx.engine.room import Room
 from skyrl_tx.engine.sampling import SamplingExecutor
-from skyrl_tx.engine.schedule import MAX_RUNNING_REQUESTS, Schedule
+from skyrl_tx.engine.schedule import Schedule
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.engine.spreading import Spreading
 from skyrl_tx.engine.startup import recreate_lost_samplers, replay_quarantined
 from skyrl_tx.engine.status_publisher import StatusPublisher
 from skyrl_tx.engine.training import TrainingExecutor
 from skyrl_tx.engine.watchdog import Watchdog
 from skyrl_tx.process.threads import ServiceThread
-from skyrl_tx.store import cancellations, completions, engine_state, futures, identity, leases
+from skyrl_tx.store import completions, engine_state, futures, identity, leases
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.engine_state import Pause
-from skyrl_tx.store.quota_view import QuotaView
+from skyrl_tx.store.pauses import Pause
 
 _log = logging.getLogger(__name__)
 _MAX_WAIT_S = 1.0
@@ -149,7 +143,7 @@ class Engine:
         """Close the records of the last engine of this number, so that this one can count from here."""
         number = self.store.engine
         # Cancelled requests have results, so they will not be read.
-        self.store.write(lambda tx: cancellations.forget(tx, engine=number))
+        self.store.write(lambda tx: completions.forget_cancellations(tx, engine=number))
         # A supervisor has counted a crash.
         self.store.write(lambda tx: futures.record_end(tx, is_crash=False, engine=number))
         self.store.write(lambda tx: completions.skip_seen(tx, time.time()))
@@ -164,6 +158,7 @@ class Engine:
             status.sample_load = loop.sample_load()
             if time.monotonic() - measured_at >= _MEASURE_PERIOD_S:
                 measured_at = time.monotonic()
+                loop.refresh_admission()
                 status.meters = loop.measure(self.backend, activity)
                 status.pauses = loop.pauses()
 
@@ -212,9 +207,8 @@ class Engine:
         models = Models(
             backend, capabilities.max_models, store, request_log, background_writer, recovery, ephemeral_samplers
         )
-        quotas = QuotaView(store)
-        accounts = Accounts(store, quotas)
         observers = [made.observer(store, settings) for made in self.extensions if made.observer is not None]
+        make_admission = next((made.admission for made in self.extensions if made.admission is not None), None)
         return EngineContext(
             settings=settings,
             backend=backend,
@@ -229,10 +223,7 @@ class Engine:
             ephemeral_samplers=ephemeral_samplers,
             observers=ResultObservers(store, observers),
             retention=Retention.collect(self.extensions),
-            quotas=quotas,
-            pauses=Pauses(store, quotas, accounts, request_log),
-            sample_room=Room("samples_at_once", quotas, accounts),
-            training_room=Room("training_steps_at_once", quotas, accounts),
+            admission=make_admission(store, request_log.wait_for_commits) if make_admission else Admission(),
         )
 
 
@@ -241,25 +232,25 @@ class _Loop:
 
     def __init__(self, context: EngineContext, artifacts: ArtifactStore) -> None:
         self._context, capabilities = context, context.capabilities
-        context.quotas.refresh()
+        self.refresh_admission()
         few_tokens = _BATCH_MICRO_BATCHES * capabilities.micro_batch_tokens  # 0 if the backend does not report the size
         self.training = TrainingExecutor(context)
-        self._pacing = QuotaPacing(context.pauses, context.training_room)
         self._schedule = Schedule(
             gap_timeout_s=context.settings.gap_timeout_s,
             max_pass_tokens=min(few_tokens or capabilities.max_pass_tokens, capabilities.max_pass_tokens),
             max_models=capabilities.max_models,
             max_read_bytes=context.settings.max_backlog_bytes // 2,
             read_bodies=lambda requests: self._intake.read_bodies(requests),
-            fair_share=FairShare(context.quotas.weights),
+            admission=context.admission,
+            fair_share=FairShare(lambda: context.admission.weights),
             on_arrival=self.training.arrive,
         )
         self.sampling = SamplingExecutor(context)
         self._intake = Intake(context, self._schedule, self.sampling)
         self._api_uptime = ApiUptime(context.store)
         self._housekeeping = Housekeeping(context, artifacts, self.sampling, self._api_uptime)
-        self._membership = membership.Membership(context, self._schedule, Spreading(context, self.sampling))
-        self._portions = Portions(context.store) if context.store.is_shared else None
+        spreading = membership.Spreading(context, self.sampling)
+        self._membership = membership.Membership(context, self._schedule, spreading)
         self._is_busy = self._is_turn_of_passes = self._has_warned = False
         self._housekeeping_at = self._pruning_at = time.monotonic()
 
@@ -268,13 +259,11 @@ class _Loop:
         context = self._context
 
         # Read what has arrived, and take over what the background thread has finished.
-        context.pauses.refresh()
         self._membership.check()
         worked = self._intake.read(self._is_busy)
         worked |= context.background_writer.run_callbacks()
 
         # Work on the device.
-        self._take_portions()
         self._is_busy = self._use_device()
         worked |= self._is_busy
 
@@ -370,11 +359,15 @@ class _Loop:
             },
         )
 
-    def pauses(self) -> list[Pause]:
-        """Return the quotas because of which requests wait."""
-        context = self._context
-        reasons = [*context.pauses.exhausted(), *context.training_room.full(), *context.sample_room.full()]
-        return [Pause.of(quota, reason) for quota, reason in reasons[: engine_state.MAX_PAUSES]]
+    def refresh_admission(self) -> None:
+        """Look for changed quotas."""
+        admission = self._context.admission
+        admission.refresh()
+        self._context.request_log.on_result = admission.ended if admission.is_counting else None
+
+    def pauses(self) -> Sequence[Pause]:
+        """Return whose requests wait because of a quota."""
+        return self._context.admission.pauses()
 
     def _warn_of_meters(self, error: Exception) -> None:
         if not self._has_warned:
@@ -400,25 +393,6 @@ class _Loop:
         self._context.background_writer.drain()  # the last snapshots may have replaced others
         self._context.request_log.wait_for_commits()
 
-    def _take_portions(self) -> None:
-        """With several engines, bound what runs here by this engine's portions of quotas."""
-        if self._portions is None:
-            return
-        context, training, sampling = self._context, self.training, self.sampling
-        passes = (
-            (first, count)
-            for first, count in self._schedule.heads()
-            if first.kind == "model_pass" and not context.pauses.is_paused(first)
-        )
-        self._portions.refresh(
-            {
-                context.training_room: Work(
-                    ((each, 1) for each in training.running_requests()), passes, MAX_RUNNING_REQUESTS
-                ),
-                context.sample_room: Work(sampling.open_samples(), sampling.waiting_samples(), sampling.max_open),
-            }
-        )
-
     def _use_device(self) -> bool:
         """Run some training steps, then some decode slices. The settings bound how long each side waits."""
         settings, worked = self._context.settings, False
@@ -437,8 +411,6 @@ class _Loop:
         training, step = self.training, None
         training.set_shared(self._schedule.is_shared)
         if not self._is_turn_of_passes:
-            self._pacing.room.start_round((queued, 1) for queued in training.running_requests())
-            self._schedule.pacing = self._pacing if self._pacing.is_active else None
             step = self._schedule.take(
                 self._api_uptime.total_s(),
                 self._context.background_writer.blocked_models,

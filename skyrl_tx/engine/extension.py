@@ -1,4 +1,4 @@
-"""The parts of an optional feature in the engine process: an observer of results, and retention rules for its rows."""
+"""The parts of an optional feature in the engine process: an observer of results, retention rules, and admission."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +10,7 @@ from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import Sample
 from skyrl_tx.contract.results import ForwardBackwardOutput, OptimStepOutput, SampleOutput
 from skyrl_tx.engine.activity import DeviceTime
+from skyrl_tx.engine.admission import MakeAdmission
 from skyrl_tx.engine.request_log import ObserverRows, QueuedRequest
 from skyrl_tx.engine.residency import LiveModel
 from skyrl_tx.engine.settings import EngineSettings
@@ -103,3 +104,5 @@ class EngineExtension:
     observer: Callable[[Store, EngineSettings], ResultObserver] | None = None
     """Makes the feature's observer of results."""
     retention: Sequence[RetentionRule] = ()
+    admission: MakeAdmission | None = None
+    """Makes the object that decides which requests start. At most one feature has it."""

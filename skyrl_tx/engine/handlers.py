@@ -24,7 +24,7 @@ from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
 from skyrl_tx.engine.ephemeral_samplers import sampler_of
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.residency import LiveModel
-from skyrl_tx.store import allowances, audit, checkpoints, manifests, models, samplers
+from skyrl_tx.store import audit, checkpoints, manifests, models, samplers
 from skyrl_tx.store.tables import CheckpointRow, SamplingSessionRow
 
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -43,11 +43,19 @@ def handle(context: EngineContext, queued: QueuedRequest) -> None:
         context.fail(queued, error)
 
 
+def refuse(context: EngineContext, queued: QueuedRequest, reason: str) -> None:
+    """Fail a request that may not start. A model that it should have created does not come into being."""
+    error, request = UserError(reason), queued.request
+    is_creating = isinstance(request, CreateModel) or (isinstance(request, LoadWeights) and request.create)
+    if is_creating and queued.model_id is not None:
+        _discard_uncreated(context, queued.model_id, error)
+    context.fail(queued, error)
+
+
 def _create_model(context: EngineContext, queued: QueuedRequest, model_id: ModelId, request: CreateModel) -> None:
     model = context.models.get(model_id, creating=True)
     try:
         validate.check_create(request, context.capabilities, context.settings.base_models)
-        _check_new_model(context, queued)
         context.models.free_slot()
         context.backend.create_model(model_id, request.spec)
     except Exception as error:
@@ -68,8 +76,6 @@ def _load_weights(context: EngineContext, queued: QueuedRequest, model_id: Model
     try:
         current = None if request.create else model.spec
         validate.check_load(request, context.capabilities, context.settings.base_models, current)
-        if request.create:
-            _check_new_model(context, queued)
         if not model.is_resident:
             context.models.free_slot()
         context.recovery.load(model_id, request, model.spec)
@@ -89,13 +95,6 @@ def _load_weights(context: EngineContext, queued: QueuedRequest, model_id: Model
 
     result = results.LoadWeightsOutput(path=request.path, model_id=model_id)
     context.request_log.commit(queued, result, rows, effect_order=model.next_effect_order())
-
-
-def _check_new_model(context: EngineContext, queued: QueuedRequest) -> None:
-    rules = context.quotas.rules
-    if rules.has("models_in_training"):
-        context.request_log.wait_for_commits()  # models that were created or unloaded just now
-        context.store.read(lambda tx: allowances.check_new_model(tx, rules, queued.session_id))
 
 
 def _discard_uncreated(context: EngineContext, model_id: ModelId, error: Exception) -> None:
@@ -160,11 +159,7 @@ def _save_weights(context: EngineContext, queued: QueuedRequest, model_id: Model
     if request.name is None:
         _save_ephemeral(context, queued, model_id, request)
         return
-    path, rules = CheckpointPath(model_id, CheckpointKind(request.kind), request.name), context.quotas.rules
-    if rules.has("checkpoint_bytes"):
-        context.store.read(
-            lambda tx: allowances.check_new_checkpoint(tx, rules, queued.session_id, time.time(), is_stored=False)
-        )
+    path = CheckpointPath(model_id, CheckpointKind(request.kind), request.name)
     if not request.overwrite and context.store.read(lambda tx: checkpoints.get(tx, path, time.time())) is not None:
         way_out = "pass overwrite" if path.kind is CheckpointKind.TRAINING else "delete it first"
         raise UserError(f"path {path.name!r}: {path} exists already; choose another name or {way_out}")

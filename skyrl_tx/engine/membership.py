@@ -2,20 +2,26 @@
 
 An engine that stops, dies or is stuck loses its lease, and any other one shares out its models and open requests. The
 new owner of a model restores it when it is next asked for, from snapshot and log, as after a crash of its own.
+
+Waiting samples also move to engines that have nothing to do. The API gives each sample to an engine when it arrives, by
+the number of requests, but samples take unequal times. An engine gives away only what it has not started, in one
+transaction that names another engine in the rows: whenever a process ends, each sample belongs to exactly one. Until
+the commit it is this engine's, and no other thread could start it meanwhile.
 """
 
 import logging
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from sqlmodel import Session
 
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.engine.context import EngineContext
+from skyrl_tx.engine.sampling import SamplingExecutor
 from skyrl_tx.engine.schedule import Schedule
-from skyrl_tx.engine.spreading import Spreading
-from skyrl_tx.store import engine_state, leases, models, placement, portions
+from skyrl_tx.store import engine_state, leases, models, placement
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import EngineStateRow
 
@@ -28,6 +34,8 @@ _MIN_DIFFERENCE = 2
 STUCK_S = 60.0
 """Time without a published status after which an engine that is connected loses its lease."""
 _MAX_GAP_S = 5.0
+_MAX_GIVEN = 256
+"""Samples that one engine is given at once, so that the loop waits for a short transaction."""
 _ENDED = ("failed", "unloaded", "left", "expired")
 
 
@@ -40,7 +48,6 @@ def leave_to_others(store: Store) -> None:
         return
 
     def work(tx: Session) -> placement.Moved:
-        portions.forget(tx, store.engine)
         ready = _ready(tx) - {store.engine}
         return placement.move(tx, store.engine, sorted(ready), hold=True) if ready else placement.Moved()
 
@@ -83,6 +90,41 @@ class _Seen:
 
     updated_at: float
     since: float
+
+
+@dataclass(slots=True)
+class Spreading:
+    """The part of an engine's loop that gives samples away, each time it has looked at the others."""
+
+    context: EngineContext
+    sampling: SamplingExecutor
+    _newest: int = 0
+    """The last sample that was here at the last look. Earlier ones have waited since then, whatever the clocks say."""
+
+    def look(self, rows: Collection[EngineStateRow], running: Collection[int]) -> None:
+        """Share what has waited since the last look with the engines that have published that they have no sample."""
+        own, waited_up_to, self._newest = self.context.store.engine, self._newest, self.sampling.newest
+        idle = [row.number for row in rows if row.number in running and row.number != own and _seems_idle(row)]
+        if not idle or not self.sampling.num_waiting:
+            return
+        waiting = self.sampling.movable(waited_up_to)
+        for index, number in enumerate(idle):  # this engine keeps as many as each of them gets
+            self._give(number, [each.position for each in waiting[index :: len(idle) + 1][:_MAX_GIVEN]])
+
+    def _give(self, number: int, positions: list[int]) -> None:
+        own = self.context.store.engine
+
+        def work(tx: Session) -> list[RequestId]:
+            return placement.give(tx, own, number, positions)
+
+        if positions and (given := self.context.store.write(work)):
+            self.sampling.forget_given(given)
+            _log.info("gave %d samples to engine %d, which has nothing to do", len(given), number)
+
+
+def _seems_idle(row: EngineStateRow) -> bool:
+    load = engine_state.sample_load(row)
+    return row.status == "ready" and load is not None and load.num_requests == 0
 
 
 @dataclass(slots=True)

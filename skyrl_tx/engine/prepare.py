@@ -9,11 +9,11 @@ from msgspec import UnsetType
 from skyrl_tx.contract.arrays import NumberArray
 from skyrl_tx.contract.batches import PassExample, SampleRequest
 from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.contract.custom_loss import CUSTOM, LOGPROBS, CustomLoss
 from skyrl_tx.contract.ids import ModelId, RequestId
-from skyrl_tx.contract.losses import LossSpec
+from skyrl_tx.contract.losses import TARGET_TOKENS, LossSpec
 from skyrl_tx.contract.requests import Datum, ModelPass, PromptOptions, Sample
 from skyrl_tx.contract.results import ForwardBackwardOutput, PassResult
-from skyrl_tx.engine import custom_losses
 
 
 def pass_examples(
@@ -21,7 +21,7 @@ def pass_examples(
 ) -> Iterator[PassExample]:
     """Yield a valid request's examples, in the contract's dtypes, with all loss inputs and loss config values."""
     if not isinstance(request.custom, UnsetType):
-        yield from custom_losses.examples(request_id, model_id, request, request.custom)
+        yield from _custom_examples(request_id, model_id, request, request.custom)
         return
     spec = capabilities.losses[request.loss]
     config = {name: float(request.loss_config.get(name, default)) for name, default in spec.config.items()}
@@ -33,6 +33,28 @@ def pass_examples(
             loss=request.loss,
             loss_inputs=_loss_inputs(datum, spec),
             loss_config=config,
+        )
+
+
+def _custom_examples(
+    request_id: RequestId, model_id: ModelId, request: ModelPass, loss: CustomLoss
+) -> Iterator[PassExample]:
+    """Yield the examples of a valid request with a custom loss, in the contract's dtypes."""
+    for datum in request.data:
+        inputs: dict[str, NumberArray] = {}
+        for declared in loss.inputs:
+            if declared.name != LOGPROBS:
+                array = np.ascontiguousarray(datum.loss_inputs[declared.name], np.float32)
+                inputs[declared.name] = array.reshape(()) if declared.rank == 0 else array
+        inputs[TARGET_TOKENS] = np.ascontiguousarray(datum.loss_inputs[TARGET_TOKENS], np.int32)
+        yield PassExample(
+            request_id=request_id,
+            model_id=model_id,
+            tokens=np.ascontiguousarray(datum.tokens, np.int32),
+            loss=CUSTOM,
+            loss_inputs=inputs,
+            loss_config={},
+            custom=loss,
         )
 
 

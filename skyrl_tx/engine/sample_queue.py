@@ -16,6 +16,7 @@ from typing import NamedTuple
 from skyrl_tx.contract.batches import STARVATION_BOUND
 from skyrl_tx.contract.ids import RequestId, SessionId
 from skyrl_tx.contract.requests import Sample
+from skyrl_tx.engine.admission import Admission, Fail, Wait
 from skyrl_tx.engine.fair_share import FairShare, VirtualTime
 from skyrl_tx.engine.request_log import QueuedRequest
 
@@ -75,12 +76,20 @@ class _Place(NamedTuple):
         return self.is_last, self.num_open, self.at, self.turns.last_turn
 
 
+class Turn(NamedTuple):
+    """The request that is next. `failure` is why it fails, if admission lets it fail."""
+
+    queued: QueuedRequest
+    failure: str | None = None
+
+
 class SampleQueue:
     """Sample requests with samples that have not started."""
 
-    def __init__(self, weights: Callable[[], Mapping[str, int]] = dict) -> None:
+    def __init__(self, admission: Admission | None = None) -> None:
+        self._admission = admission or Admission()
         self._owners: dict[OwnerKey, _Turns] = {}
-        self._fair_share = {decodes: FairShare(weights) for decodes in (True, False)}
+        self._fair_share = {decodes: FairShare(lambda: self._admission.weights) for decodes in (True, False)}
         self._turn_numbers = count(1)
         self._num_passed: Counter[QueueKey] = Counter()  # requests that started before a blocked queue's head
         self._blocked: set[QueueKey] = set()
@@ -126,10 +135,9 @@ class SampleQueue:
         *,
         num_open: Mapping[OwnerKey, int],
         has_capacity: Callable[[bool], bool],
-        may_start: Callable[[QueuedRequest], bool],
-        is_held: Callable[[QueuedRequest], bool] = lambda _: False,
-    ) -> QueuedRequest | None:
-        """Return the next head that may run, or None.
+        may_join: Callable[[QueuedRequest], bool],
+    ) -> Turn | None:
+        """Return the next head that may run, or fails because of admission; None without either.
 
         Of each kind the owners with the fewest open samples for their weight come first, and of these the one with the
         least virtual time, then the one least recently served; the kinds themselves take turns. Owners of weight 0 come
@@ -141,8 +149,7 @@ class SampleQueue:
             running: The requests with open samples.
             num_open: Number of each owner's open samples.
             has_capacity: Whether a sample that decodes, or one that does not, has capacity.
-            may_start: Whether a request may start next to those that run.
-            is_held: Whether a head, and with it its queue, waits because of a quota.
+            may_join: Whether a request may start next to those that run.
         """
         can_start = all(self._num_passed[key] < STARVATION_BOUND for key in self._passed)
         for turns in self._order(num_open, has_capacity):
@@ -150,15 +157,21 @@ class SampleQueue:
                 if key in self._blocked:
                     continue
                 head = queue[0]
-                if is_held(head):
+                if head.request_id in running:
+                    return Turn(head)
+                can_start = can_start and may_join(head)
+                if not can_start:
+                    continue
+                decision = self._admission.may_start(head)
+                if isinstance(decision, Wait):
                     self._arrive(owner_key(head))  # a wait for a quota saves up nothing
                     continue
-                if head.request_id in running:
-                    return head
-                can_start = can_start and may_start(head)
-                if can_start:
-                    return head
+                return Turn(head, decision.reason if isinstance(decision, Fail) else None)
         return None
+
+    def is_paused(self, queued: QueuedRequest) -> bool:
+        """Whether a request that has not started waits because of a quota."""
+        return self._admission.is_counting and isinstance(self._admission.may_start(queued), Wait)
 
     def note_start(self, queued: QueuedRequest) -> None:
         """Record that a head starts its first samples: it passes the blocked queues."""

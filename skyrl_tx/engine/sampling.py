@@ -4,9 +4,8 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from itertools import islice
 
 from sqlmodel import Session
 
@@ -23,15 +22,12 @@ from skyrl_tx.engine.residency import PlacesBusy
 from skyrl_tx.engine.sample_output import SampleAssembler
 from skyrl_tx.engine.sample_queue import OwnerKey, SampleQueue, owner_key, sample_of
 from skyrl_tx.process.failpoints import failpoint
-from skyrl_tx.store import cancellations, partials, samplers, stability
+from skyrl_tx.store import completions, partials, samplers, stability
 from skyrl_tx.store.engine_state import REQUEST_BYTES
 
 _log = logging.getLogger(__name__)
 _SLOTS_PER_QUEUED = 8
 """The backend holds one waiting sample for this many KV cache slots: a free slot is filled without delay."""
-
-_MAX_COUNTED = 1000
-"""Requests of a session whose samples are counted as waiting."""
 
 
 class _Running:
@@ -76,7 +72,7 @@ class SamplingExecutor:
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
-        self._queue = SampleQueue(context.quotas.weights)
+        self._queue = SampleQueue(context.admission)
         self._running: dict[RequestId, _Running] = {}
         self._isolated: set[RequestId] = set()  # a slice with these failed, so each runs alone
         self._num_running_tokens = 0
@@ -106,7 +102,6 @@ class SamplingExecutor:
                 raise UserError(f"prompt: the request takes {size} bytes, all that wait may take {limit}")
             if queued.request.params.stop_strings:
                 self._context.backend.text_of([])  # raises if the backend has no tokenizer
-            self._context.pauses.check_start(queued)
         except Exception as error:
             self._context.fail(queued, error)
             return
@@ -123,34 +118,12 @@ class SamplingExecutor:
     @property
     def num_paused(self) -> int:
         """The number of requests with samples that have not started because of a quota."""
-        return sum(count for head, count in self._queue.heads() if self._is_held(head))
+        return sum(count for head, count in self._queue.heads() if self._is_paused(head))
 
     @property
     def num_running(self) -> int:
         """The number of requests with a started sample."""
         return len(self._running)
-
-    @property
-    def max_open(self) -> int:
-        """The number of samples that the backend takes at once."""
-        return self._max_open
-
-    def open_samples(self) -> Iterator[tuple[QueuedRequest, int]]:
-        """Yield the running requests, each with the number of its samples in the backend."""
-        return ((running.queued, running.num_open) for running in self._running.values())
-
-    def waiting_samples(self) -> Iterator[tuple[QueuedRequest, int]]:
-        """Yield the head of each queue that no quota of a day holds back, with the number of samples to start.
-
-        Of a long queue that counts the first requests only.
-        """
-        for queue in self._queue.queues():
-            if not self._context.pauses.is_paused(queue[0]):
-                yield queue[0], sum(map(self._num_left, islice(queue, _MAX_COUNTED)))
-
-    def _num_left(self, queued: QueuedRequest) -> int:
-        running = self._running.get(queued.request_id)
-        return sample_of(queued).num_samples if running is None else running.num_left
 
     def movable(self, position: int) -> list[QueuedRequest]:
         """Return the requests up to a position that another engine can start in place of this one, oldest first.
@@ -159,7 +132,7 @@ class SamplingExecutor:
         """
         found: list[QueuedRequest] = []
         for queue in self._queue.queues():
-            if not self._is_held(queue[0]):
+            if not self._is_paused(queue[0]):
                 found += [each for each in queue if each.position <= position and self._is_movable(each)]
         return sorted(found, key=lambda queued: queued.position)
 
@@ -223,11 +196,11 @@ class SamplingExecutor:
         if not self._running and not self._queue:
             return
         store, engine = self._context.store, self._context.store.engine
-        cancelled = store.read(lambda tx: cancellations.cancelled_since(tx, self._last_cancellation, engine))
+        cancelled = store.read(lambda tx: completions.cancelled_since(tx, self._last_cancellation, engine))
         if not cancelled:
             return
         self._last_cancellation = position = cancelled[-1][0]
-        store.write_soon(lambda tx: cancellations.forget(tx, position, engine=engine))
+        store.write_soon(lambda tx: completions.forget_cancellations(tx, position, engine=engine))
         for queued in self._remove({request_id for _, request_id in cancelled}):
             self._context.request_log.meters.cancelled(sample_of(queued).num_samples)
 
@@ -258,21 +231,19 @@ class SamplingExecutor:
             return num_open_of_kind[decodes] < self._max_open
 
         self._queue.start_round()
-        self._context.sample_room.start_round(self.open_samples())
         while True:
-            queued = self._queue.next(
-                self._running,
-                num_open=num_open,
-                has_capacity=has_capacity,
-                may_start=self._may_start,
-                is_held=self._is_held,
+            turn = self._queue.next(
+                self._running, num_open=num_open, has_capacity=has_capacity, may_join=self._may_join
             )
-            if queued is None:
+            if turn is None:
                 break
+            queued = turn.queued
+            if turn.failure is not None:
+                self._remove({queued.request_id})
+                self._context.fail(queued, UserError(turn.failure))
+                continue
             running = self._running.get(queued.request_id)
             if running is None:
-                if self._fails_by_quota(queued):
-                    continue
                 sampler = sample_of(queued).sampler
                 if sampler is not None and not self._context.samplers.acquire(sampler, queued.session_id):
                     self._queue.block(queued)
@@ -280,8 +251,7 @@ class SamplingExecutor:
                 running = self._start(queued)
                 started.append(queued)
             first_samples.setdefault(queued.request_id, running.num_started)
-            count = min(running.num_left, self._max_per_turn, self._context.sample_room.of(queued))
-            self._context.sample_room.take(queued, count)
+            count = min(running.num_left, self._max_per_turn)
             running.num_started += count
             num_open[owner_key(queued)] += count
             num_open_of_kind[owner_key(queued).decodes] += count
@@ -289,23 +259,11 @@ class SamplingExecutor:
             self._queue.end_turn(queued, has_more=running.num_left > 0, num_tokens=num_tokens)
         self._hand_over(started, first_samples)
 
-    def _is_held(self, queued: QueuedRequest) -> bool:
-        """Whether a request waits because of a quota. Samples of one that runs wait for room only."""
-        if queued.request_id not in self._running and self._context.pauses.is_paused(queued):
-            return True
-        return self._context.sample_room.of(queued) == 0
+    def _is_paused(self, queued: QueuedRequest) -> bool:
+        """Whether a request waits because of a quota. The samples of one that runs do not."""
+        return queued.request_id not in self._running and self._queue.is_paused(queued)
 
-    def _fails_by_quota(self, queued: QueuedRequest) -> bool:
-        """Fail a request that has not started if a quota says so; return whether it did."""
-        try:
-            self._context.pauses.check_start(queued)
-        except UserError as error:
-            self._remove({queued.request_id})
-            self._context.fail(queued, error)
-            return True
-        return False
-
-    def _may_start(self, queued: QueuedRequest) -> bool:
+    def _may_join(self, queued: QueuedRequest) -> bool:
         """Whether a request may start next to those that run."""
         if not self._running:
             return True
@@ -316,6 +274,8 @@ class SamplingExecutor:
 
     def _start(self, queued: QueuedRequest) -> _Running:
         """Make a queue's head a running request. None of its samples is in the backend yet."""
+        if self._context.admission.is_counting:
+            self._context.admission.started(queued)
         self._queue.note_start(queued)
         cache_scope = "" if self._context.settings.share_prefix_cache else queued.owner
         request = prepare.sample_request(queued.request_id, sample_of(queued), self._context.capabilities, cache_scope)

@@ -12,9 +12,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Protocol
 
 from skyrl_tx.contract.ids import ModelId, SessionId
+from skyrl_tx.engine.admission import START, Admission, Fail, Wait
 from skyrl_tx.engine.fair_share import FairShare, VirtualTime
 from skyrl_tx.engine.request_log import QueuedRequest
 
@@ -28,7 +28,6 @@ neither an owner nor a session can occupy the device alone.
 ReadBodies = Callable[[Sequence[QueuedRequest]], Sequence[QueuedRequest]]
 """Reads the deferred bodies of requests."""
 _MAX_BATCH_REQUESTS = 32
-MAX_RUNNING_REQUESTS = MAX_RUNNING_BATCHES * _MAX_BATCH_REQUESTS
 _OTHER_TOKENS = 256
 """The tokens for which a request counts that is no pass, such as an optimizer step."""
 
@@ -51,25 +50,14 @@ class SequenceCursor:
 class Step:
     """The next thing to run: a batch of passes of one direction, or one request of another kind.
 
-    `refusal` is set if the only request arrived after a later barrier took effect. `is_long`: the only request is a
-    pass that exceeds the token budget.
+    `refusal` is set if the only request arrived after a later barrier took effect, and `failure` if admission lets it
+    fail. `is_long`: the only request is a pass that exceeds the token budget.
     """
 
     requests: tuple[QueuedRequest, ...]
     refusal: str | None = None
+    failure: str | None = None
     is_long: bool = False
-
-
-class Pacing(Protocol):
-    """Pauses requests because of quotas, and counts those that start."""
-
-    def is_paused(self, queued: QueuedRequest) -> bool:
-        """Whether a request waits; its model's later requests wait behind it."""
-        ...
-
-    def hand_over(self, queued: QueuedRequest) -> None:
-        """Count a request that starts."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,8 +77,7 @@ class Schedule:
     max_batch_requests: int = _MAX_BATCH_REQUESTS
     max_read_bytes: int = 0
     read_bodies: ReadBodies = lambda requests: requests
-    pacing: Pacing | None = None
-    """Pauses requests, while there are quotas that may."""
+    admission: Admission = field(default_factory=Admission)
     fair_share: FairShare = field(default_factory=FairShare)
     """The tokens that each owner was given, while there are several."""
     on_arrival: Callable[[str], None] = lambda owner: None
@@ -175,21 +162,33 @@ class Schedule:
         for queue in turns:
             first = self._head(queue, now)
             if first is None:
-                if self.is_shared:  # a wait for a quota or a gap saves up nothing
-                    self._arrive(queue.owner)
+                self._save_up_nothing(queue)
                 continue
+
+            # A request that arrived too late ends now.
             if refusal := queue.refusal_of(first):
                 return Step((self._serve(queue, first),), refusal)
-            if first.model_pass is None:
-                return Step((self._serve(queue, first),))
+
+            # A pass needs a place among the running batches.
             is_long = first.num_tokens > self.max_pass_tokens
             num_reserved = int(is_long)
             if is_long:
                 num_reserved += first.session_id in sessions_with_long
                 num_reserved += first.owner in owners_with_long and self.is_shared
-            if MAX_RUNNING_BATCHES - num_running > num_reserved:
-                requests = self._fill(queue, first, turns, now, self.max_models - len(busy))
-                return Step(tuple(requests), is_long=is_long)
+            if first.model_pass is not None and MAX_RUNNING_BATCHES - num_running <= num_reserved:
+                continue
+
+            # With a place, admission decides whether the request starts.
+            decision = self.admission.may_start(first)
+            if isinstance(decision, Wait):
+                self._save_up_nothing(queue)
+                continue
+            if isinstance(decision, Fail):
+                return Step((self._serve(queue, first),), failure=decision.reason)
+            if first.model_pass is None:
+                return Step((self._start(queue, first),))
+            requests = self._fill(queue, first, turns, now, self.max_models - len(busy))
+            return Step(tuple(requests), is_long=is_long)
         return None
 
     @property
@@ -205,13 +204,10 @@ class Schedule:
     @property
     def num_paused(self) -> int:
         """The number of requests that wait because of a quota, or behind such a request of their model."""
-        if self.pacing is None:
+        if not self.admission.is_counting:
             return 0
-        return sum(count for head, count in self.heads() if self.pacing.is_paused(head))
-
-    def heads(self) -> Iterator[tuple[QueuedRequest, int]]:
-        """Yield the first request of each model with waiting ones, and their number."""
-        return ((first, len(queue)) for queue in self._waiting.values() if (first := queue.first) is not None)
+        firsts = ((queue.first, len(queue)) for queue in self._waiting.values())
+        return sum(count for first, count in firsts if first is not None and self._is_paused(first))
 
     def next_deadline(self) -> float | None:
         """Return the time at which the next gap timeout ends, or None if there is no sequence gap."""
@@ -219,6 +215,15 @@ class Schedule:
             (queue.gap_since + self.gap_timeout_s for queue in self._waiting.values() if queue.gap_since is not None),
             default=None,
         )
+
+    def _save_up_nothing(self, queue: "_ModelQueue") -> None:
+        """Note that an owner waits for a quota or a gap: it gets no larger share of the device later."""
+        if self.is_shared:
+            self._arrive(queue.owner)
+
+    def _is_paused(self, queued: QueuedRequest) -> bool:
+        """Whether a pass waits because of a quota, also one whose body has not been read."""
+        return queued.kind == "model_pass" and isinstance(self.admission.may_start(queued), Wait)
 
     def _arrive(self, owner: str) -> None:
         self.fair_share.arrive(owner)
@@ -263,21 +268,24 @@ class Schedule:
                 is_same = queued.model_pass is not None and queued.model_pass.backward == first.model_pass.backward
                 if not is_same or queue.refusal_of(queued):
                     break
-                if queued is not first and (queued.num_tokens > budget or not num_left):
-                    break
+                if queued is not first:
+                    if queued.num_tokens > budget or not num_left:
+                        break
+                    if self.admission.may_start(queued) != START:
+                        break
                 budget -= queued.num_tokens
                 num_left -= 1
                 is_taken = True
-                yield self._serve(queue, queued)
+                yield self._start(queue, queued)
             num_models += is_taken
 
     def _head(self, queue: "_ModelQueue", now: float) -> QueuedRequest | None:
         """Return the queue's first request that may run, after reading deferred bodies of it and its successors."""
         head = queue.head(now, self.gap_timeout_s)
-        if head is None or (self.pacing is not None and self.pacing.is_paused(head)):
-            return None
-        if not head.num_deferred_bytes:
+        if head is None or not head.num_deferred_bytes:
             return head
+        if self.admission.is_counting and self._is_paused(head):  # its body stays on disk
+            return None
         deferred = queue.deferred_near(head, _MAX_BATCH_REQUESTS, self.max_read_bytes // len(self._waiting))
         for before, after in zip(deferred, self.read_bodies(deferred), strict=True):
             queue.replace(before, after)
@@ -295,9 +303,12 @@ class Schedule:
         self._num_requests[queue.owner] -= 1
         if self.is_shared:
             self.fair_share.charge(queue.owner, queued.num_tokens or _OTHER_TOKENS)
-        if self.pacing is not None:
-            self.pacing.hand_over(queued)
         return queued
+
+    def _start(self, queue: "_ModelQueue", queued: QueuedRequest) -> QueuedRequest:
+        if self.admission.is_counting:
+            self.admission.started(queued)
+        return self._serve(queue, queued)
 
 
 class _ModelQueue:

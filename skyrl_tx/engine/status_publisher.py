@@ -15,6 +15,7 @@ from skyrl_tx.process.threads import ServiceThread
 from skyrl_tx.store import engine_state
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError, StoreUnreachable
+from skyrl_tx.store.pauses import Pause
 from skyrl_tx.store.tables import EngineStateRow, EngineStatus
 
 _log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class StatusPublisher:
         """Published with the next status."""
         self.meters: Mapping[str, object] | None = None
         """Published with the next status."""
-        self.pauses: Sequence[engine_state.Pause] = ()
+        self.pauses: Sequence[Pause] = ()
         """Published with the next status."""
         self._failure: StoreUnreachable | None = None
         self._ended = threading.Event()

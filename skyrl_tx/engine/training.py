@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -15,7 +15,7 @@ from skyrl_tx.engine import prepare, validate
 from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
 from skyrl_tx.engine.fair_share import FairShare
-from skyrl_tx.engine.handlers import handle
+from skyrl_tx.engine.handlers import handle, refuse
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.schedule import Step
 from skyrl_tx.process.failpoints import failpoint
@@ -68,7 +68,7 @@ class TrainingExecutor:
     def __init__(self, context: EngineContext) -> None:
         self._context = context
         self._batches: dict[str, deque[_Batch]] = {}  # by owner; the least recently served owner and batch first
-        self._fair_share = FairShare(context.quotas.weights)
+        self._fair_share = FairShare(lambda: context.admission.weights)
         self._is_shared = False
 
     def set_shared(self, is_shared: bool) -> None:
@@ -104,13 +104,7 @@ class TrainingExecutor:
     @property
     def num_running_requests(self) -> int:
         """Number of requests in running batches."""
-        return sum(1 for _ in self.running_requests())
-
-    def running_requests(self) -> Iterator[QueuedRequest]:
-        """Yield the requests of running batches."""
-        for batch in chain.from_iterable(self._batches.values()):
-            for group in batch.groups:
-                yield from (request.queued for request in group)
+        return sum(len(group) for batch in chain.from_iterable(self._batches.values()) for group in batch.groups)
 
     @property
     def sessions_with_long(self) -> set[SessionId]:
@@ -129,6 +123,8 @@ class TrainingExecutor:
         if step.refusal is not None:
             refused = Failure(message=step.refusal, category=ErrorCategory.USER)
             self._context.request_log.commit(first, refused)  # the gradient stays complete
+        elif step.failure is not None:
+            refuse(self._context, first, step.failure)
         elif first.model_pass is not None:
             self._start_batch(step.requests, is_long=step.is_long)
         else:
@@ -216,8 +212,6 @@ class TrainingExecutor:
         assert request is not None and queued.model_id is not None
         try:
             queued.check_crashes(self._context.settings.max_attempts)
-            if self._context.pauses.is_active:
-                self._context.pauses.check_start(queued)
             self._context.models.get(queued.model_id)
             validate.check_pass(request, self._context.capabilities)
             examples = prepare.pass_examples(queued.request_id, queued.model_id, request, self._context.capabilities)

@@ -12,7 +12,7 @@ from msgspec import UnsetType
 
 from skyrl_tx.contract.arrays import NumberArray, max_targets
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.contract.custom_loss import CustomLoss
+from skyrl_tx.contract.custom_loss import CUSTOM, LOGPROBS, MAX_ELEMENTS, MAX_EXACT, CustomLoss, CustomLossInput, Needs
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import checkpoint_name
 from skyrl_tx.contract.losses import TARGET_TOKENS, LossInput, LossSpec
@@ -32,9 +32,10 @@ from skyrl_tx.contract.requests import (
     SamplingParams,
     SaveWeights,
 )
-from skyrl_tx.engine import custom_losses
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
+_TARGETS_ONLY = LossSpec(name=CUSTOM, inputs={TARGET_TOKENS: LossInput(is_integer=True, max_ndim=2)})
+"""The inputs that all custom losses share."""
 _MAX_RESULT_LOGPROBS = 2**26
 """The most sampled tokens of one request, times the log-probabilities of each: a result of 512 MiB."""
 _MIN_TEMPERATURE = 1e-30
@@ -141,8 +142,67 @@ def _check_custom_pass(request: ModelPass, loss: CustomLoss, capabilities: Capab
     for index, datum in enumerate(request.data):
         targets = {name: array for name, array in datum.loss_inputs.items() if name == TARGET_TOKENS}
         with_targets = replace(datum, loss_inputs=targets)
-        _check_datum(f"data[{index}]", with_targets, custom_losses.TARGETS_ONLY, capabilities)
-        custom_losses.check(f"data[{index}]", datum, loss, needs)
+        _check_datum(f"data[{index}]", with_targets, _TARGETS_ONLY, capabilities)
+        _check_custom_inputs(f"data[{index}]", datum, loss, needs)
+
+
+def _check_custom_inputs(field: str, datum: Datum, loss: CustomLoss, needs: Needs) -> None:
+    """Check the inputs of one datum other than its targets, and that its size fits the loss."""
+    length = datum.tokens.size
+
+    # Each input is there.
+    shapes = {LOGPROBS: datum.loss_inputs[TARGET_TOKENS].shape}
+    for declared in loss.inputs:
+        if declared.name == LOGPROBS:
+            continue
+        array = datum.loss_inputs.get(declared.name)
+        if array is None:
+            raise UserError(f"{field}.loss_fn_inputs[{declared.name!r}] is missing: loss {loss.name!r} reads it")
+        shapes[declared.name] = _check_custom_input(
+            f"{field}.loss_fn_inputs[{declared.name!r}]", array, declared, length
+        )
+
+    # Each input has its declared rank, and all have one width.
+    width: int | None = None
+    for declared in loss.inputs:
+        shape = shapes[declared.name]
+        if len(shape) != declared.rank:
+            raise UserError(
+                f"{field}: loss {loss.name!r} declares {declared.name!r} with {declared.rank} dimensions; it has "
+                f"{len(shape)}"
+            )
+        if declared.rank == 2:
+            if width is not None and shape[1] != width:
+                raise UserError(
+                    f"{field}: inputs of loss {loss.name!r} have {width} and {shape[1]} targets per position"
+                )
+            width = shape[1]
+
+    # The loss is defined for this size, and can be computed.
+    if length < needs.positions:
+        raise UserError(f"{field} has {length} tokens; loss {loss.name!r} needs at least {needs.positions}")
+    if (width or 1) < needs.targets:
+        raise UserError(f"{field} has {width} targets per position; loss {loss.name!r} needs at least {needs.targets}")
+    if (count := needs.num_elements(length, width or 1)) > MAX_ELEMENTS:
+        raise UserError(
+            f"{field}: loss {loss.name!r} would compute {count} numbers of its {length} tokens; must be at most "
+            f"{MAX_ELEMENTS}"
+        )
+
+
+def _check_custom_input(field: str, array: NumberArray, expected: CustomLossInput, length: int) -> tuple[int, ...]:
+    """Check an input's numbers; return its shape. A scalar may arrive as [1]: protobuf has no empty shape."""
+    if expected.rank == 0 and array.size == 1:
+        shape: tuple[int, ...] = ()
+    else:
+        shape = array.shape
+        if not shape or shape[0] != length or array.size == 0:
+            raise UserError(f"{field} has shape {list(shape)}; model_input has {length} tokens")
+    if array.dtype.kind in "iu" and ((array > MAX_EXACT) | (array < -MAX_EXACT)).any():
+        raise UserError(f"{field} holds a whole number above {MAX_EXACT}, which float32 does not hold exactly")
+    if not np.isfinite(array).all():
+        raise UserError(f"{field} holds {array[~np.isfinite(array)][0]}; numbers must be finite")
+    return shape
 
 
 def _check_base_model(name: str, base_models: Collection[str]) -> None:

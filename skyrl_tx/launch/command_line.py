@@ -26,7 +26,7 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import CheckpointPath
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.settings import ENVIRONMENT_PREFIX, default_data_dir
-from skyrl_tx.store import checkpoints
+from skyrl_tx.store import audit, checkpoints
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.dialect import DATABASE_NAME
 from skyrl_tx.store.errors import StoreError
@@ -143,6 +143,13 @@ def confirmed(question: str) -> bool:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
         raise CommandError("no terminal to ask for confirmation; add --yes") from None
+
+
+def record_audit(
+    tx: Session, event: audit.Event, *, path: CheckpointPath | None = None, **details: audit.Detail
+) -> None:
+    """Add an entry about a command to the audit log, with the account that runs it."""
+    audit.record(tx, event, audit.OPERATOR, time.time(), path=path, os_user=os_user(), **details)
 
 
 def os_user() -> str:

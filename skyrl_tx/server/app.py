@@ -34,7 +34,6 @@ from skyrl_tx.server.identity.scopes import API_PREFIX as _PREFIX
 from skyrl_tx.server.monitoring.engine_status import AdmissionControl, EngineHealth
 from skyrl_tx.server.monitoring.metrics import ApiMetrics
 from skyrl_tx.server.monitoring.server_sampler import ServerSampler
-from skyrl_tx.server.quotas import Quotas
 from skyrl_tx.server.routes import (
     downloads,
     futures,
@@ -77,9 +76,6 @@ def create_context(
     signing_key, metrics, results = SigningKey.of(settings.data_dir), ApiMetrics(), ResultWatcher(store)
     metrics.polls_waiting.set_function(lambda: results.num_waiting)
     results.observe_wakeup = metrics.poll_wakeup_s.observe
-    quotas = Quotas(store)
-    quotas.view.refresh()
-    results.add_reader(quotas.view.refresh)
     store.observe_commits(metrics.store_write_s.observe, metrics.store_group_size.observe)
     return ApiContext(
         settings=settings,
@@ -95,7 +91,6 @@ def create_context(
         decoded_bodies=BodyBudget(settings.max_inflight_bytes // 2),
         results=results,
         metrics=metrics,
-        quotas=quotas,
         extensions=extensions or {},
     )
 

@@ -19,7 +19,6 @@ from skyrl_tx.server.http.long_poll import ResponsePriority, ResultWatcher
 from skyrl_tx.server.identity.authentication import Authenticator, Caller, Principal, SigningKey
 from skyrl_tx.server.monitoring.engine_status import AdmissionControl, EngineHealth
 from skyrl_tx.server.monitoring.metrics import ApiMetrics
-from skyrl_tx.server.quotas import Quotas
 from skyrl_tx.server.schemas.base import WireModel
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.submission.validation import UnknownFields
@@ -44,7 +43,6 @@ class ApiContext:
     received_bodies: BodyBudget
     decoded_bodies: BodyBudget
     metrics: ApiMetrics
-    quotas: Quotas
     extensions: Mapping[str, ServerExtension] = field(default_factory=dict[str, ServerExtension])
     """The optional features by name."""
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from sqlmodel import Session
 from starlette.routing import BaseRoute
 
 from skyrl_tx.contract.ids import SessionId
@@ -34,6 +35,8 @@ class ServerExtension:
     """Creates the component that the endpoints of the feature share: `app.state.NAME`, by the name of the app."""
     error_forms: Mapping[str, ErrorForm] = field(default_factory=dict[str, ErrorForm])
     """The form of errors by the beginning of the path, for example of all paths that start with `/v1/`."""
+    admission: Callable[[Session, SessionId, float], None] | None = None
+    """Called at a time in the transaction that adds a checkpoint to a session; raises UserError to refuse it."""
     on_telemetry: Callable[[Call], None] | None = None
     """Receives each call of `/telemetry`, in a thread, before it is acknowledged."""
     describe_session: Callable[[Call, Request, SessionId], str | None] | None = None

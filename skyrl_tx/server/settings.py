@@ -5,11 +5,28 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from skyrl_tx.apps.teams.prices import Prices
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.process.setup import CommonSettings
+
+
+class Prices(BaseModel):
+    """Prices in US dollars. Work without a price has no cost in reports."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    training: float | None = Field(default=None, ge=0)
+    """US dollars for a million tokens of forward and backward passes; default: no costs are shown."""
+    sampled: float | None = Field(default=None, ge=0)
+    """US dollars for a million sampled tokens."""
+    prefill: float | None = Field(default=None, ge=0)
+    """US dollars for a million prompt tokens that were computed."""
+    prefill_cached: float | None = Field(default=None, ge=0)
+    """US dollars for a million prompt tokens that the prefix cache held."""
+    storage: float | None = Field(default=None, ge=0)
+    """US dollars for a gigabyte (10^9 bytes) of checkpoints during a month of 720 hours."""
+
 
 _HUB_NAME_SLASHES = 2
 _VARIANT = re.compile(r":peft:\d+$")

@@ -31,7 +31,7 @@ _Parameters = Mapping[str, object] | Sequence[Mapping[str, object]] | None
 
 _MAX_IDS = 1024
 
-HEAD = "0018"
+HEAD = "0019"
 """Newest revision in `migrations`, repeated here so that a current database opens without importing alembic (0.3 s)."""
 _DATABASE_NOTE = "database"
 """File with the name of an external database. With another database, no run and no checkpoint would be there."""

@@ -12,8 +12,7 @@ from sqlalchemy import text, update
 from sqlmodel import Session, col, select
 
 from skyrl_tx.store.database import execute
-from skyrl_tx.store.quotas import Limit, Quota, Subject
-from skyrl_tx.store.tables import EngineStateRow, SubjectKind
+from skyrl_tx.store.tables import EngineStateRow
 
 REQUEST_BYTES = 4096
 """Upper estimate of the memory of a queued sample in addition to its prompt."""
@@ -21,7 +20,6 @@ REQUEST_BYTES = 4096
 FRESH_S = 10.0
 """Age of a status up to which its engine counts as running; engines publish each second."""
 _MAX_PUBLISHED_OWNERS = 256
-MAX_PAUSES = 256
 _MAXIMA = frozenset({"trainer_gap_max_nats"})
 
 
@@ -38,37 +36,6 @@ class SampleLoad:
     max_bytes: int
     by_owner: Mapping[str, int] = field(default_factory=dict[str, int])
     num_requests: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pause:
-    """A quota because of which requests of its subject wait, with the reason that clients read."""
-
-    subject_kind: SubjectKind
-    subject: str
-    limit: Limit
-    reason: str
-
-    @classmethod
-    def of(cls, quota: Quota, reason: str) -> "Pause":
-        """Return the pause of a quota."""
-        return cls(subject_kind=quota.subject.kind, subject=quota.subject.name, limit=quota.limit, reason=reason)
-
-    @property
-    def quota_subject(self) -> Subject:
-        """The owner, key or project whose requests wait."""
-        return Subject(self.subject_kind, self.subject)
-
-    @property
-    def concerns_training(self) -> bool:
-        """Whether passes wait, and not samples."""
-        return self.limit in ("training_tokens_per_day", "training_steps_at_once")
-
-
-def pauses_of(*rows: EngineStateRow | None) -> tuple[Pause, ...]:
-    """Return the pauses that engines have published, each once."""
-    found = [Pause(**each) for row in rows if row is not None for each in row.pauses or ()]  # pyright: ignore
-    return tuple(dict.fromkeys(found))
 
 
 def largest_owners(num_bytes: Mapping[str, int]) -> dict[str, int]:

@@ -371,6 +371,11 @@ def _add_trainer_gap() -> None:
     op.add_column("kept_samples", sa.Column("trainer_gap", sa.Float))
 
 
+def _drop_portions() -> None:
+    """Remove the leases of quotas of what runs at once: these quotas no longer exist."""
+    op.drop_table("portions")
+
+
 _APP_TABLES = (_add_kept_samples, _add_curves, _add_usage, _add_logged_runs, _add_storage_hours, _add_trainer_gap)
 """Create the tables of optional features in a new database, which has all of them. In order of the revisions."""
 MIGRATIONS: Mapping[str, Callable[[], None]] = {
@@ -391,4 +396,5 @@ MIGRATIONS: Mapping[str, Callable[[], None]] = {
     "0016": _add_engines,
     "0017": _add_portions,
     "0018": _add_trainer_gap,
+    "0019": _drop_portions,
 }

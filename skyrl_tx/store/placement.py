@@ -15,7 +15,7 @@ from sqlmodel import Session, col
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.store import engine_state, leases, models
 from skyrl_tx.store.database import execute
-from skyrl_tx.store.tables import EngineStateRow, ModelRow, RequestRow, SamplingSessionRow
+from skyrl_tx.store.tables import EngineStateRow, ModelRow, RequestRow, SamplingSessionRow, SessionRow
 
 RECENT_S = 600.0
 """Models without a request for longer do not count as an engine's load."""
@@ -205,3 +205,51 @@ def hand_over(tx: Session, model_id: ModelId, to: int) -> None:
     for (position,) in execute(tx, _OPEN_OF_MODEL, {"model_id": model_id}).all():
         execute(tx, _SET_REQUEST, {"old": position, "to": to})
     leases.ring(tx)
+
+
+_MAX_MODELS = 1000
+_MODELS_IN_TRAINING = (
+    select(col(ModelRow.engine), col(ModelRow.model_id), col(SessionRow.owner))
+    .join(SessionRow)
+    .where(col(ModelRow.status).in_(_LIVE), col(ModelRow.deleted_at).is_(None))
+    .order_by(col(ModelRow.last_request_at).desc())
+    .limit(_MAX_MODELS)
+)
+_OPEN_REQUESTS = (
+    select(
+        col(RequestRow.engine),
+        func.count(),
+        func.count().filter(col(RequestRow.attempts) > 0),
+    )
+    .where(_IS_OPEN)
+    .group_by(col(RequestRow.engine))
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """An engine with its models in training, those with the newest requests first, and its requests."""
+
+    engine: EngineStateRow
+    is_running: bool
+    """Whether it has published a status lately."""
+    models: list[tuple[ModelId, str]]
+    """Each with its owner."""
+    num_waiting: int
+    num_started: int
+
+
+def holdings(tx: Session) -> list[Holding]:
+    """Return what each engine has, by number; an engine that has ended and has nothing is left out."""
+    now = engine_state.shared_time(tx)
+    models: dict[int, list[tuple[ModelId, str]]] = {}
+    for number, model_id, owner in execute(tx, _MODELS_IN_TRAINING):
+        models.setdefault(number, []).append((model_id, owner))
+    counts = {number: (count, started) for number, count, started in execute(tx, _OPEN_REQUESTS)}
+    found: list[Holding] = []
+    for row in engine_state.all_engines(tx):
+        count, started = counts.get(row.number, (0, 0))
+        is_running = engine_state.is_running(row, now)
+        if is_running or count or row.number in models:
+            found.append(Holding(row, is_running, models.get(row.number, []), count - started, started))
+    return found

@@ -331,29 +331,10 @@ class QuotaRow(SQLModel, table=True):
     subject: str = Field(primary_key=True)
     """An owner, the number of a key, or a project; `*` for each of its kind without a row of its own."""
     name: str = Field(primary_key=True)
-    """One of `quotas.LIMITS`, or `weight`."""
+    """The limit, or `weight`."""
     value: int = Field(sa_type=BigInteger)
     over: OverQuota = Field(default="wait", sa_type=String)
     """The fate of work beyond a quota of a day."""
-
-
-class PortionRow(SQLModel, table=True):
-    """The part of a quota of what runs at once that one of several engines holds, see `portions`."""
-
-    __tablename__ = "portions"
-
-    engine: int = Field(primary_key=True)
-    """The engine's number."""
-    name: str = Field(primary_key=True)
-    """The limit: one of `quotas.LIMITS`."""
-    subject_kind: SubjectKind = Field(primary_key=True, sa_type=String)
-    subject: str = Field(primary_key=True)
-    num_held: int = Field(sa_type=BigInteger)
-    """The most that the engine runs before it takes again."""
-    num_wanted: int = Field(sa_type=BigInteger)
-    """The number that runs or could start without the quota."""
-    waits_since: float
-    """When the oldest request that waits arrived; infinite if none waits."""
 
 
 class ProjectMemberRow(SQLModel, table=True):

@@ -8,10 +8,9 @@ from sqlalchemy import Select, bindparam, case, func, literal_column, or_, selec
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId
-from skyrl_tx.store.allowances import is_of_account
 from skyrl_tx.store.checkpoints import is_visible
 from skyrl_tx.store.database import execute
-from skyrl_tx.store.engine_state import Pause
+from skyrl_tx.store.pauses import Pause, is_paused
 from skyrl_tx.store.tables import CheckpointRow, RequestRow, SessionRow, SnapshotRow
 
 ACTIVE_S = 60.0
@@ -46,12 +45,8 @@ def read(tx: Session, now: float, pauses: Collection[Pause] = ()) -> StoreTotals
 
 def _oldest(pauses: Collection[Pause]) -> Select[Any]:
     """Return the query of the oldest open request that has started, or waits for no quota."""
-    passes = {pause.quota_subject for pause in pauses if pause.concerns_training}
-    samples = {pause.quota_subject for pause in pauses if not pause.concerns_training}
-    is_sample = col(RequestRow.kind) == "sample"
-    is_paused = or_(is_sample & is_of_account(samples), ~is_sample & is_of_account(passes))
     joined = _OLDEST.join(SessionRow, col(SessionRow.session_id) == col(RequestRow.session_id))
-    return joined.where(or_(col(RequestRow.attempts) > 0, ~is_paused))
+    return joined.where(or_(col(RequestRow.attempts) > 0, ~is_paused(pauses)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,16 @@
-"""The command `skyrl-tx`: lists the commands of tools and apps, and runs one."""
+"""The command `skyrl-tx`: lists the commands of tools and apps, runs one, and completes their names and flags."""
 
+import argparse
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import get_args
 
 from skyrl_tx import __version__
 from skyrl_tx.compose import APPS
-from skyrl_tx.launch.command import Command, CommandError, Group
+from skyrl_tx.launch.command import Command, CommandError, CommandParser, Group
 
 _DATA = "skyrl_tx.tools.commands"
 TOOLS = (
@@ -40,7 +42,7 @@ TOOLS = (
         name="completion",
         help="print the script that completes commands and flags in a shell",
         group="run",
-        code="skyrl_tx.tools.completion:add_arguments",
+        code="skyrl_tx.tools.cli:add_completion_arguments",
     ),
     Command(
         name="runs",
@@ -120,9 +122,7 @@ _RENAMED = {"top": ("status", "--watch"), "stacks": ("status", "--stacks")}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status: 2 for a wrong command line, 1 for other failures."""
     if _ARGCOMPLETE in os.environ:
-        from skyrl_tx.tools import completion  # late, because nothing else needs argcomplete
-
-        completion.answer_shell(COMMANDS.values())
+        _complete(os.environ.get("COMP_LINE", "").split()[1:])
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_help(), end="")
@@ -171,3 +171,30 @@ def _help() -> str:
         "  skyrl-tx serve --base-model Qwen/Qwen3-0.6B",
     ]
     return "\n".join(lines) + "\n"
+
+
+def add_completion_arguments(parser: CommandParser) -> None:
+    """Add the arguments of `completion`."""
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
+    parser.set_defaults(run=_print_completion_script)
+
+
+def _print_completion_script(arguments: argparse.Namespace) -> None:
+    import argcomplete  # late, because nothing but completion needs it
+
+    print(argcomplete.shellcode(["skyrl-tx"], shell=arguments.shell), end="")
+
+
+def _complete(words: Sequence[str]) -> None:
+    """Answer a shell that asks what may follow these words, and exit. Return if no shell asks."""
+    import argcomplete  # late, because nothing but completion needs it
+
+    parser = CommandParser(prog="skyrl-tx")
+    parsers = parser.add_subparsers()
+    for command in COMMANDS.values():
+        own = parsers.add_parser(command.name, help=command.help)
+        if words and words[0] == command.name:  # the code of the others need not be imported
+            own.given = words[1:]
+            with suppress(CommandError):  # a setting on the line is invalid
+                command.add_arguments(own)
+    argcomplete.autocomplete(parser)

@@ -9,8 +9,7 @@ import pytest
 import tinker
 
 from skyrl_tx.apps.teams import storage_hours
-from skyrl_tx.apps.teams.prices import Prices
-from skyrl_tx.server.settings import ApiSettings
+from skyrl_tx.server.settings import ApiSettings, Prices
 from skyrl_tx.store import keys
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from skyrl_tx.apps.teams import usage
+from skyrl_tx.apps.teams import quotas, usage
+from skyrl_tx.apps.teams.quotas import Subject
 from skyrl_tx.apps.teams.usage import Work
-from skyrl_tx.store import audit, quotas, sessions
-from skyrl_tx.store.quotas import Subject
+from skyrl_tx.store import audit, sessions
 from tests.support.console_world import ConsoleWorld, console_world
 
 
@@ -31,7 +31,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsoleWorld]:
         yield world
 
 
-def test_a_user_sees_its_own_allowances_and_weight(world: ConsoleWorld) -> None:
+def test_a_user_sees_its_own_quotas_and_weight(world: ConsoleWorld) -> None:
     with world.browser(world.key("ann")) as ann:
         page = ann.get("/quotas").text
     assert "48.0M" in page and "200M" in page and "24 percent used" in page
@@ -59,12 +59,13 @@ def test_an_admin_sets_and_removes_quotas(world: ConsoleWorld) -> None:
     with world.browser(world.key("root", "admin")) as root:
         page = root.get("/quotas").text
         assert "48.0M" in page and "project of-bob" in page and ">weight</code>" in page
-        fields = {"form_token": root.token(), "subject": "key:7", "limit": "samples_at_once"}
+        fields = {"form_token": root.token(), "subject": "key:7", "limit": "models_in_training"}
         assert root.post("/quotas", {**fields, "value": "12k"}).status_code == 303
         assert "12k" in root.get("/quotas").text
         for changes, reason in (
             ({"value": "many"}, "must be a whole number"),
             ({"limit": "training_steps", "value": "1"}, "there is none of this name"),
+            ({"limit": "samples_at_once", "value": "1"}, "this limit no longer exists"),
             ({"subject": "key:x", "value": "1"}, "named by its number"),
             ({"value": "1", "over": "fail"}, "only beyond training_tokens_per_day"),
             ({"value": "1", "over": "queue"}, "must be one of wait, fail"),

@@ -1,6 +1,5 @@
 """Quotas as the SDK and the programs of others meet them: what is refused, with which words, and what goes on."""
 
-import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,8 +9,10 @@ import pytest
 import tinker
 from sqlmodel import select
 
-from skyrl_tx.store import audit, keys, quota_view, quotas
-from skyrl_tx.store.quotas import Subject
+from skyrl_tx.apps.teams import quotas
+from skyrl_tx.apps.teams.quotas import Subject
+from skyrl_tx.engine import engine
+from skyrl_tx.store import audit, keys
 from skyrl_tx.store.tables import OverQuota, RequestRow
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
 from tests.support.waiting import until
@@ -25,9 +26,9 @@ DATUM = tinker.Datum(
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
-    """A server whose processes look at the quotas all the time, not each second."""
+    """A server whose engine looks at the quotas before each turn, not each second."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quota_view, "_PERIOD_S", 0.0)
+        patch.setattr(engine, "_MEASURE_PERIOD_S", 0.0)
         with live_stack("fake", tmp_path_factory.mktemp("stack"), has_tokenizer=True, retrieve_hold_s=0.3) as stack:
             make_key(stack, "root", "admin")
             yield stack
@@ -41,10 +42,9 @@ def make_key(stack: LiveStack, owner: str, scope: Any = "user") -> str:
 
 
 def put(stack: LiveStack, subject: str, name: str, value: int | None, over: OverQuota = "wait") -> None:
-    """Set a quota, and wait until this process knows it; the engine looks before it reads a request."""
-    about, view = Subject.parse(subject), stack.server.api.app.state.context.quotas.view
+    """Set a quota; the engine looks before it reads a request."""
+    about = Subject.parse(subject)
     stack.server.store.write(lambda tx: quotas.put(tx, about, name, value, audit.OPERATOR, time.time(), over=over))
-    view.refresh()
 
 
 def service(stack: LiveStack, owner: str) -> tinker.ServiceClient:
@@ -93,90 +93,6 @@ def copy_weights(stack: LiveStack, owner: str, path: str) -> httpx.Response:
         json={"source_path": path, "destination_project_id": "p"},
         headers={"X-API-Key": make_key(stack, owner), "X-Idempotency-Key": "one"},
     )
-
-
-def post_sample(stack: LiveStack, key: str, session: str, seq_id: int, max_tokens: int) -> httpx.Response:
-    return httpx.post(
-        f"{stack.url}/api/v1/asample",
-        json={
-            "sampling_session_id": session,
-            "seq_id": seq_id,
-            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
-            "num_samples": 1,
-            "sampling_params": {"max_tokens": max_tokens, "seed": 1},
-        },
-        headers={"X-API-Key": key},
-    )
-
-
-def test_sample_tokens_per_minute(stack: LiveStack) -> None:
-    """A refused sample uses no sequence number, so the client sends it again with the same one."""
-    key = make_key(stack, "sam")
-    client = httpx.Client(base_url=f"{stack.url}/api/v1/", headers={"X-API-Key": key})
-    session = client.post("create_session", json={"tags": [], "sdk_version": "0.38.0"}).json()["session_id"]
-    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": PUBLIC_NAME}
-    name = client.post("create_sampling_session", json=body).json()["sampling_session_id"]
-    put(stack, "sam", "sample_tokens_per_minute", 60)
-    assert post_sample(stack, key, name, 1, 57).status_code == 200
-    assert post_sample(stack, key, name, 1, 57).status_code == 200, "a retry is the same request"
-    refused = post_sample(stack, key, name, 2, 27)
-    assert refused.status_code == 429 and 1 <= int(refused.headers["Retry-After"]) <= 31
-    assert refused.headers["X-Tinker-Sampling-Backpressure"] == "1"
-    assert re.search(r"sam has asked for \d+ of 60 sample tokens a minute", refused.json()["detail"])
-    put(stack, "sam", "sample_tokens_per_minute", 600)
-    assert post_sample(stack, key, name, 2, 27).status_code == 200
-    metrics = httpx.get(f"{stack.url}/metrics").text
-    assert 'skyrl_tx_backpressure_total{reason="quota"} 1.0' in metrics
-
-
-def test_the_sdk_keeps_the_pace_of_requests(stack: LiveStack) -> None:
-    """All samples of a burst have results in the end; what was refused was sent again with its sequence number."""
-    put(stack, "ben", "sample_requests_per_second", 4)
-    pace = stack.server.api.app.state.context.quotas._pace
-    with service(stack, "ben") as ben, stack.recorder.recording() as calls, pytest.MonkeyPatch.context() as patch:
-        sampling = ben.create_sampling_client(base_model=PUBLIC_NAME).result()
-        params = tinker.SamplingParams(max_tokens=2, seed=1)
-        now = time.monotonic()
-        patch.setattr(pace, "_clock", lambda: now)  # all samples are sent within a second, however slow this machine is
-        samples = [sampling.sample(PROMPT, 1, params) for _ in range(8)]
-
-        def answers(status: int) -> int:
-            return sum(call.path == "asample" and call.status == status for call in calls)
-
-        until(lambda: answers(429) >= 4 and answers(200) >= 4)
-        assert answers(200) == 4
-        patch.undo()
-        assert all(len(each.result(timeout=60).sequences) == 1 for each in samples)
-        assert answers(200) == 8
-
-
-def test_the_sdk_waits_out_the_minute(stack: LiveStack) -> None:
-    """The client pauses and sends again, without an error."""
-    put(stack, "lea", "sample_tokens_per_minute", 300)
-    with service(stack, "lea") as lea:
-        sampling = lea.create_sampling_client(base_model=PUBLIC_NAME).result()
-        params = tinker.SamplingParams(max_tokens=97, seed=1)
-        began = time.monotonic()
-        with stack.recorder.recording() as calls:
-            samples = [sampling.sample(PROMPT, 1, params) for _ in range(4)]  # 400 tokens: one waits 20 s, unless:
-            until(lambda: any(call.status == 429 and call.path == "asample" for call in calls))
-        put(stack, "lea", "sample_tokens_per_minute", 3_000_000)
-        assert all(len(each.result(timeout=60).sequences) == 1 for each in samples)
-        assert time.monotonic() - began < 20
-
-
-def test_openai_and_anthropic_endpoints_answer_429(stack: LiveStack) -> None:
-    put(stack, "oli", "sample_tokens_per_minute", 30)
-    with httpx.Client(base_url=stack.url, headers={"X-API-Key": make_key(stack, "oli")}) as client:
-        body = {"model": PUBLIC_NAME, "max_tokens": 25}
-        assert client.post("/oai/api/v1/completions", json={**body, "prompt": "x"}).status_code == 200
-        of_openai = client.post("/oai/api/v1/completions", json={**body, "prompt": "x"})
-        talk = {**body, "messages": [{"role": "user", "content": "x"}]}
-        of_anthropic = client.post("/anthropic/api/v1/messages", json=talk)
-    for refused, kind in ((of_openai, "rate_limit_error"), (of_anthropic, "rate_limit_error")):
-        assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= 60
-        assert refused.json()["error"]["type"] == kind
-        assert "sample tokens a minute" in refused.json()["error"]["message"]
 
 
 def paused(stack: LiveStack, key: str, request_id: str) -> dict[str, Any]:
@@ -264,20 +180,3 @@ def test_sampling_waits_for_its_day(stack: LiveStack) -> None:
     for answer in (refused, refused_too):
         assert answer.status_code == 429 and "eva has used 13 of 10" in answer.json()["error"]["message"]
         assert answer.headers["retry-after"] == "60" and answer.headers["x-should-retry"] == "false"
-
-
-def test_samples_at_once_wait_in_the_engine(stack: LiveStack) -> None:
-    put(stack, "ida", "samples_at_once", 1)
-    with service(stack, "ida") as ida:
-        sampling = ida.create_sampling_client(base_model=PUBLIC_NAME).result()
-        params = tinker.SamplingParams(max_tokens=20, seed=1, stop=[])
-        found = [sampling.sample(PROMPT, 3, params) for _ in range(3)]
-        assert [len(each.result(timeout=60).sequences) for each in found] == [3, 3, 3]
-
-
-def test_training_steps_at_once_let_all_passes_end(stack: LiveStack) -> None:
-    put(stack, "leo", "training_steps_at_once", 1)
-    with service(stack, "leo") as leo:
-        models = [leo.create_lora_training_client(PUBLIC_NAME, rank=4).result() for _ in range(3)]
-        passes = [each.forward_backward([DATUM], "cross_entropy") for _ in range(2) for each in models]
-        assert [each.result(timeout=60).metrics["num_tokens:sum"] for each in passes] == [4] * 6

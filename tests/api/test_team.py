@@ -18,10 +18,11 @@ from sqlalchemy import func
 from sqlmodel import select
 
 from skyrl_tx.apps.history.tables import RunPointRow
+from skyrl_tx.apps.teams import quotas
+from skyrl_tx.apps.teams.quotas import Subject
 from skyrl_tx.contract.backend import Pass
 from skyrl_tx.contract.batches import PreparedModelPassBatch
-from skyrl_tx.store import audit, keys, quotas
-from skyrl_tx.store.quotas import Subject
+from skyrl_tx.store import audit, keys
 from skyrl_tx.store.tables import KeyScope, RequestRow
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.tools.cli import main
@@ -35,8 +36,8 @@ PASSES = {"ann": 24, "bob": 12, "eve": 60}
 SAMPLES = {"ann": 3, "bob": 3, "eve": 40}
 TOKENS, PROMPT_TOKENS, SAMPLED = 16, 3, 8
 ADAM = tinker.AdamParams(learning_rate=0.01)
-QUOTAS = {"samples_at_once": 2, "training_tokens_per_day": 10**6, "checkpoint_bytes": 10**9}
-"""Quotas that make Eve wait, and refuse nothing."""
+QUOTAS = {"models_in_training": 9, "training_tokens_per_day": 10**6, "checkpoint_bytes": 10**9}
+"""Quotas of Eve, which refuse nothing."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,6 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
                 quotas.put(tx, Subject("owner", "eve"), limit, value, audit.OPERATOR, now)
 
         stack.server.store.write(fill)
-        stack.server.api.app.state.context.quotas.view.refresh()
         yield Team(stack, folder, admin, together(stack, list(WEIGHTS)), alone)
 
 

@@ -12,9 +12,10 @@ import pytest
 import tinker
 from tinker import types
 
-from skyrl_tx.store import projects, quotas
+from skyrl_tx.apps.teams import quotas
+from skyrl_tx.apps.teams.quotas import Subject
+from skyrl_tx.store import projects
 from skyrl_tx.store.audit import OPERATOR
-from skyrl_tx.store.quotas import Subject
 from tests.support.console_world import ConsoleWorld, console_world
 from tests.support.live_stack import PUBLIC_NAME
 from tests.support.watched_page import WITHIN_MS, Watched
@@ -185,7 +186,7 @@ def test_pages_are_accessible_and_fit(
     if len(runs) > 1:
         pages.append(f"/compare?runs={runs[0]},{runs[1]}")
     about = Subject("owner", "ann")
-    for name, value in (("training_tokens_per_day", 10), ("checkpoint_bytes", 5 * 10**9), ("samples_at_once", 8)):
+    for name, value in (("training_tokens_per_day", 10), ("checkpoint_bytes", 5 * 10**9), ("models_in_training", 8)):
         world.server.store.write(lambda tx, n=name, v=value: quotas.put(tx, about, n, v, OPERATOR, time.time()))
     everyone, now = Subject("owner", "*"), time.time()
     world.server.store.write(

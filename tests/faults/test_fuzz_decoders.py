@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.server.schemas.inputs import TensorData
+from skyrl_tx.server.schemas.training import TensorData
 from skyrl_tx.server.submission.tensors import DenseBudget, from_json
 from tests.support.fuzz.decoders import DECODERS, LIMIT, check_decoder
 from tests.support.fuzz.reports import ExcessiveMemory, Tally, examples, mutations, tracing

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from skyrl_tx.server.http.body import PROTOBUF, Body, BodyLimits
-from skyrl_tx.server.schemas import inputs, sampling, service, training, weights
+from skyrl_tx.server.schemas import sampling, service, training, weights
 from skyrl_tx.server.submission import wire_pb2
 from tests.support.client_environments import SDKS, ClientEnvironment, PreparedEnvironment
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
@@ -48,18 +48,18 @@ SCHEMAS = {
     "CreateModelRequest": training.CreateModelRequest,
     "CreateSamplingSessionRequest": sampling.CreateSamplingSessionRequest,
     "CreateSessionRequest": service.CreateSessionRequest,
-    "Datum": inputs.Datum,
-    "EncodedTextChunk": inputs.Chunk,
+    "Datum": training.Datum,
+    "EncodedTextChunk": training.Chunk,
     "ForwardBackwardInput": training.PassInput,
-    "ImageAssetPointerChunk": inputs.Chunk,
-    "ImageChunk": inputs.Chunk,
+    "ImageAssetPointerChunk": training.Chunk,
+    "ImageChunk": training.Chunk,
     "LoadWeightsRequest": weights.LoadWeightsRequest,
     "LoraConfig": training.LoraConfig,
     "SampleRequest": sampling.SampleRequest,
     "SamplingParams": sampling.SamplingParams,
     "SaveWeightsForSamplerRequest": weights.SaveWeightsForSamplerRequest,
     "SaveWeightsRequest": weights.SaveWeightsRequest,
-    "TensorData": inputs.TensorData,
+    "TensorData": training.TensorData,
 }
 ERRORS = ("bad_data", "incomplete", "bad_chunk", "incomplete_again")
 

@@ -10,12 +10,11 @@ from typing import Literal
 
 import pytest
 
-from skyrl_tx.apps.teams.prices import Prices
 from skyrl_tx.backends.jax import BACKEND as JAX
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.server.settings import ApiSettings
+from skyrl_tx.server.settings import ApiSettings, Prices
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
 from skyrl_tx.tools.quickstart.model import write_tiny_model

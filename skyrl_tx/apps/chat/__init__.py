@@ -1,1 +1,28 @@
 """Endpoints that speak the APIs of OpenAI and Anthropic: text in, text out, on top of stored sample requests."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from skyrl_tx.launch.app import App
+
+if TYPE_CHECKING:
+    from skyrl_tx.server.extension import ServerExtension
+
+
+def _extend_server() -> ServerExtension:
+    from skyrl_tx.apps.chat.errors import ANTHROPIC_PREFIX, OPENAI_PREFIXES, give_form
+    from skyrl_tx.apps.chat.routes import create_routers
+    from skyrl_tx.apps.chat.service import ChatService
+    from skyrl_tx.server.extension import ServerExtension
+
+    openai_forms = {f"{prefix}/": partial(give_form, "openai") for prefix in OPENAI_PREFIXES}
+    return ServerExtension(
+        routers=create_routers(),
+        service=ChatService,
+        error_forms=openai_forms | {f"{ANTHROPIC_PREFIX}/": partial(give_form, "anthropic")},
+    )
+
+
+CHAT = App(name="chat", server=_extend_server)

@@ -23,7 +23,7 @@ from skyrl_tx.server.context import ApiContext
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.http.long_poll import Notification
 from skyrl_tx.server.identity.authentication import Principal
-from skyrl_tx.store import cancellations, futures, partials
+from skyrl_tx.store import completions, futures, partials
 
 _LOOK_EVERY_S = 20.0
 """Notifications are not lost; this bounds the wait should one be."""
@@ -194,7 +194,7 @@ class Generation:
         failure, store, owner = codec.encode(_CANCELLED), self._context.store, self._caller.owner
 
         def cancel(tx: Session) -> None:
-            cancellations.cancel(tx, self.request_id, owner, failure, time.time())
+            completions.cancel(tx, self.request_id, owner, failure, time.time())
             futures.mark_fetched(tx, [self.request_id], time.time())  # no one will
             partials.delete_of(tx, self.request_id)
 

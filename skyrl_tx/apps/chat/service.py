@@ -32,7 +32,6 @@ from skyrl_tx.server.submission.sampling import MAX_SAMPLES
 from skyrl_tx.server.submission.submission import Submission
 from skyrl_tx.server.submission.validation import require
 from skyrl_tx.store import futures, sessions
-from skyrl_tx.store.quotas import Subject
 
 _AWAY = {"Retry-After": "5"}
 _MAX_TOTAL = 4096
@@ -106,7 +105,10 @@ class ChatService:
         if report.problem is not None:
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, report.problem, _AWAY)
         for pause in report.pauses:
-            if pause.limit == "sample_tokens_per_day" and pause.quota_subject == Subject("owner", caller.owner):
+            if pause.limit == "sample_tokens_per_day" and (pause.subject_kind, pause.subject) == (
+                "owner",
+                caller.owner,
+            ):
                 # The clients' libraries would send the request again and again until the day ends.
                 headers = {"Retry-After": "60", "X-Should-Retry": "false"}
                 raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, pause.reason, headers, reason="quota")
@@ -174,16 +176,12 @@ class ChatService:
                         is_private=request.is_private or UNSET,
                     )
                 )
-                quotas = self.context.quotas.sampling(caller.owner, caller.key_id, row.session_id, "", sample.request)
-                with quotas as note_stored:
-                    engine = admission.engine_for(row.sampling_session_id)
-                    submitted = store.write(
-                        lambda tx, row=row, sample=sample, engine=engine: submission.to_sampler(
-                            tx, row, caller.owner, None, key, sample, is_streamed=is_streamed, engine=engine
-                        )
+                engine = admission.engine_for(row.sampling_session_id)
+                submitted = store.write(
+                    lambda tx, row=row, sample=sample, engine=engine: submission.to_sampler(
+                        tx, row, caller.owner, None, key, sample, is_streamed=is_streamed, engine=engine
                     )
-                    if submitted is not None:
-                        note_stored()
+                )
         admission.record(caller.owner, submitted, len(sample.body))
         return texts
 

@@ -2,3 +2,25 @@
 
 Pages are HTML from the server. Without JavaScript tables and forms work; with it they are live and have charts.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from skyrl_tx.launch.app import App
+
+if TYPE_CHECKING:
+    from skyrl_tx.server.extension import ServerExtension
+
+
+def _extend_server() -> ServerExtension:
+    from skyrl_tx.apps.console.site import create_routes, describe_session
+    from skyrl_tx.server.extension import ServerExtension
+
+    return ServerExtension(
+        pages=lambda context: [] if context.settings.no_console else create_routes(context),
+        describe_session=describe_session,
+    )
+
+
+CONSOLE = App(name="console", server=_extend_server)

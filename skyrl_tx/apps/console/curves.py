@@ -5,8 +5,8 @@ from typing import Any
 
 from skyrl_tx.apps.console import queries
 from skyrl_tx.apps.console.visit import Visit
-from skyrl_tx.apps.history import points, sampled_steps
-from skyrl_tx.apps.history.curves.series import CURVES, CurveCache, Step, thin
+from skyrl_tx.apps.history import points
+from skyrl_tx.apps.history.curves import CURVES, CurveCache, Step, thin
 from skyrl_tx.contract.ids import CheckpointKind, ModelId
 
 _CURVES = CurveCache()
@@ -22,7 +22,7 @@ def read_steps(visit: Visit, model_id: ModelId, owner: str) -> Sequence[Step]:
     return _CURVES.steps(
         f"{id(visit.context)} {model_id}",
         lambda after, limit: visit.read(lambda tx: points.series(tx, model_id, after, limit)),
-        lambda after: visit.read(lambda tx: sampled_steps.of_model(tx, model_id, owner, after_step=after)),
+        lambda after: visit.read(lambda tx: points.read_sampled(tx, model_id, owner, after_step=after)),
     )
 
 

@@ -11,9 +11,9 @@ import sqlalchemy
 from skyrl_tx import __version__
 from skyrl_tx.apps.console.format import short_id
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit
-from skyrl_tx.store import engine_holdings, engine_state, notices
+from skyrl_tx.store import engine_state, notices, placement
 from skyrl_tx.store.dialect import DATABASE_NAME
-from skyrl_tx.store.engine_holdings import Holding
+from skyrl_tx.store.placement import Holding
 from skyrl_tx.store.tables import EngineStateRow
 
 pages = PageTable()
@@ -42,7 +42,7 @@ def show_health(visit: Visit) -> Page:
         {
             "engine": describe_engine(visit, state),
             "state": state,
-            "engines": describe_engines(visit.read(engine_holdings.holdings), visit.caller.acts_for),
+            "engines": describe_engines(visit.read(placement.holdings), visit.caller.acts_for),
             "has_several_engines": len(visit.read(engine_state.all_engines)) > 1,  # also those that have ended
             "capabilities": capabilities,
             "fingerprint": capabilities.get("fingerprint") or {},

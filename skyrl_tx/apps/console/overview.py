@@ -14,7 +14,7 @@ from skyrl_tx.apps.console.health import describe_engine
 from skyrl_tx.apps.console.queries import OpenGroup
 from skyrl_tx.apps.console.runs import describe_request
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit
-from skyrl_tx.apps.history.curves.series import spark
+from skyrl_tx.apps.history.curves import spark
 from skyrl_tx.apps.teams import usage
 from skyrl_tx.apps.teams.usage import BUCKET_S, Total
 from skyrl_tx.store import engine_state, server_points

@@ -11,9 +11,8 @@ from skyrl_tx.apps.console.format import short_id
 from skyrl_tx.apps.console.queries import RequestLine, RunLine
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit, csv_response, see_other
 from skyrl_tx.apps.history import kept_samples, logged, logged_runs, points
-from skyrl_tx.apps.history.curves.device_users import device_users
-from skyrl_tx.apps.history.curves.hints import Hint, hints, slow_since
-from skyrl_tx.apps.history.curves.series import CURVES, Step, newest_steps, spark, thin
+from skyrl_tx.apps.history.curves import CURVES, Step, newest_steps, spark, thin
+from skyrl_tx.apps.history.hints import Hint, device_users, hints, slow_since
 from skyrl_tx.apps.history.tables import LoggedRunRow
 from skyrl_tx.apps.teams import usage
 from skyrl_tx.contract import codec

@@ -10,10 +10,9 @@ from skyrl_tx.apps.console import queries
 from skyrl_tx.apps.console.format import count, short_id
 from skyrl_tx.apps.console.runs import describe_runs
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit, see_other
-from skyrl_tx.apps.history.curves.series import displayed_step
+from skyrl_tx.apps.history.curves import displayed_step
 from skyrl_tx.apps.history.routes import trace_url
-from skyrl_tx.apps.history.session_groups import newest_spans, session_groups
-from skyrl_tx.apps.history.session_trace import Group, Span
+from skyrl_tx.apps.history.timeline import Group, Span, newest_spans, session_groups
 from skyrl_tx.apps.teams.usage import BUCKET_S, FINE_S, HOUR_S
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.server.identity import access

@@ -9,12 +9,13 @@ from starlette.responses import Response
 
 from skyrl_tx.apps.console.format import count
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit, see_other
+from skyrl_tx.apps.teams import quotas
 from skyrl_tx.apps.teams.amounts import amount_text, parse_amount
+from skyrl_tx.apps.teams.quota_use import QuotaUse, quota_uses
+from skyrl_tx.apps.teams.quotas import LIMITS, WEIGHT, Rules, Subject
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.server.errors import bad_request, not_found
-from skyrl_tx.store import projects, quotas
-from skyrl_tx.store.allowances import Allowance, allowances
-from skyrl_tx.store.quotas import LIMITS, WEIGHT, Rules, Subject
+from skyrl_tx.store import projects
 from skyrl_tx.store.tables import OverQuota, ProjectRole, QuotaRow
 
 pages = PageTable()
@@ -30,9 +31,9 @@ _UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 def list_quotas(visit: Visit) -> Page:
     """Show what is used of the visitor's quotas, to admins of all."""
 
-    def look(tx: Session) -> tuple[Rules, list[Allowance], list[QuotaRow]]:
+    def look(tx: Session) -> tuple[Rules, list[QuotaUse], list[QuotaRow]]:
         rules = quotas.read(tx)
-        shown = allowances(tx, rules, visit.caller.owner_filter, visit.now, limit=_MAX_SHOWN)
+        shown = quota_uses(tx, rules, visit.caller.owner_filter, visit.now, limit=_MAX_SHOWN)
         return rules, shown, quotas.rows(tx) if visit.caller.is_admin else []
 
     rules, found, rows = visit.read(look)
@@ -78,29 +79,28 @@ def _put_quota(visit: Visit, value: int | None, over: OverQuota = "wait") -> boo
 
 @dataclass(frozen=True, slots=True)
 class QuotaLine:
-    """One quota of one subject. `used` and `share` are None where only the running server knows them."""
+    """One quota of one subject."""
 
     subject: str
     title: str
-    used: str | None
+    used: str
     allowed: str
-    share: float | None
+    share: float
     beyond: str | None
     """Says whether new work waits or fails, if the quota of a day is used up."""
 
 
-def describe_quotas(allowances: Sequence[Allowance]) -> Iterator[QuotaLine]:
+def describe_quotas(uses: Sequence[QuotaUse]) -> Iterator[QuotaLine]:
     """Describe quotas, each with what is used of it."""
-    for allowance in allowances:
-        quota, used = allowance.quota, allowance.used
-        share = None if used is None else min(used / quota.value, 1.0) if quota.value else 1.0
-        is_used_up = used is not None and used >= quota.value
+    for use in uses:
+        quota, used = use.quota, use.used
+        is_used_up = used >= quota.value
         yield QuotaLine(
             subject=quota.subject.label,
             title=_TITLES.get(quota.limit) or quota.limit.replace("_per_", " a ").replace("_", " ").capitalize(),
-            used=None if used is None else _write_amount(quota.limit, used),
+            used=_write_amount(quota.limit, used),
             allowed=_write_amount(quota.limit, quota.value),
-            share=share,
+            share=min(used / quota.value, 1.0) if quota.value else 1.0,
             beyond=_BEYOND[quota.over] if is_used_up and quota.limit.endswith("_per_day") else None,
         )
 

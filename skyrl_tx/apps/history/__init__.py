@@ -1,0 +1,27 @@
+"""The history of runs: curves, kept samples, metrics of clients, and traces of sessions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from skyrl_tx.launch.app import App
+
+if TYPE_CHECKING:
+    from skyrl_tx.engine.extension import EngineExtension
+    from skyrl_tx.server.extension import ServerExtension
+
+
+def _extend_server() -> ServerExtension:
+    from skyrl_tx.apps.history import client_metrics, routes, trackio
+    from skyrl_tx.server.extension import ServerExtension
+
+    return ServerExtension(routers=(routes.router, trackio.router), on_telemetry=client_metrics.keep_telemetry)
+
+
+def _extend_engine() -> EngineExtension:
+    from skyrl_tx.apps.history.observer import EXTENSION
+
+    return EXTENSION
+
+
+HISTORY = App(name="history", server=_extend_server, engine=_extend_engine)

@@ -1,8 +1,14 @@
-"""Metrics that only the client knows: checks them, finds the model that they belong to, and stores them."""
+"""Metrics that only the client knows: checks them, finds the model that they belong to, and stores them.
+
+Programs log them by an endpoint, by trackio, and through the SDK, as telemetry:
+`client.get_telemetry().log("metrics", {"step": 3, "reward": 0.4})`.
+"""
 
 import math
+import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from sqlmodel import Session
@@ -10,9 +16,13 @@ from sqlmodel import Session
 from skyrl_tx.apps.history import logged
 from skyrl_tx.apps.history.logged import Logged, LoggedRun
 from skyrl_tx.apps.history.schemas import MAX_METRICS, MAX_NAME_LENGTH, MAX_STEP, Values
-from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.ids import ModelId, SessionId
+from skyrl_tx.server.context import Call
+from skyrl_tx.server.errors import ApiError
+from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.access import spec_of
-from skyrl_tx.store import models
+from skyrl_tx.store import models, sessions
 from skyrl_tx.store.database import Store, existing
 from skyrl_tx.store.tables import ModelRow, SessionRow
 
@@ -26,6 +36,9 @@ _MAX_CONFIG_NAMES = 256
 _MAX_CONFIG_CHARS = 2**15
 _NON_FINITE = frozenset({"NaN", "Infinity", "-Infinity"})
 """Text that loggers send for numbers that JSON does not have."""
+_EVENT = "metrics"
+"""Name of the telemetry events that have metrics."""
+_NOT_METRICS = frozenset({"step", "model_id"})
 _MODEL_NAMES = "model_id", "training_run_id"
 
 
@@ -149,3 +162,53 @@ def _finite(value: float) -> float | None:
 def _parts(points: Sequence[Logged]) -> Iterator[Sequence[Logged]]:
     for start in range(0, len(points), _POINTS_PER_TRANSACTION):
         yield points[start : start + _POINTS_PER_TRANSACTION]
+
+
+def keep_telemetry(call: Call) -> None:
+    """Store the events named `metrics` of one of the caller's sessions; others, and what is malformed, are dropped.
+
+    Raises StoreError.
+    """
+    if f'"{_EVENT}"'.encode() not in call.body.raw or not call.caller.has_full_scope:
+        return  # without parsing the body
+    try:
+        body = call.body.mapping()
+        session_id = SessionId(readable_name(body.get("session_id")) or "")
+        points: defaultdict[str | None, list[Logged]] = defaultdict(list)
+        for model_name, point in _logged_metrics(body):
+            points[model_name].append(point)
+        for model_name, of_model in points.items():
+            found = call.store.read(lambda tx, name=model_name: _destination(tx, call, session_id, name))
+            store_metrics(call.store, replace(found, points=of_model), time.time())
+    except (ApiError, UserError):
+        return
+
+
+def _logged_metrics(body: Mapping[str, object]) -> Iterator[tuple[str | None, Logged]]:
+    """Yield the metrics among the events of a batch, each with the model that it names."""
+    for event in map(as_object, as_list(body.get("events"))):
+        if event.get("event") != "GENERIC_EVENT" or event.get("event_name") != _EVENT:
+            continue
+        data = as_object(event.get("event_data"))
+        step, log_id = readable_step(data.get("step")), readable_name(event.get("event_id"))
+        values = readable_values({name: value for name, value in data.items() if name not in _NOT_METRICS})
+        if step is not None and log_id is not None and values:
+            yield readable_name(data.get("model_id")), Logged(log_id=log_id, step=step, values=values)
+
+
+def _destination(tx: Session, call: Call, session_id: SessionId, model_name: str | None) -> RunMetrics:
+    """Return the model that an event names, or the session's only one; with several or none the session itself.
+
+    Raises ApiError 404 for a session or a model that the caller may not see.
+    """
+    session = access.session(tx, call.caller, session_id)
+    if model_name is not None:
+        model_id = access.model(tx, call.caller, ModelId(model_name)).model_id
+        return metrics_of_model(models.owner(tx, model_id) or session.owner, model_id)
+    trained = models.of_session(tx, session_id)
+    if len(trained) == 1:
+        return metrics_of_model(session.owner, trained[0].model_id)
+    row = sessions.get(tx, session_id)
+    name, project = (None, None) if row is None else (row.display_name, row.project_id)
+    run = LoggedRun(owner=session.owner, project=project or "", key=session_id, name=(name or session_id)[:200])
+    return RunMetrics(run=run, points=[])

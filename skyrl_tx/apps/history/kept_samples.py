@@ -1,10 +1,14 @@
 """Sampled sequences that are kept for people to read, with what training made of them.
 
-A group is the samples of one request, and is kept or removed as a whole.
+A group is the samples of one request, and is kept or removed as a whole. Of each step, the groups with the smallest
+request ids are kept. Request ids are hashes, so the choice is even and independent of order, and a crash does not
+change it.
 """
 
+from bisect import insort
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,9 +18,14 @@ from sqlmodel import Session, col
 from skyrl_tx.apps.history.tables import KeptSampleRow
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
 from skyrl_tx.contract.ids import ModelId, RequestId
-from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
+from skyrl_tx.store.database import Store, execute, execute_in_batches, is_in_batch
+from skyrl_tx.store.samplers import Origin
 
 MAX_ROWS = 1000
+_MAX_STEPS = 256
+"""Steps whose choice is in memory; others are read again."""
+_PERIOD_S = 3600
+"""Samples whose step is unknown, such as those of base weights, are chosen among those of as much time."""
 _TOKENS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 
 
@@ -274,3 +283,53 @@ def superfluous(tx: Session, model_id: str, owner: str, max_bytes: int) -> list[
 def remove_runs(tx: Session, model_ids: Sequence[ModelId]) -> None:
     """Delete all samples from the weights of models."""
     execute_in_batches(tx, delete(KeptSampleRow).where(is_in_batch(col(KeptSampleRow.model_id))), model_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The decision about a new group. `replaced` is the group that it takes the place of."""
+
+    is_kept: bool
+    replaced: RequestId | None = None
+
+
+_LEFT_OUT = Choice(is_kept=False)
+
+
+@dataclass(slots=True)
+class KeptGroups:
+    """The chosen groups of the latest steps."""
+
+    store: Store
+    max_groups: int
+    """Groups of each step and owner."""
+    _chosen: OrderedDict[tuple[str, Origin, int], list[RequestId]] = field(
+        default_factory=OrderedDict[tuple[str, Origin, int], list[RequestId]]
+    )
+
+    def choose(self, owner: str, origin: Origin, request_id: RequestId, now: float) -> Choice:
+        """Decide about a group that is about to be written."""
+        if not self.max_groups:
+            return _LEFT_OUT
+        chosen = self._read_chosen(owner, origin, now)
+        if request_id in chosen:
+            return Choice(is_kept=True)
+        replaced = None
+        if len(chosen) >= self.max_groups:
+            if request_id > chosen[-1]:
+                return _LEFT_OUT
+            replaced = chosen.pop()
+        insort(chosen, request_id)
+        return Choice(is_kept=True, replaced=replaced)
+
+    def _read_chosen(self, owner: str, origin: Origin, now: float) -> list[RequestId]:
+        since = 0 if origin.step is not None else int(now) // _PERIOD_S * _PERIOD_S
+        key = owner, origin, since
+        if key not in self._chosen:
+            if len(self._chosen) >= _MAX_STEPS:
+                self._chosen.popitem(last=False)
+            self._chosen[key] = sorted(
+                self.store.read(lambda tx: groups_of_step(tx, origin.model_id, origin.step, owner, since))
+            )
+        self._chosen.move_to_end(key)
+        return self._chosen[key]

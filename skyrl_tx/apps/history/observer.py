@@ -9,11 +9,9 @@ import numpy as np
 from msgspec import UnsetType
 from sqlmodel import Session
 
-from skyrl_tx.apps.history import kept_samples, logged, points, sampled_steps
-from skyrl_tx.apps.history.kept_groups import KeptGroups
-from skyrl_tx.apps.history.kept_samples import NewGroup, NewSample, TrainedSequence
-from skyrl_tx.apps.history.points import Point
-from skyrl_tx.apps.history.sampled_steps import SampledStep
+from skyrl_tx.apps.history import kept_samples, logged, points
+from skyrl_tx.apps.history.kept_samples import KeptGroups, NewGroup, NewSample, TrainedSequence
+from skyrl_tx.apps.history.points import Point, SampledStep
 from skyrl_tx.contract.arrays import NumberArray
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import ModelPass, Sample, SampledSpan
@@ -128,7 +126,7 @@ class HistoryObserver(ResultObserver):
 
         def rows(tx: Session, now: float) -> None:
             if sampled is not None:
-                sampled_steps.add(tx, origin.model_id, queued.owner, sampled)
+                points.add_sampled(tx, origin.model_id, queued.owner, sampled)
             if group is not None:
                 kept_samples.remove(tx, replaced)
                 kept_samples.add(tx, group, now)
@@ -231,7 +229,6 @@ EXTENSION = EngineExtension(
     retention=(
         RetentionRule(name="points", remove_runs=points.remove_runs),
         RetentionRule(name="kept samples", prune=_expire_samples, remove_runs=kept_samples.remove_runs),
-        RetentionRule(name="sampled steps", remove_runs=sampled_steps.remove_runs),
         RetentionRule(name="logged runs", prune=_prune_logged, delete_runs=_forget_models),
     ),
 )

@@ -1,6 +1,6 @@
-"""Points of training curves: what each completed forward_backward, forward and optim_step did to its model.
+"""The rows behind curves: a point of each completed pass and optimizer step, and sums over the samples of each step.
 
-The engine adds a point in the transaction of the result, so that after a crash each pass is there once. The statements
+The engine adds them in the transaction of the result, so that after a crash each request is there once. The statements
 that run for every request are built once, as in `futures`.
 """
 
@@ -11,10 +11,10 @@ from typing import Any
 from sqlalchemy import bindparam, delete, func, insert, select
 from sqlmodel import Session, col
 
-from skyrl_tx.apps.history.tables import PointKind, RunPointRow, numbers_text
+from skyrl_tx.apps.history.tables import PointKind, RunPointRow, SampledStepRow, numbers_text
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
-from skyrl_tx.store.prepared import Prepared
+from skyrl_tx.store.prepared import Prepared, adding_to_sums
 
 MAX_POINTS = 200_000
 """Points of one run; beyond that, half of the steps in its older half are dropped."""
@@ -35,6 +35,18 @@ class Point:
     tokens: int
     datums: int
     values: Mapping[str, float | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledStep:
+    """Sums over the samples from the weights of one step; see `SampledStepRow` for the fields."""
+
+    step: int
+    samples: int
+    cut: int
+    tokens: int
+    scored_tokens: int
+    logprob_sum: float
 
 
 _NAMES = tuple(Point.__dataclass_fields__)
@@ -121,6 +133,35 @@ def remove(tx: Session, positions: Collection[int]) -> None:
     execute_in_batches(tx, _DELETE, positions)
 
 
+_SUM_NAMES = tuple(SampledStep.__dataclass_fields__)
+_SUM_KEY = ("model_id", "step", "owner")
+_SUM_COLUMNS = tuple(name for name in _SUM_NAMES if name not in _SUM_KEY)
+
+
+_ADD_SUMS = Prepared(adding_to_sums(SampledStepRow, _SUM_KEY, _SUM_COLUMNS), (*_SUM_KEY, *_SUM_COLUMNS))
+
+
+def add_sampled(tx: Session, model_id: str, owner: str, sampled: SampledStep) -> None:
+    """Add samples that an owner drew from a model's weights."""
+    values = {name: getattr(sampled, name) for name in _SUM_NAMES}
+    _ADD_SUMS.execute(tx, {"model_id": model_id, "owner": owner, **values})
+
+
+def read_sampled(
+    tx: Session, model_id: ModelId, owner: str, *, after_step: int = -1, limit: int = 10_000
+) -> list[SampledStep]:
+    """Return the newest steps after one of which an owner drew samples, oldest first."""
+    columns = tuple(getattr(SampledStepRow, name) for name in _SUM_NAMES)
+    wanted = select(*columns).where(col(SampledStepRow.model_id) == model_id, col(SampledStepRow.owner) == owner)
+    wanted = wanted.where(col(SampledStepRow.step) > after_step).order_by(col(SampledStepRow.step).desc()).limit(limit)
+    rows: Sequence[Any] = execute(tx, wanted).all()
+    return [SampledStep(**row._mapping) for row in reversed(rows)]
+
+
+_RUN_ROWS = tuple(delete(row).where(is_in_batch(col(row.model_id))) for row in (RunPointRow, SampledStepRow))
+
+
 def remove_runs(tx: Session, model_ids: Sequence[ModelId]) -> None:
-    """Delete all points of runs."""
-    execute_in_batches(tx, delete(RunPointRow).where(is_in_batch(col(RunPointRow.model_id))), model_ids)
+    """Delete all points and sums of runs."""
+    for statement in _RUN_ROWS:
+        execute_in_batches(tx, statement, model_ids)

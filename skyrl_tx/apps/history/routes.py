@@ -16,9 +16,9 @@ from skyrl_tx.apps.history import points as stored_points
 from skyrl_tx.apps.history.client_metrics import metrics_of_model, store_metrics
 from skyrl_tx.apps.history.logged import Logged, LoggedPoint
 from skyrl_tx.apps.history.points import Point
-from skyrl_tx.apps.history.session_groups import session_groups
-from skyrl_tx.apps.history.session_trace import MAX_SLICES, Group
+from skyrl_tx.apps.history.session_trace import MAX_SLICES
 from skyrl_tx.apps.history.tables import LoggedRunRow
+from skyrl_tx.apps.history.timeline import Group, session_groups
 from skyrl_tx.contract.ids import ModelId, SessionId
 from skyrl_tx.server.context import AccessScope, ApiContext, Incoming, Limit, Offset, base_url, get_context
 from skyrl_tx.server.errors import ApiError, bad_request

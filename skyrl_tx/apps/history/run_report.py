@@ -9,10 +9,9 @@ from dataclasses import asdict, dataclass
 
 from sqlmodel import Session
 
-from skyrl_tx.apps.history import logged, points, sampled_steps
-from skyrl_tx.apps.history.curves.device_users import device_users
-from skyrl_tx.apps.history.curves.hints import Hint, hints, slow_since
-from skyrl_tx.apps.history.curves.series import newest_steps, with_samples
+from skyrl_tx.apps.history import logged, points
+from skyrl_tx.apps.history.curves import newest_steps, with_samples
+from skyrl_tx.apps.history.hints import Hint, device_users, hints, slow_since
 from skyrl_tx.apps.history.logged import LoggedPoint
 from skyrl_tx.apps.history.points import Point
 from skyrl_tx.contract import codec
@@ -82,7 +81,7 @@ def read_report(tx: Session, model_id: ModelId) -> RunReport:
 def _hints(tx: Session, model_id: ModelId, found: Sequence[Point]) -> Sequence[Hint]:
     """Return the warnings of the run's page, as an admin sees them."""
     owner = models.owner(tx, model_id) or ""
-    sampled = {each.step + 1: each for each in sampled_steps.of_model(tx, model_id, owner, limit=MAX_POINTS)}
+    sampled = {each.step + 1: each for each in points.read_sampled(tx, model_id, owner, limit=MAX_POINTS)}
     steps = [with_samples(step, sampled[step.step]) if step.step in sampled else step for step in newest_steps(found)]
     since = slow_since(steps)
     users = () if since is None else device_users(tx, since, model_id, owner, lambda _: True)

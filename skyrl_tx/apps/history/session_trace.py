@@ -5,102 +5,17 @@ track must not overlap, so a group has as many tracks as requests at once. The s
 request and last as long as the device worked for it.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
 
-from skyrl_tx.apps.history.logged import LoggedPoint
-from skyrl_tx.apps.history.points import Point
-from skyrl_tx.apps.history.tables import PointKind
-from skyrl_tx.apps.history.timeline import RequestTimes
+from skyrl_tx.apps.history.timeline import Group, Span, Value
 from skyrl_tx.apps.history.trace_pb2 import DebugAnnotation, Trace, TrackDescriptor, TrackEvent
 
 MAX_SLICES = 10_000
 """Requests in a trace, of each source; the oldest are left out."""
-MAX_COUNTERS = 16
-"""Metrics in a trace, of each model."""
 _PACKETS_PER_PART = 500
 _SEQUENCE = 1
 _MAX_ANNOTATIONS = 16
-_KINDS: Mapping[PointKind, str] = {"train": "forward_backward", "forward": "forward", "step": "optim_step"}
 _BEGIN, _END, _COUNTER = TrackEvent.TYPE_SLICE_BEGIN, TrackEvent.TYPE_SLICE_END, TrackEvent.TYPE_COUNTER
-
-Value = str | int | float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """One request on the timeline; times are seconds since the epoch."""
-
-    name: str
-    created_at: float
-    started_at: float | None
-    """When it began to run; None while it is queued."""
-    ended_at: float
-    device_s: float = 0.0
-    position: int = 0
-    """Order of arrival; the same in each look at the session."""
-    status: str = "done"
-    """`open`, `done` or `failed`."""
-    annotations: Mapping[str, Value] = field(default_factory=dict[str, Value])
-
-    @property
-    def end(self) -> float:
-        """The end, which is not before the beginning even if the clock was set back."""
-        return max(self.created_at, self.ended_at)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """A model or a sampler: its requests, and values over time by their name."""
-
-    title: str
-    spans: Sequence[Span]
-    model_id: str | None = None
-    sampling_session_id: str | None = None
-    counters: Mapping[str, Sequence[tuple[float, float]]] = field(
-        default_factory=dict[str, Sequence[tuple[float, float]]]
-    )
-
-
-def model_group(
-    title: str,
-    model_id: str,
-    requests: Iterable[RequestTimes],
-    points: Sequence[Point],
-    logged: Sequence[LoggedPoint],
-    now: float,
-) -> Group:
-    """Return the group of a model. Points outlive the requests, which add those that have no point."""
-    by_position = {request.position: request_span(request, now) for request in requests}
-    counters: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-    for row in points:
-        by_position[row.position] = _point_span(row)
-        _count(counters, row.at, row.values)
-    for point in logged:
-        _count(counters, point.at, point.values)
-    spans = [by_position[position] for position in sorted(by_position)]
-    shown = {name: counters[name] for name in sorted(counters)[:MAX_COUNTERS]}
-    return Group(title=title, spans=spans, model_id=model_id, counters=shown)
-
-
-def request_span(request: RequestTimes, now: float) -> Span:
-    """Return a request as a span, which lasts until now while it is open."""
-    annotations: dict[str, Value] = {"request_id": request.request_id, "status": request.status}
-    if request.seq_id is not None:
-        annotations["seq_id"] = request.seq_id
-    started_at = request.started_at
-    if request.status == "open" and started_at is not None and started_at <= request.created_at:
-        started_at = None  # the column has the time of arrival until the request is started
-    return Span(
-        name=request.kind,
-        created_at=request.created_at,
-        started_at=started_at,
-        ended_at=now if request.completed_at is None else request.completed_at,
-        position=request.position,
-        status=request.status,
-        annotations=annotations,
-    )
 
 
 def trace_parts(title: str, groups: Iterable[Group]) -> Iterator[bytes]:
@@ -146,29 +61,6 @@ def _apart(spans: Iterable[Span]) -> list[list[Span]]:
         else:
             free.append(span)
     return tracks
-
-
-def _point_span(row: Point) -> Span:
-    annotations: dict[str, Value] = {"step": row.step, "tokens": row.tokens, "datums": row.datums}
-    annotations |= {"device_s": row.device_s}
-    annotations |= {name: value for name, value in row.values.items() if value is not None}
-    return Span(
-        name=_KINDS[row.kind],
-        created_at=row.created_at,
-        started_at=row.started_at,
-        ended_at=row.at,
-        device_s=row.device_s,
-        position=row.position,
-        annotations=annotations,
-    )
-
-
-def _count(
-    counters: defaultdict[str, list[tuple[float, float]]], at: float, values: Mapping[str, float | None]
-) -> None:
-    for name, value in values.items():
-        if value is not None and (name in counters or len(counters) < 4 * MAX_COUNTERS):
-            counters[name].append((at, value))
 
 
 class _Writer:

@@ -1,17 +1,37 @@
-"""Reads when the requests of a session arrived, started and ended.
+"""The timeline of a session: when its requests arrived, ran and ended, by model and by sampler.
 
-Completed passes and optimizer steps are not among them: their points have the same times and are kept longer. So the
-large bodies of passes are not read.
+Completed passes and optimizer steps come from the points of their run, which have the same times and are kept longer.
+So the large bodies of passes are not read.
 """
 
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from sqlalchemy import Select, literal_column, select
 from sqlmodel import Session, col
 
+from skyrl_tx.apps.history import logged, points
+from skyrl_tx.apps.history.logged import LoggedPoint
+from skyrl_tx.apps.history.points import Point
+from skyrl_tx.apps.history.tables import PointKind
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId, SessionId
+from skyrl_tx.store import models
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
 from skyrl_tx.store.tables import RequestRow
+
+MAX_COUNTERS = 16
+"""Metrics of each model."""
+_MAX_GROUPS = 200
+"""Models, and samplers, of a session; the oldest are left out."""
+_WITH_POINTS = ("model_pass", "optim_step")
+_LOOKED_AT = 5
+"""Rows that are looked at for each one that is wanted."""
+_MAX_PASSES = 200
+"""Open and failed passes that are read: SQLite reads the body of a row before the columns behind it."""
+_KINDS: Mapping[PointKind, str] = {"train": "forward_backward", "forward": "forward", "step": "optim_step"}
+
+Value = str | int | float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +50,143 @@ class RequestTimes:
     completed_at: float | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One request on the timeline; times are seconds since the epoch."""
+
+    name: str
+    created_at: float
+    started_at: float | None
+    """When it began to run; None while it is queued."""
+    ended_at: float
+    device_s: float = 0.0
+    position: int = 0
+    """Order of arrival; the same in each look at the session."""
+    status: str = "done"
+    """`open`, `done` or `failed`."""
+    annotations: Mapping[str, Value] = field(default_factory=dict[str, Value])
+
+    @property
+    def end(self) -> float:
+        """The end, which is not before the beginning even if the clock was set back."""
+        return max(self.created_at, self.ended_at)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A model or a sampler: its requests, and values over time by their name."""
+
+    title: str
+    spans: Sequence[Span]
+    model_id: str | None = None
+    sampling_session_id: str | None = None
+    counters: Mapping[str, Sequence[tuple[float, float]]] = field(
+        default_factory=dict[str, Sequence[tuple[float, float]]]
+    )
+
+
+def session_groups(
+    tx: Session, session_id: SessionId, now: float, limit: int, *, after: int = 0, with_logged: bool = True
+) -> list[Group]:
+    """Return the newest requests of a session, at most `limit` of each source, by model and by sampler.
+
+    `after` leaves out those up to a position. `with_logged` adds the metrics that the client logged.
+    """
+    by_model: defaultdict[ModelId, list[RequestTimes]] = defaultdict(list)
+    by_sampler: defaultdict[str | None, list[Span]] = defaultdict(list)
+    for row in requests_of_session(tx, session_id, limit, after):
+        if row.model_id is not None:
+            by_model[row.model_id].append(row)
+        else:
+            by_sampler[row.sampling_session_id].append(request_span(row, now))
+    groups: list[Group] = []
+    left = limit
+    for model in reversed(models.of_session(tx, session_id)[-_MAX_GROUPS:]):  # the oldest models get what is left
+        found = points.series(tx, model.model_id, after, left) if after else points.newest(tx, model.model_id, left)
+        logged_points = logged.read_points_of_model(tx, model.model_id, limit=left) if with_logged else []
+        title = f"model {model.model_id.partition(':')[2] or model.model_id}"
+        requests = by_model[model.model_id]
+        groups.append(model_group(title, model.model_id, requests, found, logged_points, now))
+        left = max(0, left - len(found) - len(logged_points))
+    groups.reverse()
+    for name, spans in list(by_sampler.items())[-_MAX_GROUPS:]:
+        title = "other requests" if name is None else f"sampler {name}"
+        groups.append(Group(title=title, spans=spans, sampling_session_id=name))
+    return groups
+
+
+def newest_spans(groups: list[Group], limit: int) -> list[Group]:
+    """Return the groups with their newest spans alone, at most `limit` together."""
+    positions = sorted((span.position for group in groups for span in group.spans), reverse=True)
+    if len(positions) <= limit:
+        return groups
+    first = positions[limit - 1] if limit else positions[0] + 1
+    return [replace(group, spans=[span for span in group.spans if span.position >= first]) for group in groups]
+
+
+def model_group(
+    title: str,
+    model_id: str,
+    requests: Iterable[RequestTimes],
+    passes: Sequence[Point],
+    metrics: Sequence[LoggedPoint],
+    now: float,
+) -> Group:
+    """Return the group of a model. Points outlive the requests, which add those that have no point."""
+    by_position = {request.position: request_span(request, now) for request in requests}
+    counters: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row in passes:
+        by_position[row.position] = _point_span(row)
+        _count(counters, row.at, row.values)
+    for point in metrics:
+        _count(counters, point.at, point.values)
+    spans = [by_position[position] for position in sorted(by_position)]
+    shown = {name: counters[name] for name in sorted(counters)[:MAX_COUNTERS]}
+    return Group(title=title, spans=spans, model_id=model_id, counters=shown)
+
+
+def request_span(request: RequestTimes, now: float) -> Span:
+    """Return a request as a span, which lasts until now while it is open."""
+    annotations: dict[str, Value] = {"request_id": request.request_id, "status": request.status}
+    if request.seq_id is not None:
+        annotations["seq_id"] = request.seq_id
+    started_at = request.started_at
+    if request.status == "open" and started_at is not None and started_at <= request.created_at:
+        started_at = None  # the column has the time of arrival until the request is started
+    return Span(
+        name=request.kind,
+        created_at=request.created_at,
+        started_at=started_at,
+        ended_at=now if request.completed_at is None else request.completed_at,
+        position=request.position,
+        status=request.status,
+        annotations=annotations,
+    )
+
+
+def _point_span(row: Point) -> Span:
+    annotations: dict[str, Value] = {"step": row.step, "tokens": row.tokens, "datums": row.datums}
+    annotations |= {"device_s": row.device_s}
+    annotations |= {name: value for name, value in row.values.items() if value is not None}
+    return Span(
+        name=_KINDS[row.kind],
+        created_at=row.created_at,
+        started_at=row.started_at,
+        ended_at=row.at,
+        device_s=row.device_s,
+        position=row.position,
+        annotations=annotations,
+    )
+
+
+def _count(
+    counters: defaultdict[str, list[tuple[float, float]]], at: float, values: Mapping[str, float | None]
+) -> None:
+    for name, value in values.items():
+        if value is not None and (name in counters or len(counters) < 4 * MAX_COUNTERS):
+            counters[name].append((at, value))
+
+
 _COLUMNS = (
     col(RequestRow.position),
     col(RequestRow.request_id),
@@ -42,11 +199,6 @@ _COLUMNS = (
     col(RequestRow.started_at),
     col(RequestRow.completed_at),
 )
-_WITH_POINTS = ("model_pass", "optim_step")
-_LOOKED_AT = 5
-"""Rows that are looked at for each one that is wanted."""
-_MAX_PASSES = 200
-"""Open and failed passes that are read: SQLite reads the body of a row before the columns behind it."""
 
 
 def requests_of_session(tx: Session, session_id: SessionId, limit: int, after: int = 0) -> list[RequestTimes]:

@@ -1,0 +1,31 @@
+"""Usage, billing, quotas and the audit log as an optional feature."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from skyrl_tx.apps.teams.commands import COMMANDS
+from skyrl_tx.launch.app import App
+
+if TYPE_CHECKING:
+    from skyrl_tx.engine.extension import EngineExtension
+    from skyrl_tx.server.extension import ServerExtension
+
+
+def _extend_server() -> ServerExtension:
+    from skyrl_tx.apps.teams.quota_use import check_checkpoint
+    from skyrl_tx.apps.teams.routes import router
+    from skyrl_tx.server.extension import ServerExtension
+
+    return ServerExtension(routers=(router,), admission=check_checkpoint)
+
+
+def _extend_engine() -> EngineExtension:
+    from skyrl_tx.apps.teams.admission import QuotaAdmission
+    from skyrl_tx.apps.teams.usage_observer import RETENTION, UsageObserver
+    from skyrl_tx.engine.extension import EngineExtension
+
+    return EngineExtension(observer=UsageObserver, retention=RETENTION, admission=QuotaAdmission)
+
+
+TEAMS = App(name="teams", server=_extend_server, engine=_extend_engine, commands=COMMANDS)

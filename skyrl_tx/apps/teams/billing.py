@@ -9,12 +9,13 @@ from datetime import UTC, datetime, timedelta
 from sqlmodel import Session
 
 from skyrl_tx.apps.teams import schemas, storage_hours, usage
-from skyrl_tx.apps.teams.prices import GIGABYTE, Prices
+from skyrl_tx.apps.teams.prices import GIGABYTE, cost_storage, cost_tokens, price_per_million
 from skyrl_tx.apps.teams.storage_hours import StorageHour
 from skyrl_tx.apps.teams.usage import HOUR_S, GroupColumn, Total
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.server.errors import bad_request
 from skyrl_tx.server.identity.authentication import USER_URN
+from skyrl_tx.server.settings import Prices
 from skyrl_tx.store import sessions
 
 MAX_DAYS = 14
@@ -82,8 +83,8 @@ def _work_events(totals: Sequence[Total], prices: Prices, base_model: str) -> It
             None if project_id is None else str(project_id),
             base_model=base_model if model is None else str(model),
             event_info=_info(str(kind), amount),
-            estimated_cost_usd=prices.of_tokens(str(kind), amount),
-            effective_rate_usd_per_million_tokens=prices.per_million(str(kind)),
+            estimated_cost_usd=cost_tokens(prices, str(kind), amount),
+            effective_rate_usd_per_million_tokens=price_per_million(prices, str(kind)),
         )
 
 
@@ -108,7 +109,7 @@ def _storage_events(hours: Sequence[StorageHour], prices: Prices) -> Iterator[sc
             hour.owner,
             hour.project_id,
             event_info=schemas.StorageEvent(gigabyte_hours=gigabyte_hours),
-            estimated_cost_usd=prices.of_storage(gigabyte_hours),
+            estimated_cost_usd=cost_storage(prices, gigabyte_hours),
             effective_rate_usd_per_gigabyte_month=prices.storage,
         )
 

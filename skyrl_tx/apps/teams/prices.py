@@ -1,6 +1,6 @@
-"""Prices of work and storage, for the costs that usage reports estimate."""
+"""The costs of work and storage that usage reports estimate, by the server's setting `prices`."""
 
-from pydantic import BaseModel, ConfigDict, Field
+from skyrl_tx.server.settings import Prices
 
 HOURS_PER_MONTH = 720
 """Hours of the month in which Tinker prices storage (SDK, `types/billing_usage_response.py`)."""
@@ -8,37 +8,23 @@ GIGABYTE = 10**9
 _MILLION = 10**6
 
 
-class Prices(BaseModel):
-    """Prices in US dollars. Work without a price has no cost in reports."""
+def price_per_million(prices: Prices, kind: str) -> float | None:
+    """Return the price of a million tokens of a kind of `UsageRow`; None without one, and for other kinds."""
+    match kind:
+        case "training" | "forward":
+            return prices.training
+        case "sampled" | "prefill" | "prefill_cached":
+            return getattr(prices, kind)
+        case _:
+            return None
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
-    training: float | None = Field(default=None, ge=0)
-    """US dollars for a million tokens of forward and backward passes; default: no costs are shown."""
-    sampled: float | None = Field(default=None, ge=0)
-    """US dollars for a million sampled tokens."""
-    prefill: float | None = Field(default=None, ge=0)
-    """US dollars for a million prompt tokens that were computed."""
-    prefill_cached: float | None = Field(default=None, ge=0)
-    """US dollars for a million prompt tokens that the prefix cache held."""
-    storage: float | None = Field(default=None, ge=0)
-    """US dollars for a gigabyte (10^9 bytes) of checkpoints during a month of 720 hours."""
+def cost_tokens(prices: Prices, kind: str, tokens: int) -> float | None:
+    """Return the cost of tokens of a kind, if it has a price."""
+    price = price_per_million(prices, kind)
+    return None if price is None else price * tokens / _MILLION
 
-    def per_million(self, kind: str) -> float | None:
-        """Return the price of a million tokens of a kind of `UsageRow`; None without one, and for other kinds."""
-        match kind:
-            case "training" | "forward":
-                return self.training
-            case "sampled" | "prefill" | "prefill_cached":
-                return getattr(self, kind)
-            case _:
-                return None
 
-    def of_tokens(self, kind: str, tokens: int) -> float | None:
-        """Return the cost of tokens of a kind, if it has a price."""
-        price = self.per_million(kind)
-        return None if price is None else price * tokens / _MILLION
-
-    def of_storage(self, gigabyte_hours: float) -> float | None:
-        """Return the cost of storage, if it has a price."""
-        return None if self.storage is None else self.storage * gigabyte_hours / HOURS_PER_MONTH
+def cost_storage(prices: Prices, gigabyte_hours: float) -> float | None:
+    """Return the cost of storage, if it has a price."""
+    return None if prices.storage is None else prices.storage * gigabyte_hours / HOURS_PER_MONTH

@@ -7,7 +7,7 @@ from typing import Literal
 from fastapi import APIRouter
 
 from skyrl_tx.apps.teams import billing, schemas
-from skyrl_tx.apps.teams.prices import GIGABYTE, HOURS_PER_MONTH
+from skyrl_tx.apps.teams.prices import GIGABYTE, HOURS_PER_MONTH, cost_storage
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import CheckpointPath
 from skyrl_tx.server.context import Incoming
@@ -49,7 +49,7 @@ def stored(call: Incoming, project_id: str | None = None) -> schemas.StorageResp
                 checkpoint_count=what.num_checkpoints,
                 size_bytes=what.num_bytes,
                 size_gigabytes=what.num_bytes / GIGABYTE,
-                estimated_monthly_cost_usd=prices.of_storage(what.num_bytes / GIGABYTE * HOURS_PER_MONTH),
+                estimated_monthly_cost_usd=cost_storage(prices, what.num_bytes / GIGABYTE * HOURS_PER_MONTH),
             )
             for owner, project, what in found
         ],

@@ -9,7 +9,7 @@ from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import Sample
 from skyrl_tx.contract.results import ForwardBackwardOutput, OptimStepOutput, SampleOutput
 from skyrl_tx.engine.activity import DeviceTime
-from skyrl_tx.engine.extension import EngineExtension, ResultObserver, RetentionRule
+from skyrl_tx.engine.extension import ResultObserver, RetentionRule
 from skyrl_tx.engine.request_log import ObserverRows, QueuedRequest
 from skyrl_tx.engine.residency import LiveModel
 from skyrl_tx.engine.settings import EngineSettings
@@ -61,10 +61,7 @@ def _add(queued: QueuedRequest, model_id: str, work: Sequence[Work]) -> Observer
     return lambda tx, now: usage.add(tx, queued.owner, queued.session_id, model_id, now, work)
 
 
-EXTENSION = EngineExtension(
-    observer=UsageObserver,
-    retention=(
-        RetentionRule(name="usage", prune=lambda tx, clock: usage.prune(tx, clock.now)),
-        RetentionRule(name="storage hours", expire=lambda tx, clock: storage_hours.record(tx, clock.now)),
-    ),
+RETENTION = (
+    RetentionRule(name="usage", prune=lambda tx, clock: usage.prune(tx, clock.now)),
+    RetentionRule(name="storage hours", expire=lambda tx, clock: storage_hours.record(tx, clock.now)),
 )

@@ -8,8 +8,9 @@ from typing import Literal, get_args
 from sqlmodel import Session
 
 from skyrl_tx.apps.teams import storage_hours, usage
-from skyrl_tx.apps.teams.prices import GIGABYTE, Prices
+from skyrl_tx.apps.teams.prices import GIGABYTE, cost_storage, cost_tokens
 from skyrl_tx.apps.teams.usage import GroupColumn
+from skyrl_tx.server.settings import Prices
 
 Subject = Literal["owner", "project", "key", "session", "run", "day"]
 SUBJECTS: tuple[Subject, ...] = get_args(Subject)
@@ -71,7 +72,7 @@ def usage_lines(
     for total in usage.totals(tx, owner, since, (_COLUMNS[by],), until=until, limit=MAX_LINES):
         name = _name(by, total.group[0])
         line = lines.get(name, UsageLine(subject=name))
-        cost = prices.of_tokens(total.kind, total.tokens)
+        cost = cost_tokens(prices, total.kind, total.tokens)
         if total.kind == "checkpoint":
             line = replace(line, checkpoints=line.checkpoints + total.requests)
         else:
@@ -99,7 +100,7 @@ def _add_storage(
         values = {"owner": hour.owner, "project": hour.project_id, "session": hour.session_id, "day": hour.hour_at}
         name, stored = _name(by, values[by]), hour.num_bytes / GIGABYTE
         line = lines.get(name, UsageLine(subject=name))
-        cost = _sum(line.cost_usd, prices.of_storage(stored))
+        cost = _sum(line.cost_usd, cost_storage(prices, stored))
         lines[name] = replace(line, gigabyte_hours=line.gigabyte_hours + stored, cost_usd=cost)
 
 

@@ -41,7 +41,8 @@ def _make_call_type(name: str, owner: type, method: str) -> type[Call]:
     fields_ = [(parameter, _wire_type(types[parameter])) for parameter in parameters]
     if owner is Pass:
         fields_.insert(0, ("handle", int))
-    return msgspec.defstruct(name, fields_, bases=(Call,), frozen=True, kw_only=True, tag=name, module=__name__)
+    made: Any = msgspec.defstruct(name, fields_, bases=(Call,), frozen=True, kw_only=True, tag=name, module=__name__)
+    return made
 
 
 def _wire_type(annotation: Any) -> Any:

@@ -15,8 +15,9 @@ from fastapi.concurrency import run_in_threadpool
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.store import engine_state
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.engine_state import REQUEST_BYTES, Pause, SampleLoad
+from skyrl_tx.store.engine_state import REQUEST_BYTES, SampleLoad
 from skyrl_tx.store.futures import Submitted
+from skyrl_tx.store.pauses import Pause, pauses_of
 from skyrl_tx.store.tables import EngineStateRow
 
 _HEALTH_MAX_AGE_S = 0.5
@@ -73,7 +74,7 @@ class EngineHealth:
             activity=activity,
             outage=None if problem else engine_state.outage_of(rows),
             progress=None if problem else engine_state.progress_of(rows),
-            pauses=engine_state.pauses_of(*rows),
+            pauses=pauses_of(*rows),
         )
 
     def _problem(self, state: EngineStateRow, now: float) -> str | None:

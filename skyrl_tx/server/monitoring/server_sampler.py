@@ -18,6 +18,7 @@ from skyrl_tx.store import engine_state, server_points, totals
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.dialect import DATABASE_NAME
 from skyrl_tx.store.errors import StoreError
+from skyrl_tx.store.pauses import pauses_of
 from skyrl_tx.store.tables import EngineStateRow
 from skyrl_tx.store.totals import StoreTotals
 
@@ -150,7 +151,7 @@ class ServerSampler:
 
         def look(tx: Session) -> tuple[list[EngineStateRow], float, StoreTotals]:
             rows = engine_state.all_engines(tx)
-            return rows, engine_state.shared_time(tx), totals.read(tx, now, engine_state.pauses_of(*rows))
+            return rows, engine_state.shared_time(tx), totals.read(tx, now, pauses_of(*rows))
 
         rows, shared_now, found = self._store.read(look)
         metrics = self._metrics

@@ -22,7 +22,7 @@ from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import authenticate_request
 from skyrl_tx.server.schemas import service as schemas
 from skyrl_tx.server.submission.validation import shown
-from skyrl_tx.store import cancellations, completions, futures
+from skyrl_tx.store import completions, futures, pauses
 from skyrl_tx.store.errors import StoreError
 
 _log = logging.getLogger(__name__)
@@ -58,7 +58,9 @@ async def retrieve_future(request: Request) -> Response:
         ):
             reason = report.outage
         if report.pauses and report.problem is None:
-            pause = await run_in_threadpool(context.quotas.pause_of, request_id, report.pauses)
+            pause = await run_in_threadpool(
+                call.store.read, lambda tx: pauses.reason_to_wait(tx, request_id, report.pauses)
+            )
             state, reason = ("paused_rate_limit", pause) if pause is not None else (state, reason)
     except StoreError as error:
         # The SDK retries a 5xx at once, without a pause and without end (0.38, lib/api_future_impl.py).
@@ -115,7 +117,7 @@ def cancel_future(call: Incoming) -> dict[str, str]:
     request_id = RequestId(call.body.model(schemas.CancelFutureRequest).request_id)
     failure = codec.encode(_CANCELLED)
     owner = call.caller.owner_filter
-    outcome = call.store.write(lambda tx: cancellations.cancel(tx, request_id, owner, failure, time.time()))
+    outcome = call.store.write(lambda tx: completions.cancel(tx, request_id, owner, failure, time.time()))
     if outcome == "no sample":
         raise bad_request(f"request_id {shown(request_id)}: only samples can be cancelled")
     call.store.wake()  # wakes the polls of this process; the commit notifies the engine only

@@ -88,14 +88,10 @@ def _queue_sample(call: Call) -> FutureHandle:
             return sample.with_request(_dropped(row)) if row.sampler_id is None and row.model_id else sample
 
         sample = submission.from_json("sample", schemas.SampleRequest, value, translate, call.check_unknown)
-        quotas = call.context.quotas.sampling(owner, call.caller.key_id, row.session_id, key, sample.request)
-        with quotas as note_stored:
-            engine = call.context.admission.engine_for(session_id)
-            submitted = call.store.write(
-                lambda tx: submission.to_sampler(tx, row, owner, seq_id, key, sample, engine=engine)
-            )
-            if submitted is not None and submitted.is_new:
-                note_stored()
+        engine = call.context.admission.engine_for(session_id)
+        submitted = call.store.write(
+            lambda tx: submission.to_sampler(tx, row, owner, seq_id, key, sample, engine=engine)
+        )
         return owner, sample, submitted
 
     owner, sample, submitted = queue()

@@ -20,7 +20,7 @@ from skyrl_tx.server.schemas.training import FutureHandle, OptimizerConfig
 from skyrl_tx.server.submission import submission, weights
 from skyrl_tx.server.submission.submission import Submission, submit_json
 from skyrl_tx.server.submission.validation import check_ttl
-from skyrl_tx.store import allowances, audit, checkpoints, models, sessions
+from skyrl_tx.store import audit, checkpoints, models, sessions
 from skyrl_tx.store.tables import CheckpointRow, ModelRow
 
 router = APIRouter()
@@ -112,7 +112,9 @@ def copy_weights(call: Incoming) -> dict[str, str]:
         readers = call.readers(tx, asked.weights_access_token or call.weights_access_token)
         if _copy(tx, readers, source, path, session_id, asked.ttl_seconds):
             now, actor = time.time(), call.caller.actor
-            allowances.check_new_checkpoint(tx, call.context.quotas.view.rules, session_id, now, is_stored=True)
+            for extension in call.context.extensions.values():
+                if extension.admission is not None:
+                    extension.admission(tx, session_id, now)
             audit.record(tx, "checkpoint_read", actor, now, path=source, purpose="copy")
             audit.record(tx, "checkpoint_create", actor, now, path=path, copied_from=str(source))
 

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from skyrl_tx.server.schemas.base import Int, List, Response, SampleRequestIds, SeqId, WireModel
-from skyrl_tx.server.schemas.inputs import ModelInput, TensorData
+from skyrl_tx.server.schemas.training import ModelInput, TensorData
 
 
 class SamplingParams(WireModel):

@@ -12,7 +12,7 @@ import numpy as np
 from skyrl_tx.contract.arrays import Float32Array
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.requests import Datum, ModelPass, SampledSpan
-from skyrl_tx.server.schemas import inputs
+from skyrl_tx.server.schemas import training as schemas
 from skyrl_tx.server.submission import wire_pb2
 from skyrl_tx.server.submission.validation import require, shown
 from skyrl_tx.store.stability import SampledLogprobs
@@ -27,7 +27,7 @@ class Span:
     `source` is None if the client named neither. Field names are part of stored idempotency digests.
     """
 
-    source: inputs.SpanSource | None
+    source: schemas.SpanSource | None
     sequence_id: str
     offset: int
     length: int
@@ -49,7 +49,7 @@ class Provenance:
         return {span.sequence_id for span in (*self.model_input, *self.loss_inputs)}
 
 
-def of(datum: wire_pb2.Datum | inputs.Datum) -> Provenance:
+def of(datum: wire_pb2.Datum | schemas.Datum) -> Provenance:
     """Read the spans of one datum, which have the same form in protobuf and in JSON."""
     return Provenance(
         model_input=tuple(_span(span) for span in datum.model_input_spans or ()),
@@ -57,7 +57,7 @@ def of(datum: wire_pb2.Datum | inputs.Datum) -> Provenance:
     )
 
 
-def sampled_spans(data: Iterable[wire_pb2.Datum | inputs.Datum], sizes: Iterable[int]) -> Iterator[SampledSpan]:
+def sampled_spans(data: Iterable[wire_pb2.Datum | schemas.Datum], sizes: Iterable[int]) -> Iterator[SampledSpan]:
     """Yield which targets were sampled, for people to read; datums whose spans do not fit their size are left out.
 
     Losses that do not need provenance ignore spans, so a wrong one is no error.
@@ -155,7 +155,7 @@ def _check_advantages(datum: Datum, sampled: Float32Array, where: str) -> None:
         )
 
 
-def _span(span: wire_pb2.ProvenanceSpan | inputs.ProvenanceSpan) -> Span:
+def _span(span: wire_pb2.ProvenanceSpan | schemas.ProvenanceSpan) -> Span:
     source = span.WhichOneof("span") if isinstance(span, wire_pb2.ProvenanceSpan) else span.source
-    run: wire_pb2.TokenRun | inputs.TokenRun | None = getattr(span, source) if source else None
+    run: wire_pb2.TokenRun | schemas.TokenRun | None = getattr(span, source) if source else None
     return Span(source, run.sequence_id, run.offset, run.length) if run else Span(None, "", 0, 0)

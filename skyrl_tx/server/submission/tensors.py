@@ -9,7 +9,7 @@ import numpy as np
 
 from skyrl_tx.contract.arrays import Cells, Float32Array, Int64Array, NumberArray, max_targets
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.server.schemas.inputs import TensorData
+from skyrl_tx.server.schemas.training import TensorData
 from skyrl_tx.server.submission import wire_pb2
 from skyrl_tx.server.submission.validation import shown
 

@@ -13,10 +13,12 @@ from skyrl_tx.contract.arrays import Int32Array, NumberArray
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.losses import LOSS_SPECS
 from skyrl_tx.contract.requests import LossConfigValue, OptimizerParams
-from skyrl_tx.server.schemas.inputs import Chunk, Datum, ModelInput
 from skyrl_tx.server.schemas.training import (
     AdamParams,
+    Chunk,
     CreateModelRequest,
+    Datum,
+    ModelInput,
     OptimizerConfig,
     OptimStepRequest,
     PassInput,

@@ -22,9 +22,9 @@ from skyrl_tx.launch.command_line import (
     finish_parser,
     open_artifact_store,
     open_database,
-    os_user,
+    record_audit,
 )
-from skyrl_tx.store import audit, checkpoints, engine_state, keys, manifests, models, sessions
+from skyrl_tx.store import checkpoints, engine_state, keys, manifests, models, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.keys import LOCAL_OWNER
 from skyrl_tx.store.tables import CheckpointRow, ModelRow
@@ -264,5 +264,5 @@ def _record(
             size_bytes=artifact.size_bytes,
         )
         checkpoints.put(tx, row, overwrite=False)
-        audit.record(tx, "checkpoint_create", audit.OPERATOR, now, path=path, os_user=os_user(), purpose="import")
+        record_audit(tx, "checkpoint_create", path=path, purpose="import")
     return paths[0], paths[1]

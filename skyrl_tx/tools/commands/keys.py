@@ -16,10 +16,10 @@ from skyrl_tx.launch.command_line import (
     finish_list_parser,
     finish_parser,
     open_database,
-    os_user,
+    record_audit,
     when,
 )
-from skyrl_tx.store import audit, keys
+from skyrl_tx.store import keys
 from skyrl_tx.store.tables import ApiKeyRow, KeyScope
 
 _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}")
@@ -52,8 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     creating.add_argument("--name", help="name of the key (default: OWNER)")
     creating.add_argument("--note", default="", help="comment on the key")
     finish_parser(creating, _create)
+
     listing = actions.add_parser("list", help="show all keys, without their secret part")
     finish_list_parser(listing, _records, nothing="no keys")
+
     rotating = actions.add_parser(
         "rotate",
         help="replace a key by a new one",
@@ -65,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--overlap", type=duration_s, default=86_400.0, metavar="TIME", help="life of the old key (default: 24h)"
     )
     finish_parser(rotating, _rotate)
+
     revoking = actions.add_parser("revoke", help="revoke keys permanently")
     revoking.add_argument("key_id", nargs="+", type=int, metavar="ID", help="number of a key, as `list` shows it")
     finish_parser(revoking, _revoke)
@@ -88,7 +91,7 @@ def _create(arguments: argparse.Namespace) -> None:
             now=now,
             expires_at=None if arguments.expires_in is None else now + arguments.expires_in,
         )
-        _record(tx, "organization_key_created", row.key_id, owner=owner, scope=row.scope)
+        record_audit(tx, "organization_key_created", key=row.key_id, owner=owner, scope=row.scope)
         return key, row
 
     with open_database(arguments, create=True) as store:
@@ -101,7 +104,7 @@ def _rotate(arguments: argparse.Namespace) -> None:
 
     def work(tx: Session) -> tuple[str, ApiKeyRow]:
         key, row = keys.rotate(tx, arguments.key_id, overlap_s=arguments.overlap, now=now)
-        _record(tx, "organization_key_rotated", arguments.key_id, owner=row.owner, replaced_by=row.key_id)
+        record_audit(tx, "organization_key_rotated", key=arguments.key_id, owner=row.owner, replaced_by=row.key_id)
         return key, row
 
     with open_database(arguments) as store:
@@ -140,15 +143,11 @@ def _records(tx: Session, arguments: argparse.Namespace) -> list[Record]:
     ]
 
 
-def _record(tx: Session, event: audit.Event, key_id: int | None, **details: audit.Detail) -> None:
-    audit.record(tx, event, audit.OPERATOR, time.time(), path=None, key=key_id, os_user=os_user(), **details)
-
-
 def _revoke_one(tx: Session, key_id: int) -> bool:
     row = keys.get(tx, key_id)
     if row is None or not keys.revoke(tx, key_id, time.time()):
         return False
-    _record(tx, "organization_key_revoked", key_id, owner=row.owner)
+    record_audit(tx, "organization_key_revoked", key=key_id, owner=row.owner)
     return True
 
 

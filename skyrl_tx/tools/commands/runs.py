@@ -25,11 +25,10 @@ from skyrl_tx.launch.command_line import (
     finish_parser,
     open_artifact_store,
     open_database,
-    os_user,
+    record_audit,
     when,
 )
 from skyrl_tx.store import audit, checkpoints, futures, identity, models
-from skyrl_tx.store.audit import OPERATOR
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.dialect import role_lock
 from skyrl_tx.store.errors import StoreInUse
@@ -50,10 +49,12 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     listing.add_argument("--owner", help="only runs of this owner")
     listing.add_argument("--deleted", action="store_true", help="only deleted runs, which `undelete` can restore")
     finish_list_parser(listing, _runs, nothing="no runs")
+
     showing = actions.add_parser("show", help="show one run: metrics, curves, checkpoints")
     showing.add_argument("run_id", metavar="RUN", help="id of a run, as `list` shows it")
     showing.add_argument("--json", action="store_true", help="print JSON, with all points")
     finish_parser(showing, run_report.show)
+
     deleting = actions.add_parser(
         "delete",
         help="delete runs with all their checkpoints",
@@ -64,6 +65,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     deleting.add_argument("--now", action="store_true", help="delete for good")
     deleting.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     finish_parser(deleting, _delete_runs)
+
     restoring = actions.add_parser("undelete", help="restore deleted runs with their checkpoints")
     restoring.add_argument("run_id", nargs="+", metavar="RUN", help="id of a run, as `list --deleted` shows it")
     finish_parser(restoring, _undelete_runs)
@@ -123,10 +125,9 @@ def _delete_runs(arguments: argparse.Namespace) -> None:
 
 def _change_run(tx: Session, run_id: ModelId, event: Literal["run_delete", "run_restore"]) -> bool:
     """Delete or restore a run; return False if that was not possible."""
-    now = time.time()
-    is_done = models.mark_deleted(tx, run_id, now) if event == "run_delete" else models.undelete(tx, run_id)
+    is_done = models.mark_deleted(tx, run_id, time.time()) if event == "run_delete" else models.undelete(tx, run_id)
     if is_done:
-        audit.record(tx, event, OPERATOR, now, run_id=run_id, os_user=os_user())
+        record_audit(tx, event, run_id=run_id)
     return is_done
 
 
@@ -191,19 +192,26 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
         "--deleted", action="store_true", help="only deleted checkpoints, which `undelete` can restore"
     )
     finish_list_parser(listing, _checkpoints, nothing="no checkpoints")
+
     deleting = actions.add_parser("delete", help="delete checkpoints")
-    deleting.add_argument("path", nargs="+", metavar="PATH", help="tinker://<run>/<kind>/<name>")
+    _add_paths(deleting)
     deleting.add_argument("--now", action="store_true", help="delete for good; `undelete` cannot restore them")
     finish_parser(deleting, _delete_checkpoints)
+
     restoring = actions.add_parser("undelete", help="restore deleted checkpoints")
-    restoring.add_argument("path", nargs="+", metavar="PATH", help="tinker://<run>/<kind>/<name>")
+    _add_paths(restoring)
     finish_parser(restoring, _undelete_checkpoints)
+
     keeping = actions.add_parser("keep", help="set when checkpoints expire")
-    keeping.add_argument("path", nargs="+", metavar="PATH", help="tinker://<run>/<kind>/<name>")
+    _add_paths(keeping)
     keeping.add_argument(
         "--for", dest="seconds", type=int, metavar="SECONDS", help="time to live from now; default: no expiry"
     )
     finish_parser(keeping, _keep)
+
+
+def _add_paths(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", nargs="+", metavar="PATH", help="tinker://<run>/<kind>/<name>")
 
 
 def _checkpoints(tx: Session, arguments: argparse.Namespace) -> list[Record]:
@@ -234,7 +242,7 @@ def _delete_checkpoints(arguments: argparse.Namespace) -> None:
             store.write(partial(_purge, paths=paths))
         else:
             change = partial(checkpoints.mark_deleted, now=time.time())
-            paths = _for_each(store, arguments.path, change, "checkpoint_delete")
+            paths = _change_all(store, arguments.path, change, "checkpoint_delete")
         for path in paths:
             print(f"deleted {path}")
         print(_collect_artifacts(store, arguments) if arguments.now else f"{_RESTORE}checkpoints undelete`")
@@ -244,7 +252,7 @@ def _purge(tx: Session, paths: Sequence[CheckpointPath]) -> None:
     for path in paths:
         if not checkpoints.delete(tx, path):
             raise CommandError(f"{path}: there is no such checkpoint; `skyrl-tx checkpoints list` shows all")
-        audit.record(tx, "checkpoint_delete", OPERATOR, time.time(), path=path, os_user=os_user(), for_good=True)
+        record_audit(tx, "checkpoint_delete", path=path, for_good=True)
 
 
 def _undelete_checkpoints(arguments: argparse.Namespace) -> None:
@@ -261,7 +269,7 @@ def _undelete_checkpoints(arguments: argparse.Namespace) -> None:
                     f"{path}: there is no such deleted checkpoint, or its name was used again; "
                     "`skyrl-tx checkpoints list --deleted` shows all"
                 )
-            audit.record(tx, "checkpoint_restore", OPERATOR, time.time(), path=path, os_user=os_user())
+            record_audit(tx, "checkpoint_restore", path=path)
 
     with open_database(arguments) as store:
         store.write(work)
@@ -277,11 +285,11 @@ def _keep(arguments: argparse.Namespace) -> None:
     expires_at = None if arguments.seconds is None else time.time() + arguments.seconds
     with open_database(arguments) as store:
         change = partial(checkpoints.set_ttl, expires_at=expires_at)
-        for path in _for_each(store, arguments.path, change, "checkpoint_ttl_set", ttl_seconds=arguments.seconds):
+        for path in _change_all(store, arguments.path, change, "checkpoint_ttl_set", ttl_seconds=arguments.seconds):
             print(f"{path} {'never expires' if expires_at is None else f'expires at {when(expires_at)}'}")
 
 
-def _for_each(
+def _change_all(
     store: Store,
     texts: Sequence[str],
     change: Callable[[Session, CheckpointPath], object],
@@ -294,7 +302,7 @@ def _for_each(
     def work(tx: Session) -> None:
         for path in paths:
             change(tx, path)
-            audit.record(tx, event, OPERATOR, time.time(), path=path, os_user=os_user(), **details)
+            record_audit(tx, event, path=path, **details)
 
     store.write(work)
     return paths

@@ -24,6 +24,7 @@ from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.command_line import finish_parser, in_units, open_database
 from skyrl_tx.store import engine_state, server_points, totals
 from skyrl_tx.store.errors import StoreError
+from skyrl_tx.store.pauses import pauses_of
 from skyrl_tx.store.tables import EngineStateRow
 from skyrl_tx.tools.commands.stacks import write_stacks
 
@@ -137,7 +138,7 @@ def read_status(tx: Session, host: str | None = None) -> ServerStatus:
     now, shared_now = time.time(), engine_state.shared_time(tx)
     rows = [row for row in engine_state.all_engines(tx) if host in (None, row.host)]
     row = engine_state.main_engine(rows)
-    found = totals.read(tx, now, engine_state.pauses_of(*rows))
+    found = totals.read(tx, now, pauses_of(*rows))
     points = server_points.since(tx, now - _HISTORY_S)
     recent = [values for at, values in points if at > now - _MEAN_OVER_S]
     return ServerStatus(

@@ -1,25 +1,22 @@
 """The plan of a model on devices that are not here: memory by item, what fits, the most tokens per second, warnings."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
-from skyrl_tx.backends.jax.ahead import CompiledProgram, compile_programs
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.backends.jax.costs import RANK, adapter_bytes
 from skyrl_tx.backends.jax.kernel_choice import KernelError, fit_cache
 from skyrl_tx.backends.jax.memory import MIN_TOKENS
 from skyrl_tx.backends.jax.start_plan import StartPlan, layout_without_devices, plan_start
-from skyrl_tx.backends.jax.topology import described_layout
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.launch.command_line import in_units
 from skyrl_tx.models.arithmetic import frozen_macs
 from skyrl_tx.tools.plan.hardware import GPU_SHARE, MEASURED, Devices
-from skyrl_tx.tools.plan.long_rows import LongRows, fitting_candidate
-from skyrl_tx.tools.plan.meshes import ROOM, Candidate, candidates, meshes_of
+from skyrl_tx.tools.plan.meshes import ROOM, Candidate, LongRows, candidates, fitting_candidate, meshes_of
 from skyrl_tx.tools.plan.roofline import Bound, Work, decoding, training
 from skyrl_tx.weights import hf
 
@@ -135,12 +132,6 @@ def account_of(base_model: str, config: JaxConfig, devices: Devices, *, is_mesh_
         long_rows=rows,
     )
     return replace(account, warnings=tuple(_warnings(account, config)))
-
-
-def compiled(account: Account, config: JaxConfig, names: Sequence[str]) -> Iterator[CompiledProgram]:
-    """Compile programs of an account by name for its devices. Raises UserError without their compiler."""
-    layout = described_layout(account.devices.kind.family, str(account.devices), account.chosen.mesh)
-    yield from compile_programs(config, layout, account.model, account.plan, names)
 
 
 def _check_mesh(given: MeshConfig, model: models.ModelConfig, devices: Devices) -> None:

@@ -3,7 +3,9 @@
 import argparse
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.contract.errors import UserError
@@ -13,14 +15,21 @@ from skyrl_tx.tools.plan.hardware import KINDS, DeviceError, Devices, parse_devi
 from skyrl_tx.tools.quickstart.model import built_in_as_directory
 from skyrl_tx.tools.serve import add_settings
 
-PROGRAMS = "forward", "gradient", "optimizer", "prefill", "decode", "adapters"
-"""All programs that take much memory or time, which `--compile` compiles in their largest shapes."""
+if TYPE_CHECKING:
+    from skyrl_tx.tools.plan.account import Account
+
 _SHORT_FLAGS = {"context": "max_context_length", "adapters": "max_lora_adapters", "rank": "max_lora_rank"}
 """Short names of settings of the backend."""
 
 
 def add_arguments(parser: CommandParser) -> None:
-    """Add the command's own flags, and those of `serve`."""
+    """Add the command's arguments."""
+    read = add_flags(parser)
+    parser.set_defaults(run=lambda arguments: _run(arguments, read(arguments)))
+
+
+def add_flags(parser: CommandParser) -> Callable[[argparse.Namespace], ServerSettings]:
+    """Add the command's own flags and those of `serve`; return a function that reads the latter."""
     parser.usage = "skyrl-tx plan --base-model MODEL --device DEVICE [flags]"
     parser.description = (
         "Plan a model on devices that are not here: memory by item, what fits, the best mesh, and the most tokens per "
@@ -41,49 +50,47 @@ def add_arguments(parser: CommandParser) -> None:
         metavar="dp=N,fsdp=N,tp=N,ep=N,cp=N",
         help="the mesh of all devices, by default the best one",
     )
-    parser.add_argument(
-        "--compile",
-        nargs="?",
-        const=PROGRAMS,
-        type=_programs,
-        metavar="PROGRAM,…",
-        help="compile programs for these devices, and show the compiler's memory next to the plan's; needs their "
-        f"compiler, and minutes. All by default, which are {', '.join(PROGRAMS)}",
-    )
     parser.add_argument("--context", type=_size, metavar="TOKENS", help="the longest sequence, prompt and new tokens")
     parser.add_argument("--adapters", type=_size, metavar="N", help="models in training at the same time")
     parser.add_argument("--rank", type=_size, metavar="N", help="the highest LoRA rank")
-    read = add_settings(parser)
-    parser.set_defaults(run=lambda arguments: run(arguments, read(arguments)))
+    return add_settings(parser)
 
 
-def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
-    """Run the command; return its exit status."""
+def _run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
+    account, _ = make_account(arguments, settings)
+    from skyrl_tx.tools.plan import report  # late, because it imports JAX
+
+    if arguments.json:
+        print(json.dumps(report.record(account), indent=2))
+    else:
+        print("\n".join(report.lines(account)))
+    return 0 if account.fits else 1
+
+
+def make_account(arguments: argparse.Namespace, settings: ServerSettings) -> "tuple[Account, JaxConfig]":
+    """Return the plan for the flags, and the settings of the backend that it is for.
+
+    Raises CommandError, naming the flag, for what cannot be planned.
+    """
     config = settings.backend_config
     if not isinstance(config, JaxConfig):
         raise CommandError(f"--backend {settings.backend}: only plans of the backend jax are known", status=2)
     changes = {field: getattr(arguments, flag) for flag, field in _SHORT_FLAGS.items()} | {"mesh": arguments.mesh}
     given = {name: value for name, value in changes.items() if value is not None}
     is_mesh_given = "mesh" in given or "mesh" in config.model_fields_set
+    config = config.model_copy(update=given)
+
     import jax  # late, because it takes a second, which --help need not
 
-    from skyrl_tx.tools.plan import report
-    from skyrl_tx.tools.plan.account import account_of, compiled
+    from skyrl_tx.tools.plan.account import account_of
 
     jax.config.update("jax_platforms", "cpu")  # shapes need no device: a server may be using that of this machine
     try:
         with built_in_as_directory(settings.base_model) as model:
-            account = account_of(model, config.model_copy(update=given), arguments.device, is_mesh_given=is_mesh_given)
-        account = replace(account, base_model=settings.base_model)
-        wanted = arguments.compile
-        programs = tuple(compiled(account, config.model_copy(update=given), wanted)) if wanted else None
+            account = account_of(model, config, arguments.device, is_mesh_given=is_mesh_given)
     except UserError as error:
         raise CommandError(str(error), status=2) from error
-    if arguments.json:
-        print(json.dumps(report.record(account, programs), indent=2))
-    else:
-        print("\n".join(report.lines(account, programs)))
-    return 0 if account.fits else 1
+    return replace(account, base_model=settings.base_model), config
 
 
 def _devices(text: str) -> Devices:
@@ -103,13 +110,6 @@ def _mesh(text: str) -> MeshConfig:
             raise argparse.ArgumentTypeError(f"{part!r} must be one of {axes}, with a size, such as fsdp=2,tp=4")
         sizes[name] = size
     return MeshConfig.model_validate(sizes)
-
-
-def _programs(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    if unknown := set(names) - set(PROGRAMS):
-        raise argparse.ArgumentTypeError(f"{min(unknown)!r} must be one of {', '.join(PROGRAMS)}")
-    return names
 
 
 def _size(text: str) -> int:

@@ -1,27 +1,21 @@
 """An account as text and as JSON."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 
-from skyrl_tx.backends.jax.ahead import CompiledProgram
 from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.backends.jax.kernel_choice import explain_kernels
 from skyrl_tx.backends.jax.mesh import training_layout
-from skyrl_tx.backends.jax.program_text import ProgramText
 from skyrl_tx.backends.jax.start_plan import layout_without_devices
 from skyrl_tx.launch.command_line import Record, in_units, table
 from skyrl_tx.tools.plan.account import Account
-from skyrl_tx.tools.plan.long_rows import LongRows
-from skyrl_tx.tools.plan.meshes import Candidate
+from skyrl_tx.tools.plan.meshes import Candidate, LongRows
 
 _SHOWN_MESHES = 4
 
 
-def record(account: Account, programs: Sequence[CompiledProgram] | None) -> Record:
-    """Return the account as a JSON object. Bytes are of each device, tokens per second of all together.
-
-    `programs` are null if none were compiled.
-    """
+def record(account: Account) -> Record:
+    """Return the account as a JSON object. Bytes are of each device, tokens per second of all together."""
     devices, plan, samples = account.devices, account.plan, account.plan.samples
     return {
         "base_model": account.base_model,
@@ -58,12 +52,11 @@ def record(account: Account, programs: Sequence[CompiledProgram] | None) -> Reco
         "long_rows": None if account.long_rows is None else _long_rows_record(account.long_rows),
         "kernels": list(explain_kernels(plan.kernels, account.model)),
         "rates": [asdict(rate) for rate in account.rates],
-        "programs": None if programs is None else [asdict(each) for each in programs],
         "warnings": list(account.warnings),
     }
 
 
-def lines(account: Account, programs: Sequence[CompiledProgram] | None) -> Iterator[str]:
+def lines(account: Account) -> Iterator[str]:
     """Yield the account as text."""
     devices, plan, samples = account.devices, account.plan, account.plan.samples
     verdict = "fits" if account.fits else "does not fit"
@@ -95,14 +88,6 @@ def lines(account: Account, programs: Sequence[CompiledProgram] | None) -> Itera
         yield from ("", "Meshes, by the least time to sample a token and train on it:")
         candidates = (account.chosen, *account.others)[:_SHOWN_MESHES]
         yield from table([_mesh_row(each) for each in candidates])
-    if programs is not None:
-        yield from ("", "Memory of programs by the compiler for these devices, and by this plan:")
-        yield from table([_memory_row(each) for each in programs])
-        yield from (f"{each.name}: {each.problem[:300]}" for each in programs if each.problem)
-        layers = account.model.num_layers
-        if rows := [_work_row(each.name, each.text, layers) for each in programs if each.text is not None]:
-            yield from ("", "One run of each: steps of loops one after another, kernels, and what each device sends:")
-            yield from table(rows)
     for warning in account.warnings:
         yield from ("", f"warning: {warning}")
     yield from ("", f"skyrl-tx serve --base-model {account.base_model}{_flags(account.chosen.mesh)}")
@@ -150,35 +135,6 @@ def _mesh_row(each: Candidate) -> Record:
         "weights": in_units(each.weight_bytes) + ("" if each.has_room else ", too much"),
         "training": f"{each.training.tokens_per_s:,.0f} ({each.training.by})",
         "sampling": f"{each.decoding.tokens_per_s:,.0f} ({each.decoding.by})",
-    }
-
-
-def _memory_row(each: CompiledProgram) -> Record:
-    sizes = {
-        "compiler": each.total_bytes,
-        "plan": each.planned_bytes,
-        "arguments": each.argument_bytes,
-        "temporary": each.temporary_bytes,
-        "results": each.output_bytes,
-        "code": each.code_bytes,
-        "accessed": each.accessed_bytes,
-    }
-    shown = {name: in_units(size) if size else "unknown" for name, size in sizes.items()}
-    if each.problem:
-        shown["compiler"] = "too much"
-    return {"program": each.name, **shown, "what": each.detail}
-
-
-def _work_row(name: str, text: ProgramText, num_layers: int) -> Record:
-    steps = f"{text.num_steps:,}" + (f", and {text.num_open_loops} loops by data" if text.num_open_loops else "")
-    sent = (f"{number.calls} {kind} of {in_units(number.bytes)}" for kind, number in text.collectives.items())
-    in_layers = (f"{number.calls / num_layers:.3g} {kind}" for kind, number in text.in_layers.items())
-    return {
-        "program": name,
-        "steps": steps,
-        "kernels": ", ".join(f"{calls} {kernel}" for kernel, calls in text.kernels.items()) or "none",
-        "collectives a layer": ", ".join(in_layers) or "none",
-        "all collectives": ", ".join(sent) or "none",
     }
 
 

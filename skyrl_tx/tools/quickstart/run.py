@@ -1,10 +1,13 @@
 """The quickstart: serves a tiny model, trains it through the Tinker SDK, and prints the results."""
 
 import os
+import re
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +19,6 @@ from skyrl_tx.launch.settings import QuickstartSettings
 from skyrl_tx.tools.quickstart import training
 from skyrl_tx.tools.quickstart.model import TINY_MODELS, TITLES, architecture_in, write_tiny_model
 from skyrl_tx.tools.quickstart.questions import QuestionFileError, QuestionSet, load_excerpt, load_questions
-from skyrl_tx.tools.quickstart.server import ServerFailed, serve
 
 ANY_KEY = "tml-local"  # the SDK requires a key of this form; the server on loopback requires none
 
@@ -27,6 +29,9 @@ NUM_HELD_OUT = 64  # questions of the held-out loss
 PRINT_EVERY = 20  # supervised steps
 SAMPLE_SLOTS = 8
 """With more the server compiles a program for each of several numbers of rows, which takes longer than it saves."""
+_READY = re.compile(r"ready at (https?://\S+);")
+_READY_WITHIN_S = 120.0
+_STOPPED_WITHIN_S = 40.0
 
 
 def run(settings: QuickstartSettings) -> int:
@@ -96,6 +101,41 @@ at http://127.0.0.1:8000/playground:
 The same with a real model: skyrl-tx serve --base-model Qwen/Qwen3-0.6B, and in Python \
 tinker.ServiceClient(base_url="http://127.0.0.1:8000", api_key="{ANY_KEY}")\
 .create_lora_training_client("Qwen/Qwen3-0.6B").result()""")
+
+
+class ServerFailed(Exception):
+    """The server exited or was not ready in time; the message contains its log."""
+
+
+@contextmanager
+def serve(data_dir: Path, log: Path, *flags: str) -> Generator[str]:
+    """Serve on a free port until the context is left; give the URL. The server writes its log to the file `log`.
+
+    Raises ServerFailed.
+    """
+    command = [sys.executable, "-m", "skyrl_tx", "serve", "--port", "0", "--data-dir", str(data_dir), *flags]
+    # In a process group of its own, Ctrl-C does not reach the server before its clients have ended.
+    with log.open("w") as stderr, subprocess.Popen(command, stderr=stderr, process_group=0) as process:
+        try:
+            url = _url_when_ready(process, log)
+            try:
+                yield url
+            finally:
+                process.terminate()
+                process.wait(_STOPPED_WITHIN_S)
+        finally:
+            process.kill()  # has no effect on a process that has ended
+
+
+def _url_when_ready(process: subprocess.Popen[bytes], log: Path) -> str:
+    end = time.monotonic() + _READY_WITHIN_S
+    has_ended = False
+    while not has_ended and time.monotonic() < end:
+        has_ended = process.poll() is not None
+        if found := _READY.search(log.read_text(errors="replace")):
+            return found[1]
+        time.sleep(0.05)
+    raise ServerFailed(f"the server exited or was not ready after {_READY_WITHIN_S:.0f} s:\n{log.read_text()}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

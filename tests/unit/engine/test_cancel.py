@@ -12,7 +12,7 @@ from skyrl_tx.contract.results import Failure
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.monitoring import engine_status
 from skyrl_tx.server.monitoring.engine_status import AdmissionControl
-from skyrl_tx.store import cancellations
+from skyrl_tx.store import completions
 from skyrl_tx.store.engine_state import REQUEST_BYTES
 from skyrl_tx.store.futures import Submitted
 from skyrl_tx.testing.fake.backend import FakeBackend
@@ -56,7 +56,7 @@ class Cancelling(FakeBackend):
 
 
 def cancel(harness, request_id):
-    return harness.api.write(lambda tx: cancellations.cancel(tx, request_id, OWNER, codec.encode(OVER), time.time()))
+    return harness.api.write(lambda tx: completions.cancel(tx, request_id, OWNER, codec.encode(OVER), time.time()))
 
 
 def long(**params):
@@ -90,7 +90,7 @@ def test_next_engine_does_not_run_a_cancelled_sample(harness):
     backend = Cancelling(harness, [], at_slice=0)
     harness.run(other, backend=backend)
     assert backend.started == [other] and harness.result(doomed) == OVER
-    assert harness.api.read(lambda tx: cancellations.cancelled_since(tx, 0)) == []
+    assert harness.api.read(lambda tx: completions.cancelled_since(tx, 0)) == []
 
 
 def test_sample_that_the_backend_cannot_end_fails_alone(harness, caplog):

@@ -11,12 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyrl_tx.apps.teams import quotas
+from skyrl_tx.apps.teams.quotas import Subject
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.results import SampleDelta
+from skyrl_tx.engine.admission import START, Admission, Decision, Wait
 from skyrl_tx.engine.fair_share import FairShare
 from skyrl_tx.engine.request_log import QueuedRequest
-from skyrl_tx.store import audit, quotas
-from skyrl_tx.store.quotas import Subject
+from skyrl_tx.store import audit
 from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.engine_harness import EngineHarness, datum, forward_backward, optim_step, sample
 from tests.unit.engine.test_owners import ANN, BOB, Recorded, Trained, ask
@@ -146,24 +148,21 @@ def test_passes_of_weight_0_run_when_no_other_could() -> None:
     assert step is not None and step.requests[0].owner == "ann"
 
 
-class Paused:
-    """Pauses the requests of some owners."""
+class Paused(Admission):
+    """Lets the requests of some owners wait."""
 
     def __init__(self, owners: set[str]) -> None:
         self.owners = owners
 
-    def is_paused(self, queued: QueuedRequest) -> bool:
-        return queued.owner in self.owners
-
-    def hand_over(self, queued: QueuedRequest) -> None:
-        pass
+    def may_start(self, queued: QueuedRequest) -> Decision:
+        return Wait("not now") if queued.owner in self.owners else START
 
 
 def test_a_paused_owner_does_not_save_up() -> None:
     """After a day's pause it shares from then on, and does not get back what others used meanwhile."""
     made = schedule(*passes("ann", 40, "a"), *passes("bob", 40, "b"), max_pass_tokens=10)
     paused = {"ann"}
-    made.pacing = Paused(paused)
+    made.admission = Paused(paused)
     owners: list[str] = []
     for turn in range(40):
         if turn == 20:

@@ -10,7 +10,7 @@ from skyrl_tx.contract import codec
 from skyrl_tx.contract.errors import BackendLost, ErrorCategory
 from skyrl_tx.contract.requests import PromptOptions
 from skyrl_tx.contract.results import Failure
-from skyrl_tx.store import cancellations, futures, sessions, stability
+from skyrl_tx.store import completions, futures, sessions, stability
 from skyrl_tx.testing.fake.backend import FakeBackend
 from tests.support.engine_harness import OWNER, EngineHarness, sample
 
@@ -104,7 +104,7 @@ def test_cancelled_request_starts_no_more_samples(few):
             super().begin_sample(batch)
             if len(self.handed(doomed)) == 3:
                 over = codec.encode(Failure(message="cancelled", category=ErrorCategory.USER))
-                few.api.write(lambda tx: cancellations.cancel(tx, doomed, OWNER, over, time.time()))
+                few.api.write(lambda tx: completions.cancel(tx, doomed, OWNER, over, time.time()))
 
     backend = Cancelling(few)
     few.run(doomed, other, backend=backend)

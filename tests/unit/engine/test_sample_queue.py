@@ -4,6 +4,7 @@ from itertools import count
 
 from skyrl_tx.contract.batches import STARVATION_BOUND
 from skyrl_tx.contract.ids import RequestId, SessionId
+from skyrl_tx.engine.admission import START, Admission, Fail, Wait
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.sample_queue import OwnerKey, SampleQueue, queue_key
 from tests.support.engine_harness import sample
@@ -34,8 +35,15 @@ def queue_of(*requests):
     return queue
 
 
-def next_of(queue, running=(), *, num_open=None, has_capacity=lambda decodes: True, may_start=lambda queued: True):
-    return queue.next(running, num_open=num_open or {}, has_capacity=has_capacity, may_start=may_start)
+def next_of(queue, running=(), *, num_open=None, has_capacity=lambda decodes: True, may_join=lambda queued: True):
+    turn = queue.next(running, num_open=num_open or {}, has_capacity=has_capacity, may_join=may_join)
+    return None if turn is None else turn.queued
+
+
+def weighted(weights):
+    admission = Admission()
+    admission.weights = weights
+    return SampleQueue(admission)
 
 
 def started(queue, number, **changes):
@@ -90,11 +98,11 @@ def test_request_with_more_samples_stays_the_head_of_its_queue():
     assert next_of(queue, {first.request_id}) == first
 
 
-def test_running_request_continues_while_no_other_may_start():
+def test_running_request_continues_while_no_other_may_join():
     first, other = queued(), queued("b")
     queue = queue_of(other, first)
-    assert next_of(queue, {first.request_id}, may_start=lambda queued: False) == first
-    assert next_of(queue, may_start=lambda queued: False) is None
+    assert next_of(queue, {first.request_id}, may_join=lambda queued: False) == first
+    assert next_of(queue, may_join=lambda queued: False) is None
 
 
 def test_one_token_requests_have_a_queue_and_a_capacity_of_their_own():
@@ -125,7 +133,7 @@ def test_blocked_queue_is_passed_until_the_starvation_bound():
 
 def test_others_pass_a_blocked_queue_of_weight_0_without_end():
     blocked, others = queued("blocked", owner="bob"), [queued() for _ in range(STARVATION_BOUND + 5)]
-    queue = SampleQueue(lambda: {"bob": 0})
+    queue = weighted({"bob": 0})
     for each in (blocked, *others):
         queue.add(each)
     for expected in others:
@@ -135,7 +143,7 @@ def test_others_pass_a_blocked_queue_of_weight_0_without_end():
 
 
 def test_weight_0_comes_after_both_kinds_of_others():
-    queue = SampleQueue(lambda: {"bob": 0})
+    queue = weighted({"bob": 0})
     for owner in ("bob", "ann"):
         for max_tokens in (1, 8):
             queue.add(queued(owner, max_tokens, owner))
@@ -163,3 +171,26 @@ def test_requeued_request_is_the_head_of_its_queue():
     queue = queue_of(second)
     queue.add_first(first)
     assert started(queue, 2) == [first, second]
+
+
+class Decided(Admission):
+    """Gives the requests of an owner their decision."""
+
+    is_counting = True
+
+    def __init__(self, **decisions):
+        self.decisions = decisions
+
+    def may_start(self, queued):
+        return self.decisions.get(queued.owner, START)
+
+
+def test_an_owner_that_waits_is_passed_and_one_that_fails_gets_the_reason():
+    waiting, failing = queued(owner="ann"), queued("b", owner="bob")
+    queue = SampleQueue(Decided(ann=Wait("later"), bob=Fail("too much")))
+    queue.add(waiting)
+    assert next_of(queue) is None and queue.is_paused(waiting)
+    assert next_of(queue, {waiting.request_id}) == waiting, "the samples of one that runs start"
+    queue.add(failing)
+    turn = queue.next((), num_open={}, has_capacity=lambda decodes: True, may_join=lambda queued: True)
+    assert turn == (failing, "too much") and not queue.is_paused(failing)

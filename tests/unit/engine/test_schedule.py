@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import ModelId, RequestId, SessionId
 from skyrl_tx.contract.requests import CreateModel, LoraSpec, ModelSpec, Rejected
+from skyrl_tx.engine.admission import START, Admission, Decision, Fail, Wait
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.schedule import MAX_RUNNING_BATCHES, Schedule, SequenceCursor
 from tests.support.engine_harness import datum, forward_backward, optim_step
@@ -292,3 +293,46 @@ def test_pass_size_is_its_number_of_tokens():
     assert queued(1).num_tokens == 10
     assert replace(queued(1), request=optim_step()).num_tokens == 0
     assert np.sum([each.tokens.size for each in forward_backward().data]) == 10
+
+
+class Asked(Admission):
+    """Gives each request its decision, and records which requests were asked about and which started."""
+
+    is_counting = True
+
+    def __init__(self, **decisions: Decision) -> None:
+        self.decisions, self.asked, self.numbers = decisions, list[int](), list[int]()
+
+    def may_start(self, queued):
+        self.asked.append(queued.seq_id)
+        return self.decisions.get(queued.owner, START)
+
+    def started(self, queued):
+        self.numbers.append(queued.seq_id)
+
+
+def test_admission_is_asked_once_when_there_is_a_place():
+    made = schedule(*(queued(number) for number in range(1, 4)), queued(4, optim_step()))
+    made.admission = admission = Asked()
+    assert made.take(0.0, busy=[A]) is None and made.take(0.0, num_running=MAX_RUNNING_BATCHES) is None
+    assert admission.asked == []
+    assert [taken(made) for _ in range(3)] == [[1, 2, 3], [4], None]
+    assert admission.asked == admission.numbers == [1, 2, 3, 4]
+
+
+def test_a_request_that_waits_lets_those_of_other_owners_start():
+    made = schedule(queued(1), queued(2), queued(1, model_id=B, owner="bob"))
+    made.admission = admission = Asked(ann=Wait("later"))
+    step = made.take(0.0)
+    assert step is not None and [each.owner for each in step.requests] == ["bob"]
+    assert made.num_paused == 2 and admission.numbers == [1]
+    admission.decisions.clear()
+    assert made.num_paused == 0 and taken(made) == [1, 2]
+
+
+def test_a_request_that_may_not_start_is_taken_alone_with_the_reason():
+    made = schedule(queued(1), queued(2, optim_step()))
+    made.admission = admission = Asked(ann=Fail("too much"))
+    steps = [made.take(0.0) for _ in range(2)]
+    assert [(step.failure, len(step.requests)) for step in steps if step] == [("too much", 1)] * 2
+    assert admission.numbers == [], "it does not count as started"

@@ -1,4 +1,4 @@
-"""Weights gathered from parts, as on GPU. That XLA copies none of all layers is seen in `tests/unit/tools/plan`."""
+"""Weights gathered from parts, as on GPU. That XLA copies none of all layers is seen in `tests/unit/benchmarks`."""
 
 import jax.numpy as jnp
 import numpy as np

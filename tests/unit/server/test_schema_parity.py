@@ -17,7 +17,7 @@ import skyrl_tx.server.schemas
 from skyrl_tx.compose import APPS
 from skyrl_tx.launch.app import load_server_extensions
 from skyrl_tx.server.app import create_app
-from skyrl_tx.server.schemas import inputs, sampling, training
+from skyrl_tx.server.schemas import sampling, training
 from skyrl_tx.server.schemas.base import WireModel
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store.database import Store
@@ -45,14 +45,14 @@ INSIDE: list[tuple[type, type[WireModel]]] = [
     (types.AdamParams, training.AdamParams),
     (types.ForwardBackwardInput, training.PassInput),
     (sampling_params.SamplingParams, sampling.SamplingParams),
-    (model_input.ModelInput, inputs.ModelInput),
-    (tensor_data.TensorData, inputs.TensorData),
-    (datum.Datum, inputs.Datum),
+    (model_input.ModelInput, training.ModelInput),
+    (tensor_data.TensorData, training.TensorData),
+    (datum.Datum, training.Datum),
     (types.CustomLossGraph, training.LossGraph),
     (types.CustomLossNode, training.LossGraphNode),
     (types.CustomLossInput, training.LossInput),
-    (provenance_spans.PromptProvenanceSpan, inputs.TokenRun),
-    (provenance_spans.SampledProvenanceSpan, inputs.TokenRun),
+    (provenance_spans.PromptProvenanceSpan, training.TokenRun),
+    (provenance_spans.SampledProvenanceSpan, training.TokenRun),
 ]
 
 
@@ -118,7 +118,7 @@ def test_chunk_has_every_field_of_the_sdk() -> None:
     chunk_kinds = typing.get_args(typing.get_args(types.ModelInputChunk)[0])
     assert chunk_kinds
     for kind in chunk_kinds:
-        assert fields_of(kind) <= fields_of(inputs.Chunk), kind
+        assert fields_of(kind) <= fields_of(training.Chunk), kind
 
 
 def is_unbounded(schema: dict[str, Any]) -> bool:

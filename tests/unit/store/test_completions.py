@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId, SessionId
-from skyrl_tx.store import cancellations, completions, futures
+from skyrl_tx.store import completions, futures
 from skyrl_tx.store.completions import Completion
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.futures import CLONE_STRIDE, NewRequest
@@ -38,7 +38,7 @@ def complete(store: Store, request_id: RequestId, *, failed: bool = False) -> No
 
 
 def cancel(store: Store, request_id: RequestId, owner: str = "ann") -> str:
-    return store.write(lambda tx: cancellations.cancel(tx, request_id, owner, b"over", 2.0))
+    return store.write(lambda tx: completions.cancel(tx, request_id, owner, b"over", 2.0))
 
 
 def of_client(store: Store, clone: int = 0, after: int = 0, limit: int = 10) -> list[Completion]:
@@ -78,14 +78,14 @@ def test_a_cancelled_sample_fails_and_the_engine_reads_it_once(store: Store, sub
     state = store.read(lambda tx: futures.result(tx, running, "ann"))
     assert (state.status, state.result) == ("failed", b"over")
     assert [request.request_id for request in store.read(lambda tx: futures.pending(tx, 0, 10))] == [other]
-    ((position, cancelled_id),) = store.read(lambda tx: cancellations.cancelled_since(tx, 0))
+    ((position, cancelled_id),) = store.read(lambda tx: completions.cancelled_since(tx, 0))
     assert cancelled_id == running
-    store.write(lambda tx: cancellations.forget(tx, position))
+    store.write(lambda tx: completions.forget_cancellations(tx, position))
     assert cancel(store, other) == "cancelled"
-    ((later, cancelled_id),) = store.read(lambda tx: cancellations.cancelled_since(tx, position))
+    ((later, cancelled_id),) = store.read(lambda tx: completions.cancelled_since(tx, position))
     assert cancelled_id == other and later > position
-    store.write(cancellations.forget)
-    assert store.read(lambda tx: cancellations.cancelled_since(tx, 0)) == []
+    store.write(completions.forget_cancellations)
+    assert store.read(lambda tx: completions.cancelled_since(tx, 0)) == []
 
 
 def test_only_open_samples_of_the_owner_are_cancelled(store: Store, submit: Submit) -> None:

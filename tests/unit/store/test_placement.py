@@ -10,7 +10,7 @@ import pytest
 from sqlmodel import Session
 
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSessionId, SessionId
-from skyrl_tx.store import cancellations, engine_state, futures, leases, models, placement, samplers, sessions
+from skyrl_tx.store import completions, engine_state, futures, leases, models, placement, samplers, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError, StoreInUse
 from skyrl_tx.store.futures import NewRequest
@@ -209,7 +209,7 @@ def test_only_an_engine_that_is_ready_and_has_nothing_is_given_samples(
         assert give(first) == []
         api.write(lambda tx: publish(tx, 2))
         positions = api.read(lambda tx: [position_of(tx, name) for name in (first, second)])
-        assert api.write(lambda tx: cancellations.cancel(tx, second, "ann", b"", 2.0)) == "cancelled"
+        assert api.write(lambda tx: completions.cancel(tx, second, "ann", b"", 2.0)) == "cancelled"
         assert api.write(lambda tx: placement.give(tx, 1, 2, positions)) == [first]
         assert waiting(api, 1) == [third] and waiting(api, 2) == [first]
         assert give(third) == [], "it has a request now"

@@ -6,12 +6,13 @@ from typing import get_args
 
 from sqlmodel import Session
 
+from skyrl_tx.apps.teams import quotas
 from skyrl_tx.apps.teams.amounts import amount_text, parse_amount
+from skyrl_tx.apps.teams.quota_use import quota_uses
+from skyrl_tx.apps.teams.quotas import DAY_LIMITS, LIMITS, WEIGHT, Subject
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.command_line import Record, finish_list_parser, finish_parser, open_database, os_user
-from skyrl_tx.store import audit, quotas
-from skyrl_tx.store.allowances import allowances
-from skyrl_tx.store.quotas import DAY_LIMITS, LIMITS, WEIGHT, Subject
+from skyrl_tx.store import audit
 from skyrl_tx.store.tables import OverQuota
 
 _SUBJECT = "an owner, key:NUMBER or project:NAME; '*', 'key:*' or 'project:*' for each without a quota of its own"
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _records(tx: Session, arguments: argparse.Namespace) -> list[Record]:
     now = time.time()
-    used = {(each.quota.subject, each.quota.limit): each.used for each in allowances(tx, quotas.read(tx), None, now)}
+    used = {(use.quota.subject, use.quota.limit): use.used for use in quota_uses(tx, quotas.read(tx), None, now)}
     records: list[Record] = []
     for row in quotas.rows(tx):
         subject = Subject(row.subject_kind, row.subject)

@@ -16,6 +16,7 @@ from flax import struct
 from skyrl_tx.contract.requests import OptimizerParams
 from skyrl_tx.layers.lora import AdapterWeights
 
+_optax: Any = optax  # its annotations allow no dataclasses
 CLIP_EPSILON = 1e-6
 """Added to the norm that clipping divides by, as in torch.nn.utils.clip_grad_norm_."""
 
@@ -43,7 +44,7 @@ class Coefficients:
     max_norm: Any  # infinity: no clipping
 
 
-def fresh_state(weights: AdapterWeights) -> OptimizerState:
+def fresh_state(weights: Any) -> OptimizerState:
     """Return the state before the first step, as host arrays."""
 
     def zeros() -> AdapterWeights:
@@ -84,7 +85,7 @@ def clip_by_norm(max_norm: jax.Array, norm: jax.Array) -> optax.GradientTransfor
         clip = jnp.where(jnp.isinf(max_norm), 1.0, jnp.minimum(1.0, max_norm / (norm + CLIP_EPSILON)))
         return jax.tree.map(lambda g: g * clip, gradient), state
 
-    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    return _optax.GradientTransformation(lambda _: optax.EmptyState(), update)
 
 
 def adam(c: Coefficients) -> optax.GradientTransformation:
@@ -103,7 +104,7 @@ def adam(c: Coefficients) -> optax.GradientTransformation:
 
         return jax.tree.map(change, first, second), OptimizerState(first=first, second=second, step=state.step + 1)
 
-    return optax.GradientTransformation(fresh_state, update)
+    return _optax.GradientTransformation(fresh_state, update)
 
 
 @jax.jit
@@ -112,9 +113,10 @@ def adamw_step(
 ) -> tuple[AdapterWeights, OptimizerState, jax.Array]:
     """Return new weights, new state and the global L2 norm of the gradient before clipping."""
     norm = _norm(gradient)
-    optimizer = optax.chain(clip_by_norm(c.max_norm, norm), adam(c))
-    changes, (_, state) = optimizer.update(gradient, (optax.EmptyState(), state), weights)
+    optimizer = _optax.chain(clip_by_norm(c.max_norm, norm), adam(c))
+    changes, (_, new_state) = optimizer.update(gradient, (optax.EmptyState(), state), weights)
 
     # Decoupled weight decay multiplies the weights before the change is added, as in torch.
     decayed = jax.tree.map(lambda weight: weight * c.decay, weights)
-    return optax.apply_updates(decayed, changes), state, norm
+    new_weights = _optax.apply_updates(decayed, changes)
+    return new_weights, new_state, norm

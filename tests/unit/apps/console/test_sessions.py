@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_tx.apps.console.sessions import list_requests, make_timeline, make_traffic
-from skyrl_tx.apps.history.session_groups import newest_spans
-from skyrl_tx.apps.history.session_trace import Group, Span
+from skyrl_tx.apps.history.timeline import Group, Span, newest_spans
 
 
 def span(position: int, created: float = 1.0, started: float | None = 2.0, ended: float = 4.0, **more: object) -> Span:

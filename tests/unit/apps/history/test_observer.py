@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from skyrl_tx.apps.history import kept_samples, points, sampled_steps
+from skyrl_tx.apps.history import kept_samples, points
 from skyrl_tx.apps.history.points import Point
 from skyrl_tx.apps.teams import usage
 from skyrl_tx.contract import requests
@@ -17,7 +17,7 @@ from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSessionId
 from skyrl_tx.contract.requests import ModelPass, SampledSpan, SaveWeights
 from skyrl_tx.contract.results import SampleDelta, TrainerGap
-from skyrl_tx.store import cancellations, checkpoints, futures, models, samplers
+from skyrl_tx.store import checkpoints, completions, futures, models, samplers
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.engine_harness import (
@@ -175,7 +175,7 @@ def test_samples_are_used_and_kept_with_the_step_of_their_weights(harness: Engin
     ]
     assert sampled.device_s > 0
     warm = harness.answer(replace(request, params=replace(request.params, temperature=1.0)), sampling_session_id=name)
-    (sums,) = harness.api.read(lambda tx: sampled_steps.of_model(tx, model_id, OWNER))
+    (sums,) = harness.api.read(lambda tx: points.read_sampled(tx, model_id, OWNER))
     both = [*output.sequences, *warm.sequences]
     assert (sums.step, sums.samples, sums.tokens) == (2, 4, sum(each.tokens.size for each in both))
     assert sums.cut == sum(each.stop_reason == "length" for each in both) > 0
@@ -183,7 +183,7 @@ def test_samples_are_used_and_kept_with_the_step_of_their_weights(harness: Engin
     assert sums.logprob_sum == pytest.approx(sum(float(each.logprobs.sum()) for each in warm.sequences), rel=1e-5)
     scored = replace(request, num_samples=1, sequence_ids=None, options=requests.PromptOptions(logprobs=True))
     harness.answer(replace(scored, params=replace(request.params, max_tokens=1)), sampling_session_id=name)
-    assert harness.api.read(lambda tx: sampled_steps.of_model(tx, model_id, OWNER)) == [sums]
+    assert harness.api.read(lambda tx: points.read_sampled(tx, model_id, OWNER)) == [sums]
 
 
 def test_inflight_session_keeps_the_step_of_the_weights_that_were_sampled(harness: EngineHarness) -> None:
@@ -252,7 +252,7 @@ def test_no_samples_are_kept_if_switched_off_or_too_large(tmp_path: Path, settin
 
 def test_cancelled_sample_is_no_usage(harness: EngineHarness) -> None:
     cancelled, other = harness.submit(sample()), harness.submit(sample())
-    harness.api.write(lambda tx: cancellations.cancel(tx, cancelled, OWNER, b"x", 1.0))
+    harness.api.write(lambda tx: completions.cancel(tx, cancelled, OWNER, b"x", 1.0))
     harness.run(other)
     assert work(harness)["", "sampled"] == (8, 1)
 

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from skyrl_tx.apps.history import logged, points, sampled_steps
+from skyrl_tx.apps.history import logged, points
 from skyrl_tx.apps.history.logged import Logged, LoggedRun
-from skyrl_tx.apps.history.points import Point
+from skyrl_tx.apps.history.points import Point, SampledStep
 from skyrl_tx.apps.history.run_report import sparkline
-from skyrl_tx.apps.history.sampled_steps import SampledStep
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import ArtifactId, CheckpointKind, ModelId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec
@@ -105,7 +104,7 @@ def test_show_warns_as_the_page_does(data_dir: Path, capsys: pytest.CaptureFixtu
         points.add(tx, point(200, "train", 8, {"loss:sum": math.nan}))
         for step in range(8):
             sums = SampledStep(step=step, samples=4, cut=3, tokens=40, scored_tokens=40, logprob_sum=-40.0)
-            sampled_steps.add(tx, RUN, "ann", sums)
+            points.add_sampled(tx, RUN, "ann", sums)
 
     store = Store.open(data_dir, role="tool")
     store.write(spoil)

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from skyrl_tx.apps.history import sampled_steps
-from skyrl_tx.apps.history.sampled_steps import SampledStep
+from skyrl_tx.apps.history import points
+from skyrl_tx.apps.history.points import SampledStep
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store.database import Store
 
@@ -12,11 +12,11 @@ FOUR = SampledStep(step=2, samples=4, cut=1, tokens=40, scored_tokens=30, logpro
 
 
 def add(store: Store, sampled: SampledStep, model_id: ModelId = RUN, owner: str = "ann") -> None:
-    store.write(lambda tx: sampled_steps.add(tx, model_id, owner, sampled))
+    store.write(lambda tx: points.add_sampled(tx, model_id, owner, sampled))
 
 
 def of_run(store: Store, model_id: ModelId = RUN, **where: int) -> list[SampledStep]:
-    return store.read(lambda tx: sampled_steps.of_model(tx, model_id, "ann", **where))
+    return store.read(lambda tx: points.read_sampled(tx, model_id, "ann", **where))
 
 
 def test_samples_of_a_step_add_up_for_their_owner(store: Store) -> None:
@@ -32,5 +32,5 @@ def test_samples_of_a_step_add_up_for_their_owner(store: Store) -> None:
 def test_sums_go_with_their_run(store: Store) -> None:
     add(store, FOUR)
     add(store, FOUR, OTHER)
-    store.write(lambda tx: sampled_steps.remove_runs(tx, [RUN]))
+    store.write(lambda tx: points.remove_runs(tx, [RUN]))
     assert of_run(store) == [] and of_run(store, OTHER) == [FOUR]

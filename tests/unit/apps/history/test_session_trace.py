@@ -14,9 +14,9 @@ from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as perfetto
 from skyrl_tx.apps.history import session_trace, trace_pb2
 from skyrl_tx.apps.history.logged import LoggedPoint
 from skyrl_tx.apps.history.points import Point
-from skyrl_tx.apps.history.session_trace import Group, Span, model_group, trace_parts
+from skyrl_tx.apps.history.session_trace import trace_parts
 from skyrl_tx.apps.history.tables import PointKind
-from skyrl_tx.apps.history.timeline import RequestTimes
+from skyrl_tx.apps.history.timeline import Group, RequestTimes, Span, model_group
 from skyrl_tx.contract.ids import ModelId, RequestId
 
 BEGIN, END, COUNTER = 1, 2, 4

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from skyrl_tx.apps.teams import usage
-from skyrl_tx.apps.teams.prices import Prices
+from skyrl_tx.apps.teams.prices import cost_storage, cost_tokens, price_per_million
 from skyrl_tx.apps.teams.tables import StorageHourRow
 from skyrl_tx.apps.teams.usage import Work
 from skyrl_tx.apps.teams.usage_report import Subject, UsageLine, usage_lines
 from skyrl_tx.contract.ids import SessionId
+from skyrl_tx.server.settings import Prices
 from skyrl_tx.store import sessions
 from skyrl_tx.store.database import Store
 
@@ -83,5 +84,5 @@ def test_lines_of_one_owner_and_of_a_time(store: Store) -> None:
 
 @pytest.mark.parametrize("kind", ["checkpoint", "storage", "unknown"])
 def test_other_kinds_have_no_price_of_tokens(kind: str) -> None:
-    assert PRICES.per_million(kind) is None and PRICES.of_tokens(kind, 5) is None
-    assert Prices().of_storage(1.0) is None
+    assert price_per_million(PRICES, kind) is None and cost_tokens(PRICES, kind, 5) is None
+    assert cost_storage(Prices(), 1.0) is None

@@ -9,8 +9,7 @@ from msgspec import UNSET
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.requests import Datum, ModelPass, SampledSpan
-from skyrl_tx.server.schemas import inputs
-from skyrl_tx.server.schemas.training import PassInput
+from skyrl_tx.server.schemas import training as schemas
 from skyrl_tx.server.submission import training
 from skyrl_tx.server.submission.provenance import Provenance, Span, fill_recorded, of, sampled_spans
 from skyrl_tx.server.submission.submission import Submission
@@ -119,7 +118,7 @@ def test_pass_says_what_was_sampled_and_its_digest_is_that_of_earlier_releases(l
         inputs_of_loss = {"target_tokens": {"data": [1, 2, 3], "dtype": "int64", "shape": [3]}}
         sent = {"model_input": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}, **more}
         value = {"data": [{**sent, "loss_fn_inputs": inputs_of_loss}], "loss_fn": loss}
-        return training.pass_from_json(PassInput.model_validate(value), 2**20, backward=True)
+        return training.pass_from_json(schemas.PassInput.model_validate(value), 2**20, backward=True)
 
     found, plain = submitted(**spans), submitted()
     assert isinstance(found.request, ModelPass) and isinstance(plain.request, ModelPass)
@@ -134,13 +133,13 @@ def run(sequence_id: str, length: int) -> dict[str, Any]:
     return {"sequence_id": sequence_id, "offset": 0, "length": length}
 
 
-def datum_with(*spans: dict[str, Any]) -> inputs.Datum:
-    return inputs.Datum.model_validate({"model_input": {"chunks": []}, "loss_fn_input_spans": list(spans)})
+def datum_with(*spans: dict[str, Any]) -> schemas.Datum:
+    return schemas.Datum.model_validate({"model_input": {"chunks": []}, "loss_fn_input_spans": list(spans)})
 
 
 def test_json_spans_have_the_form_of_protobuf() -> None:
     run = {"sequence_id": "first", "offset": 1, "length": 2}
-    datum = inputs.Datum.model_validate(
+    datum = schemas.Datum.model_validate(
         {
             "model_input": {"chunks": []},
             "loss_fn_input_spans": [{"prompt_tokens": run}, {"sampled_tokens": run}, run],

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.server.schemas.inputs import TensorData
+from skyrl_tx.server.schemas.training import TensorData
 from skyrl_tx.server.submission import tensors, wire_pb2
 
 MEBIBYTE = 2**20

@@ -70,7 +70,7 @@ def test_work_beyond_a_quota_of_a_day_may_fail(data_dir: Path, capsys: pytest.Ca
     said = run(data_dir, capsys, "set", "ann", "training_tokens_per_day", "1M", "--over", "fail")
     assert said == "training_tokens_per_day of ann is 1M; beyond it work fails\n"
     assert "fail" in run(data_dir, capsys, "list")
-    refused = run(data_dir, capsys, "set", "ann", "samples_at_once", "1", "--over", "fail", status=1)
+    refused = run(data_dir, capsys, "set", "ann", "models_in_training", "1", "--over", "fail", status=1)
     assert "over 'fail': only beyond training_tokens_per_day" in refused
     run(data_dir, capsys, "remove", "ann", "training_tokens_per_day")
 
@@ -79,8 +79,9 @@ def test_work_beyond_a_quota_of_a_day_may_fail(data_dir: Path, capsys: pytest.Ca
     ("arguments", "reason"),
     [
         (("ann", "training_steps", "1"), "limit 'training_steps': there is none of this name"),
-        (("ann", "samples_at_once", "many"), "value 'many': must be a whole number"),
-        (("key:x", "samples_at_once", "1"), "a key is named by its number"),
+        (("ann", "samples_at_once", "1"), "limit 'samples_at_once': this limit no longer exists"),
+        (("ann", "models_in_training", "many"), "value 'many': must be a whole number"),
+        (("key:x", "models_in_training", "1"), "a key is named by its number"),
         (("project:a", "weight", "1"), "only an owner has a weight"),
     ],
 )

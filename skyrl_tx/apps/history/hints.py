@@ -1,0 +1,261 @@
+"""Warnings about a run, as far as its own numbers tell."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from sqlmodel import Session
+
+from skyrl_tx.apps.history.curves import Step, Value
+from skyrl_tx.apps.teams import usage
+from skyrl_tx.apps.teams.usage import Total
+from skyrl_tx.contract.ids import ModelId
+
+_OTHERS = "other owners"
+_FEW, _MANY = 5, 50
+_GRADIENT_FACTOR = 10.0
+_MAX_KL = 0.05
+_MAX_CLIPPED = 0.4
+_SLOWER = 2.0
+_IDLE_S = 1800.0
+_MAX_CUT = 0.5
+_MIN_SURPRISE = 0.1
+_MIN_SHARE = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """Something that a person should know about a run."""
+
+    level: Literal["error", "warning"]
+    text: str
+    advice: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUser:
+    """Somebody else's use of the device, under a name that the reader may see."""
+
+    name: str
+    device_s: float
+
+
+def hints(steps: Sequence[Step], now: float, others: Sequence[DeviceUser] = ()) -> list[Hint]:
+    """Return what the steps of a run, in order, say about it at a time; errors first.
+
+    `others` are the other users of the device since `slow_since`.
+    """
+    if not steps:
+        return []
+    found = [
+        hint
+        for hint in (
+            _not_finite(steps),
+            _no_advantages(steps),
+            _large_gradient(steps),
+            _far_from_sampler(steps),
+            _much_clipped(steps),
+            _no_learning_rate(steps),
+            _cut_samples(steps),
+            _certain(steps),
+            _slow(steps, others),
+            _no_step(steps, now),
+        )
+        if hint is not None
+    ]
+    return sorted(found, key=lambda hint: hint.level != "error")
+
+
+def _values(steps: Sequence[Step], name: str) -> list[tuple[int, Value]]:
+    return [(step.step, step.values[name]) for step in steps if name in step.values]
+
+
+def _known(steps: Sequence[Step], name: str) -> list[tuple[int, float]]:
+    return [(step, value) for step, value in _values(steps, name) if value is not None]
+
+
+def _span(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"steps {first}–{last}"
+
+
+def _not_finite(steps: Sequence[Step]) -> Hint | None:
+    for name, what in (("loss_sum", "loss"), ("grad_norm", "gradient norm")):
+        last = _values(steps, name)[-_MANY:]
+        bad = [step for step, value in last if value is None]
+        if bad:
+            text = f"The {what} was NaN or infinite in {_span(bad[0], bad[-1])}."
+            advice = "Load the last good checkpoint and lower the learning rate, or clip the gradient."
+            return Hint("error", text, advice, bad[0])
+    return None
+
+
+def _no_advantages(steps: Sequence[Step]) -> Hint | None:
+    known = _known(steps, "advantages")
+    run: list[int] = []
+    for step, number in reversed(known):
+        if number:
+            break
+        run.append(step)
+    if len(run) < _FEW:
+        return None
+    return Hint(
+        "warning",
+        f"All advantages were 0 in {_span(run[-1], run[0])}: every group got one reward, so nothing is learned.",
+        "Choose problems that are neither solved always nor never, or use larger groups.",
+        run[-1],
+    )
+
+
+def _large_gradient(steps: Sequence[Step]) -> Hint | None:
+    known = _known(steps, "grad_norm")[-_MANY:]
+    if len(known) < 2 * _FEW:
+        return None
+    usual = median(value for _, value in known)
+    step, greatest = max(known[-_FEW:], key=lambda found: found[1])
+    if not usual or greatest < _GRADIENT_FACTOR * usual:
+        return None
+    return Hint(
+        "warning",
+        f"The gradient norm was {greatest:.3g} at step {step}, {greatest / usual:.0f} times its median {usual:.3g}.",
+        "Look at the data of this step; grad_clip_norm bounds the update.",
+        step,
+    )
+
+
+def _far_from_sampler(steps: Sequence[Step]) -> Hint | None:
+    known = _known(steps, "kl_to_sampler")[-_FEW:]
+    if len(known) < _FEW or min(value for _, value in known) <= _MAX_KL or known[-1][1] <= known[0][1]:
+        return None
+    return Hint(
+        "warning",
+        f"The KL divergence to the sampler is {known[-1][1]:.3g} and rises.",
+        "Sample from newer weights, make fewer updates on one batch, or lower the learning rate.",
+        known[0][0],
+    )
+
+
+def _much_clipped(steps: Sequence[Step]) -> Hint | None:
+    known = _known(steps, "clip_fraction")[-_FEW:]
+    if len(known) < _FEW or min(value for _, value in known) <= _MAX_CLIPPED:
+        return None
+    return Hint(
+        "warning",
+        f"{known[-1][1]:.0%} of the ratios are clipped: most tokens no longer contribute to the gradient.",
+        "Make fewer updates on one batch, or lower the learning rate.",
+        known[0][0],
+    )
+
+
+def _no_learning_rate(steps: Sequence[Step]) -> Hint | None:
+    known = _known(steps, "learning_rate")[-_FEW:]
+    if len(known) < min(_FEW, len(steps)) or not known or any(value for _, value in known):
+        return None
+    return Hint("warning", "The learning rate is 0: steps change nothing.", "Look at the schedule.", known[0][0])
+
+
+def _cut_samples(steps: Sequence[Step]) -> Hint | None:
+    known = _known(steps, "cut_share")[-_FEW:]
+    if len(known) < _FEW or (share := sum(value for _, value in known) / len(known)) <= _MAX_CUT:
+        return None
+    return Hint(
+        "warning",
+        f"{share:.0%} of the samples of {_span(known[0][0], known[-1][0])} were cut by max_tokens.",
+        "Their rewards are those of unfinished answers: raise max_tokens, or reward shorter ones.",
+        known[0][0],
+    )
+
+
+def _certain(steps: Sequence[Step]) -> Hint | None:
+    known = _known(steps, "surprise")[-_FEW:]
+    if len(known) < _FEW or max(value for _, value in known) >= _MIN_SURPRISE:
+        return None
+    return Hint(
+        "warning",
+        f"The mean -log p of sampled tokens is {known[-1][1]:.2g}: samples of one prompt hardly differ any more.",
+        "If this is not wanted, go back to an earlier checkpoint, and lower the learning rate or add a KL penalty.",
+        known[0][0],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Slowness:
+    usual_s: float
+    recent_s: float
+    waits: bool
+    first: Step
+
+
+def _slowness(steps: Sequence[Step]) -> _Slowness | None:
+    done = [step for step in steps[-2 * _MANY :] if step.is_applied and step.passes][-_MANY:]
+    if len(done) < 4 * _FEW:
+        return None
+    before, newest = done[:-_FEW], done[-_FEW:]
+    usual, recent = median(step.wall_s for step in before), median(step.wall_s for step in newest)
+    if not usual or recent < _SLOWER * usual or recent < 1.0:
+        return None
+    waited = median(step.queue_s for step in newest) - median(step.queue_s for step in before)
+    return _Slowness(usual, recent, waited > (recent - usual) / 2, newest[0])
+
+
+def slow_since(steps: Sequence[Step]) -> float | None:
+    """Return when the steps began to wait for the device for longer than before; None if they do not."""
+    slow = _slowness(steps)
+    return slow.first.began_at if slow is not None and slow.waits else None
+
+
+def _slow(steps: Sequence[Step], others: Sequence[DeviceUser]) -> Hint | None:
+    slow = _slowness(steps)
+    if slow is None:
+        return None
+    reason = "they wait for the device" if slow.waits else "their own passes take longer"
+    if slow.waits and others:
+        total = sum(other.device_s for other in others)
+        most = [other for other in others if other.device_s >= _MIN_SHARE * total][:3]
+        users = ", ".join(f"{other.name} ({other.device_s / total:.0%})" for other in most)
+        reason += f", which meanwhile works for {users}" if users else ""
+    return Hint(
+        "warning",
+        f"Steps take {slow.recent_s:.1f} s, {slow.recent_s / slow.usual_s:.1f} times as long as before: {reason}.",
+        "The overview shows who uses the device.",
+        slow.first.step,
+    )
+
+
+def _no_step(steps: Sequence[Step], now: float) -> Hint | None:
+    last = steps[-1]
+    if last.is_applied or not last.passes or now - last.at < _IDLE_S:
+        return None
+    return Hint(
+        "warning",
+        f"Step {last.step} has {last.passes} passes but no optimizer step for {(now - last.at) / 60:.0f} minutes.",
+        "Is the client still running?",
+        last.step,
+    )
+
+
+def device_users(
+    tx: Session, since: float, model_id: ModelId, owner: str, may_see: Callable[[str], bool]
+) -> Sequence[DeviceUser]:
+    """Return the users of the device since a time other than a run of an owner, those who used it most first."""
+    return named_users(usage.totals(tx, None, since, ("owner", "model_id")), model_id, owner, may_see)
+
+
+def named_users(totals: Sequence[Total], model_id: str, owner: str, may_see: Callable[[str], bool]) -> list[DeviceUser]:
+    """Add up device seconds by owner and model: other runs of the owner by their ids, other owners by their names.
+
+    Those whose names the reader may not see are one user.
+    """
+    seconds: dict[str, float] = {}
+    for total in totals:
+        who, model = total.group
+        if who == owner and model == model_id:
+            continue
+        if who != owner:
+            name = str(who) if may_see(who) else _OTHERS
+        else:
+            name = f"{owner}'s run {model}" if model else f"{owner}'s samples of base weights"
+        seconds[name] = seconds.get(name, 0.0) + total.device_s
+    users = [DeviceUser(name, device_s) for name, device_s in seconds.items() if device_s > 0]
+    return sorted(users, key=lambda user: (-user.device_s, user.name))

@@ -1,0 +1,81 @@
+"""Pauses: whose requests wait because of a quota. Engines publish them with their status."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, and_, false, or_, select
+from sqlmodel import Session, col
+
+from skyrl_tx.contract.ids import RequestId
+from skyrl_tx.store.database import execute
+from skyrl_tx.store.tables import EngineStateRow, RequestRow, SessionRow, SubjectKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """The requests of an owner, a key or a project that wait, with the reason that clients read."""
+
+    subject_kind: SubjectKind
+    subject: str
+    """The owner, the number of the key, or the project."""
+    limit: str
+    """The limit that is reached. Training waits if its name begins with `training_`, else sampling."""
+    reason: str
+
+    @property
+    def concerns_training(self) -> bool:
+        """Whether passes wait, and not samples."""
+        return self.limit.startswith("training_")
+
+
+def pauses_of(*rows: EngineStateRow | None) -> tuple[Pause, ...]:
+    """Return the pauses that engines have published, each once."""
+    found = [Pause(**each) for row in rows if row is not None for each in row.pauses or ()]  # pyright: ignore
+    return tuple(dict.fromkeys(found))
+
+
+def is_of_subject(kind: SubjectKind, name: str) -> ColumnElement[bool]:
+    """Return the condition that a session belongs to an owner, a key or a project."""
+    match kind:
+        case "owner":
+            return col(SessionRow.owner) == name
+        case "key":
+            return col(SessionRow.key_id) == int(name)
+        case "project":
+            return col(SessionRow.project_id) == name
+
+
+def is_paused(pauses: Collection[Pause]) -> ColumnElement[bool]:
+    """Return the condition that one of the pauses concerns a request, whose session the query joins."""
+    is_sample: ColumnElement[bool] = col(RequestRow.kind) == "sample"
+    conditions = (
+        and_(~is_sample if pause.concerns_training else is_sample, is_of_subject(pause.subject_kind, pause.subject))
+        for pause in pauses
+    )
+    return or_(false(), *conditions)
+
+
+def reason_to_wait(tx: Session, request_id: RequestId, pauses: Collection[Pause]) -> str | None:
+    """Return the reason of the first pause for which an open request waits; None if it has started, or none does."""
+    wanted = (
+        select(col(RequestRow.kind), col(SessionRow.owner), col(SessionRow.key_id), col(SessionRow.project_id))
+        .join(SessionRow, col(SessionRow.session_id) == col(RequestRow.session_id))
+        .where(
+            col(RequestRow.request_id) == request_id, col(RequestRow.status) == "open", col(RequestRow.attempts) == 0
+        )
+    )
+    found: Any = execute(tx, wanted).first()
+    if found is None:
+        return None
+
+    kind, owner, key_id, project_id = found
+    subjects = {("owner", owner), ("key", str(key_id)), ("project", project_id)}
+    return next(
+        (
+            pause.reason
+            for pause in pauses
+            if pause.concerns_training is (kind != "sample") and (pause.subject_kind, pause.subject) in subjects
+        ),
+        None,
+    )

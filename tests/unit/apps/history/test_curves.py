@@ -1,0 +1,151 @@
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
+
+from skyrl_tx.apps.history.curves import CurveCache, fold, fold_metrics, smooth, spark, thin
+from skyrl_tx.apps.history.points import Point, SampledStep
+from skyrl_tx.apps.history.tables import PointKind
+from skyrl_tx.contract.ids import ModelId
+
+NUMBERS = st.floats(-1e6, 1e6)
+
+
+VALUES = {"loss:sum": 20.0, "num_tokens:sum": 10.0}
+
+
+def point(position: int, kind: PointKind, step: int, **changes: Any) -> Point:
+    """Return a point with the same times and sizes as others."""
+    times = {"created_at": 0.0, "started_at": 1.0, "at": 2.0, "device_s": 0.5}
+    fields = {**times, "tokens": 10, "datums": 2, "values": VALUES, **changes}
+    return Point(position=position, model_id=ModelId("run"), kind=kind, step=step, **fields)
+
+
+def passes(steps: int, chunks: int = 2) -> list[Point]:
+    points: list[Point] = []
+    for step in range(steps):
+        points += [point(len(points) + chunk, "train", step) for chunk in range(chunks)]
+        update = {"unclipped_grad_l2:mean": 0.5, "learning_rate:mean": 1e-4}
+        points.append(point(len(points), "step", step + 1, values=update, tokens=0, datums=0))
+    return points
+
+
+@given(st.lists(st.tuples(NUMBERS, st.integers(1, 50)), min_size=1, max_size=5))
+def test_metrics_are_folded_as_the_sdk_folds_chunks(chunks: list[tuple[float, int]]) -> None:
+    names = [f"m:{reduction}" for reduction in ("mean", "sum", "min", "max", "slack")]
+    outputs = [
+        SimpleNamespace(metrics=dict.fromkeys(names, value), loss_fn_outputs=[None] * weight, loss_fn_output_type="")
+        for value, weight in chunks
+    ]
+    # The SDK's function asks for its own types, of which it reads these attributes only.
+    from tinker.lib import chunked_fwdbwd_helpers
+
+    expected = chunked_fwdbwd_helpers._metrics_reduction(outputs)  # pyright: ignore
+    folded = fold_metrics([(dict.fromkeys(names, value), float(weight)) for value, weight in chunks])
+    assert folded.keys() == expected.keys() == set(names)
+    for name in names:
+        assert folded[name] == pytest.approx(expected[name], rel=1e-9, abs=1e-3)
+    assert combine_fwd_bwd_output_results([]).metrics == {}
+
+
+def test_a_metric_that_is_not_finite_anywhere_is_none() -> None:
+    assert fold_metrics([({"a:sum": 1.0}, 1.0), ({"a:sum": None}, 1.0)]) == {"a:sum": None}
+    assert fold_metrics([({"a:sum": 1.0}, 1.0), ({}, 1.0)]) == {}
+
+
+def test_passes_of_a_step_and_its_update_are_one_step() -> None:
+    first, second = fold(passes(2))
+    assert (first.step, second.step) == (1, 2) and first.passes == 2 and first.is_applied
+    assert first.values["loss"] == 40.0 / 20.0 and first.values["grad_norm"] == 0.5 and first.tokens == 20
+    assert first.values["learning_rate"] == 1e-4 and first.queue_s == 1.0 and first.wall_s == 2.0
+
+
+def test_a_policy_gradient_loss_is_divided_by_the_positions_with_an_advantage() -> None:
+    values = {"loss:sum": 6.0, "num_tokens:sum": 100.0, "ratio_count:sum": 3.0, "ratio:sum": 3.3}
+    (step,) = fold([point(1, "train", 0, values=values)])
+    assert step.values["loss"] == 2.0 and step.values["ratio"] == pytest.approx(1.1)
+    assert step.values["advantages"] == 3.0 and not step.is_applied
+
+
+def test_evaluations_are_curves_of_their_own() -> None:
+    evaluation = point(9, "forward", 0, created_at=-50.0, at=90.0)
+    (step,) = fold([*passes(1), evaluation])
+    assert step.values["forward_loss"] == 2.0 and step.tokens == 20 and step.wall_s == 2.0 and step.passes == 2
+
+
+@given(st.lists(st.none() | NUMBERS, max_size=60), st.floats(0, 0.99))
+def test_smoothing_stays_between_the_extremes(values: list[float | None], weight: float) -> None:
+    known = [value for value in values if value is not None]
+    smoothed = smooth(values, weight)
+    assert [value is None for value in smoothed] == [value is None for value in values]
+    for value in smoothed:
+        assert value is None or min(known) - 1e-3 <= value <= max(known) + 1e-3
+    assert weight or smoothed == pytest.approx(values)
+
+
+@given(st.lists(NUMBERS, min_size=1, max_size=400), st.integers(1, 20))
+def test_thinning_keeps_order_ends_and_spikes(losses: list[float], buckets: int) -> None:
+    points = [
+        point(index, "train", index, values={"loss:sum": loss * 10, "num_tokens:sum": 10.0})
+        for index, loss in enumerate(losses)
+    ]
+    steps = fold(points)
+    kept = thin(steps, ["loss"], buckets)
+    assert len(kept) <= max(4 * buckets, 1) and kept[0] == steps[0] and kept[-1] == steps[-1]
+    assert [step.step for step in kept] == sorted({step.step for step in kept})
+    seen = [step.values["loss"] for step in kept]
+    assert max(losses) == pytest.approx(max(filter(None, seen), default=0.0), abs=1e-6) or max(losses) <= 0
+    assert {max(step.values["loss"] or 0 for step in steps)} <= {value or 0 for value in seen} or max(losses) < 0
+
+
+@given(st.lists(st.none() | NUMBERS, max_size=40))
+def test_a_sparkline_stays_in_its_box(values: list[float | None]) -> None:
+    places = [tuple(map(float, place.split(","))) for place in spark(values).split()]
+    assert all(0 <= x <= 120 and 0 <= y <= 28 and math.isfinite(y) for x, y in places)
+    assert bool(places) == (sum(value is not None for value in values) > 1)
+
+
+def test_the_cache_reads_only_the_newest_steps_again_and_finds_late_chunks() -> None:
+    points, reads = passes(10), []
+
+    def read(after: int, limit: int) -> Sequence[Point]:
+        found = sorted((point for point in points if point.position > after), key=lambda point: point.position)
+        reads.append(len(found))
+        return found[:limit]
+
+    cache = CurveCache(max_runs=1)
+    assert cache.steps("run", read) == fold(points)
+    assert cache.steps("run", read) == fold(points) and reads[-1] <= 6
+    late = points.pop(-2)
+    assert cache.steps("other", read) == fold(points)
+    points.append(late)
+    assert cache.steps("other", read) == fold(points)
+
+
+def test_samples_of_the_weights_before_a_step_are_curves_of_it() -> None:
+    points = passes(40)
+    sampled = {2: SampledStep(step=2, samples=4, cut=1, tokens=40, scored_tokens=30, logprob_sum=-6.0)}
+    reads: list[int] = []
+
+    def read(after: int, limit: int) -> Sequence[Point]:
+        return sorted((point for point in points if point.position > after), key=lambda point: point.position)[:limit]
+
+    def read_sampled(after: int) -> Sequence[SampledStep]:
+        reads.append(after)
+        return [each for each in sampled.values() if each.step > after]
+
+    cache = CurveCache()
+    first = cache.steps("run", read, read_sampled)
+    assert {"sampled_length", "cut_share", "surprise"} & first[1].values.keys() == set()
+    step = next(step for step in first if step.step == 3)
+    assert (step.values["sampled_length"], step.values["cut_share"], step.values["surprise"]) == (10.0, 0.25, 0.2)
+    sampled[38] = SampledStep(step=38, samples=2, cut=0, tokens=10, scored_tokens=0, logprob_sum=0.0)
+    sampled[2] = SampledStep(step=2, samples=8, cut=8, tokens=40, scored_tokens=40, logprob_sum=-4.0)
+    again = {step.step: step.values for step in cache.steps("run", read, read_sampled)}
+    assert (again[3]["cut_share"], again[39]["sampled_length"]) == (1.0, 5.0) and "surprise" not in again[39]
+    assert cache.steps("run", read, read_sampled) == cache.steps("run", read, read_sampled) and reads[-1] == 38 - 32

@@ -1,0 +1,51 @@
+"""The choice of a mesh for long rows, with made-up lengths."""
+
+import jax.numpy as jnp
+
+from skyrl_tx import models
+from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
+from skyrl_tx.tools.plan.hardware import parse_devices
+from skyrl_tx.tools.plan.meshes import candidates, fitting_candidate, meshes_of
+from tests.support.published import QWEN3_8B
+
+DENSE = models.find_family(QWEN3_8B).config_from_hf(QWEN3_8B)
+BY_TIME = candidates(DENSE, JaxConfig(), parse_devices("h200:8"), jnp.dtype("bfloat16"), meshes_of(8, with_cp=True))
+
+
+def mesh_for(tokens: int, asked: list[MeshConfig]) -> MeshConfig | None:
+    def longest_row(mesh: MeshConfig) -> int:
+        asked.append(mesh)
+        return 1000 * mesh.cp * mesh.tp // (2 if mesh.tp > 1 else 1) - mesh.dp
+
+    found = fitting_candidate(BY_TIME, longest_row, tokens)
+    return None if found is None else found.mesh
+
+
+def test_all_meshes_of_eight_devices_are_candidates() -> None:
+    found = list(meshes_of(8, with_cp=True))
+    assert len(found) == len(set(found)) == 35 and all(each.num_devices == 8 for each in found)
+    assert {each.mesh for each in BY_TIME} == {each for each in found if each.ep == 1}
+
+
+def test_the_fastest_mesh_that_fits_has_the_least_cp() -> None:
+    assert mesh_for(900, []) == BY_TIME[0].mesh, "the fastest"
+    assert mesh_for(7999, []) == MeshConfig(cp=8)
+    asked: list[MeshConfig] = []
+    assert mesh_for(8001, asked) is None
+    assert sorted(each.tp for each in asked) == [1, 2, 4, 8], "those with the longest rows"
+    assert all(each.dp == each.fsdp == 1 for each in asked)
+
+
+def test_fsdp_takes_what_cp_need_not() -> None:
+    meshes = [each for each in BY_TIME if each.mesh.tp == 1]
+    found = fitting_candidate(meshes, lambda mesh: 1000 * mesh.cp + 10 * mesh.fsdp, 2000)
+    assert found is not None and found.mesh.cp == 2 and found.mesh.dp > 1, "the fastest of those that fit"
+    asked: list[MeshConfig] = []
+
+    def longest_row(mesh: MeshConfig) -> int:
+        asked.append(mesh)
+        return 1000 * mesh.cp + 10 * mesh.fsdp
+
+    found = fitting_candidate(meshes, longest_row, 2040)
+    assert found is not None and found.mesh == MeshConfig(fsdp=4, cp=2), "copies of weights leave less to rows"
+    assert MeshConfig(dp=8) not in asked, "less memory than with fsdp=8"
