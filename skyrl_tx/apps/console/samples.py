@@ -36,7 +36,7 @@ def read_tab(visit: Visit, line: RunLine) -> dict[str, Any]:
     step = visit.whole("step", steps[0][0] if steps else 0)
     rows = visit.read(lambda tx: kept_samples.of_step(tx, line.model_id, step - 1, _MAX_GROUPS, owner=owner))
 
-    groups = describe_groups(rows, _find_decoder(get_service(visit.request).text))
+    groups = describe_groups(rows, make_decoder(get_service(visit.request).text))
     number = visit.whole("group", 0, most=_MAX_GROUPS)
     return {
         "sample_steps": steps,
@@ -48,8 +48,8 @@ def read_tab(visit: Visit, line: RunLine) -> dict[str, Any]:
     }
 
 
-def _find_decoder(text: ModelText) -> Decode:
-    """Return how tokens become text; without a tokenizer, or of tokens that it does not know, there is none."""
+def make_decoder(text: ModelText) -> Decode:
+    """Return a function that decodes tokens. It returns None without a tokenizer, and for ids beyond its range."""
     if not text.has_tokenizer:
         return lambda _: None
 
