@@ -70,6 +70,7 @@ class UvicornConnection(HttpToolsProtocol):
 
     def parse(self, data: bytes) -> None:
         """Parse received bytes, which calls the methods `on_…`. Raises httptools.HttpParserError."""
+        assert self.parser is not None, "the connection is not open"
         self.parser.feed_data(data)
 
     def send_and_close(self, data: bytes) -> None:
