@@ -367,7 +367,8 @@ class _Loop:
 
     def pauses(self) -> Sequence[Pause]:
         """Return whose requests wait because of a quota."""
-        return self._context.admission.pauses()
+        admission = self._context.admission
+        return admission.pauses() if admission.is_counting else ()
 
     def _warn_of_meters(self, error: Exception) -> None:
         if not self._has_warned:
