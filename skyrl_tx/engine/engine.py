@@ -82,7 +82,7 @@ class Engine:
         backend = monitored(self.backend, activity)
         watchdog = Watchdog(activity, self.backend, self.settings, on_stuck)
         watchdog.start()
-        self.store.observe_commits(self.meters.store_write_s.observe, self.meters.store_group_size.observe)
+        self.store.observe_commits(self.meters.store_write_s.observe)
         status = StatusPublisher(self.store, self.boot_id, self.settings.base_models, watchdog)
         membership.leave_to_others(self.store)
         status.start()
@@ -201,7 +201,7 @@ class Engine:
         ephemeral_samplers = EphemeralSamplers(
             background_writer, store, self.artifacts, metadata, settings.max_pending_sampler_writes
         )
-        recovery = Recovery(backend, capabilities, store, self.artifacts, metadata, ephemeral_samplers, self.meters)
+        recovery = Recovery(backend, capabilities, store, self.artifacts, metadata, ephemeral_samplers)
         recovery.check_base(settings.base_models[0])
         membership.check_same_base(store, capabilities.base_model_hash)
         models = Models(

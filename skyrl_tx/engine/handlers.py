@@ -173,7 +173,6 @@ def _save_weights(context: EngineContext, queued: QueuedRequest, model_id: Model
     def on_written(written: Future[Artifact]) -> None:
         try:
             artifact = written.result()
-            context.request_log.meters.checkpoint_written(time.time() - now)
             context.request_log.wait_for_commits()
             _record_checkpoint(context, queued, request, path, artifact, step)
             if request.kind == "sampler_weights":

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,6 @@ from skyrl_tx.contract.ids import ArtifactId, ModelId
 from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.engine import prepare
 from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
-from skyrl_tx.engine.meters import EngineMeters
 from skyrl_tx.engine.request_log import BARRIER_KINDS, QueuedRequest
 from skyrl_tx.engine.schedule import SequenceCursor
 from skyrl_tx.process.failpoints import failpoint
@@ -55,7 +54,6 @@ class Recovery:
     artifacts: ArtifactStore
     metadata: Mapping[str, str]
     ephemeral_samplers: EphemeralSamplers
-    meters: EngineMeters = field(default_factory=EngineMeters)
 
     def check_base(self, base_model: str) -> None:
         """Raise UserError if the database has models of other base weights, or with adapters of another form."""
@@ -112,7 +110,6 @@ class Recovery:
         except Exception:
             self.backend.delete_model(model_id)  # discard the partially restored model
             raise
-        self.meters.replayed.inc(num_replayed)
         if row is not None or num_replayed:
             elapsed = time.monotonic() - started
             restored = "restored model %s: replayed %d requests, %.2f s"
