@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing, ArtifactStore, ArtifactsUnreachable
-from skyrl_tx.contract import requests
+from skyrl_tx.contract import codec, requests
 from skyrl_tx.contract.backend import ALL_PARTS, AbstractBackend, Snapshot, StatePart
 from skyrl_tx.contract.batches import PreparedModelPassBatch
 from skyrl_tx.contract.capabilities import Capabilities, plain_text, split_hash
@@ -23,7 +23,7 @@ from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.engine import prepare
 from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
 from skyrl_tx.engine.meters import EngineMeters
-from skyrl_tx.engine.request_log import BARRIER_KINDS, QueuedRequest
+from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.schedule import SequenceCursor
 from skyrl_tx.process.failpoints import failpoint
 from skyrl_tx.store import futures, models
@@ -132,7 +132,7 @@ class Recovery:
     def sequence_cursor(self, model_id: ModelId) -> SequenceCursor:
         """Return a model's position in its sequence, from its requests with results."""
         last = self.store.read(lambda tx: futures.last_answered_seq(tx, model_id))
-        barrier = self.store.read(lambda tx: futures.last_answered_seq(tx, model_id, BARRIER_KINDS))
+        barrier = self.store.read(lambda tx: futures.last_answered_seq(tx, model_id, codec.BARRIER_KINDS))
         return SequenceCursor(last + 1, barrier)
 
     def _open_newest(self, row: SnapshotRow, files: ExitStack) -> tuple[Snapshot | None, int]:
