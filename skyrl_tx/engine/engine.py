@@ -10,7 +10,7 @@ from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.meters import Meters
-from skyrl_tx.engine import membership
+from skyrl_tx.engine import handlers, membership
 from skyrl_tx.engine.activity import HOST_WORK, LoopActivity, monitored
 from skyrl_tx.engine.admission import Admission
 from skyrl_tx.engine.background_writer import BackgroundWriter
@@ -201,7 +201,9 @@ class Engine:
         ephemeral_samplers = EphemeralSamplers(
             background_writer, store, self.artifacts, metadata, settings.max_pending_sampler_writes
         )
-        recovery = Recovery(backend, capabilities, store, self.artifacts, metadata, ephemeral_samplers, self.meters)
+        recovery = Recovery(
+            backend, capabilities, store, self.artifacts, metadata, ephemeral_samplers, handlers.replay, self.meters
+        )
         recovery.check_base(settings.base_models[0])
         membership.check_same_base(store, capabilities.base_model_hash)
         models = Models(
