@@ -397,17 +397,9 @@ class _Loop:
         self._context.request_log.wait_for_commits()
 
     def _use_device(self) -> bool:
-        """Run some training steps, then some decode slices. The settings bound how long each side waits."""
-        settings, worked = self._context.settings, False
-        for run, count in (
-            (self._train, settings.training_steps_per_turn),
-            (self.sampling.step, settings.decode_slices_per_turn),
-        ):
-            for _ in range(count):
-                if not run():
-                    break
-                worked = True
-        return worked
+        """Run one training step, then one decode slice, so that each side waits for one step of the other only."""
+        has_trained = self._train()
+        return self.sampling.step() or has_trained
 
     def _train(self) -> bool:
         """Execute one request that is no pass, or one micro-batch: in turns if there are both."""
