@@ -136,8 +136,11 @@ class JaxConfig(JaxFlags):
     """Threads that compile the programs of training in the background, the likeliest first, before requests need them.
     0: each program is compiled when it is first used, and all requests wait."""
     max_pass_tokens: int = Field(default=65536, gt=0)
-    """Tokens of all requests that one training pass may batch together. The pass runs in micro-batches, so that more
-    tokens would not be faster, and the results of all its requests arrive at its end."""
+    """Tokens of all requests that one training pass may batch together.
+
+    The pass runs in micro-batches, so more tokens would not be faster, and the results of all its requests arrive at
+    its end.
+    """
     attention_kernel: Literal["auto", "loops", "splash", "triton"] = "auto"
     """Kernel of attention in training. 'auto': splash on TPU, triton on GPU with bfloat16, else loops."""
     experts_kernel: Literal["auto", "loops", "mosaic", "triton"] = "auto"
@@ -146,16 +149,21 @@ class JaxConfig(JaxFlags):
     pages_kernel: Literal["auto", "loops", "mosaic", "triton"] = "auto"
     """Kernel that reads the pages of the KV cache. 'auto': mosaic on TPU, triton on GPU with bfloat16, else loops."""
     decode_slice_tokens: int = Field(default=16, gt=0)
-    """Tokens decoded for each sample before the next training step may run. With fewer, the host's work between two
-    slices takes a larger part of the time."""
+    """Tokens decoded for each sample before the next training step may run.
+
+    With fewer tokens, the host's work between two slices takes a larger part of the time.
+    """
     async_decoding: bool | None = None
     """Dispatch a decode slice before the tokens of the last one are read: the device does not wait for the host.
     On one CPU device the host always waits."""
     prefill_tokens: int | None = Field(default=None, gt=0)
     """Prompt tokens computed between two decode slices, padding included."""
     prefill_chunk_tokens: int | None = Field(default=None, ge=32)
-    """Size of a prefill chunk, a power of two. Prompts with equal beginnings share whole chunks, which end at 128, 256,
-    512 … tokens up to this size, then at its multiples."""
+    """Size of a prefill chunk, a power of two.
+
+    Prompts with equal beginnings share whole chunks, which end at 128, 256, 512 … tokens up to this size, then at its
+    multiples.
+    """
     max_topk_logprobs: int = Field(default=20, ge=0)
     """Largest top-k of log-probabilities that a client may request, as on the OpenAI API."""
 

@@ -91,8 +91,10 @@ class VllmConfig(VllmFlags):
     stream_tokens: int = Field(default=16, gt=0)
     """Tokens that a server sends at a time. Each time costs the server some work; a stop string is found as late."""
     start_timeout_s: float = Field(default_factory=lambda data: 600.0 if data.get("url") else 3600.0, gt=0)
-    """How long the start waits until the servers respond. One that the engine starts may download its weights first,
-    and its end is noticed at once."""
+    """How long the start waits until the servers respond.
+
+    A server that the engine starts may download its weights first, and the engine notices at once when it ends.
+    """
     connect_timeout_s: float = Field(default=10.0, gt=0)
     """How long one connection may take, and the response of a server that is asked for its health."""
     load_timeout_s: float = Field(default=120.0, gt=0)
