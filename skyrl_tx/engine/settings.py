@@ -45,11 +45,6 @@ class EngineSettings(EngineFlags):
     gap_timeout_s: float = Field(default=10.0, ge=0)
     """How long a training request waits while an earlier sequence number is missing.
     A client sends its requests at the same time, and they arrive within a second unless one of them is sent again."""
-    training_steps_per_turn: int = Field(default=1, ge=1)
-    """Maximum micro-batches or other training requests between two turns of sampling.
-    With one, samples wait for a single step only."""
-    decode_slices_per_turn: int = Field(default=1, ge=1)
-    """Maximum decode slices between two turns of training."""
     snapshot_interval_s: float = Field(default=60.0, ge=0)
     """Seconds between two snapshots of a model in training: a crash then repeats about a minute of work."""
     snapshot_interval_requests: int = Field(default=100, ge=1)
