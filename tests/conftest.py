@@ -1,14 +1,15 @@
 """Fixtures that several rooms share."""
 
-import asyncio
-import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from weakref import WeakSet
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
 from skyrl_tx.backends.jax.compiler import set_cpu_options
@@ -19,11 +20,14 @@ from tests.support.client_environments import (
     is_required,
     prepare,
 )
+from tests.support.leftover_work import (
+    cancel_tasks_of_clients,
+    find_leftover_threads,
+    find_threads,
+    stop_loop_of_clients,
+)
 from tests.support.postgresql_server import PostgresqlServer
 from tests.support.shared_statements import share_statements
-
-CANCEL_ROUNDS = 8
-"""The SDK's loops of retries may take one cancellation for a lost connection, and go on."""
 
 TOGETHER = (
     ("tests/api/",),
@@ -80,6 +84,11 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
     set_cpu_options(os.environ)
     share_statements()
+    # Examples may take any time on a busy machine. Each run draws others, so that few are enough.
+    settings.register_profile(
+        "default run", max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("default run")
 
 
 @pytest.hookimpl(tryfirst=True)  # before deselection by marker
@@ -137,6 +146,33 @@ def _logging_as_before() -> Iterator[None]:
             root.removeHandler(handler)
     root.setLevel(levels[0])
     ours.setLevel(levels[1])
+
+
+_threads_of_packages = WeakSet[threading.Thread]()
+"""Threads that fixtures started which several modules share."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Generator[None, object, object]:
+    """Note which threads belong to fixtures that several modules share."""
+    before = find_threads()
+    made = yield
+    if fixturedef.scope in ("package", "session"):
+        _threads_of_packages.update(find_threads() - before)
+    return made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_work_goes_on() -> Iterator[None]:
+    """Check that no thread of a module is still at work in the next one.
+
+    A server that several modules share may start threads in any of them, so they are not checked while it runs.
+    """
+    before = find_threads()
+    yield
+    cancel_tasks_of_clients()
+    if not any(thread.is_alive() for thread in _threads_of_packages):
+        assert find_leftover_threads(before) == []
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -204,27 +240,5 @@ def postgresql_url(postgresql: PostgresqlServer, _shared_database: str) -> str:
 
 
 def pytest_sessionfinish() -> None:
-    """Stop the SDK's background loop, where clients that no test closed still send heartbeats.
-
-    A callback of its native transport into an interpreter that is shutting down aborts the process.
-    """
-    holder = sys.modules.get("tinker.lib.internal_client_holder")
-    background = holder and holder._internal_client_holder_thread_singleton
-    if not background or background._thread is None:
-        return
-    loop = background.get_loop()
-
-    async def cancel_all() -> None:
-        for _ in range(CANCEL_ROUNDS):
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            if not tasks:
-                return
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks, timeout=2)
-        print("still running in the SDK's loop:", *tasks, sep="\n  ", file=sys.stderr)
-
-    with contextlib.suppress(TimeoutError):  # then the loop itself hangs, and is left as it is
-        asyncio.run_coroutine_threadsafe(cancel_all(), loop).result(timeout=30)
-    loop.call_soon_threadsafe(loop.stop)
-    background._thread.join(timeout=30)
+    """End the background loop of the SDK."""
+    stop_loop_of_clients()

@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
@@ -328,20 +327,19 @@ def open_samples(world: ConsoleWorld) -> int:
 
 def test_a_reader_who_leaves_cancels_the_sample(tmp_path: Path) -> None:
     with (
-        console_world(tmp_path, has_tokenizer=True, token_delay_s=0.05) as world,
+        console_world(tmp_path, has_tokenizer=True, token_delay_s=0.4) as world,  # 36 s in all
         world.browser(world.key("ann")) as ann,
     ):
         body = ASK | {"max_tokens": 90, "n": 2}
         headers = {"Sec-Fetch-Site": "same-origin", "X-Form-Token": ann.token()}
-        started = time.monotonic()
         with ann.client.stream("POST", CHAT, json=body, headers=headers) as response:
             kinds: list[str] = []
             for line in response.iter_lines():
                 kinds += [json.loads(line.removeprefix("data: "))["type"]] if line else []
                 if kinds.count("delta") > 2:
                     break
-        assert kinds[0] == "prompt" and open_samples(world) == 1 and time.monotonic() - started < 4
-        until(lambda: open_samples(world) == 0, within_s=3.0)
+        assert kinds[0] == "prompt" and open_samples(world) == 1
+        until(lambda: open_samples(world) == 0, within_s=20.0)
 
 
 def test_a_model_without_text_takes_token_ids_alone(tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ class TestJaxWithStatesAndExperts(TestJax):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 class TestJaxWithMamba(TestJax):
     architecture = MAMBA
 

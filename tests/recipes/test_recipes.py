@@ -183,7 +183,13 @@ def checkpoint(prepared: Any, shared_server_url: str) -> str:
     return prepared.last_checkpoint("chat_sl.train")
 
 
-@pytest.mark.parametrize("name", RECIPES)
+AS_OTHERS = ("math_rl gsm8k", "sdft reverse", "twenty_questions")
+"""Recipes with other data or another setting, whose calls to the server are those of recipes next to them."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in AS_OTHERS else ()) for name in RECIPES]
+)
 def test_recipe(prepared: Any, shared_server_url: str, checkpoint: str, name: str) -> None:
     recipe = RECIPES[name]
     arguments = [argument.replace("{checkpoint}", checkpoint) for argument in recipe.arguments]

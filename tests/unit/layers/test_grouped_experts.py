@@ -36,7 +36,11 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 @BOTH
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "inputs", "outputs", "rank"), [(16, 64, 128, 8), (32, 176, 40, 4), (128, 80, 200, 16), (16, 12, 8, 3)]
+    ("rows", "inputs", "outputs", "rank"),
+    [
+        *((32, 176, 40, 4), (16, 12, 8, 3)),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((16, 64, 128, 8), (128, 80, 200, 16))),
+    ],
 )
 def test_each_tile_is_multiplied_with_its_matrices(
     rows: int, inputs: int, outputs: int, rank: int, transposed: bool, kernel: ExpertsKernel

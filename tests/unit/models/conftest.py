@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,8 +86,17 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     return read_back(tmp_path_factory.mktemp("model"), "qwen3-tied")
 
 
-DEFAULT = ("qwen3-tied", CYCLE, SINKS)
-"""A dense model and two of unlike layers; others are slow tests, and the conformance tests cover them."""
+DEFAULT = ("qwen3-tied", SINKS)
+"""A dense model, and one of experts and unlike layers, of which some have windows."""
+SLOW = (CYCLE, SHARED, LATENTS, OUTPUT_NORMS, MAMBA)
+"""The models with parts that those have not. Others are for `make exhaustive`; the conformance tests cover them."""
+
+
+def mark_family(name: str) -> Any:
+    """Return a family as a parameter, with the marks of its level."""
+    if name in DEFAULT:
+        return name
+    return pytest.param(name, marks=pytest.mark.slow if name in SLOW else [pytest.mark.slow, pytest.mark.exhaustive])
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +105,10 @@ def alternating(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     return read_back(tmp_path_factory.mktemp("model"), CYCLE)
 
 
-@pytest.fixture(scope="module", params=[SINKS, SHARED, BY_HEAD, LATENTS, MAMBA, OUTPUT_NORMS])
+@pytest.fixture(
+    scope="module",
+    params=[SINKS, SHARED, LATENTS, MAMBA, OUTPUT_NORMS, pytest.param(BY_HEAD, marks=pytest.mark.exhaustive)],
+)
 def unlike(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     """Give models whose layers read sequences in other ways than whole."""
     return read_back(tmp_path_factory.mktemp("model"), request.param)
@@ -109,7 +122,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
 
 @pytest.fixture(
     scope="module",
-    params=[name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS],
+    params=[mark_family(name) for name in VARIANTS],
 )
 def each_family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     """Give a model of every family."""

@@ -14,7 +14,7 @@ from skyrl_tx.store.futures import ConflictingRequest, NewRequest, Submitted
 
 BODIES = st.sampled_from([b"", b"one", b"two"])
 SENDS = st.lists(st.tuples(st.integers(0, 4), BODIES), max_size=25)
-on_one_store = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+on_one_store = settings(max_examples=50, deadline=None, suppress_health_check=[*HealthCheck])
 rounds = itertools.count()  # a key prefix per example, because all examples share one store
 
 

@@ -81,7 +81,7 @@ def test_engine_role_is_exclusive_across_data_directories(tmp_path: Path, open_s
         open_store("engine", tmp_path / "two", busy_timeout_s=0.2)
     with pytest.raises(StoreInUse, match=r"data directory .*/one is in use: its engine runs as process \d+"):
         open_store("engine", tmp_path / "one")
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 15
     engine.close()
     open_store("engine", tmp_path / "two")
 

@@ -26,10 +26,14 @@ DATUM = {
 }
 
 
-def is_refreshing(frame: FrameType | None) -> bool:
-    """Whether a function runs because the engine looks for changed quotas, which it does once a second."""
+ONCE_A_SECOND = {admission.QuotaAdmission.refresh.__code__, admission.QuotaAdmission.pauses.__code__}
+"""The engine looks for changed quotas, and tells its status whose requests wait, whatever requests there are."""
+
+
+def runs_once_a_second(frame: FrameType | None) -> bool:
+    """Return whether a function runs because a second has passed, and not because of a request."""
     while frame is not None:
-        if frame.f_code is admission.QuotaAdmission.refresh.__code__:
+        if frame.f_code in ONCE_A_SECOND:
             return True
         frame = frame.f_back
     return False
@@ -44,11 +48,11 @@ class Recorder:
         self.statements: list[str] = []
 
     def __call__(self, frame: FrameType, kind: str, _: object) -> None:
-        if self.is_on and kind == "call" and frame.f_code.co_filename in MODULES and not is_refreshing(frame):
+        if self.is_on and kind == "call" and frame.f_code.co_filename in MODULES and not runs_once_a_second(frame):
             self.calls[frame.f_code.co_name] += 1
 
     def on_statement(self, _connection: Any, _cursor: Any, statement: str, *_: object) -> None:
-        if self.is_on and "quotas" in statement and not is_refreshing(sys._getframe()):
+        if self.is_on and "quotas" in statement and not runs_once_a_second(sys._getframe()):
             self.statements.append(statement)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.shared_traces import share_traces as share_traces
 from tests.support.tiny import TinyModel, tiny_dense
 
 

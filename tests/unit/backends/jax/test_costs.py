@@ -97,12 +97,12 @@ def test_the_estimate_matches_the_compiled_program(tmp_path, remat, more):
     ("platform", "content", "num_layers", "rank", "sizes", "num_tokens", "compiled_gib"),
     [
         ("tpu", QWEN3_8B, 36, 32, {"tp": 8}, 2048, 1.530),  # v5e
-        ("tpu", QWEN3_8B, 36, 32, {"fsdp": 8}, 2048, 2.668),  # v5e
-        ("tpu", QWEN3_600M, 28, 32, {"fsdp": 1}, 8192, 1.744),  # v5e
+        pytest.param("tpu", QWEN3_8B, 36, 32, {"fsdp": 8}, 2048, 2.668, marks=pytest.mark.slow),  # v5e
+        pytest.param("tpu", QWEN3_600M, 28, 32, {"fsdp": 1}, 8192, 1.744, marks=pytest.mark.slow),  # v5e
         ("gpu", QWEN3_8B, 36, 32, {"fsdp": 8}, 2048, 3.933),  # H200
-        ("gpu", QWEN3_8B, 36, 32, {"tp": 8}, 16384, 11.208),  # H200
+        pytest.param("gpu", QWEN3_8B, 36, 32, {"tp": 8}, 16384, 11.208, marks=pytest.mark.slow),  # H200
         ("tpu", QWEN3_30B_A3B, 2, 8, {"ep": 8}, 2048, 3.038),  # v5e
-        ("gpu", QWEN3_30B_A3B, 48, 32, {"cp": 8}, 12800, 12.840),  # H200
+        pytest.param("gpu", QWEN3_30B_A3B, 48, 32, {"cp": 8}, 12800, 12.840, marks=pytest.mark.slow),  # H200
         pytest.param("gpu", QWEN3_30B_A3B, 48, 8, {"ep": 8}, 2048, 4.115, marks=pytest.mark.slow),  # H200
         pytest.param("gpu", QWEN3_30B_A3B, 48, 8, {"ep": 8}, 4096, 6.625, marks=pytest.mark.slow),  # H200
     ],
@@ -119,7 +119,11 @@ def test_the_estimate_is_near_the_account_of_the_devices_compiler(
 
 @pytest.mark.parametrize(
     ("platform", "sizes", "num_tokens", "compiled_gib"),
-    [("gpu", {"tp": 8}, 16384, 20.418), ("tpu", {"tp": 8}, 4096, 5.167), ("gpu", {"fsdp": 1}, 4096, 15.638)],
+    [
+        ("gpu", {"tp": 8}, 16384, 20.418),
+        pytest.param("tpu", {"tp": 8}, 4096, 5.167, marks=pytest.mark.slow),
+        pytest.param("gpu", {"fsdp": 1}, 4096, 15.638, marks=pytest.mark.slow),
+    ],
     ids=["h200-8", "v6e-8", "h200-1"],
 )
 def test_what_mixers_return_is_kept_whole_on_each_device(platform, sizes, num_tokens, compiled_gib) -> None:

@@ -70,8 +70,14 @@ def check(logits: np.ndarray, tokens: np.ndarray, top_k: int, top_p: float, size
     assert kept[became].all(), (top_k, top_p)
 
 
-@pytest.mark.parametrize("size", [TILE, VOCAB])
-@pytest.mark.parametrize("row", [flat, peaked, tied, equal, with_infinities])
+@pytest.mark.parametrize(
+    ("row", "size"),
+    [
+        *((row, TILE) for row in (flat, peaked, tied, equal, with_infinities)),
+        (tied, VOCAB),
+        *(pytest.param(row, VOCAB, marks=pytest.mark.slow) for row in (flat, peaked, equal, with_infinities)),
+    ],
+)
 def test_exactly_the_tokens_outside_the_filter_are_drawn_again(row, size):
     logits = row()
     drawable = np.resize(np.flatnonzero(np.isfinite(logits)), VOCAB)
@@ -80,7 +86,7 @@ def test_exactly_the_tokens_outside_the_filter_are_drawn_again(row, size):
         check(logits, drawable, top_k, top_p, size)
 
 
-@pytest.mark.parametrize("vocab", [5000, 20_000])
+@pytest.mark.parametrize("vocab", [pytest.param(5000, marks=pytest.mark.slow), 20_000])
 def test_filters_are_exact_over_many_blocks(vocab):
     """Most tokens that could be kept lie in blocks that a top-k does not read; of 20,000, blocks are in groups."""
     draw = np.random.default_rng(2)
@@ -128,7 +134,7 @@ def deviation(tokens: NDArray[np.int64], p: NDArray[np.float64]) -> float:
     return ((statistic / freedom) ** (1 / 3) - (1 - spread)) / spread**0.5
 
 
-@pytest.mark.parametrize("row", [flat, peaked, tied])
+@pytest.mark.parametrize("row", [flat, *(pytest.param(row, marks=pytest.mark.slow) for row in (peaked, tied))])
 @pytest.mark.parametrize(
     ("top_k", "top_p"), [(0, 0.95), (0, 0.2), (5, 1.0), (20, 0.95), (50, 0.5), (200, 0.9), (270, 1.0), (270, 0.7)]
 )

@@ -155,7 +155,7 @@ def test_preempted_samples_are_recomputed_with_the_same_bits(tiny, scheduler):
     assert results.bits == ample.bits and len(ample.bits) == 12
 
 
-@pytest.mark.parametrize("adapter", [None, RED])
+@pytest.mark.parametrize("adapter", [pytest.param(None, marks=pytest.mark.slow), RED])
 def test_batch_invariance(scheduler, adapter):
     request = ask("mine", prompt_of(9), sampler=adapter, samples=3, temperature=0.9, max_tokens=20)
     alone, results = run(scheduler, request), Results()
@@ -201,6 +201,7 @@ def test_first_tokens_have_the_same_bits_for_any_number_of_samples(tiny):
             np.testing.assert_array_equal(part.logprobs[:, : end - first], whole.logprobs[:, first:end])
 
 
+@pytest.mark.slow
 def test_the_programs_that_are_compared_are_those_of_slices(tiny):
     """A first slice of one sample has those of the fewest and of the most rows, and compiles none of them twice."""
     scheduler = start(tiny, decode_slice_tokens=7)  # no other test has programs of this shape

@@ -21,13 +21,16 @@ LENGTH = 48
 accumulate = fast_jit(step.accumulate.__wrapped__, static_argnames=("config", "remat"))
 
 
-@pytest.mark.parametrize("remat", [RematPolicy.SAVE_MATMULS, RematPolicy.FULL])
+LOOPS = ("DeepseekV3ForCausalLM", 3), ("Qwen3_5ForCausalLM", 8)
+"""A loop for the dense layer and one for those with experts, and a loop over cycles of four layers."""
+
+
 @pytest.mark.parametrize(
-    ("architecture", "num_layers"),
+    ("architecture", "num_layers", "remat"),
     [
-        ("Qwen3ForCausalLM", 2),
-        ("DeepseekV3ForCausalLM", 3),  # a loop for the dense layer, and one for those with experts
-        ("Qwen3_5ForCausalLM", 8),  # a loop over cycles of four layers
+        *(("Qwen3ForCausalLM", 2, remat) for remat in (RematPolicy.SAVE_MATMULS, RematPolicy.FULL)),
+        *((*model, RematPolicy.SAVE_MATMULS) for model in LOOPS),
+        *(pytest.param(*model, RematPolicy.FULL, marks=pytest.mark.slow) for model in LOOPS),
     ],
 )
 def test_a_gradient_is_added_to_the_sum(tmp_path, architecture, num_layers, remat):

@@ -200,10 +200,10 @@ def test_a_wrong_upload_is_refused_with_its_field(changes: dict[str, Any], text:
 @pytest.mark.parametrize("count", [513, 100_000])
 def test_too_many_nodes_are_refused_before_they_are_read(count: int) -> None:
     nodes = [call(f"n{index}", "torch.exp", REF) for index in range(count)]
-    started = time.perf_counter()
+    started = time.thread_time()
     with pytest.raises(ValidationError) as raised:
         upload(*nodes)
-    assert time.perf_counter() - started < 1.0
+    assert time.thread_time() - started < 1.0
     assert "at most 512" in str(raised.value)
 
 

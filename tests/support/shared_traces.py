@@ -1,0 +1,32 @@
+"""Shares the traces by which the memory of training is counted, most of the time of tests of plans.
+
+What a trace keeps follows from shapes, layout, kernels and configuration alone, see `skyrl_tx.backends.jax.costs`.
+"""
+
+from collections.abc import Hashable
+
+import jax
+import pytest
+
+from skyrl_tx import models
+from skyrl_tx.backends.jax import costs
+from skyrl_tx.layers.remat import RematPolicy
+
+_trace = costs.arrays_kept
+_traces: dict[Hashable, list[jax.ShapeDtypeStruct]] = {}
+
+
+def _arrays_kept(
+    params: models.DecoderParams, config: models.ModelConfig, length: int, policy: RematPolicy
+) -> list[jax.ShapeDtypeStruct]:
+    leaves, structure = jax.tree.flatten(params)
+    key = (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves), config, length, policy, costs.RANK)
+    if key not in _traces:
+        _traces[key] = _trace(params, config, length, policy)
+    return _traces[key]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def share_traces() -> None:
+    """Trace each model once in a process."""
+    costs.arrays_kept = _arrays_kept
