@@ -1,6 +1,6 @@
 .DEFAULT_GOAL := help
 .PHONY: help check lint types contracts test test-fast test-slow exhaustive chaos simulate fuzz fuzz-amplification soak format proto release docs \
-	reference vendor aot gpu
+	reference vendor aot gpu gpu-rl gpu-wheels
 
 help:  ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 12
@@ -89,6 +89,12 @@ aot:  ## compile models for devices that are not here, into docs/performance.md 
 
 gpu:  ## check and measure what the GPU of this machine does (under nine minutes; goes on where it stopped); FLAGS="--models Qwen3-8B"
 	python -m benchmarks.bench_gpu $(FLAGS)
+
+gpu-rl:  ## measure reinforcement learning from end to end on this GPU, and transformers (under ten minutes; continues); FLAGS="--model Qwen3.5-4B"
+	python -m benchmarks.bench_gpu_rl $(FLAGS)
+
+gpu-wheels:  ## download what a GPU host without a network lacks into build/wheels
+	python -m benchmarks.collect_wheels
 
 reference:  ## generate docs/reference and examples/config.yaml from the code
 	python -m docs.generate_reference

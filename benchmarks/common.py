@@ -70,15 +70,21 @@ def machine(packages: Sequence[str]) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return `git describe` of the working tree."""
-    run = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return run.stdout.strip() or "unknown"
+    """Return `git describe` of the working tree, with `-dirty` if more than the results of benchmarks has changed."""
+    described = _git("describe", "--always")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+    return f"{described}{'-dirty' if changed else ''}" if described else "unknown"
+
+
+def _git(*arguments: str) -> str:
+    """Return the output of git at the root of the repository; nothing where git does not work."""
+    try:
+        run = subprocess.run(
+            ["git", *arguments], cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        return ""
+    return run.stdout.strip()
 
 
 def _processor() -> str:

@@ -11,9 +11,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from skyrl_tx.backends.registry import find_backend
-from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.launch.settings import DEFAULT_BACKEND, ServerSettings
-from skyrl_tx.server.settings import ApiSettings
+from skyrl_tx.compose import APP_SETTINGS
+from skyrl_tx.engine.settings import EngineFlags
+from skyrl_tx.launch.settings import DEFAULT_BACKEND, settings_class, short_flags
+from skyrl_tx.server.settings import ApiFlags
 
 PATH = Path(__file__).parents[1] / "examples" / "config.yaml"
 _WIDTH = 118
@@ -39,12 +40,13 @@ def example_config() -> str:
 
 def _lines() -> Iterator[str]:
     yield from _comment(_INTRO, "")
-    api, engine = set(ApiSettings.model_fields), set(EngineSettings.model_fields)
-    yield from _setting(_FIRST, ServerSettings.model_fields[_FIRST], "")
+    api, engine = set(ApiFlags.model_fields), set(EngineFlags.model_fields)
+    composed = settings_class(find_backend(DEFAULT_BACKEND), {}, apps=APP_SETTINGS)
+    yield from _setting(_FIRST, composed.model_fields[_FIRST], "")
     fields = {
         name: field
-        for name, field in ServerSettings.model_fields.items()
-        if name not in (_FIRST, "config", "backend_config", "sampler_config")
+        for name, field in composed.model_fields.items()
+        if name not in {_FIRST, "config", "backend_config", "sampler_config", *short_flags()}
     }
     for title, names in (
         ("Server", [name for name in fields if name not in api ^ engine]),

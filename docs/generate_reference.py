@@ -7,37 +7,30 @@
 import ast
 import importlib.util
 import inspect
-import json
 import pkgutil
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
-import pydantic
-from annotated_types import Ge, Gt, Le, Lt
 from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry, Metric
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from docs import example_config, reference_text
+from docs.markdown import codes, first_line, sentence, table
 from docs.sdk_endpoints import SDK_ENDPOINTS
+from docs.settings_page import settings_page
 from skyrl_tx import models
 from skyrl_tx.apps.chat import CHAT
 from skyrl_tx.apps.chat import routes as chat_routes
-from skyrl_tx.apps.chat.anthropic_schemas import CountTokensRequest, MessagesRequest
 from skyrl_tx.apps.chat.errors import ANTHROPIC_PREFIX, OPENAI_PREFIXES
-from skyrl_tx.apps.chat.openai_schemas import ChatCompletionRequest, CompletionRequest
-from skyrl_tx.backends.registry import find_backend, find_sampler
+from skyrl_tx.apps.chat.schemas import ChatCompletionRequest, CompletionRequest, CountTokensRequest, MessagesRequest
 from skyrl_tx.compose import APPS
 from skyrl_tx.contract.state_files import ALPHA
 from skyrl_tx.engine.meters import EngineMeters
-from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.launch.app import load_server_extensions
-from skyrl_tx.launch.settings import ENVIRONMENT_PREFIX, QuickstartSettings, ServerSettings
 from skyrl_tx.losses import LOSSES, MEANS, Loss
 from skyrl_tx.models import FAMILIES, ModelFamily
 from skyrl_tx.server.app import ROUTERS, create_app
@@ -73,138 +66,6 @@ def _page(blocks: Iterable[str]) -> str:
     return "\n\n".join([title, NOTE, *rest]) + "\n"
 
 
-def _sentence(text: str) -> str:
-    """Return a help text as a sentence: first letter in upper case, full stop at the end."""
-    text = " ".join(text.split())
-    text = text if text[:1] in "'$" else text[:1].upper() + text[1:]
-    return text if text.endswith((".", "!", "?")) else text + "."
-
-
-def _first_line(documented: object) -> str:
-    return _sentence((inspect.getdoc(documented) or "").split("\n\n")[0])
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _codes(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
-
-
-# Settings
-
-
-def settings_page() -> Iterator[str]:
-    """Yield the page of all settings, by component."""
-    yield "# Settings"
-    yield reference_text.SETTINGS_INTRO
-    api, engine = set(ApiSettings.model_fields), set(EngineSettings.model_fields)
-    groups: Mapping[str, Callable[[str], bool]] = {
-        "Server": lambda name: name not in api | engine,
-        "API and engine": lambda name: name in api & engine,
-        "API": lambda name: name in api - engine,
-        "Engine": lambda name: name in engine - api,
-    }
-    for title, belongs in groups.items():
-        fields = {name: field for name, field in ServerSettings.model_fields.items() if belongs(name)}
-        yield f"## {title}"
-        yield from _settings(fields, skip={"backend_config", "sampler_config"})
-    for backend in ("jax", "fake"):
-        config = find_backend(backend).config
-        yield f"## Backend `{backend}`"
-        yield _first_line(config)
-        yield from _settings(config.model_fields, prefix=("backend_config",))
-    config = find_sampler("vllm").config
-    yield "## Sampler `vllm`"
-    yield _first_line(config)
-    yield from _settings(config.model_fields, prefix=("sampler_config",))
-    yield "## `skyrl-tx quickstart`"
-    yield "The quickstart reads no environment and no file, so that a first run is the same everywhere."
-    yield from _settings(QuickstartSettings.model_fields, has_environment=False)
-
-
-def _settings(
-    fields: Mapping[str, FieldInfo],
-    *,
-    prefix: tuple[str, ...] = (),
-    skip: frozenset[str] | set[str] = frozenset(),
-    has_environment: bool = True,
-) -> Iterator[str]:
-    for name, field in fields.items():
-        if name in skip:
-            continue
-        path = (*prefix, name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, pydantic.BaseModel):
-            yield from _settings(field.annotation.model_fields, prefix=path, has_environment=has_environment)
-            continue
-        flag = "--" + ".".join(path).replace("_", "-")
-        facts = [_type_of(field), _default_of(field)]
-        if has_environment:
-            facts.append(f"`{ENVIRONMENT_PREFIX}{'__'.join(path).upper()}`")
-        yield f"### `{flag}`"
-        yield f"{_sentence(field.description or '')}\n\n{' · '.join(facts)}"
-
-
-def _type_of(field: FieldInfo) -> str:
-    """Describe a field's type and bounds."""
-    text = _type_name(field.annotation)
-    bounds = [
-        f"{word} {limit:,}"
-        for bound in field.metadata
-        for kind, word, limit in (
-            (Ge, "at least", getattr(bound, "ge", None)),
-            (Gt, "greater than", getattr(bound, "gt", None)),
-            (Le, "at most", getattr(bound, "le", None)),
-            (Lt, "less than", getattr(bound, "lt", None)),
-        )
-        if isinstance(bound, kind)
-    ]
-    return ", ".join([text, *bounds])
-
-
-def _type_name(annotation: Any) -> str:
-    names = {bool: "switch", int: "integer", float: "number", Path: "path", str: "text"}
-    arguments = [argument for argument in get_args(annotation) if argument is not type(None)]
-    if get_origin(annotation) is Literal:
-        return " or ".join(f"`{value}`" for value in arguments)
-    if get_origin(annotation) is list:
-        return f"list of {_type_name(arguments[0])}, separated by commas"
-    if get_origin(annotation) is dict:
-        return f"JSON object of a {_type_name(arguments[1])} by name"
-    if get_origin(annotation) is Union or len(arguments) != len(get_args(annotation)):
-        return " or ".join(_type_name(argument) for argument in arguments)
-    return names.get(annotation, "text")
-
-
-def _default_of(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    if field.default is PydanticUndefined:
-        return "default: depends on the user's environment"
-    match field.default:
-        case None:
-            return "default: unset"
-        case bool():
-            return f"default: {'on' if field.default else 'off'}"
-        case []:
-            return "default: none"
-        case dict():
-            return f"default: `{json.dumps(field.default)}`"
-        case int() | float():
-            return f"default: `{field.default:.12g}`" if isinstance(field.default, float) else _integer(field.default)
-        case _:
-            return f"default: `{field.default}`"
-
-
-def _integer(value: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if value >= size and value % size == 0:
-            return f"default: `{value}` ({value // size} {unit})"
-    return f"default: `{value}`"
-
-
 # Endpoints
 
 
@@ -218,7 +79,7 @@ def endpoints_page() -> Iterator[str]:
         package, _, name = module.rpartition(".")
         title = package.rpartition(".")[2] if name == "routes" else name  # an app has its endpoints in `routes`
         yield f"## {title.replace('_', ' ').capitalize()}"
-        yield _first_line(sys.modules[module])
+        yield first_line(sys.modules[module])
         for route in endpoints:
             requests = _request_schemas(route.endpoint)
             schemas |= {schema.__name__: schema for schema in requests}
@@ -226,7 +87,7 @@ def endpoints_page() -> Iterator[str]:
     yield from _chat_endpoints(schemas)
     yield "## Parity with the SDK"
     yield reference_text.PARITY
-    yield _table(("Endpoint", "SDK", "Called by", "Answer"), (each.row(operations, PREFIX) for each in SDK_ENDPOINTS))
+    yield table(("Endpoint", "SDK", "Called by", "Answer"), (each.row(operations, PREFIX) for each in SDK_ENDPOINTS))
     yield "## Fields of requests"
     yield "Optional fields are marked with `?`. An unknown field that would change the computation is an error."
     yield "\n".join(f"- `{name}`: {_fields_of(schemas[name])}" for name in sorted(schemas))
@@ -242,7 +103,7 @@ def _chat_endpoints(schemas: dict[str, type[WireModel]]) -> Iterator[str]:
         for route in (route for route in router.routes if isinstance(route, APIRoute)):
             (method,) = route.methods
             yield f"### `{method} {prefix}{route.path_format}`"
-            yield _first_line(route.endpoint)
+            yield first_line(route.endpoint)
     described = CompletionRequest, ChatCompletionRequest, MessagesRequest, CountTokensRequest
     schemas.update({schema.__name__: schema for schema in described})
 
@@ -283,16 +144,16 @@ def _endpoint(route: APIRoute, operations: Mapping[str, Any], requests: Sequence
         operation = operations[method.lower()]
         facts: list[str] = []
         if queries := [p["name"] for p in operation.get("parameters", []) if p["in"] == "query"]:
-            facts.append(f"query {_codes(queries)}")
+            facts.append(f"query {codes(queries)}")
         if requests:
-            facts.append(f"request {_codes(schema.__name__ for schema in requests)}")
+            facts.append(f"request {codes(schema.__name__ for schema in requests)}")
         for status, response in sorted(operation["responses"].items()):
             if status.startswith("2"):
                 schema = response.get("content", {}).get("application/json", {}).get("schema", {})
                 name = schema.get("$ref", "").rpartition("/")[2]
                 facts.append(f"response `{name}`" if name else f"response {status}")
         yield f"### `{method} {route.path_format.removeprefix(PREFIX)}`"
-        yield f"{_first_line(route.endpoint)}\n\n{_sentence(' · '.join(facts))}"
+        yield f"{first_line(route.endpoint)}\n\n{sentence(' · '.join(facts))}"
 
 
 def _request_schemas(endpoint: Callable[..., object]) -> list[type[WireModel]]:
@@ -328,7 +189,7 @@ def losses_page() -> Iterator[str]:
     yield "# Losses and metrics"
     yield reference_text.LOSSES_INTRO
     yield "## Losses"
-    yield _table(
+    yield table(
         ("Loss", "Required inputs next to `target_tokens`", "Config and defaults"),
         (
             (f"[`{name}`](#{name})", ", ".join(_required_inputs(loss)) or "–", _config_of(loss))
@@ -340,18 +201,18 @@ def losses_page() -> Iterator[str]:
         yield _prose(inspect.getdoc(sys.modules[loss.function.__module__]) or "")
         yield "Function: " + _prose(inspect.getdoc(loss.function) or "").removeprefix("Return ")
         if optional := [i for i, described in loss.spec.inputs.items() if described.fill is not None]:
-            yield f"Optional inputs: {_codes(optional)}."
+            yield f"Optional inputs: {codes(optional)}."
         if wide := [i for i, described in loss.spec.inputs.items() if described.max_ndim == 2]:
-            yield f"{_codes(wide)} may have the shape (N, K): K weighted targets at each position."
+            yield f"{codes(wide)} may have the shape (N, K): K weighted targets at each position."
         if name in reference_text.LOSS_NOTES:
             yield reference_text.LOSS_NOTES[name]
     yield "## Custom losses"
     yield reference_text.CUSTOM_LOSSES
     named = sorted({name for name in FUNCTIONS if not name.startswith(("torch._C", "operator.")) and name != "getattr"})
-    yield f"Functions: {_codes(named)}."
-    yield f"Methods of tensors: {_codes(sorted(METHODS))}."
+    yield f"Functions: {codes(named)}."
+    yield f"Methods of tensors: {codes(sorted(METHODS))}."
     yield "## Metrics"
-    yield reference_text.METRICS.format(policy=_codes(MEANS))
+    yield reference_text.METRICS.format(policy=codes(MEANS))
 
 
 def _prose(text: str) -> str:
@@ -379,8 +240,8 @@ def models_page() -> Iterator[str]:
     yield "# Supported models"
     yield reference_text.MODELS_INTRO
     families = list({family.architecture: family for family in FAMILIES.values()}.values())
-    yield _table(("Architecture", "File", "Feed-forward", "Attention"), map(_family, families))
-    yield "\n".join(f"- {_codes(family.names)}: {_first_line(_module_of(family))}" for family in families)
+    yield table(("Architecture", "File", "Feed-forward", "Attention"), map(_family, families))
+    yield "\n".join(f"- {codes(family.names)}: {first_line(_module_of(family))}" for family in families)
     yield reference_text.ADAPTERS.format(alpha=ALPHA)
 
 
@@ -402,7 +263,7 @@ def _family(family: ModelFamily) -> tuple[str, ...]:
     attention += ["no ropes", "Mamba-2 in most layers"] if "in_proj_dt" in has else []
     attention += ["sliding windows"] if "sliding_window" in family.defaults else []
     return (
-        _codes(family.names),
+        codes(family.names),
         f"`{_module_of(family).__name__.replace('.', '/')}.py`",
         _feed_forward(has),
         ", ".join(attention) or "plain",
@@ -425,7 +286,7 @@ def metrics_page() -> Iterator[str]:
     for title, registry in ("API", ApiMetrics().registry), ("Engine", EngineMeters().registry):
         yield f"## {title}"
         rows = [_family_row(each, family) for each in set(_collectors(registry)) for family in each.collect()]
-        yield _table(("Metric", "Type", "Labels", "Meaning"), sorted(rows))
+        yield table(("Metric", "Type", "Labels", "Meaning"), sorted(rows))
 
 
 def _collectors(registry: CollectorRegistry) -> Iterable[Any]:
@@ -435,7 +296,7 @@ def _collectors(registry: CollectorRegistry) -> Iterable[Any]:
 def _family_row(collector: object, family: Metric) -> tuple[str, ...]:
     suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
     labels = getattr(collector, "_labelnames", ()) or getattr(family, "_labelnames", None) or ()
-    return f"`{family.name}{suffix}`", family.type, _codes(labels) or "–", _sentence(family.documentation)
+    return f"`{family.name}{suffix}`", family.type, codes(labels) or "–", sentence(family.documentation)
 
 
 # Recipes
@@ -450,12 +311,12 @@ def recipes_page() -> Iterator[str]:
     yield "## Training recipes"
     yield "\n".join(
         f"- **{name}**: `{recipe.module}` with {' '.join(f'`{argument}`' for argument in recipe.arguments)}.  \n"
-        f"  {_sentence(inspect.getdoc(recipe.check) or 'Checked: it runs to its end, and steps are counted once')}"
+        f"  {sentence(inspect.getdoc(recipe.check) or 'Checked: it runs to its end, and steps are counted once')}"
         for name, recipe in recipes.RECIPES.items()
     )
     yield "## Other programs"
     yield "\n".join(
-        f"- {_codes(sorted(modules))}: `{test}`{f'. {documented}' if documented else ''}"
+        f"- {codes(sorted(modules))}: `{test}`{f'. {documented}' if documented else ''}"
         for test, documented, modules in _other_tests()
     )
     yield reference_text.NOT_RUN
@@ -467,7 +328,7 @@ def _other_tests() -> Iterator[tuple[str, str, set[str]]]:
         for node in ast.parse((RECIPES / file).read_text()).body:
             if isinstance(node, ast.FunctionDef) and (modules := set(_programs(node))):
                 documented = ast.get_docstring(node)
-                yield node.name, _sentence(documented.split("\n\n")[0]) if documented else "", modules
+                yield node.name, sentence(documented.split("\n\n")[0]) if documented else "", modules
 
 
 def _programs(function: ast.FunctionDef) -> Iterator[str]:

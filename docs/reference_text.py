@@ -5,7 +5,13 @@ Every setting is a flag of `skyrl-tx serve`, an environment variable and a key o
 Flags have precedence over environment variables, those over the file, and the file over defaults.
 Keys of the file are the flags' names with underscores: `data_dir: /data`, `backend_config: {mesh: {tp: 2}}`.
 A name that does not exist is an error. Names that end in `_s` are seconds, in `_bytes` bytes, in `_tokens` tokens.
-`skyrl-tx api` and `skyrl-tx engine` take the same flags."""
+`skyrl-tx api` and `skyrl-tx engine` take the same flags.
+
+Another value of a setting that **changes results bitwise** gives losses and samples whose last bits differ, as other
+devices do: keep it for a run that you want to repeat exactly. It is a part of the fingerprint that is stored with
+weights, and a server that loads weights with another fingerprint says so. Settings of earlier releases that no longer
+exist are in [Upgrading from 0.2](../guides/upgrading.md#settings). The backend `fake`, which is for tests, has settings
+of its own: `skyrl-tx serve --backend fake --help` lists them."""
 
 ENDPOINTS_INTRO = """\
 All paths are below `/api/v1`, except those of the OpenAI and Anthropic APIs. A request carries its key, or a token

@@ -7,3 +7,4 @@ from skyrl_tx.apps.teams import TEAMS
 from skyrl_tx.launch.app import App
 
 APPS: tuple[App, ...] = (HISTORY, TEAMS, CHAT, CONSOLE)
+APP_SETTINGS = tuple(app.settings for app in APPS if app.settings is not None)

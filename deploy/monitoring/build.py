@@ -29,10 +29,10 @@ def total(metric: str, by: str = "", labels: str = "") -> str:
     return f"sum by ({by}) ({rate(metric, labels)})" if by else f"sum({rate(metric, labels)})"
 
 
-def quantiles(metric: str, by: str = "") -> list[tuple[str, str]]:
+def quantiles(metric: str, by: str = "", only: str = "") -> list[tuple[str, str]]:
     """Return queries of the median and the 95th percentile of a histogram."""
     labels, legend = (f"le, {by}", f" {{{{{by}}}}}") if by else ("le", "")
-    inner = f"sum by ({labels}) ({rate(f'{metric}_bucket')})"
+    inner = f"sum by ({labels}) ({rate(f'{metric}_bucket', only)})"
     return [(f"histogram_quantile({q}, {inner})", f"{name}{legend}") for q, name in ((0.5, "median"), (0.95, "p95"))]
 
 
@@ -59,9 +59,8 @@ BOARDS: Mapping[str, Sequence[Panel]] = {
         ("HTTP responses a second", "short", [(total("http_requests_total", "group, code"), "{{group}} {{code}}")]),
         ("HTTP duration", "s", quantiles("http_request_duration_seconds", "group")),
         ("Poll wake-up", "s", quantiles("poll_wakeup_seconds")),
-        ("Open polls, sessions, connections", "short", [
-            gauge("polls_waiting", "polls"), gauge("sessions_active", "sessions"),
-            gauge("connections_open", "connections")]),
+        ("Open polls, sessions", "short", [
+            gauge("polls_waiting", "polls"), gauge("sessions_active", "sessions")]),
         ("Refused calls a second", "short", [
             (total("backpressure_total", "reason"), "{{reason}}"),
             (total("auth_failures_total", "reason"), "{{reason}}")]),
@@ -70,29 +69,24 @@ BOARDS: Mapping[str, Sequence[Panel]] = {
             (quantiles("engine_store_write_seconds")[1][0], "engine")]),
         ("Device memory", "bytes", [
             gauge("device_memory_bytes", "used {{device}}"), gauge("device_memory_limit_bytes", "limit {{device}}")]),
-        ("Disk", "bytes", [gauge("disk_free_bytes", "free"), gauge("store_bytes", "database {{part}}"),
-                           gauge("artifact_bytes", "{{kind}}")]),
+        ("Disk", "bytes", [gauge("disk_free_bytes", "free"), gauge("store_bytes", "database {{part}}")]),
         ("Process memory", "bytes", [
             ("process_resident_memory_bytes{%}", "API"), gauge("engine_process_resident_memory_bytes", "engine")]),
     ),
     "training": (
         ("Training tokens a second", "short", [(total("training_tokens_total", "pass"), "{{pass}}")]),
-        ("Optimizer steps a second", "short", [(total("optim_steps_total"), "steps")]),
-        ("Datums a second", "short", [(total("training_datums_total"), "datums")]),
+        ("Optimizer steps a second", "short", [
+            (total("requests_completed_total", labels=', kind="optim_step", outcome="ok"'), "steps")]),
         ("Run time of a request", "s", quantiles("request_run_seconds", "kind")),
         ("Micro-batches a second", "short", [(total("micro_batches_total"), "micro-batches")]),
         ("Padding of micro-batches", "percentunit", [
             (f"{total('padding_tokens_total')} / clamp_min({total('padding_tokens_total')} + "
              f"{total('training_tokens_total')}, 1)", "share")]),
         ("Models on the device", "short", [gauge("models_resident", "resident"), gauge("models_places", "places")]),
-        ("Restores and evictions a second", "short", [
-            (total("model_restores_total"), "restores"), (total("model_evictions_total"), "evictions"),
-            (total("replayed_effects_total"), "replayed requests")]),
+        ("Restores of models a second", "short", [(total("model_restores_total"), "restores")]),
         ("Not finite, a second", "short", [(total("nonfinite_total", "what"), "{{what}}")]),
         ("Snapshots a second", "short", [(total("snapshots_total", "outcome"), "{{outcome}}")]),
-        ("Time of a snapshot", "s", quantiles("snapshot_seconds")),
         ("Requests since the snapshot", "short", [gauge("effects_since_snapshot", "most of a model")]),
-        ("Time to write a checkpoint", "s", quantiles("checkpoint_write_seconds")),
         ("Compilations a second", "short", [(total("compilations_total"), "programs")]),
         ("Compiler", "percentunit", [(total("compile_seconds_total"), "share of time")]),
         ("Out of memory, retries a second", "short", [(total("out_of_memory_retries_total"), "passes")]),
@@ -103,14 +97,13 @@ BOARDS: Mapping[str, Sequence[Panel]] = {
         ("Ended samples a second", "short", [(total("samples_finished_total", "reason"), "{{reason}}")]),
         ("Time to the first token", "s", quantiles("time_to_first_token_seconds")),
         ("Time between two tokens", "s", quantiles("inter_token_seconds")),
-        ("Time of a sample request", "s", quantiles("sample_e2e_seconds")),
+        ("Run time of a sample request", "s", quantiles("request_run_seconds", only=', kind="sample"')),
         ("Decode slots", "short", [gauge("decode_slots_used", "used"), gauge("decode_slots", "all")]),
         ("KV cache", "short", [gauge("kv_cache_tokens_used", "used"), gauge("kv_cache_tokens", "all"),
                                gauge("prefix_cache_tokens", "cached prompts")]),
         ("Samplers on the device", "short", [
             gauge("samplers_resident", "resident"), gauge("samplers_places", "places")]),
-        ("Loads and evictions a second", "short", [
-            (total("sampler_loads_total"), "loads"), (total("sampler_evictions_total"), "evictions")]),
+        ("Loads of samplers a second", "short", [(total("sampler_loads_total"), "loads")]),
         ("Memory of waiting samples", "bytes", [
             ('skyrl_tx_backlog_bytes{%, queue="sampling"}', "used"),
             ('skyrl_tx_backlog_limit_bytes{%, queue="sampling"}', "limit")]),
@@ -118,8 +111,8 @@ BOARDS: Mapping[str, Sequence[Panel]] = {
         ("Gap to the trainer, nats", "short", [
             (f"{total('trainer_gap_nats_total')} / clamp_min({total('compared_tokens_total')}, 1e-9)", "mean"),
             gauge("trainer_gap_max_nats", "largest")]),
-        ("Servers that draw samples", "short", [
-            gauge("sampler_servers", "all"), gauge("sampler_servers_lost", "lost"),
+        ("Lost servers that draw samples", "short", [
+            gauge("sampler_servers_lost", "lost"),
             (total("fallback_samples_total"), "samples of the trainer, a second")]),
     ),
 }  # fmt: skip

@@ -1,6 +1,7 @@
-"""Lookup of installed backends and samplers by the names of their entry points, in this package or another."""
+"""Lookup of backends, samplers and launchers by the names of their entry points, in this package or another."""
 
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
+from typing import TypeVar
 
 from skyrl_tx.contract.backend import BackendSpec
 from skyrl_tx.contract.errors import UserError
@@ -8,28 +9,30 @@ from skyrl_tx.contract.sampler import SamplerSpec
 
 GROUP = "skyrl_tx.backends"
 SAMPLER_GROUP = "skyrl_tx.samplers"
+S = TypeVar("S")
 
 
 def find_backend(name: str) -> BackendSpec:
     """Return the spec of a backend. Raises UserError, with the installed names, if there is none of that name."""
-    entry = _find(GROUP, "backend", name)
-    spec = entry.load()
-    if not isinstance(spec, BackendSpec):
-        raise UserError(f"backend {name!r}: entry point {entry.value!r} is no BackendSpec")
-    return spec
+    return find_spec(GROUP, "backend", name, BackendSpec)
 
 
 def find_sampler(name: str) -> SamplerSpec:
     """Return the spec of a sampler. Raises UserError, with the installed names, if there is none of that name."""
-    entry = _find(SAMPLER_GROUP, "sampler", name)
-    spec = entry.load()
-    if not isinstance(spec, SamplerSpec):
-        raise UserError(f"sampler {name!r}: entry point {entry.value!r} is no SamplerSpec")
-    return spec
+    return find_spec(SAMPLER_GROUP, "sampler", name, SamplerSpec)
 
 
-def _find(group: str, kind: str, name: str) -> EntryPoint:
+def find_spec(group: str, kind: str, name: str, spec_class: type[S]) -> S:
+    """Return the spec of an entry point. Raises UserError, with the installed names, if there is none of that name."""
     found = {entry.name: entry for entry in entry_points(group=group)}
     if name not in found:
         raise UserError(f"{kind} {name!r} is not installed; installed are: {', '.join(sorted(found)) or 'none'}")
-    return found[name]
+    spec = found[name].load()
+    if not isinstance(spec, spec_class):
+        raise UserError(f"{kind} {name!r}: entry point {found[name].value!r} is no {spec_class.__name__}")
+    return spec
+
+
+def installed_names(group: str) -> list[str]:
+    """Return the names of the entry points of a group."""
+    return sorted({entry.name for entry in entry_points(group=group)})

@@ -7,7 +7,7 @@ sampling are those of `SamplingBackend`, which a sampler next to a trainer has t
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
@@ -350,3 +350,5 @@ class BackendSpec:
     """Its fields become flags, each with a description and a default."""
     load: Callable[[], type[AbstractBackend]]
     """Imports and returns the backend's class."""
+    flags: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Short names of fields of `config`. For example {"load_format": "load_format"} makes `--load-format` set it."""

@@ -18,6 +18,10 @@ VERSION = 1
 _RECORDS: tuple[type, ...] = (*get_args(requests.Request), requests.ModelSpec, *get_args(results.Result))
 _NAMES = {record: re.sub(r"\B[A-Z]", r"_\g<0>", record.__name__).lower() for record in _RECORDS}
 """The kind of each record: its type's name in snake case, such as "model_pass". Kinds are stored: a test pins them."""
+BARRIER_KINDS = frozenset(
+    _NAMES[record] for record in get_args(requests.Request) if getattr(record, "is_barrier", False)
+)
+"""The kinds of requests that the client sends only after all earlier ones of the model were acknowledged."""
 _DTYPES = frozenset({"int32", "int64", "float32", "float64"})
 
 

@@ -2,11 +2,13 @@
 
 The API has validated their form; the engine validates their values against the backend's capabilities. Records are
 stored, see `codec`: names of fields and types must not change.
+
+A request with `is_barrier` is one that the client sends only after all earlier requests of the model were acknowledged.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from msgspec import UNSET, UnsetType
 
@@ -107,6 +109,7 @@ class CreateCustomLoss:
 class OptimStep:
     """Apply the accumulated gradient, then clear it."""
 
+    is_barrier: ClassVar[bool] = True
     params: OptimizerParams
 
 
@@ -119,6 +122,7 @@ class SaveWeights:
     `is_inflight`, later saves of this type replace the weights of that sampling session.
     """
 
+    is_barrier: ClassVar[bool] = True
     kind: Literal["weights", "sampler_weights", "external_weights"]
     name: str | None
     sampling_session_id: SamplingSessionId | None = None
@@ -137,6 +141,7 @@ class LoadWeights:
     Without `optimizer`, the optimizer state is that of a fresh model.
     """
 
+    is_barrier: ClassVar[bool] = True
     path: str
     artifact_id: ArtifactId
     spec: ModelSpec
@@ -148,6 +153,8 @@ class LoadWeights:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnloadModel:
     """Delete a model. Later requests for it fail."""
+
+    is_barrier: ClassVar[bool] = True
 
 
 MAX_STOP_STRINGS = 64

@@ -5,8 +5,9 @@ A sampler gets frozen weights as a `Snapshot` of the trainer, which `Snapshot.wr
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -56,3 +57,7 @@ class SamplerSpec:
     """Its fields become flags, each with a description."""
     load: Callable[[], type[Sampler]]
     """Imports and returns the sampler's class."""
+    flags: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Short names of fields of `config`. For example {"vllm_url": "url"} makes `--vllm-url` set the field `url`."""
+    with_launcher: Callable[[str, Mapping[str, Any]], Mapping[str, Any]] = lambda _, given: given
+    """Receives the name of the launcher and the given fields of `config`, and returns them with those that follow."""

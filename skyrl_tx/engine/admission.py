@@ -42,7 +42,7 @@ class Admission:
     weights: Mapping[str, int] = MappingProxyType({})
     """The share of the device of each owner with another weight than 1."""
     is_counting = False
-    """Whether the engine calls `started` and `ended`, and asks again about requests that wait to show how many do."""
+    """Whether the engine calls `started`, `ended` and `pauses`, and asks again about waiting requests to count them."""
 
     def refresh(self) -> None:
         """Look for changed settings. Called before the first request, and about once a second."""

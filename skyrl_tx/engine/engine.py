@@ -10,7 +10,7 @@ from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.meters import Meters
-from skyrl_tx.engine import membership
+from skyrl_tx.engine import handlers, membership
 from skyrl_tx.engine.activity import HOST_WORK, LoopActivity, monitored
 from skyrl_tx.engine.admission import Admission
 from skyrl_tx.engine.background_writer import BackgroundWriter
@@ -82,7 +82,7 @@ class Engine:
         backend = monitored(self.backend, activity)
         watchdog = Watchdog(activity, self.backend, self.settings, on_stuck)
         watchdog.start()
-        self.store.observe_commits(self.meters.store_write_s.observe, self.meters.store_group_size.observe)
+        self.store.observe_commits(self.meters.store_write_s.observe)
         status = StatusPublisher(self.store, self.boot_id, self.settings.base_models, watchdog)
         membership.leave_to_others(self.store)
         status.start()
@@ -201,7 +201,7 @@ class Engine:
         ephemeral_samplers = EphemeralSamplers(
             background_writer, store, self.artifacts, metadata, settings.max_pending_sampler_writes
         )
-        recovery = Recovery(backend, capabilities, store, self.artifacts, metadata, ephemeral_samplers, self.meters)
+        recovery = Recovery(backend, capabilities, store, self.artifacts, metadata, ephemeral_samplers, handlers.replay)
         recovery.check_base(settings.base_models[0])
         membership.check_same_base(store, capabilities.base_model_hash)
         models = Models(
@@ -367,7 +367,8 @@ class _Loop:
 
     def pauses(self) -> Sequence[Pause]:
         """Return whose requests wait because of a quota."""
-        return self._context.admission.pauses()
+        admission = self._context.admission
+        return admission.pauses() if admission.is_counting else ()
 
     def _warn_of_meters(self, error: Exception) -> None:
         if not self._has_warned:
@@ -394,17 +395,9 @@ class _Loop:
         self._context.request_log.wait_for_commits()
 
     def _use_device(self) -> bool:
-        """Run some training steps, then some decode slices. The settings bound how long each side waits."""
-        settings, worked = self._context.settings, False
-        for run, count in (
-            (self._train, settings.training_steps_per_turn),
-            (self.sampling.step, settings.decode_slices_per_turn),
-        ):
-            for _ in range(count):
-                if not run():
-                    break
-                worked = True
-        return worked
+        """Run one training step, then one decode slice, so that each side waits for one step of the other only."""
+        has_trained = self._train()
+        return self.sampling.step() or has_trained
 
     def _train(self) -> bool:
         """Execute one request that is no pass, or one micro-batch: in turns if there are both."""

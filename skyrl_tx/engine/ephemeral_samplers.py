@@ -5,17 +5,15 @@ it again, and no snapshot that contains the save is recorded before the files ar
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from skyrl_tx.artifacts import Artifact, ArtifactStore, ArtifactsUnreachable, artifact_id_for
 from skyrl_tx.contract.backend import Snapshot
 from skyrl_tx.contract.errors import ServerError
-from skyrl_tx.contract.ids import ArtifactId, ModelId, RequestId, SamplerId
-from skyrl_tx.contract.requests import SaveWeights
+from skyrl_tx.contract.ids import ArtifactId, ModelId, RequestId, SamplerId, SamplingSessionId
 from skyrl_tx.engine.background_writer import BackgroundWriter
-from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.store import samplers
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreUnreachable
@@ -66,16 +64,10 @@ class EphemeralSamplers:
         self._unwritten[sampler] = _UnwrittenSampler(model_id=model_id, effect_order=effect_order, snapshot=snapshot)
         self._write(sampler, blocks=len(self._unwritten) > self.max_pending)
 
-    def recreate(self, save: QueuedRequest, effect_order: int, capture: Callable[[], Snapshot]) -> None:
-        """Create the sampler of a replayed save again, if a session uses it and its files were never written."""
-        request = save.request
-        if not isinstance(request, SaveWeights) or (name := request.sampling_session_id) is None:
-            return
+    def is_missing(self, name: SamplingSessionId, sampler: SamplerId) -> bool:
+        """Whether a sampling session uses the sampler that was created for it, and its files were never written."""
         row = self.store.read(lambda tx: samplers.get(tx, name))
-        sampler = sampler_of(save.request_id)
-        if row is not None and row.sampler_id is not None and not self._has_files(sampler):
-            assert save.model_id is not None
-            self.add(sampler, save.model_id, effect_order, capture())
+        return row is not None and row.sampler_id is not None and not self._has_files(sampler)
 
     def lost(self) -> dict[ModelId, dict[RequestId, SamplerId]]:
         """Return the samplers whose files a crash prevented, by model and by the save that created them."""

@@ -1,9 +1,13 @@
-"""Executes the requests that change one model, other than passes: one function per kind."""
+"""Executes the requests to a model, and replays their effects after a crash: one entry in `KINDS` per kind.
+
+`training` executes passes, because they share batches.
+"""
 
 import math
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +19,23 @@ from skyrl_tx.artifacts import Artifact
 from skyrl_tx.artifacts.encryption import encrypt_files
 from skyrl_tx.contract import results
 from skyrl_tx.contract.backend import Snapshot, StatePart
+from skyrl_tx.contract.batches import PreparedModelPassBatch
 from skyrl_tx.contract.errors import ErrorCategory, ServerError, UserError
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId, SamplerId
-from skyrl_tx.contract.requests import CreateModel, LoadWeights, OptimStep, Rejected, SaveWeights, UnloadModel
-from skyrl_tx.engine import validate
+from skyrl_tx.contract.requests import (
+    CreateModel,
+    LoadWeights,
+    ModelPass,
+    OptimStep,
+    Rejected,
+    SaveWeights,
+    UnloadModel,
+)
+from skyrl_tx.engine import prepare, validate
 from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
 from skyrl_tx.engine.ephemeral_samplers import sampler_of
+from skyrl_tx.engine.recovery import LoggedRequest, Recovery
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.residency import LiveModel
 from skyrl_tx.store import audit, checkpoints, manifests, models, samplers
@@ -32,15 +46,23 @@ _ADAPTER_CONFIG = "adapter_config.json"
 
 def handle(context: EngineContext, queued: QueuedRequest) -> None:
     """Execute a request and commit its result: now, or after its files are written."""
-    handler = _HANDLERS.get(type(queued.request))
+    kind = KINDS.get(type(queued.request))
     try:
         queued.check_crashes(context.settings.max_attempts)
         context.attempts.count([queued.request_id])
-        if handler is None or queued.model_id is None:
+        if kind is None or kind.execute is None or queued.model_id is None:
             raise UserError(f"{queued.kind} is not a request to a model")
-        handler(context, queued, queued.model_id, queued.request)
+        kind.execute(context, queued, queued.model_id, queued.request)
     except Exception as error:
         context.fail(queued, error)
+
+
+def replay(recovery: Recovery, logged: LoggedRequest) -> None:
+    """Repeat the effect of a request on its restored model. Its result is committed already."""
+    kind = KINDS.get(type(logged.queued.request))
+    if kind is None or kind.replay is None:
+        raise ServerError(f"cannot replay the {logged.queued.kind} request {logged.queued.request_id}")
+    kind.replay(recovery, logged, logged.queued.request)
 
 
 def refuse(context: EngineContext, queued: QueuedRequest, reason: str) -> None:
@@ -71,6 +93,10 @@ def _create_model(context: EngineContext, queued: QueuedRequest, model_id: Model
     )
 
 
+def _replay_create_model(recovery: Recovery, logged: LoggedRequest, request: CreateModel) -> None:
+    recovery.backend.create_model(logged.model_id, request.spec)
+
+
 def _load_weights(context: EngineContext, queued: QueuedRequest, model_id: ModelId, request: LoadWeights) -> None:
     model = context.models.get(model_id, creating=request.create)
     try:
@@ -95,6 +121,10 @@ def _load_weights(context: EngineContext, queued: QueuedRequest, model_id: Model
 
     result = results.LoadWeightsOutput(path=request.path, model_id=model_id)
     context.request_log.commit(queued, result, rows, effect_order=model.next_effect_order())
+
+
+def _replay_load_weights(recovery: Recovery, logged: LoggedRequest, request: LoadWeights) -> None:
+    recovery.load(logged.model_id, request, request.spec)
 
 
 def _discard_uncreated(context: EngineContext, model_id: ModelId, error: Exception) -> None:
@@ -141,6 +171,18 @@ def _optim_step(context: EngineContext, queued: QueuedRequest, model_id: ModelId
     context.request_log.commit(queued, result, effect_order=model.next_effect_order(), observed=observed)
 
 
+def _replay_optim_step(recovery: Recovery, logged: LoggedRequest, request: OptimStep) -> None:
+    if logged.failed:
+        recovery.backend.clear_gradient(logged.model_id)  # as `_drop_gradient` did
+    else:
+        recovery.backend.optim_step(logged.model_id, request.params)
+
+
+def _replay_pass(recovery: Recovery, logged: LoggedRequest, request: ModelPass) -> None:
+    examples = prepare.pass_examples(logged.queued.request_id, logged.model_id, request, recovery.capabilities)
+    recovery.backend.forward_backward(PreparedModelPassBatch(examples=tuple(examples)))
+
+
 def _drop_gradient(context: EngineContext, queued: QueuedRequest, model: LiveModel, message: str) -> None:
     """Fail an optimizer step and clear the gradient; the failure is a record of the log, so that replay clears it."""
     context.backend.clear_gradient(model.model_id)
@@ -173,7 +215,6 @@ def _save_weights(context: EngineContext, queued: QueuedRequest, model_id: Model
     def on_written(written: Future[Artifact]) -> None:
         try:
             artifact = written.result()
-            context.request_log.meters.checkpoint_written(time.time() - now)
             context.request_log.wait_for_commits()
             _record_checkpoint(context, queued, request, path, artifact, step)
             if request.kind == "sampler_weights":
@@ -237,6 +278,15 @@ def _save_ephemeral(context: EngineContext, queued: QueuedRequest, model_id: Mod
     context.ephemeral_samplers.add(sampler, model_id, effect_order, snapshot)
 
 
+def _replay_save_weights(recovery: Recovery, logged: LoggedRequest, request: SaveWeights) -> None:
+    """Create the sampler of an ephemeral save again if it is lost. A save by name is not in the log."""
+    name, sampler = request.sampling_session_id, sampler_of(logged.queued.request_id)
+    assert request.name is None
+    if name is not None and recovery.ephemeral_samplers.is_missing(name, sampler):
+        snapshot = recovery.backend.capture(logged.model_id, {StatePart.WEIGHTS})
+        recovery.ephemeral_samplers.add(sampler, logged.model_id, logged.effect_order, snapshot)
+
+
 def _write_external(snapshot: Snapshot, base_model: str, age_recipients: Collection[str], directory: Path) -> None:
     """Write a snapshot for use elsewhere: with the base model's public name, encrypted if there are recipients."""
     snapshot.write(directory)
@@ -292,11 +342,26 @@ def _rejected(context: EngineContext, queued: QueuedRequest, model_id: ModelId, 
     raise (ServerError if queued.is_damaged else UserError)(request.message)
 
 
-_HANDLERS: dict[type, Callable[[EngineContext, QueuedRequest, ModelId, Any], None]] = {
-    CreateModel: _create_model,
-    LoadWeights: _load_weights,
-    OptimStep: _optim_step,
-    SaveWeights: _save_weights,
-    UnloadModel: _unload_model,
-    Rejected: _rejected,
+def _replay_rejected(recovery: Recovery, logged: LoggedRequest, request: Rejected) -> None:
+    raise ServerError(f"cannot replay request {logged.queued.request_id}: {request.message}")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestKind:
+    """How the engine executes and replays the requests of one kind."""
+
+    execute: Callable[[EngineContext, QueuedRequest, ModelId, Any], None] | None
+    """Checks a request, changes the model and commits the result. None for passes, see `training`."""
+    replay: Callable[[Recovery, LoggedRequest, Any], None] | None
+    """Changes the restored model as `execute` did. None if no model is restored after such a request."""
+
+
+KINDS: dict[type, RequestKind] = {
+    CreateModel: RequestKind(_create_model, _replay_create_model),
+    LoadWeights: RequestKind(_load_weights, _replay_load_weights),
+    ModelPass: RequestKind(None, _replay_pass),
+    OptimStep: RequestKind(_optim_step, _replay_optim_step),
+    SaveWeights: RequestKind(_save_weights, _replay_save_weights),
+    UnloadModel: RequestKind(_unload_model, None),
+    Rejected: RequestKind(_rejected, _replay_rejected),
 }

@@ -25,8 +25,6 @@ _OTHERS = "other"
 _WAITS_S = (0.01, 0.05, 0.25, 1.0, 2.5, 10.0, 30.0, 120.0, 600.0)
 _TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _WRITES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5)
-_GROUPS = (1, 2, 4, 8, 16, 32, 64, 128)
-_FILES_S = (0.05, 0.25, 1.0, 5.0, 15.0, 60.0, 300.0)
 
 _PASSES = {"forward": "forward", "forward_backward": "backward"}
 
@@ -49,7 +47,6 @@ class _BackendMeters(Collector):
         "kv_cache_tokens": "Positions of the KV cache.",
         "kv_cache_tokens_used": "Positions of the pages that prompts and samples have, shared ones once.",
         "prefix_cache_tokens": "Positions of the pages of cached prompts, and of their states at their size.",
-        "sampler_servers": "Servers that draw samples for the backend.",
         "sampler_servers_lost": "Servers that draw samples for the backend and do not respond.",
         "trainer_gap_max_nats": "The largest difference that a comparison of sampler and trainer has found.",
     }
@@ -66,11 +63,10 @@ class _BackendMeters(Collector):
             "fallback_samples",
             "Samples that the trainer drew because all servers of its sampler were lost (--sampler-fallback trainer).",
         ),
-        "compared_samples": (
-            "compared_samples",
-            "Samples whose log-probabilities were compared with the trainer's (--sampler-check-share).",
+        "compared_tokens": (
+            "compared_tokens",
+            "Sampled tokens whose log-probabilities were compared with the trainer's (--sampler-check-share).",
         ),
-        "compared_tokens": ("compared_tokens", "Tokens of these samples."),
         "trainer_gap_nats": (
             "trainer_gap_nats",
             "Sum of the absolute differences of log-probabilities; divided by compared_tokens it is their mean.",
@@ -100,6 +96,16 @@ class _BackendMeters(Collector):
         yield from (used, limit, seconds)
 
 
+class _ResidentMemory(Collector):
+    """The memory of the engine's process: one of the families that a `ProcessCollector` has."""
+
+    def __init__(self) -> None:
+        self._process = ProcessCollector(namespace="skyrl_tx_engine", registry=None)
+
+    def collect(self) -> Iterator[Metric]:
+        return (family for family in self._process.collect() if family.name.endswith("_resident_memory_bytes"))
+
+
 class EngineMeters:
     """All metrics of one engine.
 
@@ -114,7 +120,7 @@ class EngineMeters:
         self._backend = _BackendMeters()
         self._owners: set[str] | None = set() if with_owners else None
         self.registry.register(self._backend)
-        ProcessCollector(namespace="skyrl_tx_engine", registry=self.registry)
+        self.registry.register(_ResidentMemory())
         counter, gauge, histogram = self._counter, self._gauge, self._histogram
         completed = counter("requests_completed", "Requests with a committed result.", "kind", "outcome")
         queue_s = histogram("request_queue_seconds", "From arrival to the first start.", _WAITS_S, "kind")
@@ -130,8 +136,6 @@ class EngineMeters:
         self._backlog_limit = gauge("backlog_limit_bytes", "Memory for waiting requests.", "queue")
         tokens = counter("training_tokens", "Tokens of completed passes.", "pass")
         self._tokens = {kind: tokens.labels(label) for kind, label in _PASSES.items()}
-        self._datums = counter("training_datums", "Datums of completed passes.")
-        self._optim_steps = counter("optim_steps", "Completed optimizer steps.")
         self._nonfinite = counter("nonfinite", "Losses and gradient norms that were NaN or infinite.", "what")
         self._samples = counter("samples_finished", "Samples that ended.", "reason")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of completed sample requests.", "cached")
@@ -142,7 +146,6 @@ class EngineMeters:
         self._inter_token_s = histogram(
             "inter_token_seconds", "Mean time between two tokens of a sample request's longest sample.", _TOKENS_S
         )
-        self._sample_s = histogram("sample_e2e_seconds", "From a sample request's arrival to its result.", _WAITS_S)
         self._places: Mapping[str, Gauge] = {
             "models_resident": gauge("models_resident", "Models in training on the device."),
             "models_places": gauge("models_places", "The most models in training on the device at once."),
@@ -153,15 +156,9 @@ class EngineMeters:
             ),
         }
         self.restores = counter("model_restores", "Models that were restored from their snapshot and log.")
-        self.evictions = counter("model_evictions", "Models that were evicted for others, or because of silence.")
         self.sampler_loads = counter("sampler_loads", "Samplers that were loaded to the device.")
-        self.sampler_evictions = counter("sampler_evictions", "Samplers that were evicted from the device.")
-        self.replayed = counter("replayed_effects", "Logged requests that recovery executed again.")
         self._snapshots = counter("snapshots", "Recovery snapshots.", "outcome")
-        self._snapshot_s = histogram("snapshot_seconds", "From the capture to the committed snapshot.", _FILES_S)
-        self._checkpoint_s = histogram("checkpoint_write_seconds", "From a save's start to its files.", _FILES_S)
         self.store_write_s = histogram("engine_store_write_seconds", "Commits of the engine to the store.", _WRITES_S)
-        self.store_group_size = histogram("engine_store_group_size", "Writes that one commit contained.", _GROUPS)
         self._owner_tokens = counter("owner_tokens", "Tokens by owner (--metrics-owners).", "owner", "kind")
 
         # A rate cannot see the first event of a series that begins with it.
@@ -186,11 +183,9 @@ class EngineMeters:
             case ForwardBackwardOutput():
                 self._count_pass(kind, owner, result)
             case OptimStepOutput():
-                self._optim_steps.inc()
                 self.totals["optim_steps"] += 1
             case SampleOutput() if isinstance(request, Sample):
                 self._count_sample(owner, request, result)
-                self._sample_s.observe(max(now - created_at, 0.0))
             case Failure() if isinstance(request, Sample):
                 self._samples.labels("error").inc(request.num_samples)
             case _:
@@ -199,7 +194,6 @@ class EngineMeters:
     def _count_pass(self, kind: str, owner: str, result: ForwardBackwardOutput) -> None:
         num_tokens = result.metrics.get("num_tokens:sum", 0.0)
         self._tokens[kind].inc(num_tokens)
-        self._datums.inc(result.metrics.get("num_datums:sum", 0.0))
         self.totals["training_tokens"] += int(num_tokens)
         self._count_owner(owner, "training" if kind == "forward_backward" else kind, num_tokens)
         if not math.isfinite(result.metrics.get("loss:sum", 0.0)):
@@ -243,15 +237,9 @@ class EngineMeters:
         self._nonfinite.labels(what).inc()
         self.totals["nonfinite"] += 1
 
-    def snapshot_ended(self, seconds: float, *, failed: bool) -> None:
+    def snapshot_ended(self, *, failed: bool) -> None:
         """Count a recovery snapshot."""
         self._snapshots.labels("failed" if failed else "ok").inc()
-        if not failed:
-            self._snapshot_s.observe(seconds)
-
-    def checkpoint_written(self, seconds: float) -> None:
-        """Observe how long the files of a checkpoint took."""
-        self._checkpoint_s.observe(seconds)
 
     def measured(
         self,

@@ -8,22 +8,19 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing, ArtifactStore, ArtifactsUnreachable
-from skyrl_tx.contract import requests
+from skyrl_tx.contract import codec, requests
 from skyrl_tx.contract.backend import ALL_PARTS, AbstractBackend, Snapshot, StatePart
-from skyrl_tx.contract.batches import PreparedModelPassBatch
 from skyrl_tx.contract.capabilities import Capabilities, plain_text, split_hash
 from skyrl_tx.contract.errors import BackendLost, ServerError, UserError
 from skyrl_tx.contract.ids import ArtifactId, ModelId
 from skyrl_tx.contract.requests import ModelSpec
-from skyrl_tx.engine import prepare
 from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
-from skyrl_tx.engine.meters import EngineMeters
-from skyrl_tx.engine.request_log import BARRIER_KINDS, QueuedRequest
+from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.schedule import SequenceCursor
 from skyrl_tx.process.failpoints import failpoint
 from skyrl_tx.store import futures, models
@@ -46,6 +43,16 @@ def _fingerprint_metadata(fingerprint: Mapping[str, str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
+class LoggedRequest:
+    """A request that changed its model, or whose failure did, with its log sequence number."""
+
+    queued: QueuedRequest
+    model_id: ModelId
+    effect_order: int
+    failed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Recovery:
     """Snapshots, and the replay of the log."""
 
@@ -55,7 +62,8 @@ class Recovery:
     artifacts: ArtifactStore
     metadata: Mapping[str, str]
     ephemeral_samplers: EphemeralSamplers
-    meters: EngineMeters = field(default_factory=EngineMeters)
+    replay: Callable[["Recovery", LoggedRequest], None]
+    """Repeats the effect of a request on the restored model, without committing a result again."""
 
     def check_base(self, base_model: str) -> None:
         """Raise UserError if the database has models of other base weights, or with adapters of another form."""
@@ -96,23 +104,20 @@ class Recovery:
         row = self.store.read(lambda tx: models.get_snapshot(tx, model_id))
         snapshot, contained = (None, 0) if row is None else self._open_newest(row, files)
         num_replayed = 0
-        capture = partial(self.backend.capture, model_id, {StatePart.WEIGHTS})
         try:
             if snapshot is not None:
                 self.backend.restore(model_id, spec, snapshot, ALL_PARTS)
                 failpoint("replay.restored")
             for record in self._log_since(model_id, contained):
                 queued = QueuedRequest.from_row(record)
-                self._replay(model_id, queued, failed=record.failed)
+                self.replay(self, LoggedRequest(queued, model_id, record.effect_order or 0, record.failed))
                 failpoint("replay.effect")
-                self.ephemeral_samplers.recreate(queued, record.effect_order or 0, capture)
                 num_replayed += 1
         except BackendLost:
             raise
         except Exception:
             self.backend.delete_model(model_id)  # discard the partially restored model
             raise
-        self.meters.replayed.inc(num_replayed)
         if row is not None or num_replayed:
             elapsed = time.monotonic() - started
             restored = "restored model %s: replayed %d requests, %.2f s"
@@ -132,7 +137,7 @@ class Recovery:
     def sequence_cursor(self, model_id: ModelId) -> SequenceCursor:
         """Return a model's position in its sequence, from its requests with results."""
         last = self.store.read(lambda tx: futures.last_answered_seq(tx, model_id))
-        barrier = self.store.read(lambda tx: futures.last_answered_seq(tx, model_id, BARRIER_KINDS))
+        barrier = self.store.read(lambda tx: futures.last_answered_seq(tx, model_id, codec.BARRIER_KINDS))
         return SequenceCursor(last + 1, barrier)
 
     def _open_newest(self, row: SnapshotRow, files: ExitStack) -> tuple[Snapshot | None, int]:
@@ -197,26 +202,6 @@ class Recovery:
                 self.backend.restore(model_id, spec, source, parts)
             except UserError as error:
                 raise UserError(f"path {request.path!r}: {error.message}") from error
-
-    def _replay(self, model_id: ModelId, queued: QueuedRequest, *, failed: bool) -> None:
-        match queued.request:
-            case requests.CreateModel(spec=spec):
-                self.backend.create_model(model_id, spec)
-            case requests.LoadWeights() as request:
-                self.load(model_id, request, request.spec)
-            case requests.ModelPass() as request:
-                examples = prepare.pass_examples(queued.request_id, model_id, request, self.capabilities)
-                self.backend.forward_backward(PreparedModelPassBatch(examples=tuple(examples)))
-            case requests.SaveWeights(name=None):
-                pass  # leaves the model unchanged
-            case requests.OptimStep() if failed:
-                self.backend.clear_gradient(model_id)
-            case requests.OptimStep(params=params):
-                self.backend.optim_step(model_id, params)
-            case requests.Rejected(message=message):
-                raise ServerError(f"cannot replay request {queued.request_id}: {message}")
-            case _:
-                raise ServerError(f"cannot replay the {queued.kind} request {queued.request_id}")
 
 
 def _other_form(theirs: str, here: str) -> tuple[str, str] | None:

@@ -28,7 +28,6 @@ from skyrl_tx.store.futures import PendingRequest, StoredRequest
 _log = logging.getLogger(__name__)
 _TOUCH_PERIOD_S = 5.0  # `last_request_at` is informative only; updating it seldom keeps commits short
 _MAX_TOUCHED = 1000
-BARRIER_KINDS = frozenset({"optim_step", "save_weights", "load_weights", "unload_model"})
 DEFERRED_BYTES = 1024
 """Estimated memory of a request whose body has not been read."""
 Rows = Callable[[Session], object]
@@ -76,7 +75,7 @@ class QueuedRequest(StoredRequest):
     @property
     def is_barrier(self) -> bool:
         """Whether the client sends this request only after all earlier ones were acknowledged."""
-        return self.kind in BARRIER_KINDS
+        return self.kind in codec.BARRIER_KINDS
 
     @property
     def num_tokens(self) -> int:

@@ -125,7 +125,6 @@ class Models:
         self.snapshot_and_wait(model)
         self.backend.delete_model(model.model_id)
         model.is_resident = False
-        self.request_log.meters.evictions.inc()
         _log.info("evicted model %s", model.model_id, extra={"model_id": model.model_id, "owner": model.owner})
 
     def discard(self, model_id: ModelId) -> None:
@@ -189,7 +188,7 @@ class Models:
             _log.error(
                 "snapshot of model %s after request %d failed", model_id, effect_order, exc_info=error, extra=extra
             )
-            self.request_log.meters.snapshot_ended(0.0, failed=True)
+            self.request_log.meters.snapshot_ended(failed=True)
             model.snapshot_order = min(before, model.snapshot_order)
             model.snapshot_took_s = math.inf
 
@@ -219,7 +218,7 @@ class Models:
             replaced = self.store.write(
                 lambda tx: models.put_snapshot(tx, model_id, artifact_id, effect_order, time.time())
             )
-            self.request_log.meters.snapshot_ended(time.monotonic() - started, failed=False)
+            self.request_log.meters.snapshot_ended(failed=False)
             if replaced is not None:
                 self._start_removal(replaced)
 
@@ -278,7 +277,7 @@ class Samplers:
             with ExitStack() as files:
                 self.backend.load_sampler(sampler, self._weights(sampler, files))
             self._slots[sampler].is_loaded = True
-            self.recovery.meters.sampler_loads.inc()
+            self.models.request_log.meters.sampler_loads.inc()
 
     def _weights(self, sampler: SamplerId, files: ExitStack) -> Snapshot:
         """Return a sampler's weights. If the last engine of its model ended before it wrote them, replay the model."""
@@ -315,7 +314,7 @@ class Samplers:
             _log.warning("cannot preload sampler %s", sampler, exc_info=error)
         else:
             self._slots[sampler] = _SamplerSlot(is_loaded=True, used_by={session_id})
-            self.recovery.meters.sampler_loads.inc()
+            self.models.request_log.meters.sampler_loads.inc()
 
     @property
     def num_resident(self) -> int:
@@ -331,7 +330,6 @@ class Samplers:
         assert sampler not in self._pins
         self.backend.drop_sampler(sampler)
         del self._slots[sampler]
-        self.recovery.meters.sampler_evictions.inc()
 
     def _free_slot(self) -> bool:
         if len(self._slots) < self.max_samplers:

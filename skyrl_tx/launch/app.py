@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from skyrl_tx.engine.extension import EngineExtension
     from skyrl_tx.launch.command import Command
     from skyrl_tx.server.extension import ServerExtension
@@ -20,6 +22,8 @@ class App:
     """
 
     name: str
+    settings: type[BaseModel] | None = None
+    """Its fields are settings of the server. `ApiSettings.for_app` returns an instance."""
     server: Callable[[], ServerExtension] | None = None
     """Returns routers, pages and error forms for the API process."""
     engine: Callable[[], EngineExtension] | None = None

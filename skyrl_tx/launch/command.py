@@ -60,7 +60,7 @@ class CommandParser(argparse.ArgumentParser):
     """
 
     def __init__(self, given: Sequence[str] = (), **options: Any) -> None:
-        super().__init__(**{"allow_abbrev": False, "formatter_class": _HelpFormatter, **options})
+        super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **options)
         self.given = given
 
 

@@ -2,32 +2,37 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self, cast
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, create_model, field_validator, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliSuppress, InitSettingsSource, SettingsConfigDict
 from pydantic_settings import PydanticBaseSettingsSource as Source
 
 from skyrl_tx.artifacts import checked_url
-from skyrl_tx.backends.hosts.settings import HostsSettings, from_leader_worker_set, split_address
+from skyrl_tx.backends.hosts.settings import HostsFlags, HostsSettings, from_leader_worker_set
+from skyrl_tx.backends.registry import GROUP as BACKEND_GROUP
+from skyrl_tx.backends.registry import SAMPLER_GROUP, find_backend, find_sampler, installed_names
 from skyrl_tx.contract.backend import BackendSpec
+from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.sampler import SamplerSpec
-from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.engine.settings import EngineFlags, EngineSettings
 from skyrl_tx.launch.command import CommandError
+from skyrl_tx.launch.launcher import BUILT_IN, find_launcher, installed_launchers
+from skyrl_tx.launch.removed_settings import drop_values, is_removed
 from skyrl_tx.process import failpoints
 from skyrl_tx.process.setup import LogFormat, LogLevel
-from skyrl_tx.server.settings import ApiSettings
+from skyrl_tx.server.settings import ApiFlags, ApiSettings
 
 DEFAULT_BACKEND = "jax"
 ENVIRONMENT_PREFIX = "SKYRL_TX_"
-_OF_SAMPLERS = ("sampler_check_share", "sampler_fallback")
-_SAMPLER_FLAGS: Mapping[str, str] = {"vllm_url": "url", "vllm_command": "command"}
-"""Flags that set a field of `sampler_config`."""
-_ON_RAY = "ray_resources"
-"""Field of a `sampler_config` with what a server of the sampler takes of a node of a Ray cluster."""
+_WITH_SAMPLER = ("sampler_check_share", "sampler_fallback")
+"""Settings that concern any sampler."""
 _TEST_VARIABLES = frozenset({"SKYRL_TX_REQUIRE_ENVIRONMENTS", failpoints.VARIABLE})
 
 
@@ -44,35 +49,7 @@ def default_data_dir() -> Path:
     return (Path(home) if home else Path.home() / ".local" / "share") / "skyrl_tx"
 
 
-class RaySettings(BaseModel):
-    """The Ray cluster that runs the engines, with `--launcher ray`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    address: str = "auto"
-    """Address of the cluster, such as head:6379. This machine is one of its nodes; 'auto' finds its cluster."""
-    resources: dict[str, float] = Field(default={"CPU": 1.0}, min_length=1)
-    """Resources that an engine takes of each host, by Ray's names: {"GPU": 8}, or {"TPU": 4}."""
-
-    @field_validator("address")
-    @classmethod
-    def _is_no_client(cls, address: str) -> str:
-        if address.startswith("ray://"):
-            raise ValueError("Ray Client is not supported: run the command on a node of the cluster, with HOST:PORT")
-        if address != "auto":
-            split_address(address)
-        return address
-
-    @field_validator("resources")
-    @classmethod
-    def _are_positive(cls, resources: dict[str, float]) -> dict[str, float]:
-        for name, amount in resources.items():
-            if not 0 < amount < math.inf:
-                raise ValueError(f"{name}: {amount:g} must be above 0")
-        return resources
-
-
-class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ignore[reportIncompatibleVariableOverride]
+class ServerSettings(BaseSettings, ApiFlags, EngineFlags):  # pyright: ignore[reportIncompatibleVariableOverride]
     """All settings of a server. Flags override environment variables, which override the YAML file."""
 
     model_config = SettingsConfigDict(
@@ -96,38 +73,29 @@ class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ign
     Default: $XDG_DATA_HOME/skyrl_tx, or ~/.local/share/skyrl_tx."""
     backend: str = DEFAULT_BACKEND
     """Name of an installed backend, such as 'jax' or 'fake'."""
-    load_format: Literal["auto", "dummy"] | None = None
-    """'dummy' creates random weights of the model's shapes; same as --backend-config.load-format."""
     sampler: str | None = None
-    """Name of an installed sampler that draws the samples in place of the backend: 'vllm'."""
-    vllm_url: str | None = None
-    """URL of a vLLM server, or several with commas between them; same as --sampler-config.url.
-    Unset, --sampler vllm starts one."""
-    vllm_command: str | None = None
-    """Command with which --sampler vllm starts a vLLM server: 'vllm', '/opt/vllm/bin/vllm', 'env A=1 vllm'.
-    Same as --sampler-config.command."""
+    """Name of an installed sampler that draws the samples in place of the backend, such as 'vllm'."""
     sampler_check_share: float = Field(default=0.01, ge=0, le=1)
     """Share of a sampler's samples whose log-probabilities the backend computes too, to measure how far they differ."""
     sampler_fallback: Literal["wait", "trainer"] = "wait"
     """Treatment of samples while all servers of a sampler are lost: they wait, or the backend itself draws them.
     It draws other tokens from the same seed."""
-    max_engine_starts: int = Field(default=5, ge=1)
-    """Exit after this many consecutive starts of the engine without progress."""
     fresh: bool = False
     """Abandon the models of earlier starts; their named checkpoints can still be loaded."""
     log_level: LogLevel = "info"
     """Least severity of log messages."""
     log_format: LogFormat = "text"
     """Form of log lines: text, or one JSON object a line for log collectors."""
-    launcher: Literal["flags", "lws", "ray"] = "flags"
-    """Source of size, rank and address of several hosts: --hosts.*, or a Kubernetes LeaderWorkerSet's variables.
-    With 'ray', this command starts the engines of all hosts, as actors of a Ray cluster."""
-    hosts: HostsSettings = Field(default_factory=HostsSettings)
+    launcher: str = "flags"
+    """Source of size, rank and address of several hosts.
+    'flags': --hosts.*; 'lws': the variables of a Kubernetes LeaderWorkerSet. Another installed launcher, such as 'ray',
+    starts the engines of all hosts."""
+    hosts: HostsFlags = Field(default_factory=HostsFlags)
     """Several hosts that hold one model together."""
-    ray: RaySettings = Field(default_factory=RaySettings)
-    """The Ray cluster that runs the engines, with --launcher ray."""
     backend_config: BaseModel
     sampler_config: BaseModel | None = None
+    app_settings: ClassVar[tuple[type[BaseModel], ...]] = ()
+    """The classes of the settings of apps, whose fields are here too."""
 
     @field_validator("data_dir", "config", "ssl_certfile", "ssl_keyfile", "chat_template")
     @classmethod
@@ -142,36 +110,56 @@ class ServerSettings(BaseSettings, ApiSettings, EngineSettings):  # pyright: ign
     @model_validator(mode="after")
     def _has_sampler(self) -> Self:
         """Refuse settings that only a sampler has, unless they are the defaults."""
-        for name in _OF_SAMPLERS:
+        for name in _WITH_SAMPLER:
             if self.sampler is None and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{_flag(name)}: --sampler is not set")
         return self
+
+    @field_validator("launcher")
+    @classmethod
+    def _known_launcher(cls, name: str) -> str:
+        if name not in BUILT_IN:
+            try:
+                find_launcher(name)
+            except UserError as error:
+                raise ValueError(str(error)) from error
+        return name
+
+    @property
+    def has_remote_engines(self) -> bool:
+        """Whether a launcher starts the engines, not this process."""
+        return self.launcher not in BUILT_IN
 
     @property
     def joined_hosts(self) -> HostsSettings:
         """The hosts, as the launcher says. Raises SettingsError if it does not.
 
-        With Ray, each start of an engine draws address and key: here are none.
+        A launcher draws address and key for each start of an engine: here are none.
         """
-        if self.launcher == "ray":
+        if self.has_remote_engines:
             for name in "rank", "address":
                 if getattr(self.hosts, name):
-                    raise SettingsError(f"--hosts.{name}: --launcher ray sets it on each host")
-            return self.hosts
+                    raise SettingsError(f"--hosts.{name}: --launcher {self.launcher} sets it on each host")
+            return self._complete(self.hosts)
         try:
             found = from_leader_worker_set(self.hosts, os.environ) if self.launcher == "lws" else self.hosts
             found.check_joinable()
         except ValueError as error:
             raise SettingsError(f"--{error}") from error
-        return found
+        return self._complete(found)
+
+    def _complete(self, hosts: HostsFlags) -> HostsSettings:
+        """Return the settings of hosts with the limit of one call, which is that of one host."""
+        return HostsSettings.model_validate({**hosts.model_dump(), "silence_s": self.step_timeout_s or math.inf})
 
     def for_api(self) -> ApiSettings:
-        """Return the API's settings."""
-        return ApiSettings.model_validate(self.model_dump(include=set(ApiSettings.model_fields)))
+        """Return the API's settings, with those of apps."""
+        apps = [kind.model_validate(self.model_dump(include=set(kind.model_fields))) for kind in self.app_settings]
+        return ApiSettings.model_validate({**self.model_dump(include=set(ApiFlags.model_fields)), "apps": apps})
 
     def for_engine(self) -> EngineSettings:
         """Return the engine's settings."""
-        return EngineSettings.model_validate(self.model_dump(include=set(EngineSettings.model_fields)))
+        return EngineSettings.model_validate(self.model_dump(include=set(EngineFlags.model_fields)))
 
 
 Architecture = Literal["qwen3", "qwen3_5"]
@@ -211,15 +199,46 @@ class QuickstartSettings(BaseSettings):
         return (init_settings,)
 
 
+@dataclass(frozen=True, slots=True)
+class ShortFlag:
+    """A short name of a field of `backend_config` or `sampler_config`, from the spec of an installed part."""
+
+    kind: Literal["backend", "sampler"]
+    part: str
+    field: str
+    info: FieldInfo
+
+
+def short_flags() -> dict[str, ShortFlag]:
+    """Return the short names of all installed backends and samplers."""
+    specs: list[tuple[Literal["backend", "sampler"], str, BackendSpec | SamplerSpec]] = [
+        *(("backend", name, find_backend(name)) for name in installed_names(BACKEND_GROUP)),
+        *(("sampler", name, find_sampler(name)) for name in installed_names(SAMPLER_GROUP)),
+    ]
+    return {
+        flag: ShortFlag(kind, name, field, spec.config.model_fields[field])
+        for kind, name, spec in specs
+        for flag, field in spec.flags.items()
+    }
+
+
 def settings_class(
-    spec: BackendSpec, file_values: Mapping[str, Any], sampler: SamplerSpec | None = None
+    spec: BackendSpec,
+    file_values: Mapping[str, Any],
+    sampler: SamplerSpec | None = None,
+    *,
+    apps: Sequence[type[BaseModel]] = (),
+    on_removed: Callable[[Sequence[str]], object] = lambda _: None,
 ) -> type[ServerSettings]:
-    """Return ServerSettings extended by the settings of a backend, and of a sampler if one is chosen.
+    """Return ServerSettings with the settings of a backend, of a sampler if one is chosen, of launchers and of apps.
 
-    `file_values` rank below flags and environment.
+    `file_values` rank below flags and environment. `on_removed` receives the names of removed settings in both.
     """
+    shorts = short_flags()
 
-    class WithBackend(ServerSettings):
+    class WithParts(ServerSettings):
+        app_settings = tuple(apps)
+
         @classmethod
         def settings_customise_sources(  # pyright: ignore[reportIncompatibleMethodOverride]
             cls, settings_cls: type[BaseSettings], init_settings: Source, env_settings: Source, **_: Source
@@ -228,10 +247,12 @@ def settings_class(
 
         @model_validator(mode="before")
         @classmethod
-        def _complete_backend_config(cls, values: dict[str, Any]) -> dict[str, Any]:
+        def _complete_parts(cls, values: dict[str, Any]) -> dict[str, Any]:
+            values, removed = drop_values(values, partial(has_setting, cls))
+            on_removed(removed)
             return values | {
-                "backend_config": _backend_values(spec, values),
-                "sampler_config": _sampler_values(sampler, values),
+                "backend_config": _backend_values(spec, values, shorts),
+                "sampler_config": _sampler_values(sampler, values, shorts),
             }
 
     about = "settings of the sampler"
@@ -240,47 +261,77 @@ def settings_class(
         if sampler is None
         else (sampler.config, Field(description=about))
     )
-    return create_model(
+    launchers = {
+        name: (launcher.config, Field(default_factory=launcher.config, description=f"with --launcher {name}"))
+        for name, launcher in installed_launchers().items()
+    }
+    aliases: dict[str, Any] = {
+        name: (
+            cast(Any, short.info.annotation) | None,
+            Field(default=None, description=f"{short.info.description} Same as --{short.kind}-config.{short.field}."),
+        )
+        for name, short in shorts.items()
+    }
+    bases: Any = (WithParts, *apps)
+    composed: Any = create_model(
         "ServerSettings",
-        __base__=WithBackend,
+        __base__=bases,
         __doc__=ServerSettings.__doc__,
         backend_config=(spec.config, Field(default_factory=spec.config, description="settings of the backend")),
         sampler_config=sampler_field,
+        **launchers,
+        **aliases,
     )
+    return composed
 
 
-def _backend_values(spec: BackendSpec, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the backend's settings with --load-format merged in; raises ValueError for unknown names."""
+def has_setting(settings: type[BaseModel], name: str) -> bool:
+    """Whether a class has a setting, whose name may have dots, such as `backend_config.mesh.tp`."""
+    first, _, rest = name.partition(".")
+    field = settings.model_fields.get(first)
+    if field is None or not rest:
+        return field is not None
+    inner = field.annotation
+    return isinstance(inner, type) and issubclass(inner, BaseModel) and has_setting(inner, rest)
+
+
+def _backend_values(spec: BackendSpec, values: Mapping[str, Any], shorts: Mapping[str, ShortFlag]) -> dict[str, Any]:
+    """Return the backend's settings with those of short flags merged in; raises ValueError for unknown names."""
     given = dict(values.get("backend_config") or {})
-    if values.get("load_format") is not None:
-        if "load_format" not in spec.config.model_fields:
-            raise ValueError(f"--load-format: backend {values.get('backend', 'jax')!r} has no load formats")
-        given["load_format"] = values["load_format"]
-    for name in given:
-        if name not in spec.config.model_fields:
-            raise ValueError(f"--backend-config.{name.replace('_', '-')}: the backend has no such setting")
+    for name, short in shorts.items():
+        if short.kind == "backend" and values.get(name) is not None:
+            if name not in spec.flags:
+                raise ValueError(
+                    f"{_flag(name)}: backend {values.get('backend', DEFAULT_BACKEND)!r} has no such setting"
+                )
+            given[spec.flags[name]] = values[name]
+    _check_names("backend", spec.config, given)
     return given
 
 
-def _sampler_values(sampler: SamplerSpec | None, values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the sampler's settings with those of `_SAMPLER_FLAGS` merged in; raises ValueError for unknown names."""
+def _sampler_values(
+    sampler: SamplerSpec | None, values: Mapping[str, Any], shorts: Mapping[str, ShortFlag]
+) -> dict[str, Any] | None:
+    """Return the sampler's settings with those of short flags merged in; raises ValueError for unknown names."""
     given = dict(values.get("sampler_config") or {})
-    merged = {name: field for name, field in _SAMPLER_FLAGS.items() if values.get(name) is not None}
+    set_shorts = [name for name, short in shorts.items() if short.kind == "sampler" and values.get(name) is not None]
     if sampler is None:
-        for name in ("sampler_config", *_SAMPLER_FLAGS):
-            if given if name == "sampler_config" else name in merged:
-                raise ValueError(f"{_flag(name)}: --sampler is not set")
+        for name in (*(["sampler_config"] if given else []), *set_shorts):
+            raise ValueError(f"{_flag(name)}: --sampler is not set")
         return None
-    for name, field in merged.items():
-        if field not in sampler.config.model_fields:
-            raise ValueError(f"{_flag(name)}: sampler {values.get('sampler')!r} has no {field}")
-        given[field] = values[name]
-    if values.get("launcher") == "ray" and _ON_RAY in sampler.config.model_fields and given.get("url") is None:
-        given.setdefault(_ON_RAY, {"GPU": 1.0})
-    for name in given:
-        if name not in sampler.config.model_fields:
-            raise ValueError(f"--sampler-config.{name.replace('_', '-')}: the sampler has no such setting")
+    for name in set_shorts:
+        if name not in sampler.flags:
+            raise ValueError(f"{_flag(name)}: sampler {values.get('sampler')!r} has no such setting")
+        given[sampler.flags[name]] = values[name]
+    given = dict(sampler.with_launcher(str(values.get("launcher")), given))
+    _check_names("sampler", sampler.config, given)
     return given
+
+
+def _check_names(kind: str, config: type[BaseModel], given: Mapping[str, Any]) -> None:
+    for name in given:
+        if name not in config.model_fields:
+            raise ValueError(f"--{kind}-config.{name.replace('_', '-')}: the {kind} has no such setting")
 
 
 def _flag(name: str) -> str:
@@ -302,16 +353,23 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return values
 
 
-def check_environment(environment: Mapping[str, str]) -> None:
-    """Raise SettingsError for an environment variable with our prefix that is no setting."""
+def check_environment(environment: Mapping[str, str], apps: Sequence[type[BaseModel]] = ()) -> list[str]:
+    """Return the names of removed settings in the environment.
+
+    Raises SettingsError for a variable with our prefix that is no setting and never was.
+    """
+    known = {*ServerSettings.model_fields, *short_flags(), *installed_launchers()}
+    known |= {name for app in apps for name in app.model_fields}
+    removed: list[str] = []
     for name in sorted(environment):
+        if not name.startswith(ENVIRONMENT_PREFIX) or name in _TEST_VARIABLES:
+            continue
         key = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")[0]
-        if (
-            name.startswith(ENVIRONMENT_PREFIX)
-            and name not in _TEST_VARIABLES
-            and key not in ServerSettings.model_fields
-        ):
+        if is_removed(key):
+            removed.append(key)
+        elif key not in known:
             raise SettingsError(f"environment variable {name}: there is no setting {key!r}")
+    return removed
 
 
 def describe(error: ValidationError) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from sqlmodel import Session
 
@@ -20,7 +19,6 @@ from skyrl_tx import __version__
 from skyrl_tx.artifacts import ArtifactsUnreachable, PlaceRefused, open_artifacts
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.integrations.ray.engine import RayEngine, connected
 from skyrl_tx.launch.app import App, load_server_extensions
 from skyrl_tx.launch.device_shares import device_shares
 from skyrl_tx.launch.engine_process import (
@@ -31,6 +29,7 @@ from skyrl_tx.launch.engine_process import (
     record_end,
     run_in_foreground,
 )
+from skyrl_tx.launch.launcher import EngineStarts, RunningEngine, find_launcher
 from skyrl_tx.launch.settings import ServerSettings, SettingsError
 from skyrl_tx.process.setup import CannotServe, check_certificate, listen, tune_garbage_collection, url_of
 from skyrl_tx.process.signals import handle_signals
@@ -46,6 +45,8 @@ _STOP_S = 30.0
 """Time for the engine to finish its step and take its snapshots."""
 _GRACE_S = 2
 """Time for open calls to get their response when the API stops."""
+_MAX_STARTS = 5
+"""Starts in a row without progress before the server gives up: together with their delays they take seconds."""
 _MAX_DELAY_S = 15.0
 _DATABASE_RETRY_S = 0.5
 _RELEASE_S = 3.0
@@ -81,27 +82,6 @@ class RestartPolicy:
         if self._starts_without_progress >= self._max_starts:
             return None
         return min(self._first_delay_s * 2 ** (self._starts_without_progress - 1), _MAX_DELAY_S)
-
-
-class RunningEngine(Protocol):
-    """One life of an engine, which has been started: `EngineProcess`, or `RayEngine`."""
-
-    @property
-    def place(self) -> EnginePlace | None:
-        """The machine and process in which it runs; None as long as that is open."""
-        ...
-
-    async def wait(self, on_ready: Callable[[Capabilities], None]) -> EngineEnd:
-        """Wait for its end and return the reason; calls `on_ready` when it is ready."""
-        ...
-
-    def request_stop(self) -> None:
-        """Ask it to finish its step, take its snapshots and end."""
-        ...
-
-    def kill(self) -> None:
-        """End it at once."""
-        ...
 
 
 class EngineSupervisor:
@@ -304,7 +284,7 @@ def serve(settings: ServerSettings, apps: Sequence[App]) -> int:
             if settings.engines > 1:
                 _log.info("%d of %d engines are ready", number, settings.engines)
 
-        engines = [_supervised(start, store, settings.max_engine_starts, on_ready) for start in starts]
+        engines = [_supervised(start, store, on_ready) for start in starts]
         tune_garbage_collection(full_after=_FULL_COLLECTION_AFTER)
         with recorded_notices(store, "api"):
             asyncio.run(run_servers(SupervisedApi(settings, store, apps), listener, engines))
@@ -312,20 +292,21 @@ def serve(settings: ServerSettings, apps: Sequence[App]) -> int:
 
 
 @contextlib.contextmanager
-def _starts(settings: ServerSettings, launch: EngineLaunch) -> Generator[list[Callable[[], RunningEngine]]]:
-    """Yield what starts each engine: as a child of this process, or on nodes of a Ray cluster. Raises CannotServe."""
+def _starts(settings: ServerSettings, launch: EngineLaunch) -> Generator[EngineStarts]:
+    """Yield what starts each engine: as a child of this process, or where a launcher says. Raises CannotServe."""
     if settings.metrics_port:
-        raise CannotServe("--metrics-port is for one engine alone: `skyrl-tx engine`, without --launcher ray")
-    if settings.launcher != "ray":
+        raise CannotServe("--metrics-port is for an engine alone: `skyrl-tx engine` on its own machine")
+    if not settings.has_remote_engines:
         shares = device_shares(settings.engines, os.environ, Path("/dev"))
         yield [partial(EngineProcess, replace(launch, environment=environment)) for environment in shares]
         return
-    with connected(settings.ray) as ray:
-        yield [partial(RayEngine, ray, launch, settings.ray.resources) for _ in range(settings.engines)]
+    start_engines = find_launcher(settings.launcher).load()
+    with start_engines(getattr(settings, settings.launcher), launch, settings.engines) as starts:
+        yield starts
 
 
 def _supervised(
-    start: Callable[[], RunningEngine], store: Store, max_starts: int, on_ready: Callable[[Capabilities], None]
+    start: Callable[[], RunningEngine], store: Store, on_ready: Callable[[Capabilities], None]
 ) -> EngineSupervisor:
     """Return the supervisor of one engine."""
 
@@ -339,7 +320,7 @@ def _supervised(
 
         return store.write(work)
 
-    supervisor = EngineSupervisor(start, RestartPolicy(max_starts), on_ready=on_ready, record_end=record)
+    supervisor = EngineSupervisor(start, RestartPolicy(_MAX_STARTS), on_ready=on_ready, record_end=record)
     return supervisor
 
 
@@ -363,26 +344,24 @@ def serve_engine(settings: ServerSettings, apps: Sequence[App]) -> int:
     """Run the engine alone until a signal; raises CannotServe."""
     launch = launch_of(settings, apps)
     if launch.hosts.rank > 0:
-        return _follow(launch, settings.max_engine_starts)
+        return _follow(launch)
     _log.info("skyrl_tx %s, the engine alone, data in %s", __version__, settings.data_dir)
-    if settings.launcher == "ray":
+    if settings.has_remote_engines:
         with contextlib.closing(_open_database(settings)) as store, _starts(settings, launch) as starts:
             is_ready = partial(_log_ready, settings, url=None)
-            asyncio.run(
-                _run_alone([_supervised(start, store, settings.max_engine_starts, is_ready) for start in starts])
-            )
+            asyncio.run(_run_alone([_supervised(start, store, is_ready) for start in starts]))
         return 0
     run_in_foreground(launch, lambda ready: _log_ready(settings, ready, None))
     return 0
 
 
-def _follow(launch: EngineLaunch, max_starts: int) -> int:
+def _follow(launch: EngineLaunch) -> int:
     """Follow rank 0 until a signal, and start again whenever it ends; raises CannotServe if it refuses this host."""
     hosts = launch.hosts
     _log.info("skyrl_tx %s, host %d of %d, which follows %s", __version__, hosts.rank, hosts.size, hosts.address)
     follower = EngineSupervisor(
         lambda: EngineProcess(launch),
-        RestartPolicy(max_starts),
+        RestartPolicy(_MAX_STARTS),
         on_ready=lambda _: _log.info("host %d is ready", hosts.rank),
         record_end=lambda _end, _since: True,  # rank 0 counts crashes, and gives up
     )

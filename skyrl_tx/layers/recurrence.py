@@ -1,4 +1,4 @@
-"""What delta nets and Mamba share: rows cut into chunks, masks of rows with multiple sequences, short convolutions.
+"""Parts that delta nets and Mamba share: rows cut into chunks, masks of packed rows, short convolutions.
 
 Legend: B batch, T tokens, N chunks, C positions of a chunk (i reads, j is read).
 """

@@ -76,7 +76,7 @@ def create_context(
     signing_key, metrics, results = SigningKey.of(settings.data_dir), ApiMetrics(), ResultWatcher(store)
     metrics.polls_waiting.set_function(lambda: results.num_waiting)
     results.observe_wakeup = metrics.poll_wakeup_s.observe
-    store.observe_commits(metrics.store_write_s.observe, metrics.store_group_size.observe)
+    store.observe_commits(metrics.store_write_s.observe)
     return ApiContext(
         settings=settings,
         store=store,
@@ -244,7 +244,6 @@ class ApiServer(uvicorn.Server):
             body_timeout_s=settings.body_timeout_s,
             is_exempt=TrustedProxies(settings.trusted_proxies).__contains__,
         )
-        context.metrics.connections.set_function(lambda: self.connections.num_open)
         super().__init__(
             uvicorn.Config(
                 self.app,

@@ -161,13 +161,10 @@ def _announced_bytes(request: Request, limits: BodyLimits) -> int:
 
 
 async def _read(request: Request, caller: Principal, limits: BodyLimits) -> Call:
-    context, body, path = await get_context(request), await read_body(request, limits), request.scope["path"]
-    groups = context.metrics.http
-    (groups.known.get(path) or groups.of_other(path)).count_bytes(len(body.raw))
     return Call(
-        context=context,
+        context=await get_context(request),
         caller=caller,
-        body=body,
+        body=await read_body(request, limits),
         sdk_version=request.headers.get("x-stainless-package-version", "unknown")[:40],
         idempotency_key=request.headers.get("x-idempotency-key"),
         weights_access_token=request.headers.get("x-tinker-weights-access-token"),

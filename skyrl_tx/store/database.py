@@ -170,12 +170,12 @@ class Store:
         failure = self._writer.failure
         return None if failure is None else str(failure)
 
-    def observe_commits(self, seconds: Callable[[float], object], size: Callable[[float], object]) -> None:
-        """Call `seconds` and `size` with the duration and the number of jobs of each later commit.
+    def observe_commits(self, observe_seconds: Callable[[float], object]) -> None:
+        """Call `observe_seconds` with the duration of each later commit.
 
-        They run on the writer thread before the callers get their results, so they must be fast.
+        It runs on the writer thread before the callers get their results, so it must be fast.
         """
-        self._writer.observe_seconds, self._writer.observe_size = seconds, size
+        self._writer.observe_seconds = observe_seconds
 
     @property
     def engine(self) -> int:

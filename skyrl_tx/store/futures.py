@@ -350,14 +350,6 @@ def max_crashes(tx: Session, request_ids: Iterable[RequestId]) -> int:
     return max((crashes or 0 for (crashes,) in execute_in_batches(tx, _MAX_CRASHES, request_ids)), default=0)
 
 
-_MAX_ATTEMPTS = select(func.max(col(RequestRow.attempts))).where(is_in_batch(col(RequestRow.request_id)))
-
-
-def max_delivery_attempts(tx: Session, request_ids: Iterable[RequestId]) -> int:
-    """Return the largest number of delivery attempts among the requests."""
-    return max((attempts or 0 for (attempts,) in execute_in_batches(tx, _MAX_ATTEMPTS, request_ids)), default=0)
-
-
 _UNDO_ATTEMPT = (
     update(RequestRow)
     .where(is_in_batch(col(RequestRow.request_id)), col(RequestRow.attempts) > 0)  # completion resets the count

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from sqlalchemy import bindparam, delete, func, insert, select
+from sqlalchemy import bindparam, delete, insert, select
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
@@ -93,14 +93,6 @@ def _partial(
         logprobs=np.frombuffer(logprobs, "<f4").astype(np.float32),
         topk=topk,
     )
-
-
-_LAST = select(func.max(_POSITION))
-
-
-def last_position(tx: Session) -> int:
-    """Return the position of the newest row; 0 if there is none."""
-    return execute(tx, _LAST).scalar_one() or 0
 
 
 _DELETE = delete(PartialRow).where(col(PartialRow.request_id) == bindparam("request_id"))

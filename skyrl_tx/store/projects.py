@@ -84,10 +84,10 @@ def _num_members(tx: Session, project_id: str) -> int:
     return execute(tx, wanted).scalar_one()
 
 
-def members(tx: Session, project_id: str | None = None) -> list[ProjectMemberRow]:
-    """Return the members of a project, or of all projects, by project and owner."""
+def members(tx: Session) -> list[ProjectMemberRow]:
+    """Return the members of all projects, by project and owner."""
     wanted = select_rows(ProjectMemberRow).order_by(col(ProjectMemberRow.project_id), col(ProjectMemberRow.owner))
-    return list(tx.exec(wanted if project_id is None else wanted.where(ProjectMemberRow.project_id == project_id)))
+    return list(tx.exec(wanted))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,9 @@ from sqlalchemy import Select, bindparam, case, func, literal_column, or_, selec
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId
-from skyrl_tx.store.checkpoints import is_visible
 from skyrl_tx.store.database import execute
 from skyrl_tx.store.pauses import Pause, is_paused
-from skyrl_tx.store.tables import CheckpointRow, RequestRow, SessionRow, SnapshotRow
+from skyrl_tx.store.tables import RequestRow, SessionRow
 
 ACTIVE_S = 60.0
 """Time since its last heartbeat for which a session counts as active. Clients send one each ten seconds."""
@@ -115,16 +114,3 @@ def failed(tx: Session, limit: int = 5) -> list[FailedRequest]:
         FailedRequest(at or 0.0, owner, kind, model_id, result or b"")
         for at, owner, kind, model_id, result in execute(tx, _FAILED, {"limit": limit})
     ]
-
-
-def artifacts(tx: Session, now: float) -> dict[str, tuple[int, int | None]]:
-    """Return the number and the bytes of the visible checkpoints of each kind, and of the snapshots without bytes."""
-    size = func.coalesce(func.sum(col(CheckpointRow.size_bytes)), 0)
-    wanted = (
-        select(col(CheckpointRow.kind), func.count(), size).where(is_visible(now)).group_by(col(CheckpointRow.kind))
-    )
-    found: dict[str, tuple[int, int | None]] = {
-        str(getattr(kind, "value", kind)): (count, int(num_bytes)) for kind, count, num_bytes in execute(tx, wanted)
-    }
-    num_snapshots = execute(tx, select(func.count()).select_from(SnapshotRow)).scalar_one()
-    return {**found, "snapshot": (num_snapshots, None)}

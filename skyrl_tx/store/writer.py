@@ -124,8 +124,6 @@ class GroupWriter:
         self._delay_s = 0.0  # before the next retry; 0: the last group was written
         self.observe_seconds: Callable[[float], object] | None = None
         """Called with the seconds of each commit, from the first statement on."""
-        self.observe_size: Callable[[float], object] | None = None
-        """Called with the number of jobs of each commit."""
         self.failure: StoreError | None = None
         """The error of the last group; None if it was written."""
         self._queue: SimpleQueue[_Job[object] | None] = SimpleQueue()
@@ -224,9 +222,8 @@ class GroupWriter:
             _log.warning("database is writable again")
         self.failure, self._delay_s = None, 0.0
         self._committed()
-        if self.observe_seconds is not None and self.observe_size is not None:
+        if self.observe_seconds is not None:
             self.observe_seconds(time.monotonic() - started)
-            self.observe_size(num_done)
         for job in group[:num_done]:
             job.publish()
         return num_done

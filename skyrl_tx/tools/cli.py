@@ -180,9 +180,9 @@ def add_completion_arguments(parser: CommandParser) -> None:
 
 
 def _print_completion_script(arguments: argparse.Namespace) -> None:
-    import argcomplete  # late, because nothing but completion needs it
+    from argcomplete.shell_integration import shellcode  # late, because nothing but completion needs it
 
-    print(argcomplete.shellcode(["skyrl-tx"], shell=arguments.shell), end="")
+    print(shellcode(["skyrl-tx"], shell=arguments.shell), end="")
 
 
 def _complete(words: Sequence[str]) -> None:

@@ -2,8 +2,10 @@
 
 import argparse
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,9 +14,10 @@ from pydantic_settings import BaseSettings, CliSettingsSource
 
 from skyrl_tx import DISTRIBUTION
 from skyrl_tx.backends.registry import find_backend, find_sampler
-from skyrl_tx.compose import APPS
+from skyrl_tx.compose import APP_SETTINGS, APPS
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.launch.command import CommandError, CommandParser
+from skyrl_tx.launch.removed_settings import add_removed_flags, describe_removed
 from skyrl_tx.launch.settings import (
     DEFAULT_BACKEND,
     ENVIRONMENT_PREFIX,
@@ -23,6 +26,7 @@ from skyrl_tx.launch.settings import (
     SettingsError,
     check_environment,
     describe,
+    has_setting,
     read_config_file,
     settings_class,
 )
@@ -87,7 +91,7 @@ def add_settings(
     Flags depend on the backend and the sampler that the command line, the environment or the file name. `defaults` rank
     below the file. This function and the returned one raise SettingsError naming each invalid setting.
     """
-    check_environment(os.environ)
+    removed = check_environment(os.environ, APP_SETTINGS)
 
     # What decides which other flags there are.
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -106,7 +110,17 @@ def add_settings(
         sampler = find_sampler(sampler_name) if sampler_name else None
     except UserError as error:
         raise SettingsError(f"--sampler: {error}") from error
-    return _add_fields(parser, settings_class(spec, file_values, sampler))
+    composed = settings_class(spec, file_values, sampler, apps=APP_SETTINGS, on_removed=removed.extend)
+    read_fields = _add_fields(parser, composed)
+    add_removed_flags(parser, partial(has_setting, composed))
+
+    def read(arguments: argparse.Namespace) -> ServerSettings:
+        settings = read_fields(arguments)
+        for warning in describe_removed([*arguments.removed_settings, *removed]):
+            print(f"{parser.prog}: warning: {warning}", file=sys.stderr)
+        return settings
+
+    return read
 
 
 def _add_fields(parser: CommandParser, settings: type[S]) -> Callable[[argparse.Namespace], S]:

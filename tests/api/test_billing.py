@@ -9,7 +9,8 @@ import pytest
 import tinker
 
 from skyrl_tx.apps.teams import storage_hours
-from skyrl_tx.server.settings import ApiSettings, Prices
+from skyrl_tx.apps.teams.prices import Prices, TeamsSettings
+from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import keys
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
 
@@ -132,5 +133,5 @@ def test_a_window_without_a_zone_is_in_utc(priced: LiveStack, work: str, window:
 
 
 def test_prices_are_settings(tmp_path) -> None:
-    settings = ApiSettings(data_dir=tmp_path, base_model="m", prices=PRICES)
-    assert ApiSettings.model_validate(settings.model_dump()).prices == PRICES
+    settings = ApiSettings(data_dir=tmp_path, base_model="m", apps=(TeamsSettings(prices=PRICES),))
+    assert settings.for_app(TeamsSettings).prices == PRICES

@@ -1,6 +1,7 @@
 """Replies with tool calls and reasoning, and streams of an engine that starts again, with scripted samples."""
 
 import json
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from skyrl_tx.store.tables import EngineStateRow
 from skyrl_tx.tools.quickstart.model import write_tiny_model
 from tests.support.live_api import Server, live_api
 from tests.support.tiny_tokenizer import PACKAGED
+from tests.support.waiting import until
 
 CHAT, MESSAGES, COMPLETIONS = "/v1/chat/completions", "/anthropic/api/v1/messages", "/v1/completions"
 TEMPLATE = Path(__file__).parents[1] / "unit" / "apps" / "chat" / "templates" / "qwen3.jinja"
@@ -300,3 +302,33 @@ def test_engine_that_is_away_is_reported(tmp_path: Path) -> None:
             response = server.client.post(path, json=body)
             assert response.status_code == status and int(response.headers["retry-after"]) > 0
             assert "engine has not started" in response.json()["error"]["message"]
+
+
+def test_shutdown_ends_streams_with_an_error(tmp_path: Path) -> None:
+    """Uvicorn's signal handler is called, which sse-starlette wraps. The next server of the process streams again."""
+    model = write_tiny_model(tmp_path / "model")
+    for name in ("first", "second"):
+        settings = ApiSettings(port=0, data_dir=tmp_path / name, base_model=str(model), served_model_name="tiny")
+        with live_api(settings) as server, playing(settings.data_dir) as player:
+            until(lambda server=server: server.client.get("/api/v1/healthz").status_code == HTTPStatus.OK)
+            is_over = threading.Event()
+
+            def play(
+                store: Store, request_id: RequestId, request: requests.Sample, is_over: threading.Event = is_over
+            ) -> results.Result:
+                put(store, request_id, 0, TOKENS[:4])
+                is_over.wait(30)
+                return output(TOKENS)
+
+            player.play = play
+            body = {"model": "tiny", "prompt": "x", "max_tokens": 99, "stream": True}
+            with server.client.stream("POST", COMPLETIONS, json=body) as response:
+                lines = response.iter_lines()
+                assert json.loads(next(lines).removeprefix("data: "))["choices"][0]["text"]
+                server.api.handle_exit(signal.SIGTERM, None)
+                rest = [line for line in lines if line]
+            is_over.set()
+            assert (
+                rest[-1] == "data: [DONE]"
+                and "shutting down" in json.loads(rest[-2].removeprefix("data: "))["error"]["message"]
+            )

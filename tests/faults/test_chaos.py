@@ -20,6 +20,7 @@ from skyrl_tx.process.failpoints import Point, failpoint
 from tests.support.chaos.processes import API_POINTS, ENGINE_POINTS, Kill, random_kills
 from tests.support.chaos.runs import Outcome, Server, differences, fake_server, jax_server, run
 from tests.support.postgresql_server import PostgresqlServer
+from tests.support.with_constants import constants
 
 # The SDK leaves closing of connections to the garbage collector.
 pytestmark = [
@@ -76,7 +77,7 @@ def test_a_kill_at_each_crash_point_changes_no_bit(undisturbed_by_tenants: dict[
     # A slow machine needs longer to reach a point, and a kill at another place would prove nothing. Nor would one after
     # a snapshot that is taken because time has passed: nothing would be left to replay.
     server = fake_server()
-    flags = ("--snapshot-interval-s", "3600") if first else ()
+    flags = constants("engine", snapshot_interval_s=3600) if first else ()
     patient = replace(server, slowness=8.0, engine_flags=(*server.engine_flags, *flags))
     found = run(patient, 1, [*first, Kill("engine", point), Kill("engine", point, 2)])
     assert found.done["engine", point] >= 1, found.done

@@ -30,7 +30,16 @@ NOT_OURS = frozenset(
             "--dtype",
         ),
         *("_bytes", "_s", "num_", "async", "def", "null", "healthz", "pyproject.toml"),
-        *("configuration_*.py", "modeling_*.py", "lax.ragged_dot", "optax.adamw", "quick_check", "shard_map"),
+        *(
+            "configuration_*.py",
+            "modeling_*.py",
+            "lax.ragged_dot",
+            "optax.adamw",
+            "optax.apply_updates",
+            "optax.GradientTransformation",
+            "quick_check",
+            "shard_map",
+        ),
         *("transformers", "unembed_tokens", "wandb_name", "XLA_FLAGS"),
     }
 )

@@ -8,8 +8,10 @@ import yaml
 
 from docs import example_config
 from docs.generate_reference import generate
-from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.launch.settings import ServerSettings
+from skyrl_tx.backends.jax.config import JaxFlags
+from skyrl_tx.backends.registry import find_backend
+from skyrl_tx.compose import APP_SETTINGS
+from skyrl_tx.launch.settings import settings_class, short_flags
 from skyrl_tx.tools.serve import read_settings
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -47,8 +49,9 @@ def test_every_setting_of_the_example_is_valid_and_the_default(tmp_path: Path) -
     file = tmp_path / "config.yaml"
     file.write_text(text)
     content = yaml.safe_load(text)
-    known = set(ServerSettings.model_fields) - {"config", "sampler_config"}
-    assert set(content) == known and set(content["backend_config"]) == set(JaxConfig.model_fields)
+    known = set(settings_class(find_backend("jax"), {}, apps=APP_SETTINGS).model_fields) - {"config", "sampler_config"}
+    known -= set(short_flags())
+    assert set(content) == known and set(content["backend_config"]) == set(JaxFlags.model_fields)
     settings = read_settings("serve", ["--config", str(file)])
     defaults = read_settings("serve", ["--base-model", settings.base_model])
     depends = {"config", "data_dir", "backend_config"}

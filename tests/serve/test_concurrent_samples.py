@@ -12,6 +12,7 @@ import tinker
 from tinker import types
 
 from tests.support.live_server import LiveServer
+from tests.support.with_constants import constants
 
 NUM_SAMPLES = 2000
 MAX_GROWTH_BYTES = 256 * 2**20
@@ -27,7 +28,8 @@ def resident_bytes(pid: int) -> int:
 
 @pytest.fixture(params=[2**30, 2**21], ids=["room for all", "room for a quarter"])
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LiveServer]:
-    flags = ["--base-model", "fake", "--backend", "fake", "--max-queued-sample-bytes", str(request.param)]
+    flags = ["--base-model", "fake", "--backend", "fake"]
+    flags += constants("engine", max_queued_sample_bytes=request.param)
     flags += ["--backend-config.step-delay-s", "0.01", "--backend-config.max-sample-tokens", "8192"]
     with LiveServer(tmp_path / "data", flags=flags) as server:
         yield server

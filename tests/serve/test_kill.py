@@ -15,6 +15,9 @@ from skyrl_tx.tools.quickstart.model import write_tiny_model
 from skyrl_tx.tools.quickstart.questions import load_excerpt
 from tests.support.live_server import LiveServer
 from tests.support.torch_example import torch_environment
+from tests.support.with_constants import constants
+
+SNAPSHOTS = constants("engine", snapshot_interval_requests=4)
 
 NUM_STEPS = 10
 BATCH_SIZE = 4
@@ -31,7 +34,7 @@ def served_on_torch(root: Path, name: str) -> LiveServer:
     """Return a server of the torch backend with a model of its own files, and snapshots."""
     pytest.importorskip("torch")
     model = write_tiny_model(root / f"model-of-{name}")
-    flags = ("--base-model", str(model), "--served-model-name", "tiny", "--snapshot-interval-requests", "4")
+    flags = ("--base-model", str(model), "--served-model-name", "tiny", *SNAPSHOTS)
     environment = torch_environment(root / f"installed-for-{name}")
     return LiveServer(root / name, flags=(*flags, "--backend", "torch"), environment=environment, ready_within_s=120.0)
 
@@ -84,7 +87,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 @pytest.mark.parametrize(
     "flags",
-    [(), ("--snapshot-interval-requests", "4")],
+    [(), SNAPSHOTS],
     ids=["replayed from the beginning", "replayed from a snapshot"],
 )
 def test_engine_kill_changes_no_bit(tmp_path: Path, undisturbed: list[float], flags: tuple[str, ...]) -> None:

@@ -12,6 +12,7 @@ from tinker import types
 
 from skyrl_tx.testing.tiny_models import write_model
 from tests.support.live_server import LiveServer
+from tests.support.with_constants import constants
 
 NUM_STEPS, KILL_AFTER = 4, 2
 ENGINE_STARTED = re.compile(r"engine process (\d+)")
@@ -33,7 +34,8 @@ def datum(draw: np.random.Generator) -> types.Datum:
 
 def train(model: Path, data_dir: Path, *, kill: bool) -> list[float]:
     """Train and sample; return the losses, the gradient norms and the sample's logprobs."""
-    flags = ("--base-model", str(model), "--served-model-name", "experts", "--snapshot-interval-requests", "3")
+    flags = ("--base-model", str(model), "--served-model-name", "experts")
+    flags += constants("engine", snapshot_interval_requests=3)
     with LiveServer(data_dir, flags=flags, ready_within_s=120.0) as server:
         service = tinker.ServiceClient(base_url=server.url)
         training = service.create_lora_training_client("experts", rank=4, seed=1).result()

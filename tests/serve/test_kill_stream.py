@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.support.live_server import LiveServer
+from tests.support.with_constants import constants
 
 ENGINE_STARTED = re.compile(r"engine process (\d+)")
 pytestmark = pytest.mark.slow
@@ -29,7 +30,7 @@ def pieces(path: str, data: dict[str, Any]) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize("path", BODIES)
 def test_text_arrives_once_although_the_engine_is_killed(tmp_path: Path, path: str) -> None:
-    flags = ("--base-model", "tiny", "--backend-config.decode-slice-tokens", "4")
+    flags = ("--base-model", "tiny", *constants("backend", decode_slice_tokens=4))
     with (
         LiveServer(tmp_path / "data", flags=flags, ready_within_s=120.0) as server,
         httpx.Client(base_url=server.url, timeout=300) as client,

@@ -13,6 +13,7 @@ import pytest
 from skyrl_tx.launch import engine_process
 from skyrl_tx.tools.cli import main
 from tests.support.live_server import LiveServer
+from tests.support.with_constants import constants
 
 HANGS = ("--base-model", "fake", "--backend", "fake", "--backend-config.step-delay-s", "300")
 DATUM = {
@@ -37,7 +38,8 @@ def result(url: str, answer: httpx.Response) -> dict[str, object]:
 
 @pytest.mark.slow
 def test_hung_call_restarts_the_engine_and_fails_its_request_at_last(tmp_path: Path) -> None:
-    limits = ("--step-timeout-s", "0.5", "--engine-silence-s", "0.2", "--retrieve-hold-s", "1", "--max-attempts", "1")
+    limits = ("--step-timeout-s", "0.5", *constants("engine", max_attempts=1))
+    limits += constants("api", engine_silence_s=0.2, retrieve_hold_s=1)
     with LiveServer(tmp_path, flags=(*HANGS, *limits)) as server:
         url = server.url
         session_id = post(url, "create_session", tags=[], sdk_version="0.38.0").json()["session_id"]

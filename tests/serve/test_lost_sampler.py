@@ -18,9 +18,10 @@ from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.live_server import LiveServer
 from tests.support.vllm_stub import StubOptions, VllmStub, running_stub
+from tests.support.with_constants import constants
 
 FAKE = FakeConfig(vocab_size=32, max_context_length=64, max_samplers=16)
-FLAGS = ("--base-model", "fake", "--backend", "fake", "--sampler", "vllm", "--retrieve-hold-s", "1")
+FLAGS = ("--base-model", "fake", "--backend", "fake", "--sampler", "vllm", *constants("api", retrieve_hold_s=1))
 ROOT = Path(__file__).resolve().parents[2]
 STARTED = re.compile(r"stub of vLLM (\d+) serves")
 LOST = "vLLM has not responded for"
@@ -47,7 +48,7 @@ class Clients:
 
     def __init__(self, directory: Path, stub: VllmStub, stack: ExitStack, *flags: str) -> None:
         config = ["--backend-config.vocab-size", "32", "--backend-config.max-context-length", "64"]
-        config += ["--vllm-url", stub.url, "--sampler-config.lost-after-s", "0.2"]
+        config += ["--vllm-url", stub.url, *constants("sampler", lost_after_s=0.2)]
         server = stack.enter_context(LiveServer(directory / "data", flags=[*FLAGS, *config, *flags]))
         self.server = server
         service = stack.enter_context(tinker.ServiceClient(base_url=server.url))
@@ -109,7 +110,7 @@ def test_an_own_vllm_ends_with_its_engine_and_starts_with_the_next(tmp_path: Pat
 @pytest.mark.slow
 def test_samples_fail_when_the_sampler_stays_away(tmp_path: Path, stub: VllmStub) -> None:
     with ExitStack() as stack:
-        clients = Clients(tmp_path, stub, stack, "--sampler-config.outage-timeout-s", "0.5")
+        clients = Clients(tmp_path, stub, stack, *constants("sampler", outage_timeout_s=0.5))
         stub.stop()
         with pytest.raises(tinker.RequestFailedError, match="send the request again later") as failed:
             clients.sampling.sample(PROMPT, 1, PARAMS).result()

@@ -16,9 +16,11 @@ from skyrl_tx.process import failpoints
 from tests.support.client_environments import OBJECT_STORE, ClientEnvironment, PreparedEnvironment
 from tests.support.live_server import LiveServer
 from tests.support.s3_server import SECRET_KEY, S3Server, s3_server, variables
+from tests.support.with_constants import constants
 
 pytestmark = pytest.mark.slow
-FAKE = ("--base-model", "fake", "--backend", "fake", "--snapshot-interval-requests", "2", "--snapshot-max-share", "1")
+SNAPSHOTS = constants("engine", snapshot_interval_requests=2, snapshot_max_share=1)
+FAKE = ("--base-model", "fake", "--backend", "fake", *SNAPSHOTS)
 NUM_STEPS = 5
 TOKENS = [5, 9, 2, 7, 30, 31]
 

@@ -30,10 +30,12 @@ from tests.support.live_server import LiveServer
 from tests.support.postgresql_server import PASSWORD
 from tests.support.s3_server import SECRET_KEY, S3Server, s3_server, variables
 from tests.support.waiting import until
+from tests.support.with_constants import constants
 
 pytestmark = pytest.mark.slow
 FAKE = ("--base-model", "fake", "--backend", "fake")
-SLOWED = ("--backend-config.step-delay-s", "0.02", "--snapshot-interval-requests", "3", "--snapshot-max-share", "1")
+SNAPSHOTS = constants("engine", snapshot_interval_requests=3, snapshot_max_share=1)
+SLOWED = ("--backend-config.step-delay-s", "0.02", *SNAPSHOTS)
 TENANTS = ("ann", "bob", "eve")
 DISRUPTIONS = (("engine-1", signal.SIGKILL), ("engine-2", signal.SIGTERM), ("engine-1", signal.SIGTERM))
 """A kill, and a rolling restart: each moves all runs to the other engine, which is ready."""

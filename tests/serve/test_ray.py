@@ -17,6 +17,7 @@ from tests.support.client_environments import RAY, ClientEnvironment, PreparedEn
 from tests.support.live_server import LiveServer
 from tests.support.ray_cluster import ROOT, running_cluster, with_ray
 from tests.support.waiting import until
+from tests.support.with_constants import constants
 
 FAKE = ("--backend", "fake", "--backend-config.vocab-size", "2048")
 MESH = ("--backend-config.mesh.fsdp", "2", "--backend-config.micro-batch-tokens", "512")
@@ -105,7 +106,7 @@ def test_vllm_has_a_node_of_its_own_and_ends_with_the_engine(
     stub = f"env PYTHONPATH={ROOT} {sys.executable} -m tests.support.vllm_command"
     flags = ["--base-model", "tiny", "--backend", "fake", "--launcher", "ray", "--ray.address", cluster]
     flags += ["--sampler", "vllm", "--vllm-command", stub, "--sampler-config.ray-resources", '{"CPU": 1}']
-    flags += ["--sampler-config.lost-after-s", "0.5", "--sampler-config.adapter-dir", str(tmp_path / "adapters")]
+    flags += [*constants("sampler", lost_after_s=0.5), "--sampler-config.adapter-dir", str(tmp_path / "adapters")]
     with LiveServer(tmp_path / "data", flags=flags, environment=environment, ready_within_s=300) as server:
         service = tinker.ServiceClient(base_url=server.url)
         training = service.create_lora_training_client("tiny", rank=4, train_unembed=False).result()

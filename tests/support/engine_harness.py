@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sqlmodel import Session
+from sqlmodel import Session, select
 
 from skyrl_tx.artifacts import LocalArtifacts
 from skyrl_tx.backends.registry import find_backend
@@ -27,7 +27,7 @@ from skyrl_tx.launch.engine_process import open_store, run_engine
 from skyrl_tx.store import futures, models, placement, samplers, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.futures import NewRequest
-from skyrl_tx.store.tables import ModelRow
+from skyrl_tx.store.tables import ModelRow, RequestRow
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
 
@@ -206,6 +206,11 @@ class EngineHarness:
         state = self.api.read(lambda tx: futures.result(tx, request_id, None))
         assert state.result is not None, state
         return codec.decode(state.result)
+
+    def attempts(self, request_id: RequestId) -> int:
+        """Return the delivery attempts of a request that are counted in the database."""
+        wanted = select(RequestRow.attempts).where(RequestRow.request_id == request_id)
+        return self.api.read(lambda tx: tx.exec(wanted).one())
 
     def answer(self, request: requests.Request, **where: Any) -> Any:
         """Submit one request, run an engine for it, and return its result."""

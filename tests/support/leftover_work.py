@@ -17,7 +17,7 @@ CANCEL_ROUNDS = 8
 """The SDK's loops of retries may take one cancellation for a lost connection, and go on."""
 
 _JOIN_S = 20.0
-"""For threads that have been told to stop, on a busy machine."""
+"""For threads that have been asked to stop, on a busy machine."""
 
 
 def find_threads() -> set[threading.Thread]:

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Literal, Self
 
+from tests.support.with_constants import FLAG
+
 _READY = {
     "serve": re.compile(r"ready at (https?://\S+);"),
     "api": re.compile(r"the API alone at (https?://\S+),"),
@@ -42,6 +44,7 @@ class LiveServer:
         """Start the server and wait until it is ready; raises ServerFailed.
 
         `environment` replaces this process's environment, and `launcher` is a command that runs the server's.
+        `flags` may have other constants than the product's, see `tests.support.with_constants`.
         """
         self._log: list[str] = []
         self._changed = threading.Condition()
@@ -51,7 +54,7 @@ class LiveServer:
                 *launcher,
                 sys.executable,
                 "-m",
-                "skyrl_tx",
+                "tests.support.with_constants" if FLAG in flags else "skyrl_tx",
                 command,
                 "--port",
                 str(port),

@@ -10,11 +10,12 @@ from typing import Literal
 
 import pytest
 
+from skyrl_tx.apps.teams.prices import Prices, TeamsSettings
 from skyrl_tx.backends.jax import BACKEND as JAX
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.server.settings import ApiSettings, Prices
+from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
 from skyrl_tx.tools.quickstart.model import write_tiny_model
@@ -104,7 +105,7 @@ def live_stack(
         large_result_bytes=large_result_bytes,
         retrieve_hold_s=retrieve_hold_s,
         failed_key_limit=failed_key_limit,
-        prices=prices or Prices(),
+        apps=(TeamsSettings(prices=prices or Prices()),),
         artifacts=artifacts,
     )
     engine = EngineSettings(

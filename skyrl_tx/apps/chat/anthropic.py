@@ -1,104 +1,81 @@
 """Anthropic's Messages API: a conversation in, content blocks out."""
 
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+import secrets
+from collections.abc import Iterator, Sequence
 
 from fastapi import Request, Response
 
-from skyrl_tx.apps.chat import calls, prompts, sampling_fields
-from skyrl_tx.apps.chat.anthropic_schemas import CountTokensRequest, MessagesRequest
-from skyrl_tx.apps.chat.conversation import template_messages, template_tools
-from skyrl_tx.apps.chat.generation import Delta, Finish, Generation
-from skyrl_tx.apps.chat.message import MessageParser, Part
+from skyrl_tx.apps.chat import prompts, sampling_fields
+from skyrl_tx.apps.chat.generation import Delta, Finish
+from skyrl_tx.apps.chat.message import Part, Piece
+from skyrl_tx.apps.chat.models import find_weights
 from skyrl_tx.apps.chat.prompts import ChatPrompt
-from skyrl_tx.apps.chat.reasoning import Piece
-from skyrl_tx.apps.chat.responses import json_response
-from skyrl_tx.apps.chat.server_sent_events import EventStream, event
-from skyrl_tx.apps.chat.service import ChatRequest, ChatService, ContextTooLong, with_stop_token
+from skyrl_tx.apps.chat.reply import Object, Reply, encode_event, get_service, json_response, read_request, serve
+from skyrl_tx.apps.chat.schemas import CountTokensRequest, MessagesRequest
+from skyrl_tx.apps.chat.service import ChatRequest, ChatService, ContextTooLong, add_stop_token
 from skyrl_tx.server.context import Call
 from skyrl_tx.server.submission.validation import require, shown
 from skyrl_tx.store import sessions
 
 
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """A checked request."""
-
-    request: MessagesRequest
-    prompt: ChatPrompt
-    start: ChatRequest
-
-
 async def messages(request: Request) -> Response:
     """Continue a conversation."""
-    service = calls.service_of(request)
-
-    async def prepare(call: Call) -> _Prepared:
-        return await calls.in_thread(_prepare, service, call)
-
-    call, prepared = await calls.received(request, prepare)
-    generation = await service.start(call.caller, prepared.start)
-    reply = _Reply(prepared, generation)
-    if prepared.request.stream:
-        body = calls.error_event("anthropic", request)
-        return EventStream(reply.events(), lambda error: event(body(error), "error"), generation.close)
-    return await calls.answered(request, reply.whole(), [generation])
+    return await serve(request, _prepare)
 
 
 async def count_tokens(request: Request) -> Response:
     """Return the number of tokens of a conversation as a prompt."""
-    service = calls.service_of(request)
+    service = get_service(request)
 
     def count(call: Call) -> int:
         wanted = call.body.model(CountTokensRequest)
         call.check_unknown(wanted)
-        calls.weights_of(call, wanted.model)
-        return len(_rendered(service, call, wanted).tokens)
+        find_weights(call, wanted.model)
+        return len(_render(service, call, wanted).tokens)
 
-    async def prepare(call: Call) -> int:
-        return await calls.in_thread(count, call)
-
-    _, number = await calls.received(request, prepare)
+    _, number = await read_request(request, count)
     return json_response({"input_tokens": number})
 
 
-def _prepare(service: ChatService, call: Call) -> _Prepared:
+def _prepare(service: ChatService, call: Call) -> "_Message":
+    """Check a request and render its prompt. Raises ApiError or UserError for one that cannot be served."""
     request = call.body.model(MessagesRequest)
     call.check_unknown(request)
     for name in ("container", "mcp_servers"):
         require(not getattr(request, name), f"{name}: is not supported")
-    weights = calls.weights_of(call, request.model)
-    prompt = _rendered(service, call, request)
+    weights = find_weights(call, request.model)
+    prompt = _render(service, call, request)
+
+    # Clients ask for as many tokens as hosted models offer
     limit = service.limits.max_context_length
     max_tokens = request.max_tokens
     if limit is not None:
         if len(prompt.tokens) >= limit:
             raise ContextTooLong(len(prompt.tokens), None, limit)
-        max_tokens = min(max_tokens, limit - len(prompt.tokens))  # clients ask for as much as hosted models have
-    params = sampling_fields.sampling_params(
+        max_tokens = min(max_tokens, limit - len(prompt.tokens))
+
+    params = sampling_fields.make_params(
         max_tokens=max_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
         seed=request.seed,
         stop=request.stop_sequences,
-        stop_token_ids=None,
-        ignore_eos=False,
         stop_name="stop_sequences",
     )
-    start = ChatRequest(
+    prepared = ChatRequest(
         weights=weights,
         prompt=prompt.tokens,
-        params=with_stop_token(params, service.text.eos_token_id),
+        params=add_stop_token(params, service.text.eos_token_id),
         is_streamed=bool(request.stream),
         kind=sessions.ANTHROPIC,
     )
-    return _Prepared(request, prompt, start)
+    return _Message(request.model, prompt, prepared)
 
 
-def _rendered(service: ChatService, call: Call, request: CountTokensRequest) -> ChatPrompt:
-    """Return the prompt of a conversation. Raises UserError for what cannot be served."""
+def _render(service: ChatService, call: Call, request: CountTokensRequest) -> ChatPrompt:
+    """Return the prompt of a conversation. Raises UserError if it cannot be served."""
     choice = request.tool_choice
     require(
         choice is None or choice.type in ("auto", "none"),
@@ -108,97 +85,111 @@ def _rendered(service: ChatService, call: Call, request: CountTokensRequest) -> 
     output = request.output_config
     require(output is None or output.format is None, "output_config.format: decoding is not constrained")
     may_call = choice is None or choice.type != "none"
-    converted = template_messages(request.system, request.messages)
+    converted = prompts.convert_anthropic_messages(request.system, request.messages)
     continues = converted[-1]["role"] == "assistant"
     thinks = request.thinking is not None and request.thinking.type != "disabled"
     return prompts.render(
         service.text,
         call.settings,
         converted,
-        template_tools(request.tools or []) if may_call else [],
+        prompts.convert_anthropic_tools(request.tools or []) if may_call else [],
         add_generation_prompt=not continues,
         continue_final_message=continues,
         variables={"enable_thinking": thinks},
     )
 
 
-class _Reply:
+class _Message(Reply):
     """The message of a response."""
 
-    def __init__(self, prepared: _Prepared, generation: Generation) -> None:
-        self._generation = generation
-        self._num_prompt = len(prepared.prompt.tokens)
-        self._parser: MessageParser = prepared.prompt.parser(separates_reasoning=True)
-        self._head: Mapping[str, object] = {
-            "id": calls.new_id("msg_"),
+    form = "anthropic"
+
+    def __init__(self, model: str, prompt: ChatPrompt, prepared: ChatRequest) -> None:
+        super().__init__([prepared], is_streamed=prepared.is_streamed)
+        self._parser = prompt.create_parser(separates_reasoning=True)
+        self._parts: list[Part] = []
+        self._finish = Finish("length")
+        self._block_index = 0
+        self._block_kind: str | None = None
+        """The kind of the block that is open in a stream; None if none is."""
+        self._head: Object = {
+            "id": f"msg_{secrets.token_hex(14)}",
             "type": "message",
             "role": "assistant",
-            "model": prepared.request.model,
+            "model": model,
         }
 
-    async def whole(self) -> Response:
-        """Return the response once the sample is complete."""
-        parts: list[Part] = []
-        finish = Finish("length")
-        async for _, delta in calls.merged([self._generation]):
-            parts += self._parts(delta)
-            finish = delta.finish or finish
-        content = _blocks(parts)
-        return json_response({**self._head, "content": content, **self._stop(finish), "usage": self._usage()})
+    def _read(self, delta: Delta) -> list[Part]:
+        """Parse new text; return its parts."""
+        self._finish = delta.finish or self._finish
+        return self._parser.feed(delta.text, is_last=delta.finish is not None)
 
-    def _parts(self, delta: Delta) -> list[Part]:
-        return self._parser.feed(delta.text) + (self._parser.finish() if delta.finish is not None else [])
+    def add(self, number: int, delta: Delta) -> None:
+        """Record new tokens."""
+        self._parts += self._read(delta)
 
-    def _stop(self, finish: Finish) -> dict[str, object]:
-        if finish.reason == "length":
+    def make_body(self) -> Object:
+        """Return the whole response."""
+        content = _make_blocks(self._parts)
+        return {**self._head, "content": content, **self._describe_stop(), "usage": self._count_usage()}
+
+    def _describe_stop(self) -> Object:
+        if self._finish.reason == "length":
             reason = "max_tokens"
-        elif finish.stop_string is not None:
+        elif self._finish.stop_string is not None:
             reason = "stop_sequence"
         else:
             reason = "tool_use" if self._parser.has_calls else "end_turn"
-        return {"stop_reason": reason, "stop_sequence": finish.stop_string}
+        return {"stop_reason": reason, "stop_sequence": self._finish.stop_string}
 
-    def _usage(self) -> dict[str, object]:
-        cached = self._generation.prompt_result.cache_hit_tokens
+    def _count_usage(self) -> Object:
+        (generation,) = self.generations
+        cached = generation.prompt_result.cache_hit_tokens
         return {
-            "input_tokens": self._num_prompt - cached,
+            "input_tokens": len(self.requests[0].prompt) - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
-            "output_tokens": self._generation.num_tokens,
+            "output_tokens": generation.num_tokens,
         }
 
-    async def events(self) -> AsyncGenerator[bytes]:
-        """Yield the events of a streamed response."""
-        empty: dict[str, object] = {
+    def make_first_events(self) -> Iterator[Object]:
+        """Yield the beginning of the message."""
+        empty: Object = {
             "content": list[object](),
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": self._usage(),
+            "usage": self._count_usage(),
         }
-        yield _named({"type": "message_start", "message": {**self._head, **empty}})
-        index, kind = -1, None
-        finish = Finish("length")
-        async for _, delta in calls.merged([self._generation]):
-            finish = delta.finish or finish
-            for part in self._parts(delta):
-                is_text = isinstance(part, Piece)
-                if kind is None or not is_text or kind != part.kind:
-                    if kind is not None:
-                        yield _named({"type": "content_block_stop", "index": index})
-                    index, kind = index + 1, part.kind if is_text else "tool"
-                    yield _named({"type": "content_block_start", "index": index, "content_block": _opened(part)})
-                yield _named({"type": "content_block_delta", "index": index, "delta": _changed(part)})
-        if kind is not None:
-            yield _named({"type": "content_block_stop", "index": index})
-        yield _named({"type": "message_delta", "delta": self._stop(finish), "usage": self._usage()})
-        yield _named({"type": "message_stop"})
+        yield {"type": "message_start", "message": {**self._head, **empty}}
+
+    def make_events(self, number: int, delta: Delta) -> Iterator[Object]:
+        """Yield an event for each new part; a part of another kind than the last one opens a block."""
+        for part in self._read(delta):
+            kind = part.kind if isinstance(part, Piece) else "tool"
+            if kind != self._block_kind or kind == "tool":
+                yield from self._close_block()
+                self._block_kind = kind
+                yield {"type": "content_block_start", "index": self._block_index, "content_block": _open_block(part)}
+            yield {"type": "content_block_delta", "index": self._block_index, "delta": _make_delta(part)}
+
+    def _close_block(self) -> Iterator[Object]:
+        if self._block_kind is not None:
+            yield {"type": "content_block_stop", "index": self._block_index}
+            self._block_kind = None
+            self._block_index += 1
+
+    def make_last_events(self) -> Iterator[Object]:
+        """Yield the end of the message."""
+        yield from self._close_block()
+        yield {"type": "message_delta", "delta": self._describe_stop(), "usage": self._count_usage()}
+        yield {"type": "message_stop"}
+
+    def encode(self, event: Object) -> bytes:
+        """Return the bytes of an event, which is named by its type."""
+        return encode_event(event, str(event["type"]))
 
 
-def _named(data: Mapping[str, object]) -> bytes:
-    return event(data, str(data["type"]))
-
-
-def _opened(part: Part) -> dict[str, object]:
+def _open_block(part: Part) -> Object:
     """Return a content block as it begins."""
     if not isinstance(part, Piece):
         return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
@@ -207,8 +198,8 @@ def _opened(part: Part) -> dict[str, object]:
     return {"type": "text", "text": ""}
 
 
-def _changed(part: Part) -> dict[str, object]:
-    """Return what a part adds to its block."""
+def _make_delta(part: Part) -> Object:
+    """Return the change of a block by a part."""
     if not isinstance(part, Piece):
         return {"type": "input_json_delta", "partial_json": part.arguments}
     if part.kind == "reasoning":
@@ -216,17 +207,17 @@ def _changed(part: Part) -> dict[str, object]:
     return {"type": "text_delta", "text": part.text}
 
 
-def _blocks(parts: Sequence[Part]) -> list[dict[str, object]]:
+def _make_blocks(parts: Sequence[Part]) -> list[Object]:
     """Return the content blocks of a whole message: adjacent texts of one kind are one block."""
-    blocks: list[dict[str, object]] = []
+    blocks: list[Object] = []
     last: Part | None = None
     for part in parts:
         if not isinstance(part, Piece):
-            blocks.append({**_opened(part), "input": json.loads(part.arguments)})
+            blocks.append({**_open_block(part), "input": json.loads(part.arguments)})
         else:
             name = "thinking" if part.kind == "reasoning" else "text"
             if not isinstance(last, Piece) or last.kind != part.kind:
-                blocks.append(_opened(part))
+                blocks.append(_open_block(part))
             blocks[-1][name] = f"{blocks[-1][name]}{part.text}"
         last = part
     return blocks

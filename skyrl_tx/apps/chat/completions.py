@@ -1,86 +1,62 @@
 """OpenAI's completions: text or tokens in, text out, with exact log-probabilities of both."""
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fastapi import Request, Response
 
-from skyrl_tx.apps.chat import calls, logprobs, sampling_fields
-from skyrl_tx.apps.chat.generation import Delta, Generation
+from skyrl_tx.apps.chat import logprobs, sampling_fields
+from skyrl_tx.apps.chat.generation import Delta
 from skyrl_tx.apps.chat.logprobs import TokenLogprob
-from skyrl_tx.apps.chat.openai_schemas import CompletionRequest
-from skyrl_tx.apps.chat.responses import json_response, usage_of
-from skyrl_tx.apps.chat.server_sent_events import DONE, EventStream, event
+from skyrl_tx.apps.chat.models import find_weights
+from skyrl_tx.apps.chat.reply import Object, OpenAiReply, serve
+from skyrl_tx.apps.chat.schemas import CompletionRequest
 from skyrl_tx.apps.chat.service import ChatRequest, ChatService
 from skyrl_tx.contract.requests import PromptOptions
 from skyrl_tx.server.context import Call
 from skyrl_tx.server.submission.validation import require, shown
 
 _DEFAULT_MAX_TOKENS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    text: str | None
-    tokens: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """A checked request."""
-
-    request: CompletionRequest
-    prompts: list[_Prompt]
-    starts: list[ChatRequest]
-    num_samples: int
-    drops_tokens: bool
-    """Whether `max_tokens` is 0: the sampled token, without which there is no sample, is not shown."""
+_MAX_PROMPTS = 1024
 
 
 async def completions(request: Request) -> Response:
     """Continue text or tokens."""
-    service = calls.service_of(request)
-
-    async def prepare(call: Call) -> _Prepared:
-        return await calls.in_thread(_prepare, service, call)
-
-    call, prepared = await calls.received(request, prepare)
-    generations = await service.start_all(call.caller, prepared.starts)
-    head = {
-        "id": calls.new_id("cmpl-"),
-        "object": "text_completion",
-        "created": calls.now(),
-        "model": prepared.request.model,
-        "system_fingerprint": service.limits.fingerprint,
-    }
-    response = _Choices(service, prepared, generations)
-    if prepared.request.stream:
-        body = calls.error_event("openai", request)
-        return EventStream(response.events(head), lambda error: event(body(error)) + DONE, calls.closing(generations))
-    return await calls.answered(request, response.whole(head), generations)
+    return await serve(request, _prepare)
 
 
-def _prepare(service: ChatService, call: Call) -> _Prepared:
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A prompt; `text` is None if the client sent tokens."""
+
+    text: str | None
+    tokens: list[int]
+
+
+def _prepare(service: ChatService, call: Call) -> "_Completion":
+    """Check a request. Raises ApiError or UserError for one that cannot be served."""
     request = call.body.model(CompletionRequest)
     call.check_unknown(request)
-    weights = calls.weights_of(call, request.model)
+    weights = find_weights(call, request.model)
     require(not request.suffix, f"suffix {shown(request.suffix)}: is not supported")
     max_tokens = _DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    drops_tokens = max_tokens == 0
-    require(not drops_tokens or bool(request.echo), "max_tokens 0: needs echo")
-    limits = service.limits
-    top = sampling_fields.top_k_logprobs(request.logprobs, "logprobs", limits)
-    prompt_top = sampling_fields.top_k_logprobs(request.prompt_logprobs, "prompt_logprobs", limits)
+    require(max_tokens != 0 or bool(request.echo), "max_tokens 0: needs echo")
+
+    # Log-probabilities and sampling parameters
+    top = sampling_fields.check_top_k(request.logprobs, "logprobs", service.limits)
+    prompt_top = sampling_fields.check_top_k(request.prompt_logprobs, "prompt_logprobs", service.limits)
     scores_prompt = request.prompt_logprobs is not None or bool(request.echo and request.logprobs is not None)
-    params = sampling_fields.of_openai(request, max_tokens or 1, "max_tokens")
-    num_samples = sampling_fields.num_samples(request.n)
-    prompts = _prompts(service, request)
+    params = sampling_fields.convert_openai_fields(request, max_tokens or 1, "max_tokens")
+    num_samples = sampling_fields.check_num_samples(request.n)
     options = PromptOptions(
         logprobs=scores_prompt,
         topk=max(prompt_top, top if request.echo else 0) if scores_prompt else 0,
         sample_topk=top,
     )
-    starts = [
+
+    # One request for each prompt
+    prompts = _read_prompts(service, request)
+    requests = [
         ChatRequest(
             weights=weights,
             prompt=prompt.tokens,
@@ -94,29 +70,31 @@ def _prepare(service: ChatService, call: Call) -> _Prepared:
         )
         for prompt in prompts
     ]
-    for start in starts:
-        service.check_length(len(start.prompt), start.params.max_tokens)
-    return _Prepared(request, prompts, starts, num_samples, drops_tokens)
+    for prepared in requests:
+        service.check_length(len(prepared.prompt), params.max_tokens)
+    return _Completion(service, request, prompts, requests, drops_tokens=max_tokens == 0)
 
 
-def _prompts(service: ChatService, request: CompletionRequest) -> list[_Prompt]:
+def _read_prompts(service: ChatService, request: CompletionRequest) -> list[_Prompt]:
+    """Return the prompts of a request: one text, several, one list of tokens, or several."""
     given = request.prompt
     if isinstance(given, str):
         listed: Sequence[str | list[int]] = [given]
     elif given and all(isinstance(token, int) for token in given):
         listed = [[token for token in given if isinstance(token, int)]]
     else:
-        listed = [each for each in given if not isinstance(each, int)]
+        listed = [prompt for prompt in given if not isinstance(prompt, int)]
     require(bool(listed), "prompt: must not be empty")
-    require(len(listed) <= 1024, f"prompt has {len(listed)} prompts: must have at most 1024")
+    require(len(listed) <= _MAX_PROMPTS, f"prompt has {len(listed)} prompts: must have at most {_MAX_PROMPTS}")
+
     prompts: list[_Prompt] = []
-    for each in listed:
-        if isinstance(each, str):
-            tokens = service.text.encode(each, add_special=request.add_special_tokens is not False)
-            prompts.append(_Prompt(each, tokens))
+    for prompt in listed:
+        if isinstance(prompt, str):
+            tokens = service.text.encode(prompt, add_special=request.add_special_tokens is not False)
+            prompts.append(_Prompt(prompt, tokens))
         else:
-            require(all(0 <= token < 2**31 for token in each), "prompt: a token id is negative or too large")
-            prompts.append(_Prompt(None, each))
+            require(all(0 <= token < 2**31 for token in prompt), "prompt: a token id is negative or too large")
+            prompts.append(_Prompt(None, prompt))
         require(bool(prompts[-1].tokens), "prompt: has no tokens")
     return prompts
 
@@ -126,129 +104,100 @@ class _Choice:
     """The state of one choice."""
 
     logprobs: logprobs.CompletionLogprobs | None
-    text: list[str] = field(default_factory=list[str])
+    text: str = ""
     tokens: list[int] = field(default_factory=list[int])
     scored: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     finish_reason: str | None = None
+    is_started: bool = False
+    """Whether a stream has an event of this choice."""
 
 
-class _Choices:
+class _Completion(OpenAiReply):
     """The choices of a response, by prompt and sample."""
 
-    def __init__(self, service: ChatService, prepared: _Prepared, generations: Sequence[Generation]) -> None:
+    id_prefix = "cmpl-"
+    object_names = "text_completion", "text_completion"
+
+    def __init__(
+        self,
+        service: ChatService,
+        request: CompletionRequest,
+        prompts: Sequence[_Prompt],
+        requests: Sequence[ChatRequest],
+        *,
+        drops_tokens: bool,
+    ) -> None:
+        """`drops_tokens`: `max_tokens` is 0, and the token without which there is no sample is not shown."""
+        super().__init__(service, request, requests)
         self._text = service.text
-        self._prepared = prepared
-        self._request = prepared.request
-        self._generations = generations
-        self._top = prepared.request.logprobs or 0
-        wants = prepared.request.logprobs is not None
+        self._request = request
+        self._prompts = prompts
+        self._num_samples = requests[0].num_samples
+        self._drops_tokens = drops_tokens
+        self._top = request.logprobs or 0
         self._choices = [
-            _Choice(logprobs.CompletionLogprobs(service.text) if wants else None)
-            for _ in range(len(generations) * prepared.num_samples)
+            _Choice(None if request.logprobs is None else logprobs.CompletionLogprobs(service.text))
+            for _ in range(len(prompts) * self._num_samples)
         ]
+        self.num_dropped = len(self._choices) if drops_tokens else 0
 
-    async def whole(self, head: Mapping[str, object]) -> Response:
-        """Return the response once all samples are complete."""
-        async for number, delta in calls.merged(self._generations):
-            choice = self._choice(number, delta)
-            choice.text.append(delta.text)
-            choice.tokens += delta.token_ids.tolist()
-            if choice.logprobs is not None:
-                choice.scored += logprobs.of_delta(delta, self._top)
-            if delta.finish is not None:
-                choice.finish_reason = delta.finish.reason
-        return await calls.in_thread(
-            lambda: json_response(
-                {
-                    **head,
-                    "choices": [self._object(index) for index in range(len(self._choices))],
-                    "usage": self._usage(),
-                }
-            )
-        )
-
-    def _choice(self, number: int, delta: Delta) -> _Choice:
-        return self._choices[number * self._prepared.num_samples + delta.index]
-
-    def _object(self, index: int) -> dict[str, object]:
-        number, choice = index // self._prepared.num_samples, self._choices[index]
-        if self._prepared.drops_tokens:
-            choice.text, choice.tokens, choice.scored, choice.finish_reason = [], [], [], "length"
-        made: dict[str, object] = {
-            "index": index,
-            "text": self._echoed(number) + "".join(choice.text),
-            "logprobs": None,
-            "finish_reason": choice.finish_reason,
-        }
-        prompt, generation = self._prepared.prompts[number], self._generations[number]
+    def add(self, number: int, delta: Delta) -> None:
+        """Record new tokens of a prompt."""
+        choice = self._choices[number * self._num_samples + delta.index]
+        if delta.finish is not None:
+            choice.finish_reason = "length" if self._drops_tokens else delta.finish.reason
+        if self._drops_tokens:
+            return
+        choice.text += delta.text
+        choice.tokens += delta.token_ids.tolist()
         if choice.logprobs is not None:
-            scored = choice.scored
-            if self._request.echo:
-                scored = logprobs.of_prompt(prompt.tokens, generation.prompt_result, self._top) + scored
-            made["logprobs"] = choice.logprobs.object(scored)
-        if (k := self._request.prompt_logprobs) is not None:
-            tokens = logprobs.of_prompt(prompt.tokens, generation.prompt_result, k)
-            made["prompt_logprobs"] = logprobs.prompt_logprobs(self._text, tokens, k)
-        if self._request.return_token_ids:
-            made |= {"token_ids": choice.tokens, "prompt_token_ids": prompt.tokens}
-        return made
+            choice.scored += logprobs.score_delta(delta, self._top)
 
-    def _echoed(self, number: int) -> str:
-        """Return the prompt's text if the client wants it."""
-        if not self._request.echo:
-            return ""
-        prompt = self._prepared.prompts[number]
-        return self._text.text_of(prompt.tokens, skip_special=False) if prompt.text is None else prompt.text
+    def make_choices(self) -> list[Object]:
+        """Return the choices of a whole response."""
+        return [self._make_choice(index) for index in range(len(self._choices))]
 
-    def _usage(self) -> dict[str, object]:
-        dropped = len(self._choices) if self._prepared.drops_tokens else 0
-        return usage_of(self._generations, [len(prompt.tokens) for prompt in self._prepared.prompts], dropped=dropped)
-
-    async def events(self, head: Mapping[str, object]) -> AsyncGenerator[bytes]:
-        """Yield the chunks of a streamed response."""
-        options = self._request.stream_options
-        with_usage = options is not None and bool(options.include_usage)
-        started: set[int] = set()
-        async for number, delta in calls.merged(self._generations):
-            index = number * self._prepared.num_samples + delta.index
-            chunk = self._chunk(number, index, delta, is_first=index not in started)
-            if chunk is None:
-                continue
-            started.add(index)
-            yield event({**head, "choices": [chunk], **({"usage": None} if with_usage else {})})
-        if with_usage:
-            yield event({**head, "choices": [], "usage": self._usage()})
-        yield DONE
-
-    def _chunk(self, number: int, index: int, delta: Delta, *, is_first: bool) -> dict[str, object] | None:
+    def make_events(self, number: int, delta: Delta) -> Iterator[Object]:
+        """Yield an event with the new text, unless there is nothing to say."""
+        index = number * self._num_samples + delta.index
         choice = self._choices[index]
-        text, scored = delta.text, list[TokenLogprob]()
-        tokens: list[int] = delta.token_ids.tolist()
-        finish = None if delta.finish is None else delta.finish.reason
-        if self._prepared.drops_tokens:
-            text, tokens, finish = "", [], None if finish is None else "length"
-        elif choice.logprobs is not None:
-            scored = logprobs.of_delta(delta, self._top)
-        if is_first:
-            text = self._echoed(number) + text
+        self.add(number, delta)
+
+        has_prompt = not choice.is_started and bool(self._echo(number) or (self._request.echo and choice.logprobs))
+        has_tokens = bool(self._request.return_token_ids and choice.tokens)
+        if choice.text or choice.scored or choice.finish_reason is not None or has_prompt or has_tokens:
+            yield self.make_chunk([self._make_choice(index)])
+            choice.text, choice.tokens, choice.scored, choice.is_started = "", [], [], True
+
+    def _make_choice(self, index: int) -> Object:
+        """Return what is new of a choice, and before it what is known of its prompt."""
+        number, choice = index // self._num_samples, self._choices[index]
+        text, scored = choice.text, choice.scored
+        more: Object = {"token_ids": choice.tokens} if self._request.return_token_ids else {}
+
+        if not choice.is_started:
+            text = self._echo(number) + text
             if self._request.echo and choice.logprobs is not None:
-                prompt = self._prepared.prompts[number].tokens
-                scored = logprobs.of_prompt(prompt, self._generations[number].prompt_result, self._top) + scored
-        wants_tokens = bool(self._request.return_token_ids)
-        if not text and finish is None and not scored and not (wants_tokens and tokens):
-            return None
-        made: dict[str, object] = {
+                scored = self._score_prompt(number, self._top) + scored
+            if (k := self._request.prompt_logprobs) is not None:
+                more["prompt_logprobs"] = logprobs.describe_prompt(self._text, self._score_prompt(number, k), k)
+            if self._request.return_token_ids:
+                more["prompt_token_ids"] = self._prompts[number].tokens
+
+        return {
             "index": index,
             "text": text,
-            "logprobs": choice.logprobs.object(scored) if choice.logprobs is not None else None,
-            "finish_reason": finish,
+            "logprobs": None if choice.logprobs is None else choice.logprobs.describe(scored),
+            "finish_reason": choice.finish_reason,
+            **more,
         }
-        if wants_tokens:
-            made["token_ids"] = tokens
-            if is_first:
-                made["prompt_token_ids"] = self._prepared.prompts[number].tokens
-        if is_first and (k := self._request.prompt_logprobs) is not None:
-            result = self._generations[number].prompt_result
-            scored_prompt = logprobs.of_prompt(self._prepared.prompts[number].tokens, result, k)
-            made["prompt_logprobs"] = logprobs.prompt_logprobs(self._text, scored_prompt, k)
-        return made
+
+    def _score_prompt(self, number: int, k: int) -> list[TokenLogprob]:
+        return logprobs.score_prompt(self._prompts[number].tokens, self.generations[number].prompt_result, k)
+
+    def _echo(self, number: int) -> str:
+        """Return the text of a prompt if the client wants it."""
+        if not self._request.echo:
+            return ""
+        prompt = self._prompts[number]
+        return self._text.decode(prompt.tokens, skip_special=False) if prompt.text is None else prompt.text

@@ -46,11 +46,11 @@ def give_form(form: Form, response: Response, error: Exception) -> Response:
     status = response.status_code
     is_away = form == "anthropic" and status == HTTPStatus.SERVICE_UNAVAILABLE
     return JSONResponse(
-        body_of(form, status, detail, error), status_code=_OVERLOADED if is_away else status, headers=headers
+        describe_error(form, status, detail, error), status_code=_OVERLOADED if is_away else status, headers=headers
     )
 
 
-def body_of(form: Form, status: int, detail: str, error: Exception | None = None) -> dict[str, object]:
+def describe_error(form: Form, status: int, detail: str, error: Exception | None = None) -> dict[str, object]:
     """Return the body of an error response."""
     too_long = error if isinstance(error, ContextTooLong) else None
     if form == "anthropic":
@@ -68,10 +68,10 @@ def body_of(form: Form, status: int, detail: str, error: Exception | None = None
     return {"error": {"message": detail, "type": kind, "param": param, "code": code}}
 
 
-def in_stream(form: Form, error: Exception) -> tuple[int, dict[str, object]]:
-    """Return status and body of an error that occurs while a response is streamed."""
+def describe_stream_error(form: Form, error: Exception) -> dict[str, object]:
+    """Return the body of an error that occurs while a response is streamed."""
     status = error.status if isinstance(error, ApiError) else HTTPStatus.INTERNAL_SERVER_ERROR
     detail = error.detail if isinstance(error, ApiError) else "internal error"
     if isinstance(error, RequestError):
         status, detail = HTTPStatus.BAD_REQUEST, error.message
-    return status, body_of(form, status, detail, error)
+    return describe_error(form, status, detail, error)

@@ -1,9 +1,14 @@
-"""One running sample request, read as deltas: tokens, text and log-probabilities, each exactly once."""
+"""One running sample request, read as deltas: tokens, text and log-probabilities, each exactly once.
+
+New tokens of running samples come from the store through `PartialStreams`, and all that is missing with the result.
+"""
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Literal
@@ -12,8 +17,7 @@ import numpy as np
 from anyio import to_thread
 from sqlmodel import Session
 
-from skyrl_tx.apps.chat.detokenize import SampleText
-from skyrl_tx.apps.chat.streams import Stream
+from skyrl_tx.apps.chat.text import SampleText
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
 from skyrl_tx.contract.errors import ErrorCategory
@@ -24,11 +28,76 @@ from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.http.long_poll import Notification
 from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.store import completions, futures, partials
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.partials import Partial
 
+_PAGE = 1000
 _LOOK_EVERY_S = 20.0
 """Notifications are not lost; this bounds the wait should one be."""
 _CANCELLED = Failure(message="cancelled: the client disconnected", category=ErrorCategory.USER)
 _AWAY = {"Retry-After": "5"}
+
+
+class Stream:
+    """The new tokens of one request, in the order of writing. Used on the event loop only."""
+
+    def __init__(self, notify: Callable[[], None]) -> None:
+        """`notify` is called on the event loop when there is something to take."""
+        self._notify = notify
+        self._waiting: deque[Partial] = deque()
+
+    def put(self, new: list[Partial]) -> None:
+        """Add tokens."""
+        self._waiting.extend(new)
+        self._notify()
+
+    def take(self) -> list[Partial]:
+        """Return the tokens that came since the last call."""
+        taken = list(self._waiting)
+        self._waiting.clear()
+        return taken
+
+
+class PartialStreams:
+    """The open streams of this process; one query reads the new tokens of all of them."""
+
+    def __init__(self, store: Store, max_streams: int) -> None:
+        self._store = store
+        self._max_streams = max_streams
+        self._lock = threading.Lock()
+        self._open: dict[RequestId, tuple[Stream, asyncio.AbstractEventLoop]] = {}
+        self._position = 0
+
+    def open(self, request_id: RequestId, notify: Callable[[], None]) -> Stream | None:
+        """Open a stream for a request that will be submitted; None if too many are open."""
+        with self._lock:
+            if len(self._open) >= self._max_streams:
+                return None
+            stream = Stream(notify)
+            self._open[request_id] = stream, asyncio.get_running_loop()
+        return stream
+
+    def close(self, request_id: RequestId) -> None:
+        """Close a stream. Idempotent."""
+        with self._lock:
+            self._open.pop(request_id, None)
+
+    def read(self) -> None:
+        """Read new tokens and hand them to their streams. Called by the thread that sees the engine's commits."""
+        if not self._open:
+            return
+        is_full = True
+        while is_full:
+            page = self._store.read(lambda tx: partials.since(tx, self._position, _PAGE))
+            is_full = len(page) == _PAGE
+            new: dict[RequestId, list[Partial]] = {}
+            for position, partial in page:
+                self._position = position
+                new.setdefault(partial.request_id, []).append(partial)
+            with self._lock:
+                due = [(self._open[request_id], rows) for request_id, rows in new.items() if request_id in self._open]
+            for (stream, loop), rows in due:
+                loop.call_soon_threadsafe(stream.put, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +130,7 @@ class _Sample:
         self.text = text
         self.sent: list[int] = []
 
-    def num_known(self, start: int, tokens: Int32Array) -> int | None:
+    def count_known(self, start: int, tokens: Int32Array) -> int | None:
         """Return how many of the tokens from `start` were sent; None if some before them were not.
 
         Raises ApiError 500 if others were sent.
@@ -113,15 +182,15 @@ class Generation:
             while not self._is_over:
                 await self._wait()
                 for partial in [] if self._stream is None else self._stream.take():
-                    known = self._samples[partial.sample_index].num_known(partial.start, partial.tokens)
+                    known = self._samples[partial.sample_index].count_known(partial.start, partial.tokens)
                     if known is not None and known < len(partial.tokens):
-                        yield self._delta(
+                        yield self._make_delta(
                             partial.sample_index, partial.tokens, partial.logprobs, partial.topk, first=known
                         )
                 if self._completed.done() or time.monotonic() >= self._look_at:
-                    output = await self._output()
+                    output = await self._read_output()
                     for index, sequence in enumerate([] if output is None else output.sequences):
-                        yield self._last(index, sequence)
+                        yield self._finish(index, sequence)
         finally:
             self.close()
 
@@ -134,7 +203,9 @@ class Generation:
             return
         self._changed.clear()
 
-    def _delta(self, index: int, tokens: Int32Array, logprobs: Float32Array, topk: TopK | None, *, first: int) -> Delta:
+    def _make_delta(
+        self, index: int, tokens: Int32Array, logprobs: Float32Array, topk: TopK | None, *, first: int
+    ) -> Delta:
         sample, new = self._samples[index], tokens[first:]
         sample.sent += new.tolist()
         self.num_tokens += len(new)
@@ -143,12 +214,12 @@ class Generation:
         text = sample.text.feed(new.tolist())
         return Delta(index=index, token_ids=new, logprobs=logprobs[first:], topk=topk, text=text)
 
-    def _last(self, index: int, sequence: SampledSequence) -> Delta:
+    def _finish(self, index: int, sequence: SampledSequence) -> Delta:
         """Return what is left of a complete sample."""
         sample = self._samples[index]
         padded = np.pad(sequence.tokens, (0, max(0, len(sample.sent) - len(sequence.tokens))), constant_values=-1)
-        first = sample.num_known(0, padded) or 0
-        delta = self._delta(index, sequence.tokens, sequence.logprobs, sequence.topk, first=first)
+        first = sample.count_known(0, padded) or 0
+        delta = self._make_delta(index, sequence.tokens, sequence.logprobs, sequence.topk, first=first)
         text = delta.text + sample.text.finish()
         matched = sample.text.matched
         reason = "stop" if matched is not None else sequence.stop_reason
@@ -161,7 +232,7 @@ class Generation:
             finish=Finish(reason, matched),
         )
 
-    async def _output(self) -> SampleOutput | None:
+    async def _read_output(self) -> SampleOutput | None:
         """Read the result; None if there is none yet. Raises ApiError for a failure or an ended key."""
         state = await to_thread.run_sync(
             lambda: self._context.store.read(lambda tx: futures.result(tx, self.request_id, self._caller.owner)),
@@ -199,3 +270,39 @@ class Generation:
             partials.delete_of(tx, self.request_id)
 
         store.write_soon(cancel)
+
+
+async def merge_deltas(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Delta]]:
+    """Yield the deltas of several generations as they come, each with the number of its generation."""
+    if len(generations) == 1:
+        async with aclosing(generations[0].deltas()) as deltas:
+            async for delta in deltas:
+                yield 0, delta
+        return
+
+    queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
+
+    async def pump(number: int, generation: Generation) -> None:
+        try:
+            async with aclosing(generation.deltas()) as deltas:
+                async for delta in deltas:
+                    queue.put_nowait((number, delta))
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(number, generation)) for number, generation in enumerate(generations)]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,43 +1,266 @@
-"""Splits the text of an assistant's message into reasoning, content and tool calls, also while streaming."""
+"""Splits what a model writes into reasoning, content and tool calls, also while it is streaming.
 
-from skyrl_tx.apps.chat.reasoning import Piece, ReasoningSplit
-from skyrl_tx.apps.chat.tool_calls import ToolCall, ToolParser
+Reasoning stands between `<think>` and `</think>`. Tool calls are found in the forms of Hermes and Qwen, and of Llama 3.
+"""
+
+import json
+import secrets
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+from skyrl_tx.apps.chat.text import count_possible_start
+
+_THINK, _END_THINK = "<think>", "</think>"
+_CALL, _END_CALL = "<tool_call>", "</tool_call>"
+_PYTHON_TAG = "<|python_tag|>"
+ParserName = Literal["hermes", "llama3", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New text of one kind."""
+
+    kind: Literal["reasoning", "content"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool; `arguments` is a JSON object as text."""
+
+    name: str
+    arguments: str
+    call_id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+
 
 Part = Piece | ToolCall
+
+
+def _read_content(text: str) -> list[Part]:
+    return [Piece("content", text)] if text else []
+
+
+def begins_inside(prompt: str) -> bool:
+    """Whether the prompt's template has already opened the reasoning."""
+    return prompt.rstrip().endswith(_THINK)
+
+
+class ReasoningSplit:
+    """Splits one growing text. Reasoning comes first or not at all; white space around it is dropped."""
+
+    def __init__(self, *, inside: bool) -> None:
+        """`inside`: the text begins with reasoning."""
+        self._state: Literal["before", "reasoning", "after", "content"] = "reasoning" if inside else "before"
+        self._held = ""
+        self._has_text = False
+
+    def feed(self, text: str) -> list[Piece]:
+        """Add text; return the new pieces."""
+        self._held += text
+        pieces: list[Piece] = []
+        if self._state == "before":
+            self._open()
+        if self._state == "reasoning":
+            pieces += self._take_reasoning()
+        if self._state == "after" and (rest := self._held.lstrip()):
+            self._held, self._state = rest, "content"
+        if self._state == "content" and self._held:
+            pieces.append(Piece("content", self._held))
+            self._held = ""
+        return pieces
+
+    def _open(self) -> None:
+        """Decide whether the text begins with reasoning, once it is long enough to tell."""
+        start = self._held.lstrip()
+        if start.startswith(_THINK):
+            self._held, self._state = start[len(_THINK) :], "reasoning"
+        elif not _THINK.startswith(start):
+            self._state = "content"
+
+    def _take_reasoning(self) -> list[Piece]:
+        end = self._held.find(_END_THINK)
+        if not self._has_text:
+            stripped = self._held.lstrip()
+            end, self._held = stripped.find(_END_THINK), stripped
+        if end >= 0:
+            text, self._held = self._held[:end].rstrip(), self._held[end + len(_END_THINK) :]
+            self._state = "after"
+        else:
+            keep = _count_held_back(self._held)
+            text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        self._has_text = self._has_text or bool(text)
+        return [Piece("reasoning", text)] if text else []
+
+    def finish(self) -> list[Piece]:
+        """Return the rest: an unfinished tag is text."""
+        text, self._held = self._held, ""
+        match self._state:
+            case "reasoning":
+                return [Piece("reasoning", text)] if text.strip() else []
+            case "after":
+                return []
+            case _:
+                return [Piece("content", text)] if text else []
+
+
+def _count_held_back(text: str) -> int:
+    """Return the length of the end of a text that may belong to the end tag: white space, and a part of the tag."""
+    partial = count_possible_start(text, [_END_THINK])
+    before = text[: len(text) - partial]
+    return partial + len(before) - len(before.rstrip())
+
+
+def choose_parser(template: str) -> ParserName:
+    """Return the form in which a model writes calls, judged by its chat template."""
+    if _CALL in template:
+        return "hermes"
+    return "llama3" if _PYTHON_TAG in template or "ipython" in template else "none"
+
+
+class HermesParser:
+    """Calls as `<tool_call>{"name": …, "arguments": {…}}</tool_call>`; malformed ones are text."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._is_inside = False
+        self._space = ""
+        """White space before what may be a call; it is dropped there, and text elsewhere."""
+        self._has_calls = False
+
+    def feed(self, text: str) -> list[Part]:
+        """Add text; return the new parts in order."""
+        self._held += text
+        parts: list[Part] = []
+        while True:
+            if self._is_inside:
+                body, tag, rest = self._held.partition(_END_CALL)
+                if not tag:
+                    return parts
+                call = _read_call(body, "arguments")
+                self._held, self._is_inside = rest, False
+                if call is None:
+                    parts += self._release(f"{_CALL}{body}{_END_CALL}")
+                else:
+                    parts.append(call)
+                    self._space, self._has_calls = "", True
+            else:
+                before, tag, rest = self._held.partition(_CALL)
+                keep = 0 if tag else count_possible_start(self._held, [_CALL])
+                parts += self._release(before[: len(before) - keep])
+                if not tag:
+                    self._held = before[len(before) - keep :]
+                    return parts
+                self._held, self._is_inside = rest, True
+
+    def _release(self, text: str) -> list[Part]:
+        """Return text with the white space before it; hold white space at its end, and all of it between calls."""
+        text = self._space + text
+        stripped = text.rstrip()
+        self._space = text[len(stripped) :]
+        if self._has_calls and stripped:
+            stripped = stripped.lstrip()
+        return _read_content(stripped)
+
+    def finish(self) -> list[Part]:
+        """Return the rest: an unfinished call is text."""
+        rest = (_CALL if self._is_inside else "") + self._held
+        if self._is_inside and (call := _read_call(self._held, "arguments")) is not None:
+            return [call]  # complete but for its end tag
+        space = "" if self._has_calls and not rest.strip() else self._space
+        self._held, self._space = "", ""
+        return _read_content(space + rest)
+
+
+def _read_call(text: str, key: str) -> ToolCall | None:
+    """Read one call; None if it is not a JSON object with a name and an object of arguments."""
+    try:
+        value: object = json.loads(text)
+    except ValueError:
+        return None
+    return _check_call(value, key)
+
+
+def _check_call(value: object, *keys: str) -> ToolCall | None:
+    if not isinstance(value, dict):
+        return None
+    call = cast(dict[str, object], value)
+    arguments = next((call[key] for key in keys if key in call), dict[str, object]())
+    if not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
+        return None
+    return ToolCall(str(call["name"]), json.dumps(arguments, ensure_ascii=False))
+
+
+class Llama3Parser:
+    """Calls as `{"name": …, "parameters": {…}}`, several separated by semicolons; the whole text is calls or text."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._is_text = False
+
+    def feed(self, text: str) -> list[Part]:
+        """Add text; return it unless it may be a call."""
+        if self._is_text:
+            return _read_content(text)
+        self._held += text
+        start = self._held.lstrip()
+        may_be_call = start.startswith(("{", _PYTHON_TAG)) or _PYTHON_TAG.startswith(start)
+        if may_be_call:
+            return []
+        self._is_text = True
+        released, self._held = self._held, ""
+        return _read_content(released)
+
+    def finish(self) -> list[Part]:
+        """Return the calls, or the held text if it is none."""
+        text, self._held = self._held, ""
+        calls = _read_llama_calls(text.strip().removeprefix(_PYTHON_TAG).strip())
+        return [*calls] if calls else _read_content(text)
+
+
+def _read_llama_calls(text: str) -> list[ToolCall]:
+    """Read all calls; none if the text is anything else."""
+    decoder, calls, position = json.JSONDecoder(), list[ToolCall](), 0
+    while position < len(text):
+        try:
+            value, position = decoder.raw_decode(text, position)
+        except ValueError:
+            return []
+        call = _check_call(value, "parameters", "arguments")
+        if call is None:
+            return []
+        calls.append(call)
+        while position < len(text) and text[position] in "; \n\t\r":
+            position += 1
+    return calls
+
+
+_PARSERS: dict[ParserName, type[HermesParser] | type[Llama3Parser]] = {"hermes": HermesParser, "llama3": Llama3Parser}
 
 
 class MessageParser:
     """Parses one growing text."""
 
-    def __init__(self, split: ReasoningSplit | None, tools: ToolParser | None) -> None:
-        """`split` None: reasoning is content. `tools` None: calls are content."""
+    def __init__(self, split: ReasoningSplit | None, tools: ParserName) -> None:
+        """`split` None: reasoning is content. `tools` "none": calls are content."""
         self._split = split
-        self._tools = tools
+        self._tools = _PARSERS[tools]() if tools in _PARSERS else None
         self.has_calls = False
         """Whether a tool was called."""
 
-    def feed(self, text: str) -> list[Part]:
-        """Add text; return the new parts in order."""
-        if not text:
+    def feed(self, text: str, *, is_last: bool = False) -> list[Part]:
+        """Add text; return the new parts in order. `is_last`: no text follows, so all the rest is returned."""
+        if not text and not is_last:
             return []
-        return self._find_calls([Piece("content", text)] if self._split is None else self._split.feed(text))
-
-    def finish(self) -> list[Part]:
-        """Return the rest."""
-        parts = self._find_calls([] if self._split is None else self._split.finish())
-        if self._tools is not None:
-            parts += self._described(self._tools.finish())
-        return parts
-
-    def _find_calls(self, pieces: list[Piece]) -> list[Part]:
-        tools = self._tools
-        if tools is None:
+        pieces = [Piece("content", text)] if self._split is None and text else []
+        if self._split is not None:
+            pieces = self._split.feed(text) + (self._split.finish() if is_last else [])
+        if self._tools is None:
             return [*pieces]
+
         parts: list[Part] = []
         for piece in pieces:
-            parts += [piece] if piece.kind == "reasoning" else self._described(tools.feed(piece.text))
+            parts += [piece] if piece.kind == "reasoning" else self._tools.feed(piece.text)
+        if is_last:
+            parts += self._tools.finish()
+        self.has_calls = self.has_calls or any(isinstance(part, ToolCall) for part in parts)
         return parts
-
-    def _described(self, found: list[str | ToolCall]) -> list[Part]:
-        self.has_calls = self.has_calls or any(isinstance(each, ToolCall) for each in found)
-        return [Piece("content", each) if isinstance(each, str) else each for each in found]

@@ -1,29 +1,89 @@
-"""OpenAI's list of models: the names that clients may send as `model`."""
+"""The field `model` of the OpenAI and Anthropic endpoints: the weights that a name means."""
 
-from fastapi import Response
+import time
+from dataclasses import dataclass
 
-from skyrl_tx.apps.chat import calls
-from skyrl_tx.apps.chat.resolve import listed, resolve
-from skyrl_tx.apps.chat.responses import json_response
-from skyrl_tx.server.context import Call, Incoming
+from sqlmodel import Session
+
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId
+from skyrl_tx.server.context import Call
+from skyrl_tx.server.errors import ApiError, not_found
+from skyrl_tx.server.identity import access
+from skyrl_tx.server.identity.authentication import Principal
+from skyrl_tx.server.settings import ApiSettings
+from skyrl_tx.server.submission.validation import shown
+from skyrl_tx.server.submission.weights import sampler_path
+from skyrl_tx.store import checkpoints
+from skyrl_tx.store.tables import CheckpointRow
+
+_SCHEME = "tinker://"
+_MAX_LISTED = 1000
 
 
-def list_models(call: Incoming) -> Response:
-    """List the served names, and the caller's sampler checkpoints, the newest first."""
-    rows = call.store.read(lambda tx: listed(tx, call.caller))
-    names = [_described(call, name, calls.STARTED_AT) for name in call.settings.offered_names]
-    saved = [_described(call, str(row.path), int(row.created_at)) for row in rows]
-    return json_response({"object": "list", "data": [*names, *saved]})
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The weights that a client named: a checkpoint's, or the base model's."""
+
+    name: str
+    base_model: str
+    path: CheckpointPath | None = None
 
 
-def get_model(call: Incoming, model_id: str) -> Response:
-    """Describe one model; 404 for a name that `model` may not have."""
-    weights = call.store.read(lambda tx: resolve(tx, call.caller, call.settings, model_id))
-    return json_response(
-        _described(call, model_id, calls.STARTED_AT, None if weights.path is None else str(weights.path))
+def find_weights(call: Call, name: str) -> Weights:
+    """Return the weights that the caller means by a name. Raises ApiError 404 if the caller may read none."""
+    return call.store.read(lambda tx: resolve(tx, call.caller, call.settings, name))
+
+
+def resolve(tx: Session, caller: Principal, settings: ApiSettings, name: str) -> Weights:
+    """Return the weights of a name. Raises ApiError 404 if the caller may read none of that name.
+
+    A name is one of the served model, a `tinker://` path of sampler weights, `base;path`, or a run's id, which means
+    its newest sampler checkpoint.
+    """
+    base, _, path_text = name.rpartition(";")
+    public = settings.public_model_name
+
+    # A path, or a base model with a path
+    if base:
+        _check_name(settings, base)
+    if path_text.startswith(_SCHEME):
+        try:
+            path = sampler_path(path_text)
+        except UserError as error:
+            raise _no_model(name, settings, error.message) from error
+        access.readable_checkpoint(tx, caller, path)
+        return Weights(name, public, path)
+    if base:
+        raise _no_model(name, settings, f"{shown(path_text)} is not a tinker:// path")
+
+    # The served model, or a run
+    if ":train:" not in name:
+        return Weights(name, _check_name(settings, name))
+    saved = access.readable_run(tx, caller, ModelId(name), time.time()).saved
+    sampling = [row for row in saved if row.kind == CheckpointKind.SAMPLER]
+    if not sampling:
+        raise not_found(f"model {shown(name)}: the run has no sampler checkpoint; save_weights_for_sampler makes one")
+    return Weights(name, public, sampling[-1].path)
+
+
+def _check_name(settings: ApiSettings, name: str) -> str:
+    """Return the base model of a served name."""
+    try:
+        return settings.known_model_name(name)
+    except UserError as error:
+        raise _no_model(name, settings) from error
+
+
+def _no_model(name: str, settings: ApiSettings, reason: str = "") -> ApiError:
+    served = ", ".join(map(repr, settings.offered_names))
+    return not_found(
+        f"model {shown(name)} does not exist{f': {reason}' if reason else ''}; this server serves {served}, runs by "
+        "their id, and sampler checkpoints by their tinker:// path"
     )
 
 
-def _described(call: Call, name: str, created: int, path: str | None = None) -> dict[str, object]:
-    made: dict[str, object] = {"id": name, "object": "model", "created": created, "owned_by": "skyrl_tx"}
-    return made if path is None else made | {"root": path, "parent": call.settings.public_model_name}
+def list_checkpoints(tx: Session, caller: Principal) -> list[CheckpointRow]:
+    """Return the caller's sampler checkpoints, the newest first."""
+    rows, _ = checkpoints.list_owned(tx, caller.owner, _MAX_LISTED, 0, time.time())
+    return [row for row in rows if row.kind == CheckpointKind.SAMPLER]

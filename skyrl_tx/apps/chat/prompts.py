@@ -1,20 +1,24 @@
-"""Conversations as prompts of the served model, and how its replies are parsed."""
+"""Conversations of both APIs as prompts of the served model, and how its replies are parsed."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
-from skyrl_tx.apps.chat import tool_calls
-from skyrl_tx.apps.chat.message import MessageParser
-from skyrl_tx.apps.chat.openai_schemas import ChatMessage, Tool
-from skyrl_tx.apps.chat.reasoning import ReasoningSplit, begins_inside
+from skyrl_tx.apps.chat.message import (
+    MessageParser,
+    ParserName,
+    ReasoningSplit,
+    begins_inside,
+    choose_parser,
+)
 from skyrl_tx.apps.chat.render import Message
+from skyrl_tx.apps.chat.schemas import AnthropicMessage, AnthropicTool, Block, ChatMessage, Content, ContentPart, Tool
 from skyrl_tx.apps.chat.text import ModelText
-from skyrl_tx.apps.chat.tool_calls import ParserName
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.submission.validation import require, shown
+
+_TEXT_ONLY = "this server understands text, tool_use, tool_result and thinking only"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +29,10 @@ class ChatPrompt:
     tokens: list[int]
     tool_parser: ParserName
 
-    def parser(self, *, separates_reasoning: bool) -> MessageParser:
+    def create_parser(self, *, separates_reasoning: bool) -> MessageParser:
         """Return a parser for one reply."""
         split = ReasoningSplit(inside=begins_inside(self.text)) if separates_reasoning else None
-        return MessageParser(split, tool_calls.make(self.tool_parser))
+        return MessageParser(split, self.tool_parser)
 
 
 def render(
@@ -55,7 +59,7 @@ def render(
         variables=variables,
     )
     chosen = settings.tool_parser
-    name = tool_calls.parser_of(template.source) if chosen == "auto" else chosen
+    name = choose_parser(template.source) if chosen == "auto" else chosen
     require(
         not tools or name != "none",
         "tools: the form of this model's tool calls is not known from its chat template; see --tool-parser",
@@ -63,15 +67,17 @@ def render(
     return ChatPrompt(prompt, text.encode(prompt, add_special=False), name if tools else "none")
 
 
-def template_message(message: ChatMessage, where: str) -> dict[str, object]:
-    """Return a message of OpenAI's API as templates expect it. Raises UserError for what is not text."""
+def convert_openai_message(message: ChatMessage, where: str) -> dict[str, object]:
+    """Return a message of OpenAI's API as templates expect it. Raises UserError for images and audio."""
     require(not message.audio, f"{where}.audio: this server understands text only")
     require(not message.function_call, f"{where}.function_call: is not supported; use tool_calls")
-    parts = message.content
-    content = parts if isinstance(parts, str) or parts is None else joined_text(parts_of(parts, f"{where}.content"))
-    made: dict[str, object] = {"role": "system" if message.role == "developer" else message.role, "content": content}
+    content = message.content
     if content is None:
-        made["content"] = message.refusal or ""
+        content = message.refusal or ""
+    elif not isinstance(content, str):
+        content = _join(_read_part(part, f"{where}.content[{index}]") for index, part in enumerate(content))
+
+    made: dict[str, object] = {"role": "system" if message.role == "developer" else message.role, "content": content}
     for name, value in (("name", message.name), ("tool_call_id", message.tool_call_id)):
         if value is not None:
             made[name] = value
@@ -79,36 +85,32 @@ def template_message(message: ChatMessage, where: str) -> dict[str, object]:
         made["reasoning_content"] = reasoning
     if message.tool_calls:
         made["tool_calls"] = [
-            template_call(
-                call.id, call.function.name, _arguments(call.function.arguments, f"{where}.tool_calls[{index}]")
+            _convert_call(
+                call.id, call.function.name, _read_arguments(call.function.arguments, f"{where}.tool_calls[{index}]")
             )
             for index, call in enumerate(message.tool_calls)
         ]
     return made
 
 
-def parts_of(parts: Sequence[object], where: str) -> list[str]:
-    """Return the texts of content parts. Raises UserError for images and audio."""
-    texts: list[str] = []
-    for index, part in enumerate(parts):
-        kind, text = getattr(part, "type", None), getattr(part, "text", None)
-        require(kind == "text" and isinstance(text, str), f"{where}[{index}].type {shown(kind)}: must be 'text'")
-        texts.append(cast(str, text))
-    return texts
+def _read_part(part: ContentPart, where: str) -> str:
+    """Return the text of a part of a message. Raises UserError for images and audio."""
+    require(part.type == "text" and part.text is not None, f"{where}.type {shown(part.type)}: must be 'text'")
+    return part.text or ""
 
 
-def joined_text(texts: Sequence[str]) -> str:
+def _join(texts: Iterable[str]) -> str:
     """Join the text parts of one message, as lines."""
     return "\n".join(texts)
 
 
-def template_call(call_id: str | None, name: str, arguments: object) -> dict[str, object]:
+def _convert_call(call_id: str | None, name: str, arguments: object) -> dict[str, object]:
     """Return a tool call as templates expect it, with its arguments as an object."""
     call: dict[str, object] = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return call if call_id is None else {"id": call_id, **call}
 
 
-def _arguments(text: str, where: str) -> object:
+def _read_arguments(text: str, where: str) -> object:
     try:
         value: object = json.loads(text or "{}")
     except ValueError as error:
@@ -117,6 +119,95 @@ def _arguments(text: str, where: str) -> object:
     return value
 
 
-def template_tool(tool: Tool) -> dict[str, object]:
+def convert_openai_tool(tool: Tool) -> dict[str, object]:
     """Return a tool as templates expect it, with the fields that the client sent."""
     return {"type": "function", "function": tool.function.model_dump(exclude_unset=True, exclude={"strict"})}
+
+
+def convert_anthropic_messages(system: Content | None, messages: Sequence[AnthropicMessage]) -> list[dict[str, object]]:
+    """Return the messages of Anthropic's API as templates expect them. Raises UserError for images and documents."""
+    converted: list[dict[str, object]] = []
+    if system is not None and (text := _read_text(system, "system")):
+        converted.append({"role": "system", "content": text})
+    for index, message in enumerate(messages):
+        where = f"messages[{index}].content"
+        if isinstance(message.content, str):
+            converted.append({"role": message.role, "content": message.content})
+        elif message.role == "assistant":
+            converted.append(_convert_assistant(message.content, where))
+        else:
+            converted += _convert_user(message.content, message.role, where)
+    return converted
+
+
+def _convert_assistant(blocks: Sequence[Block], where: str) -> dict[str, object]:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, object]] = []
+    for index, block in enumerate(blocks):
+        match block.type:
+            case "text":
+                texts.append(block.text or "")
+            case "thinking":
+                thoughts.append(block.thinking or "")
+            case "redacted_thinking":
+                pass  # no client can have one from this server
+            case "tool_use":
+                require(block.name is not None, f"{where}[{index}].name: missing")
+                calls.append(_convert_call(block.id, block.name or "", block.input or {}))
+            case _:
+                _refuse(block, f"{where}[{index}]")
+    message: dict[str, object] = {"role": "assistant", "content": _join(texts)}
+    if thoughts:
+        message["reasoning_content"] = _join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _convert_user(blocks: Sequence[Block], role: str, where: str) -> list[dict[str, object]]:
+    """Return a message for each result of a tool, and one for each text between them."""
+    made: list[dict[str, object]] = []
+    texts: list[str] = []
+    for index, block in enumerate(blocks):
+        match block.type:
+            case "text":
+                texts.append(block.text or "")
+            case "tool_result":
+                if texts:
+                    made.append({"role": role, "content": _join(texts)})
+                    texts = []
+                content = "" if block.content is None else _read_text(block.content, f"{where}[{index}].content")
+                made.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+            case _:
+                _refuse(block, f"{where}[{index}]")
+    return [*made, {"role": role, "content": _join(texts)}] if texts or not made else made
+
+
+def _read_text(content: Content, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    for index, block in enumerate(content):
+        if block.type != "text":
+            _refuse(block, f"{where}[{index}]")
+    return _join(block.text or "" for block in content)
+
+
+def _refuse(block: Block, where: str) -> None:
+    require(False, f"{where}.type {shown(block.type)}: {_TEXT_ONLY}")
+
+
+def convert_anthropic_tools(tools: Sequence[AnthropicTool]) -> list[dict[str, object]]:
+    """Return tools as templates expect them. Raises UserError for tools that Anthropic's own servers run."""
+    converted: list[dict[str, object]] = []
+    for index, tool in enumerate(tools):
+        require(
+            tool.type in (None, "custom"),
+            f"tools[{index}].type {shown(tool.type)}: this server has no tools of its own; only 'custom'",
+        )
+        function: dict[str, object] = {"name": tool.name}
+        if tool.description is not None:
+            function["description"] = tool.description
+        function["parameters"] = tool.input_schema or {"type": "object", "properties": {}}
+        converted.append({"type": "function", "function": function})
+    return converted

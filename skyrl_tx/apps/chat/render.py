@@ -1,10 +1,13 @@
-"""Chat templates: messages and tools to the text of a prompt, by the model's Jinja template, as transformers does."""
+"""Chat templates: messages and tools become the text of a prompt through the model's Jinja template.
+
+The results equal those of `apply_chat_template` of transformers, which a test compares. This module does not call it,
+because the API process would have to import transformers, which takes more than a second and 30 MiB.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, cast
 
 from jinja2 import TemplateError, nodes
@@ -12,10 +15,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from skyrl_tx.apps.chat import model_files
 from skyrl_tx.contract.errors import UserError
 
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _MARK = "\ue000end of the text\ue001 "
 """Marks the end of the last message while the template runs. Its space is missing where the template trims texts."""
@@ -25,7 +26,7 @@ Tool = Mapping[str, object]
 
 
 class _Generation(Extension):
-    """The block `{% generation %}`, by which transformers finds an assistant's tokens: its content is rendered."""
+    """The block `{% generation %}`, which marks an assistant's tokens for transformers: its content is rendered."""
 
     tags = {"generation"}  # noqa: RUF012  # declared by the base class
 
@@ -35,7 +36,7 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _now(form: str) -> str:
+def _format_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
@@ -60,48 +61,23 @@ def _compile(source: str) -> Callable[..., str]:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    cast(dict[str, object], environment.globals).update(raise_exception=_raise, strftime_now=_now)
+    cast(dict[str, object], environment.globals).update(raise_exception=_raise, strftime_now=_format_now)
     try:
         return environment.from_string(source).render
     except TemplateError as error:
         raise UserError(f"the model's chat template is malformed: {error}") from error
 
 
-def special_tokens(config: Mapping[str, object]) -> dict[str, str]:
-    """Return the special tokens by the names under which templates know them."""
-    found: dict[str, str] = {}
-    for name in _SPECIAL:
-        value = config.get(name)
-        text = cast(Mapping[str, object], value).get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            found[name] = text
-    return found
-
-
 class ChatTemplate:
     """A model's chat template."""
 
     def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str]) -> None:
-        """`sources` has the template "default", and perhaps one for prompts with tools, "tool_use"."""
+        """`sources` has the template "default", and perhaps "tool_use" for prompts with tools.
+
+        `tokens` are the special tokens under the names by which templates know them, for example "eos_token".
+        """
         self._sources = sources
         self._tokens = tokens
-
-    @classmethod
-    def load(cls, model: str, file: Path | None) -> "ChatTemplate":
-        """Read a template file, or else the template of a model. Raises UserError if there is none."""
-        config = model_files.read_config(model)
-        path = file or model_files.find(model, model_files.TEMPLATE)
-        if path is not None:
-            try:
-                return cls({"default": path.read_text(encoding="utf-8")}, special_tokens(config))
-            except (OSError, ValueError) as error:
-                raise UserError(f"the chat template cannot be read: {error}") from error
-        sources = _sources_of(config.get("chat_template"))
-        if "default" not in sources:
-            raise UserError(
-                "this model has no chat template: use completions, or start the server with --chat-template"
-            )
-        return cls(sources, special_tokens(config))
 
     @property
     def source(self) -> str:
@@ -121,12 +97,13 @@ class ChatTemplate:
 
         Raises UserError if the template refuses the messages.
         """
-        prepared = [_with_reasoning(message) for message in messages]
+        prepared = [_rename_reasoning(message) for message in messages]
         if continue_final_message:
             content = prepared[-1].get("content") if prepared else None
             if not isinstance(content, str) or not content.strip():
                 raise UserError("continue_final_message: the last message has no text to continue")
             prepared[-1] = {**prepared[-1], "content": content + _MARK}
+
         source = self._sources["tool_use" if tools and "tool_use" in self._sources else "default"]
         given: dict[str, Any] = {
             **self._tokens,
@@ -140,10 +117,10 @@ class ChatTemplate:
             text = _compile(source)(**given)
         except Exception as error:  # a template is a program, and may fail in any way
             raise UserError(f"messages: the model's chat template refuses them: {error}") from error
-        return _before_mark(text) if continue_final_message else text
+        return _cut_at_mark(text) if continue_final_message else text
 
 
-def _before_mark(text: str) -> str:
+def _cut_at_mark(text: str) -> str:
     """Return a prompt up to the end of its last message. Raises UserError if the template dropped that message."""
     trimmed = _MARK.rstrip()
     if trimmed not in text:
@@ -152,18 +129,8 @@ def _before_mark(text: str) -> str:
     return text[:end] if text.startswith(_MARK, end) else text[:end].rstrip()
 
 
-def _with_reasoning(message: Message) -> dict[str, object]:
-    """Give a message's reasoning the name that templates read, whatever name its client used."""
+def _rename_reasoning(message: Message) -> dict[str, object]:
+    """Give a message's reasoning the names that templates read; clients use different ones."""
     present = {name: value for name, value in message.items() if value is not None}
     reasoning = next((present[name] for name in _REASONING if name in present), None)
     return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}
-
-
-def _sources_of(value: object) -> dict[str, str]:
-    """Return the templates of a tokenizer's configuration: one text, or a list of named ones."""
-    if isinstance(value, str):
-        return {"default": value}
-    if not isinstance(value, list):
-        return {}
-    named = [cast(Mapping[str, object], each) for each in cast(list[object], value) if isinstance(each, dict)]
-    return {str(each["name"]): str(each["template"]) for each in named if {"name", "template"} <= each.keys()}

@@ -1,18 +1,44 @@
-"""Routes of the OpenAI and Anthropic endpoints, and the refusal of what these do not offer."""
+"""Routes of the OpenAI and Anthropic endpoints, the list of models, and the refusal of all other paths."""
 
+import time
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from skyrl_tx.apps.chat.anthropic import count_tokens, messages
 from skyrl_tx.apps.chat.chat_completions import chat_completions
 from skyrl_tx.apps.chat.completions import completions
 from skyrl_tx.apps.chat.errors import ANTHROPIC_PREFIX, OPENAI_PREFIXES
-from skyrl_tx.apps.chat.models import get_model, list_models
+from skyrl_tx.apps.chat.models import find_weights, list_checkpoints
+from skyrl_tx.apps.chat.reply import json_response
+from skyrl_tx.server.context import Call, Incoming
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.identity.authentication import Caller
 
 _METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH"]
+_STARTED_AT = int(time.time())
+"""Shown as the creation time of the served model."""
+
+
+def list_models(call: Incoming) -> Response:
+    """List the served names, and the caller's sampler checkpoints, the newest first."""
+    rows = call.store.read(lambda tx: list_checkpoints(tx, call.caller))
+    served = [_describe_model(call, name, _STARTED_AT) for name in call.settings.offered_names]
+    saved = [_describe_model(call, str(row.path), int(row.created_at)) for row in rows]
+    return json_response({"object": "list", "data": [*served, *saved]})
+
+
+def get_model(call: Incoming, model_id: str) -> Response:
+    """Describe one model; 404 for a name that `model` may not have."""
+    path = find_weights(call, model_id).path
+    return json_response(_describe_model(call, model_id, _STARTED_AT, None if path is None else str(path)))
+
+
+def _describe_model(call: Call, name: str, created: int, path: str | None = None) -> dict[str, object]:
+    model: dict[str, object] = {"id": name, "object": "model", "created": created, "owned_by": "skyrl_tx"}
+    return model if path is None else model | {"root": path, "parent": call.settings.public_model_name}
+
 
 openai = APIRouter()
 openai.add_api_route("/chat/completions", chat_completions, methods=["POST"], response_model=None)
@@ -33,12 +59,14 @@ def create_routers() -> list[APIRouter]:
     for prefix, endpoints, in_schema in (*offered, (ANTHROPIC_PREFIX, anthropic, True)):
         router = APIRouter(prefix=prefix)
         router.include_router(endpoints, include_in_schema=in_schema)
-        router.add_api_route("/{path:path}", _refusal(prefix, endpoints), methods=_METHODS, include_in_schema=False)
+        router.add_api_route(
+            "/{path:path}", _create_refusal(prefix, endpoints), methods=_METHODS, include_in_schema=False
+        )
         routers.append(router)
     return routers
 
 
-def _refusal(prefix: str, router: APIRouter):
+def _create_refusal(prefix: str, router: APIRouter) -> Callable[[str, Request, Caller], Awaitable[None]]:
     offered = ", ".join(f"{prefix}{getattr(route, 'path_format', '')}" for route in router.routes)
 
     async def refuse(path: str, request: Request, caller: Caller) -> None:

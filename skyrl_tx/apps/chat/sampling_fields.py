@@ -2,8 +2,8 @@
 
 import math
 
-from skyrl_tx.apps.chat.limits import Limits
-from skyrl_tx.apps.chat.openai_schemas import GenerationFields
+from skyrl_tx.apps.chat.schemas import GenerationFields
+from skyrl_tx.apps.chat.service import Limits
 from skyrl_tx.contract.requests import SamplingParams
 from skyrl_tx.server.submission.sampling import MAX_INT32, MAX_SAMPLES, check_stops
 from skyrl_tx.server.submission.validation import require, seed_or_random, shown
@@ -11,16 +11,16 @@ from skyrl_tx.server.submission.validation import require, seed_or_random, shown
 _NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0.0}
 
 
-def sampling_params(
+def make_params(
     *,
     max_tokens: int | None,
     temperature: float | None,
     top_p: float | None,
-    top_k: int | None,
     seed: int | None,
-    stop: str | list[str] | None,
-    stop_token_ids: list[int] | None,
-    ignore_eos: bool,
+    top_k: int | None = None,
+    stop: str | list[str] | None = None,
+    stop_token_ids: list[int] | None = None,
+    ignore_eos: bool = False,
     max_tokens_name: str = "max_tokens",
     stop_name: str = "stop",
 ) -> SamplingParams:
@@ -50,7 +50,7 @@ def sampling_params(
     )
 
 
-def of_openai(request: GenerationFields, max_tokens: int | None, name: str) -> SamplingParams:
+def convert_openai_fields(request: GenerationFields, max_tokens: int | None, name: str) -> SamplingParams:
     """Translate the fields of an OpenAI request. Raises UserError for a value that is not supported."""
     for field, neutral in _NEUTRAL.items():
         value = getattr(request, field)
@@ -59,7 +59,7 @@ def of_openai(request: GenerationFields, max_tokens: int | None, name: str) -> S
     require(
         request.best_of in (None, request.n or 1), f"best_of {shown(request.best_of)}: must equal n, {request.n or 1}"
     )
-    return sampling_params(
+    return make_params(
         max_tokens=max_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
@@ -72,14 +72,14 @@ def of_openai(request: GenerationFields, max_tokens: int | None, name: str) -> S
     )
 
 
-def num_samples(n: int | None) -> int:
-    """Return how many samples a request wants. Raises UserError for none or too many."""
+def check_num_samples(n: int | None) -> int:
+    """Return the number of samples of a request. Raises UserError for none or too many."""
     count = 1 if n is None else n
     require(1 <= count <= MAX_SAMPLES, f"n {shown(n)}: must be between 1 and {MAX_SAMPLES}")
     return count
 
 
-def top_k_logprobs(value: int | None, name: str, limits: Limits) -> int:
+def check_top_k(value: int | None, name: str, limits: Limits) -> int:
     """Return the number of top log-probabilities; 0 without. Raises UserError for more than the backend has."""
     count = value or 0
     require(

@@ -4,22 +4,24 @@ Two calls: `start` with a `ChatRequest`, then `Generation.deltas`.
 """
 
 import asyncio
+import hashlib
+import json
 import secrets
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
+from typing import cast
 
 import numpy as np
 from fastapi.concurrency import run_in_threadpool
 from msgspec import UNSET
 
-from skyrl_tx.apps.chat.detokenize import SampleText
-from skyrl_tx.apps.chat.generation import Generation
-from skyrl_tx.apps.chat.limits import EngineLimits, Limits
-from skyrl_tx.apps.chat.resolve import Weights
-from skyrl_tx.apps.chat.streams import PartialStreams
-from skyrl_tx.apps.chat.text import Decoder, ModelText
+from skyrl_tx.apps.chat.generation import Generation, PartialStreams
+from skyrl_tx.apps.chat.models import Weights
+from skyrl_tx.apps.chat.text import Decoder, ModelText, SampleText
 from skyrl_tx.contract import requests
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.requests import PromptOptions, SamplingParams
@@ -31,9 +33,11 @@ from skyrl_tx.server.submission import submission
 from skyrl_tx.server.submission.sampling import MAX_SAMPLES
 from skyrl_tx.server.submission.submission import Submission
 from skyrl_tx.server.submission.validation import require
-from skyrl_tx.store import futures, sessions
+from skyrl_tx.store import engine_state, futures, sessions
+from skyrl_tx.store.database import Store
 
 _AWAY = {"Retry-After": "5"}
+_MAX_LIMITS_AGE_S = 2.0
 _MAX_TOTAL = 4096
 """The most samples of one call, over all its prompts."""
 
@@ -46,6 +50,47 @@ class ContextTooLong(UserError):
         super().__init__(f"the context has {limit} tokens; the prompt has {num_prompt}{asked}: shorten it")
         self.num_prompt = num_prompt
         self.limit = limit
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of the engine that ran last. None: no engine has published its own yet."""
+
+    max_context_length: int | None = None
+    max_topk: int = 0
+    eos_token_ids: frozenset[int] = frozenset()
+    fingerprint: str = ""
+
+
+class EngineLimits:
+    """Reads the engine's published capabilities, at most every two seconds. Thread-safe."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._read_at = float("-inf")
+        self._limits = Limits()
+
+    def current(self) -> Limits:
+        """Return the limits."""
+        with self._lock:
+            if time.monotonic() - self._read_at >= _MAX_LIMITS_AGE_S:
+                self._limits = self._read()
+                self._read_at = time.monotonic()
+            return self._limits
+
+    def _read(self) -> Limits:
+        state = self._store.read(engine_state.get)
+        if state is None or not state.capabilities:
+            return Limits()
+        published = state.capabilities
+        fingerprint = json.dumps(published.get("fingerprint", {}), sort_keys=True).encode()
+        return Limits(
+            max_context_length=cast(int | None, published.get("max_context_length")),
+            max_topk=cast(int, published.get("max_topk_logprobs", 0)),
+            eos_token_ids=frozenset(cast(list[int], published.get("eos_token_ids", []))),
+            fingerprint=f"fp_{hashlib.sha256(fingerprint).hexdigest()[:12]}",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +119,7 @@ class ChatRequest:
 class _NoText:
     """Stands for the tokenizer of a model that has none."""
 
-    def text_of(self, tokens: Sequence[int], *, skip_special: bool) -> str:
+    def decode(self, tokens: Sequence[int], *, skip_special: bool) -> str:
         """Return no text."""
         return ""
 
@@ -157,7 +202,7 @@ class ChatService:
     def _submit(self, caller: Principal, request: ChatRequest, key: str, *, is_streamed: bool) -> list[SampleText]:
         """Store the request. Runs in a thread."""
         self.check_length(len(request.prompt), request.params.max_tokens)
-        texts = self._texts(request)
+        texts = self._create_texts(request)
         store, admission = self.context.store, self.context.admission
         prompt = np.asarray(request.prompt, np.int32)
         with admission.reserved(caller.owner, prompt.nbytes):
@@ -185,7 +230,7 @@ class ChatService:
         admission.record(caller.owner, submitted, len(sample.body))
         return texts
 
-    def _texts(self, request: ChatRequest) -> list[SampleText]:
+    def _create_texts(self, request: ChatRequest) -> list[SampleText]:
         """Return the texts of the samples. Raises UserError if the model has no tokenizer and text is wanted."""
         decoder: Decoder = self.text if request.needs_text or self.text.has_tokenizer else _NoText()
         if decoder is self.text:
@@ -205,7 +250,7 @@ class ChatService:
         ]
 
 
-def with_stop_token(params: SamplingParams, token: int | None) -> SamplingParams:
+def add_stop_token(params: SamplingParams, token: int | None) -> SamplingParams:
     """Return parameters with one more stop token, unless not even EOS stops."""
     if token is None or not params.eos_stops or token in params.stop_token_ids:
         return params

@@ -1,23 +1,130 @@
-"""Text of the served model: its tokenizer and chat template, loaded with the first request that needs them."""
+"""Text of the served model: its tokenizer files, tokens to text, and the text of a sample that is still growing."""
 
+import json
 import threading
-from collections.abc import Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
 
-from skyrl_tx.apps.chat import model_files
-from skyrl_tx.apps.chat.render import ChatTemplate, special_tokens
+from skyrl_tx.apps.chat.render import ChatTemplate
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.server.settings import ApiSettings
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+_TOKENIZER = "tokenizer.json"
+_CONFIG = "tokenizer_config.json"
+_TEMPLATE = "chat_template.jinja"
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_INCOMPLETE = "\ufffd"
+_MAX_INCOMPLETE = 4
+"""A decoder shows the bytes of one incomplete character as at most this number of U+FFFD."""
+_MAX_HELD = 64
+"""More U+FFFD at the end of a text are invalid bytes.
+
+Fewer may be adjacent characters: a byte-fallback decoder shows all of them as invalid until the last one is complete.
+"""
+_NUM_KEPT = 16
+"""Tokens that are decoded again after invalid bytes; the last ones may begin a character."""
+
+
+def _find_file(model: str, name: str) -> Path | None:
+    """Return a file of a model given as a directory or hub id; None if the model has no such file.
+
+    The files are where the backend finds them. A file of the hub is taken from its cache, and it is downloaded only if
+    the cache has no file of the model.
+    """
+    directory = Path(model).expanduser()
+    if directory.is_dir():
+        path = directory / name
+        return path if path.is_file() else None
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        return None
+    return _find_in_hub(model, name)
+
+
+def _find_in_hub(model: str, name: str) -> Path | None:
+    # Imported late, because it takes half a second.
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache  # pyright: ignore[reportUnknownVariableType]
+    from huggingface_hub.errors import HfHubHTTPError
+
+    cached = try_to_load_from_cache(model, name)
+    if isinstance(cached, str):
+        return Path(cached)
+    if isinstance(try_to_load_from_cache(model, "config.json"), str):  # the backend has downloaded all files
+        return None
+    try:
+        return Path(hf_hub_download(model, name))
+    except (OSError, ValueError, HfHubHTTPError):
+        return None
+
+
+def _read_config(model: str) -> dict[str, object]:
+    """Return the content of `tokenizer_config.json`; empty if there is none. Raises UserError if it is malformed."""
+    path = _find_file(model, _CONFIG)
+    if path is None:
+        return {}
+    try:
+        content: object = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{_CONFIG} of the model is malformed: {error}") from error
+    return cast(dict[str, object], content) if isinstance(content, dict) else {}
+
+
+@cache
+def _map_characters_to_bytes() -> dict[str, int]:
+    """Return the byte for which each character of a byte-level vocabulary stands.
+
+    Printable bytes stand for themselves; the remaining ones are numbered from U+0100 (Radford et al. 2019, GPT-2).
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(unprintable)}
+
+
+def _read_special_tokens(config: Mapping[str, object]) -> dict[str, str]:
+    """Return the special tokens under the names by which chat templates know them."""
+    tokens: dict[str, str] = {}
+    for name in _SPECIAL_TOKENS:
+        value = config.get(name)
+        text = cast(Mapping[str, object], value).get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def _read_templates(value: object) -> dict[str, str]:
+    """Return the chat templates of a tokenizer's configuration by name: it has one text, or a list of named ones."""
+    if isinstance(value, str):
+        return {"default": value}
+    if not isinstance(value, list):
+        return {}
+    named = [cast(Mapping[str, object], item) for item in cast(list[object], value) if isinstance(item, dict)]
+    return {str(item["name"]): str(item["template"]) for item in named if {"name", "template"} <= item.keys()}
+
+
+def _load_template(model: str, file: Path | None) -> ChatTemplate:
+    """Read a template file, or else the template of a model. Raises UserError if there is none."""
+    config = _read_config(model)
+    path = file or _find_file(model, _TEMPLATE)
+    if path is not None:
+        try:
+            return ChatTemplate({"default": path.read_text(encoding="utf-8")}, _read_special_tokens(config))
+        except (OSError, ValueError) as error:
+            raise UserError(f"the chat template cannot be read: {error}") from error
+
+    sources = _read_templates(config.get("chat_template"))
+    if "default" not in sources:
+        raise UserError("this model has no chat template: use completions, or start the server with --chat-template")
+    return ChatTemplate(sources, _read_special_tokens(config))
+
 
 class Decoder(Protocol):
-    """Turns tokens into text, without special tokens if asked."""
+    """Turns tokens into text. `skip_special` leaves out the special tokens."""
 
-    def text_of(self, tokens: Sequence[int], *, skip_special: bool) -> str:
+    def decode(self, tokens: Sequence[int], *, skip_special: bool) -> str:
         """Return the text of tokens; incomplete UTF-8 becomes U+FFFD."""
         ...
 
@@ -44,16 +151,16 @@ class ModelText:
     def _load(self) -> "Tokenizer":
         from tokenizers import Tokenizer
 
-        path = model_files.find(self._model, model_files.TOKENIZER)
+        path = _find_file(self._model, _TOKENIZER)
         if path is None:
             raise UserError(
-                f"model {self._settings.public_model_name!r} has no {model_files.TOKENIZER}, which text needs: "
+                f"model {self._settings.public_model_name!r} has no {_TOKENIZER}, which text needs: "
                 "send token ids to completions with return_token_ids, or name a tokenizer with --tokenizer-id"
             )
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises Exception itself
-            raise UserError(f"{model_files.TOKENIZER} of the model cannot be read: {error}") from error
+            raise UserError(f"{_TOKENIZER} of the model cannot be read: {error}") from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return tokenizer
@@ -77,33 +184,33 @@ class ModelText:
         if self._template is None:
             with self._loading:
                 if self._template is None:
-                    self._template = ChatTemplate.load(self._model, self._settings.chat_template)
+                    self._template = _load_template(self._model, self._settings.chat_template)
         return self._template
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         """Return the tokens of a text, by default with those that the tokenizer adds, such as a BOS token."""
         return list(self.tokenizer.encode(text, add_special_tokens=add_special).ids)
 
-    def text_of(self, tokens: Sequence[int], *, skip_special: bool) -> str:
+    def decode(self, tokens: Sequence[int], *, skip_special: bool) -> str:
         """Return the text of tokens; incomplete UTF-8 becomes U+FFFD."""
         return self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special)
 
-    def bytes_of(self, token: int) -> bytes:
+    def decode_bytes(self, token: int) -> bytes:
         """Return the bytes of one token, which may be a part of a character."""
         piece = self.tokenizer.id_to_token(token)
         if piece is None:
             return b""
-        table = model_files.byte_of_character()
+        table = _map_characters_to_bytes()
         if self._is_byte_level and token not in self._added and all(character in table for character in piece):
             return bytes(table[character] for character in piece)
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes([int(piece[3:5], 16)])
-        return self.text_of([token], skip_special=False).encode()
+        return self.decode([token], skip_special=False).encode()
 
     @cached_property
     def eos_token_id(self) -> int | None:
         """The token that ends a turn by the tokenizer's configuration; None if it names none."""
-        name = special_tokens(model_files.read_config(self._model)).get("eos_token")
+        name = _read_special_tokens(_read_config(self._model)).get("eos_token")
         return None if name is None else self.tokenizer.token_to_id(name)
 
     @cached_property
@@ -113,3 +220,135 @@ class ModelText:
     @cached_property
     def _is_byte_level(self) -> bool:
         return "ByteLevel" in str(self.tokenizer.decoder)
+
+
+class Detokenizer:
+    """The text of one growing sample, in pieces of complete characters.
+
+    The joined pieces equal the text of all tokens decoded at once, for decoders whose output for a complete character
+    does not depend on later tokens, such as the decoders of byte-level tokenizers.
+
+    `tokenizers.decoders.DecodeStream` does not replace this class: with a byte-fallback vocabulary (Llama 2, Gemma) it
+    raises "Invalid prefix" when a model writes an invalid byte, and it cannot return an incomplete last character.
+    """
+
+    def __init__(self, decoder: Decoder, *, skip_special: bool = True) -> None:
+        self._decoder = decoder
+        self._skip_special = skip_special
+        self._window: list[int] = []
+        """Tokens that are decoded again together with the next ones: a decoder may drop a space at the beginning."""
+        self._num_context = 0
+        """Tokens at the beginning of the window whose text is complete."""
+        self._num_released = 0
+        """Characters of the window's text that were returned."""
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """Add tokens; return the new text that no later token changes."""
+        if not tokens:
+            return ""
+        self._window.extend(tokens)
+        text = self._decode(self._window)
+        num_held = len(text) - len(text.rstrip(_INCOMPLETE))
+        is_invalid = num_held > _MAX_HELD
+        if is_invalid:
+            num_held = _MAX_INCOMPLETE
+        end = max(len(text) - num_held, self._num_released)
+        piece = text[self._num_released : end]
+
+        # Drop the tokens whose text is complete, but for the context of the next ones.
+        if num_held == 0:
+            self._window = self._window[self._num_context :]
+            self._num_context = len(self._window)
+            self._num_released = len(self._decode(self._window))
+        elif is_invalid:
+            self._window = self._window[-_NUM_KEPT:]
+            self._num_context = 0
+            self._num_released = len(self._decode(self._window)) - num_held
+        else:
+            self._num_released = end
+        return piece
+
+    def finish(self) -> str:
+        """Return the rest, whose last character may be incomplete."""
+        text = self._decode(self._window)
+        piece = text[self._num_released :]
+        self._num_released = len(text)
+        return piece
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self._decoder.decode(tokens, skip_special=self._skip_special)
+
+
+def count_possible_start(text: str, tags: Sequence[str]) -> int:
+    """Return the length of the longest end of a text that may be the beginning of one of the tags."""
+    longest = min(len(text), max(map(len, tags)) - 1)
+    sizes = range(longest, 0, -1)
+    return next((size for size in sizes if any(tag.startswith(text[-size:]) for tag in tags)), 0)
+
+
+class StopStrings:
+    """Cuts a growing text at the first match of a stop string."""
+
+    def __init__(self, stops: Sequence[str], *, keep_match: bool = False) -> None:
+        """`keep_match`: the text includes the stop string."""
+        self._stops = [stop for stop in stops if stop]
+        self._keep_match = keep_match
+        self._held = ""
+        self.matched: str | None = None
+        """The stop string that ended the text."""
+
+    def feed(self, text: str) -> str:
+        """Add text; return the text that certainly comes before a stop string. Nothing follows a match."""
+        if self.matched is not None:
+            return ""
+        if not self._stops:
+            return text
+        self._held += text
+        found = [(self._held.find(stop), stop) for stop in self._stops]
+        matches = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
+        if matches:
+            end, start, self.matched = min(matches)  # the first that is complete, as in the engine
+            released, self._held = self._held[: end if self._keep_match else start], ""
+            return released
+        keep = count_possible_start(self._held, self._stops)
+        released = self._held[: len(self._held) - keep]
+        self._held = self._held[len(self._held) - keep :]
+        return released
+
+    def finish(self) -> str:
+        """Return the held text: no stop string follows."""
+        released, self._held = self._held, ""
+        return released
+
+
+class SampleText:
+    """The text of one growing sample, cut at its stop."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        stops: Sequence[str],
+        stop_tokens: frozenset[int],
+        keep_stop: bool = False,
+        skip_special: bool = True,
+    ) -> None:
+        """`stop_tokens` end the sample and are not part of its text, unless `keep_stop`."""
+        self._detokenizer = Detokenizer(decoder, skip_special=skip_special)
+        self._stops = StopStrings(stops, keep_match=keep_stop)
+        self._stop_tokens = frozenset[int]() if keep_stop else stop_tokens
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._stops.matched
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """Add tokens; return the new text. A stop token can only be the last one of a sample."""
+        if tokens and tokens[-1] in self._stop_tokens:
+            tokens = tokens[:-1]
+        return self._stops.feed(self._detokenizer.feed(tokens))
+
+    def finish(self) -> str:
+        """Return the rest of the text."""
+        return self._stops.feed(self._detokenizer.finish()) + self._stops.finish()

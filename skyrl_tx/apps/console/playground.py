@@ -11,20 +11,19 @@ from http import HTTPStatus
 from typing import Annotated, Literal
 
 from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
 from pydantic import Field
 from sqlmodel import Session
 from starlette.responses import Response
 from starlette.routing import Route
 
-from skyrl_tx.apps.chat import calls, logprobs, prompts, sampling_fields
-from skyrl_tx.apps.chat.detokenize import Detokenizer
-from skyrl_tx.apps.chat.generation import Generation
+from skyrl_tx.apps.chat import logprobs, prompts, sampling_fields
+from skyrl_tx.apps.chat.generation import Generation, merge_deltas
 from skyrl_tx.apps.chat.logprobs import TokenLogprob
-from skyrl_tx.apps.chat.resolve import Weights, listed, resolve
-from skyrl_tx.apps.chat.responses import json_response
-from skyrl_tx.apps.chat.server_sent_events import EventStream, event
+from skyrl_tx.apps.chat.models import Weights, find_weights, list_checkpoints, resolve
+from skyrl_tx.apps.chat.reply import EventStream, encode_event, get_service, json_response, respond
 from skyrl_tx.apps.chat.service import ChatRequest, ChatService, ContextTooLong
-from skyrl_tx.apps.chat.text import ModelText
+from skyrl_tx.apps.chat.text import Detokenizer, ModelText
 from skyrl_tx.apps.console.format import short_id
 from skyrl_tx.apps.console.guard import NO_STORE, check_form
 from skyrl_tx.apps.console.login import ConsoleSessions, Visitor
@@ -102,10 +101,10 @@ def show_playground(visit: Visit) -> Page:
 
     def work(tx: Session) -> tuple[list[CheckpointRow], Weights | None]:
         found = resolve(tx, visit.caller, settings, named) if named else None
-        return listed(tx, visit.caller)[:_MAX_OFFERED], found
+        return list_checkpoints(tx, visit.caller)[:_MAX_OFFERED], found
 
     rows, weights = visit.read(work)
-    chat = calls.service_of(visit.request)
+    chat = get_service(visit.request)
     limit = chat.limits.max_context_length
     setup = {
         "models": settings.offered_names,
@@ -147,7 +146,7 @@ def create_routes(context: ApiContext) -> list[Route]:
 
     def route(path: str, handler: Handler) -> Route:
         async def serve(request: Request) -> Response:
-            visitor = await calls.in_thread(_admit, visitors, request)
+            visitor = await run_in_threadpool(_admit, visitors, request)
             async with held_call(request, visitor.principal, _LIMITS) as call:
                 response = await handler(request, call)
             response.headers.update(NO_STORE)
@@ -190,37 +189,33 @@ class _Prompt:
 
 async def _render(request: Request, call: Call) -> Response:
     """Return the prompt that a conversation becomes."""
-    service = calls.service_of(request)
+    service = get_service(request)
 
     def work() -> Response:
         wanted = call.body.model(PlaygroundPrompt)
-        weights = calls.weights_of(call, wanted.model)
+        weights = find_weights(call, wanted.model)
         return json_response(_read_prompt(service, call, wanted).describe(service, weights))
 
-    return await calls.in_thread(work)
+    return await run_in_threadpool(work)
 
 
 async def _chat(request: Request, call: Call) -> Response:
     """Continue a prompt; send the prompt, then the tokens as they come."""
-    service = calls.service_of(request)
+    service = get_service(request)
 
     def prepare() -> tuple[dict[str, object], ChatRequest]:
         wanted = call.body.model(PlaygroundChat)
-        num_samples = sampling_fields.num_samples(wanted.n)
+        num_samples = sampling_fields.check_num_samples(wanted.n)
         require(num_samples <= _MAX_SAMPLES, f"n {num_samples}: must be between 1 and {_MAX_SAMPLES} in the playground")
-        weights = calls.weights_of(call, wanted.model)
+        weights = find_weights(call, wanted.model)
         prompt = _read_prompt(service, call, wanted)
 
         # A page asks for the usual number of tokens, also after a long prompt.
-        params = sampling_fields.sampling_params(
+        params = sampling_fields.make_params(
             max_tokens=wanted.max_tokens,
             temperature=wanted.temperature,
             top_p=wanted.top_p,
-            top_k=None,
             seed=wanted.seed,
-            stop=None,
-            stop_token_ids=None,
-            ignore_eos=False,
         )
         max_tokens = _limit_tokens(service, len(prompt.tokens), wanted.max_tokens)
         return prompt.describe(service, weights) | {"max_tokens": max_tokens}, ChatRequest(
@@ -235,10 +230,10 @@ async def _chat(request: Request, call: Call) -> Response:
             kind=sessions.PLAYGROUND,
         )
 
-    described, start = await calls.in_thread(prepare)
+    described, start = await run_in_threadpool(prepare)
     generation = await service.start(call.caller, start)
     events = _stream_events(service, described, generation, start.num_samples)
-    return EventStream(events, partial(_make_error_event, call.caller.owner), generation.close)
+    return EventStream(events, partial(_make_error_event, call.caller.owner), [generation])
 
 
 def _limit_tokens(service: ChatService, num_prompt: int, max_tokens: int) -> int:
@@ -255,16 +250,18 @@ async def _stream_events(
     service: ChatService, prompt: dict[str, object], generation: Generation, num_samples: int
 ) -> AsyncGenerator[bytes]:
     """Yield the events of a reply."""
-    yield event({"type": "prompt", **prompt})
+    yield encode_event({"type": "prompt", **prompt})
     texts = [TokenTexts(service.text) for _ in range(num_samples)]
     counts = [0] * num_samples
-    async for _, delta in calls.merged([generation]):
+    async for _, delta in merge_deltas([generation]):
         index = delta.index
         counts[index] += len(delta.token_ids)
-        tokens = texts[index].describe(logprobs.of_delta(delta, _TOP))
-        yield event({"type": "delta", "index": index, "text": delta.text, "tokens": tokens})
+        tokens = texts[index].describe(logprobs.score_delta(delta, _TOP))
+        yield encode_event({"type": "delta", "index": index, "text": delta.text, "tokens": tokens})
         if delta.finish is not None:
-            yield event({"type": "finish", "index": index, "reason": delta.finish.reason, "count": counts[index]})
+            yield encode_event(
+                {"type": "finish", "index": index, "reason": delta.finish.reason, "count": counts[index]}
+            )
 
 
 def _make_error_event(owner: str, error: Exception) -> bytes:
@@ -277,17 +274,17 @@ def _make_error_event(owner: str, error: Exception) -> bytes:
         case _:
             _log.error("a reply of the playground failed while streaming", exc_info=error, extra={"owner": owner})
             detail = "internal error; the server's log has it"
-    return event({"type": "error", "detail": detail})
+    return encode_event({"type": "error", "detail": detail})
 
 
 async def _score(request: Request, call: Call) -> Response:
     """Return the log-probabilities of a reply under a model, with the likeliest tokens of each position."""
-    service = calls.service_of(request)
+    service = get_service(request)
 
     def prepare() -> tuple[PlaygroundScore, ChatRequest]:
         wanted = call.body.model(PlaygroundScore)
         call.check_unknown(wanted)
-        weights = calls.weights_of(call, wanted.model)
+        weights = find_weights(call, wanted.model)
         options = PromptOptions(logprobs=True, last_n=len(wanted.reply_tokens), topk=min(_TOP, service.limits.max_topk))
         return wanted, ChatRequest(
             weights=weights,
@@ -298,19 +295,19 @@ async def _score(request: Request, call: Call) -> Response:
             kind=sessions.PLAYGROUND,
         )
 
-    wanted, start = await calls.in_thread(prepare)
+    wanted, start = await run_in_threadpool(prepare)
     generation = await service.start(call.caller, start)
 
     async def work() -> Response:
-        async for _ in calls.merged([generation]):
+        async for _ in merge_deltas([generation]):
             pass
-        return await calls.in_thread(scored)
+        return await run_in_threadpool(scored)
 
     def scored() -> Response:
-        tokens = logprobs.of_prompt(start.prompt, generation.prompt_result, _TOP)[len(wanted.prompt_tokens) :]
+        tokens = logprobs.score_prompt(start.prompt, generation.prompt_result, _TOP)[len(wanted.prompt_tokens) :]
         return json_response({"tokens": TokenTexts(service.text).describe(tokens)})
 
-    return await calls.answered(request, work(), [generation])
+    return await respond(request, work(), [generation])
 
 
 def _read_prompt(service: ChatService, call: Call, wanted: PlaygroundPrompt) -> _Prompt:
@@ -322,7 +319,7 @@ def _read_prompt(service: ChatService, call: Call, wanted: PlaygroundPrompt) -> 
 
     text = service.text
     if wanted.prompt_tokens is not None:
-        decoded = text.text_of(wanted.prompt_tokens, skip_special=False) if text.has_tokenizer else ""
+        decoded = text.decode(wanted.prompt_tokens, skip_special=False) if text.has_tokenizer else ""
         return _Prompt(decoded, wanted.prompt_tokens)
     if wanted.prompt is not None:
         tokens = text.encode(wanted.prompt, add_special=True)
@@ -375,11 +372,11 @@ class TokenTexts:
         """Return the text of a token without its neighbours; the bytes of a part of a character in hexadecimal."""
         if self._detokenizer is None:
             return ""
-        content = self._text.bytes_of(token)
+        content = self._text.decode_bytes(token)
         try:
             return content.decode()
         except UnicodeDecodeError:
             return f"<{content.hex(' ')}>"
 
     def _write_bytes(self, token: int) -> str:
-        return "" if self._detokenizer is None else self._text.bytes_of(token).hex(" ")
+        return "" if self._detokenizer is None else self._text.decode_bytes(token).hex(" ")

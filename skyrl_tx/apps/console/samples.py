@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_tx.apps.chat.calls import service_of
+from skyrl_tx.apps.chat.reply import get_service
 from skyrl_tx.apps.chat.text import ModelText
 from skyrl_tx.apps.console.queries import RunLine
 from skyrl_tx.apps.console.visit import Visit
@@ -36,7 +36,7 @@ def read_tab(visit: Visit, line: RunLine) -> dict[str, Any]:
     step = visit.whole("step", steps[0][0] if steps else 0)
     rows = visit.read(lambda tx: kept_samples.of_step(tx, line.model_id, step - 1, _MAX_GROUPS, owner=owner))
 
-    groups = describe_groups(rows, _find_decoder(service_of(visit.request).text))
+    groups = describe_groups(rows, make_decoder(get_service(visit.request).text))
     number = visit.whole("group", 0, most=_MAX_GROUPS)
     return {
         "sample_steps": steps,
@@ -48,14 +48,14 @@ def read_tab(visit: Visit, line: RunLine) -> dict[str, Any]:
     }
 
 
-def _find_decoder(text: ModelText) -> Decode:
-    """Return how tokens become text; without a tokenizer, or of tokens that it does not know, there is none."""
+def make_decoder(text: ModelText) -> Decode:
+    """Return a function that decodes tokens. It returns None without a tokenizer, and for ids beyond its range."""
     if not text.has_tokenizer:
         return lambda _: None
 
     def decode(tokens: Sequence[int]) -> str | None:
         try:
-            return text.text_of([token for token in tokens if token >= 0], skip_special=False)
+            return text.decode([token for token in tokens if token >= 0], skip_special=False)
         except OverflowError:
             return None
 

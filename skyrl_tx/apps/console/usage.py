@@ -8,6 +8,7 @@ from urllib.parse import quote
 from starlette.responses import Response
 
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit, csv_response
+from skyrl_tx.apps.teams.prices import TeamsSettings
 from skyrl_tx.apps.teams.usage_report import SUBJECTS, Subject, UsageLine, usage_lines
 from skyrl_tx.server.errors import bad_request
 
@@ -75,7 +76,7 @@ def _read_choice(visit: Visit) -> tuple[Subject, int]:
 
 
 def _read_lines(visit: Visit, by: Subject, days: int) -> list[UsageLine]:
-    prices, owner = visit.context.settings.prices, visit.caller.owner_filter
+    prices, owner = visit.context.settings.for_app(TeamsSettings).prices, visit.caller.owner_filter
     since = visit.now - visit.now % _DAY_S - (days - 1) * _DAY_S
     return list(visit.read(lambda tx: usage_lines(tx, owner, by, since, prices)))
 

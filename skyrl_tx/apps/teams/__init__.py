@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from skyrl_tx.apps.teams.commands import COMMANDS
+from skyrl_tx.apps.teams.prices import TeamsSettings
 from skyrl_tx.launch.app import App
 
 if TYPE_CHECKING:
@@ -28,4 +29,10 @@ def _extend_engine() -> EngineExtension:
     return EngineExtension(observer=UsageObserver, retention=RETENTION, admission=QuotaAdmission)
 
 
-TEAMS = App(name="teams", server=_extend_server, engine=_extend_engine, commands=COMMANDS)
+TEAMS = App(
+    name="teams",
+    settings=TeamsSettings,
+    server=_extend_server,
+    engine=_extend_engine,
+    commands=COMMANDS,
+)

@@ -114,8 +114,6 @@ class QuotaAdmission(Admission):
 
     def pauses(self) -> Sequence[Pause]:
         """Return the owners, keys and projects that have used up their tokens of the day."""
-        if not self.is_counting:
-            return ()
         quotas_in_use = (self._rules.of_subject(limit, subject) for subject, limit in sorted(self._used))
         return [
             Pause(

@@ -9,13 +9,12 @@ from datetime import UTC, datetime, timedelta
 from sqlmodel import Session
 
 from skyrl_tx.apps.teams import schemas, storage_hours, usage
-from skyrl_tx.apps.teams.prices import GIGABYTE, cost_storage, cost_tokens, price_per_million
+from skyrl_tx.apps.teams.prices import GIGABYTE, Prices, cost_storage, cost_tokens, price_per_million
 from skyrl_tx.apps.teams.storage_hours import StorageHour
 from skyrl_tx.apps.teams.usage import HOUR_S, GroupColumn, Total
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.server.errors import bad_request
 from skyrl_tx.server.identity.authentication import USER_URN
-from skyrl_tx.server.settings import Prices
 from skyrl_tx.store import sessions
 
 MAX_DAYS = 14

@@ -1,11 +1,37 @@
 """The costs of work and storage that usage reports estimate, by the server's setting `prices`."""
 
-from skyrl_tx.server.settings import Prices
+from pydantic import BaseModel, ConfigDict, Field
 
 HOURS_PER_MONTH = 720
 """Hours of the month in which Tinker prices storage (SDK, `types/billing_usage_response.py`)."""
 GIGABYTE = 10**9
 _MILLION = 10**6
+
+
+class Prices(BaseModel):
+    """Prices in US dollars. Work without a price has no cost in reports."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    training: float | None = Field(default=None, ge=0)
+    """US dollars for a million tokens of forward and backward passes; default: no costs are shown."""
+    sampled: float | None = Field(default=None, ge=0)
+    """US dollars for a million sampled tokens."""
+    prefill: float | None = Field(default=None, ge=0)
+    """US dollars for a million prompt tokens that were computed."""
+    prefill_cached: float | None = Field(default=None, ge=0)
+    """US dollars for a million prompt tokens that the prefix cache held."""
+    storage: float | None = Field(default=None, ge=0)
+    """US dollars for a gigabyte (10^9 bytes) of checkpoints during a month of 720 hours."""
+
+
+class TeamsSettings(BaseModel):
+    """Settings of usage reports."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    prices: Prices = Prices()
+    """Prices in reports of usage; without one, reports show no cost."""
 
 
 def price_per_million(prices: Prices, kind: str) -> float | None:

@@ -127,7 +127,7 @@ def read(tx: Session) -> Rules:
         if row.name == WEIGHT:
             weights[row.subject] = row.value
         elif row.name in LIMITS:
-            quota = Quota(Subject(row.subject_kind, row.subject), cast(Limit, row.name), row.value, row.over)
+            quota = Quota(Subject(row.subject_kind, row.subject), row.name, row.value, row.over)
             values.setdefault((row.subject_kind, row.name), {})[row.subject] = quota
     return Rules(values, weights)
 

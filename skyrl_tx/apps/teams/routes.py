@@ -7,7 +7,7 @@ from typing import Literal
 from fastapi import APIRouter
 
 from skyrl_tx.apps.teams import billing, schemas
-from skyrl_tx.apps.teams.prices import GIGABYTE, HOURS_PER_MONTH, cost_storage
+from skyrl_tx.apps.teams.prices import GIGABYTE, HOURS_PER_MONTH, TeamsSettings, cost_storage
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import CheckpointPath
 from skyrl_tx.server.context import Incoming
@@ -27,15 +27,16 @@ def usage(call: Incoming, starting_on: datetime, ending_before: datetime) -> sch
     """Return the usage of each hour of at most 14 days, by session and kind."""
     start, end = billing.check_window(starting_on, ending_before, datetime.now(UTC))
     settings, owner = call.context.settings, call.caller.owner_filter
+    prices = settings.for_app(TeamsSettings).prices
     return call.store.read(
-        lambda tx: billing.read(tx, owner, start, end, prices=settings.prices, base_model=settings.public_model_name)
+        lambda tx: billing.read(tx, owner, start, end, prices=prices, base_model=settings.public_model_name)
     )
 
 
 @router.get("/billing/usage/checkpoints/current")
 def stored(call: Incoming, project_id: str | None = None) -> schemas.StorageResponse:
     """Report the storage of checkpoints by owner and project."""
-    prices = call.context.settings.prices
+    prices = call.context.settings.for_app(TeamsSettings).prices
     found = call.store.read(
         lambda tx: checkpoints.usage_by_owner(tx, call.caller.owner_filter, project_id, time.time())
     )

@@ -8,9 +8,8 @@ from typing import Literal, get_args
 from sqlmodel import Session
 
 from skyrl_tx.apps.teams import storage_hours, usage
-from skyrl_tx.apps.teams.prices import GIGABYTE, cost_storage, cost_tokens
+from skyrl_tx.apps.teams.prices import GIGABYTE, Prices, cost_storage, cost_tokens
 from skyrl_tx.apps.teams.usage import GroupColumn
-from skyrl_tx.server.settings import Prices
 
 Subject = Literal["owner", "project", "key", "session", "run", "day"]
 SUBJECTS: tuple[Subject, ...] = get_args(Subject)

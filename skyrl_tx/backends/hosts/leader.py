@@ -192,9 +192,7 @@ class Followers:
             others = missing or [0]
             return f"host {failed} raised {reply.error} in {what}, and host {others[0]} did not end: {reply.message}"
         if missing and running.is_limited and running.spent_s > self._silence_s:
-            return (
-                f"host {missing[0]} has not ended {what}, for more than hosts.silence-s, which is {self._silence_s:g} s"
-            )
+            return f"host {missing[0]} has not ended {what} within --step-timeout-s, which is {self._silence_s:g} s"
         return ""
 
     def _end_of(self, rank: int, running: _RunningCall) -> str:

@@ -2,7 +2,7 @@
 
 import ipaddress
 from collections.abc import Mapping
-from typing import Self
+from typing import Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
@@ -10,8 +10,8 @@ DEFAULT_PORT = 7700
 LWS_SIZE, LWS_RANK, LWS_ADDRESS = "LWS_GROUP_SIZE", "LWS_WORKER_INDEX", "LWS_LEADER_ADDRESS"
 
 
-class HostsSettings(BaseModel):
-    """Several hosts that hold one model together. Each is started with its own rank."""
+class HostsFlags(BaseModel):
+    """Settings of an operator for several hosts that hold one model together. Each is started with its own rank."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -25,8 +25,6 @@ class HostsSettings(BaseModel):
     key: SecretStr | None = None
     """Secret that all hosts share, without which none can join. Required unless --hosts.address is of this machine.
     Prefer the environment variable. It is not sent, but calls are not encrypted."""
-    silence_s: float = Field(default=600.0, gt=0)
-    """Restart all hosts when one is this much slower than the others in one call, its start excluded."""
 
     @field_validator("address")
     @classmethod
@@ -72,6 +70,17 @@ class HostsSettings(BaseModel):
         return join_address(host, port + 1)
 
 
+class HostsSettings(HostsFlags):
+    """The settings of a group of hosts, complete."""
+
+    silence_s: float = Field(default=600.0, gt=0)
+    """Restart all hosts when one is this much slower than the others in one call, its start excluded.
+    The server sets it to --step-timeout-s: a single host that takes longer is restarted as well."""
+
+
+_Hosts = TypeVar("_Hosts", bound=HostsFlags)
+
+
 def split_address(address: str) -> tuple[str, int]:
     """Return host and port of `host:port` or `[IPv6 address]:port`. Raises ValueError for anything else."""
     host, _, port = address.rpartition(":")
@@ -92,7 +101,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def from_leader_worker_set(given: HostsSettings, environment: Mapping[str, str]) -> HostsSettings:
+def from_leader_worker_set(given: _Hosts, environment: Mapping[str, str]) -> _Hosts:
     """Return the settings with size, rank and address from the variables of a Kubernetes LeaderWorkerSet.
 
     Raises ValueError if a variable is missing or no number.
@@ -105,6 +114,4 @@ def from_leader_worker_set(given: HostsSettings, environment: Mapping[str, str])
         raise ValueError(f"launcher lws: {LWS_SIZE}={size!r} and {LWS_RANK}={rank!r} must be numbers")
     port = DEFAULT_PORT if given.address is None else split_address(given.address)[1]
     address = join_address(environment[LWS_ADDRESS], port)
-    return HostsSettings.model_validate(
-        {**given.model_dump(), "size": int(size), "rank": int(rank), "address": address}
-    )
+    return type(given).model_validate({**given.model_dump(), "size": int(size), "rank": int(rank), "address": address})

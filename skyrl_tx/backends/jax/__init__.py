@@ -1,6 +1,6 @@
 """The entry point of the JAX backend. Importing it does not import JAX."""
 
-from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.config import JaxFlags
 from skyrl_tx.contract.backend import AbstractBackend, BackendSpec
 
 
@@ -10,4 +10,4 @@ def _load() -> type[AbstractBackend]:
     return JaxBackend
 
 
-BACKEND = BackendSpec(config=JaxConfig, load=_load)
+BACKEND = BackendSpec(config=JaxFlags, load=_load, flags={"load_format": "load_format"})

@@ -15,7 +15,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from skyrl_tx import models
 from skyrl_tx.backends.jax import checkpoint, distributed, mesh
 from skyrl_tx.backends.jax.compiler import Compiler, set_cpu_options
-from skyrl_tx.backends.jax.config import JaxConfig, half_of_cores
+from skyrl_tx.backends.jax.config import JaxConfig, JaxFlags, half_of_cores
 from skyrl_tx.backends.jax.costs import RANK
 from skyrl_tx.backends.jax.devices import CompilationMonitor, capacity_errors, check_devices, compilation_monitor
 from skyrl_tx.backends.jax.kernel_choice import KernelError, choose_kernels, explain_kernels, fit_cache, num_mixtures
@@ -88,9 +88,9 @@ class JaxBackend(AbstractBackend):
     _pool: AdapterPool
     _dispatch_limit: DispatchLimit
 
-    def __init__(self, base_model: str, config: JaxConfig) -> None:
+    def __init__(self, base_model: str, config: JaxFlags) -> None:
         self._base_model = base_model
-        self._config = config
+        self._config = JaxConfig.complete(config)
         self._is_started = False
         self._step_programs: StepPrograms | None = None
         self._sample_compiler: Compiler[Hashable] | None = None

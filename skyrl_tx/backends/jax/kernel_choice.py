@@ -30,11 +30,13 @@ class KernelError(ValueError):
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
-        self.setting = f"--backend-config.{field.replace('_', '-')}"
+        self.setting = field
 
 
 def choose_kernels(config: JaxConfig, platform: str, dtype: jnp.dtype) -> Kernels:
     """Return the kernels for a platform, as JAX names it. Raises KernelError if a configured one is for another."""
+    if config.kernels == LOOPS:
+        return Kernels(None, None, None, chunks_together=platform != "cpu")
     return Kernels(
         _chosen("attention_kernel", config.attention_kernel, TABLE, platform, dtype),
         _chosen("pages_kernel", config.pages_kernel, PAGES_TABLE, platform, dtype),

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from pydantic import SecretStr
@@ -16,9 +17,10 @@ from pydantic import SecretStr
 from skyrl_tx import DISTRIBUTION, __version__
 from skyrl_tx.backends.hosts.settings import HostsSettings, join_address, split_address
 from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.integrations.ray import RaySettings
 from skyrl_tx.integrations.ray.host import BEAT_S, HostFacts, RayHost
 from skyrl_tx.launch.engine_process import EngineEnd, EngineLaunch, EnginePlace
-from skyrl_tx.launch.settings import RaySettings
+from skyrl_tx.launch.launcher import EngineStarts
 from skyrl_tx.process.setup import CannotServe
 
 _log = logging.getLogger(__name__)
@@ -59,6 +61,13 @@ def connected(settings: RaySettings) -> Generator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def start_engines(settings: RaySettings, launch: EngineLaunch, num_engines: int) -> Generator[EngineStarts]:
+    """Connect with the cluster, and yield what starts each engine. Raises CannotServe."""
+    with connected(settings) as ray:
+        yield [partial(RayEngine, ray, launch, settings.resources) for _ in range(num_engines)]
 
 
 @dataclass(frozen=True, slots=True)

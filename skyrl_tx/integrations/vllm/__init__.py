@@ -1,9 +1,12 @@
 """The entry point of the sampler on vLLM servers. Importing it does not import httpx."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from skyrl_tx import DISTRIBUTION
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.sampler import Sampler, SamplerSpec
-from skyrl_tx.integrations.vllm.config import VllmConfig
+from skyrl_tx.integrations.vllm.config import VllmFlags
 
 
 def _load() -> type[Sampler]:
@@ -16,4 +19,16 @@ def _load() -> type[Sampler]:
     return VllmSampler
 
 
-SAMPLER = SamplerSpec(config=VllmConfig, load=_load)
+def _with_launcher(launcher: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Start the server on a node of the Ray cluster that runs the engine, unless it runs already."""
+    if launcher != "ray" or given.get("url") is not None:
+        return given
+    return {"ray_resources": {"GPU": 1.0}, **given}
+
+
+SAMPLER = SamplerSpec(
+    config=VllmFlags,
+    load=_load,
+    flags={"vllm_url": "url", "vllm_command": "command"},
+    with_launcher=_with_launcher,
+)

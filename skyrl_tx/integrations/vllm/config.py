@@ -9,26 +9,22 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 
-class VllmConfig(BaseModel):
+class VllmFlags(BaseModel):
     """The operator's settings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     url: str | None = None
-    """URL of a vLLM server with the same base model, or several with commas between them; same as --vllm-url.
+    """URL of a vLLM server with the same base model, or several with commas between them.
     Unset: the engine starts one."""
     command: str | None = None
-    """Command `vllm` with which the engine starts a server; same as --vllm-command.
+    """Command with which the engine starts a server: 'vllm', '/opt/vllm/bin/vllm', 'env A=1 vllm'.
     Unset: that of this environment, or in PATH."""
     serve_flags: str = ""
     """Further flags of `vllm serve` for a server that the engine starts, such as '--gpu-memory-utilization 0.5'."""
-    port: int | None = Field(default=None, gt=0, lt=65536)
-    """Port of a server that the engine starts. Unset: a free one."""
     ray_resources: dict[str, float] | None = Field(default=None, min_length=1)
     """Resources of the node of a Ray cluster on which the engine starts its server, by Ray's names: {"GPU": 1}.
     Unset: the engine's own machine; with --launcher ray a node with one GPU."""
-    model: str | None = None
-    """Name under which the servers serve the base model. Unset: their first one."""
     api_key: SecretStr | None = None
     """The servers' --api-key."""
     adapter_dir: Path | None = None
@@ -41,22 +37,6 @@ class VllmConfig(BaseModel):
     filtered_logprobs: Literal["refuse", "renormalized"] = "refuse"
     """Treatment of samples with top_k or top_p, whose log-probabilities vLLM computes after these filters.
     'refuse': they fail by name; 'renormalized': they return the log-probabilities among the tokens that are kept."""
-    stream_tokens: int = Field(default=16, gt=0)
-    """Tokens that a server sends at a time."""
-    start_timeout_s: float = Field(default=600.0, gt=0)
-    """How long the start waits until the servers respond."""
-    connect_timeout_s: float = Field(default=10.0, gt=0)
-    """How long one connection may take."""
-    load_timeout_s: float = Field(default=120.0, gt=0)
-    """How long a server may take to load one adapter."""
-    silence_timeout_s: float = Field(default=300.0, gt=0)
-    """How long a server may send nothing for a sample, before the sample begins again."""
-    lost_after_s: float = Field(default=10.0, gt=0)
-    """How long a server does not respond, before it is reported as lost."""
-    outage_timeout_s: float = Field(default=600.0, gt=0)
-    """How long a sample waits for a server that is lost, before it fails."""
-    max_restarts: int = Field(default=3, ge=0)
-    """How often one sample begins again after it had its first tokens."""
 
     @field_validator("url")
     @classmethod
@@ -87,7 +67,7 @@ class VllmConfig(BaseModel):
 
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:
-        of_own = ("command", "serve_flags", "port", "ray_resources")
+        of_own = ("command", "serve_flags", "ray_resources")
         if self.url is not None and (given := [name for name in of_own if getattr(self, name) not in (None, "")]):
             raise ValueError(f"{given[0].replace('_', '-')}: not with url, whose server runs already")
         for name in ("command", "serve_flags"):
@@ -103,3 +83,33 @@ class VllmConfig(BaseModel):
     def urls(self) -> list[str]:
         """The servers' URLs; none before the engine has started its server."""
         return [] if self.url is None else self.url.split(",")
+
+
+class VllmConfig(VllmFlags):
+    """The settings of the sampler: what an operator sets, and constants. Only tests use other values for constants."""
+
+    stream_tokens: int = Field(default=16, gt=0)
+    """Tokens that a server sends at a time. Each time costs the server some work; a stop string is found as late."""
+    start_timeout_s: float = Field(default_factory=lambda data: 600.0 if data.get("url") else 3600.0, gt=0)
+    """How long the start waits until the servers respond.
+
+    A server that the engine starts may download its weights first, and the engine notices at once when it ends.
+    """
+    connect_timeout_s: float = Field(default=10.0, gt=0)
+    """How long one connection may take, and the response of a server that is asked for its health."""
+    load_timeout_s: float = Field(default=120.0, gt=0)
+    """How long a server may take to load one adapter: a file of up to some gigabytes from a shared directory."""
+    silence_timeout_s: float = Field(default=300.0, gt=0)
+    """How long a server may send nothing for a sample, before the sample begins again.
+    The server computes a long prompt meanwhile, after those of other samples."""
+    lost_after_s: float = Field(default=10.0, gt=0)
+    """How long a server does not respond, before it is reported as lost."""
+    outage_timeout_s: float = Field(default=600.0, gt=0)
+    """How long a sample waits for a server that is lost, before it fails: a server starts again within minutes."""
+    max_restarts: int = Field(default=3, ge=0)
+    """How often one sample begins again after it had its first tokens."""
+
+    @classmethod
+    def complete(cls, flags: VllmFlags) -> "VllmConfig":
+        """Return what an operator set, with constants."""
+        return flags if isinstance(flags, cls) else cls.model_validate(flags.model_dump(exclude_unset=True))

@@ -6,6 +6,7 @@ import os
 import secrets
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +21,6 @@ from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.integrations.vllm import guard
 from skyrl_tx.integrations.vllm.config import VllmConfig
-from skyrl_tx.integrations.vllm.ports import reserve_port
 from skyrl_tx.process.threads import ServiceThread
 
 _log = logging.getLogger(__name__)
@@ -77,13 +77,24 @@ def on_ray(resources: Mapping[str, float], port: int, adapters: Path, command: S
     return [*program, json.dumps(dict(resources)), str(port), str(adapters), *command]
 
 
+def reserve_port(ip: str) -> socket.socket:
+    """Return a socket with a free port, which no other program gets as long as it is open.
+
+    On Linux a server that reuses addresses, as vLLM does, may listen at the port all the same. Close it elsewhere.
+    """
+    reserved = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((ip, 0))
+    return reserved
+
+
 class OwnServer:
     """The process, its log, and its next start after it has ended."""
 
     def __init__(self, config: VllmConfig, base_model: str, trainer: Capabilities, adapters: Path) -> None:
         """`adapters` is where they will be. Raises UserError if vLLM is not there, or could not serve them."""
         self._reserved = reserve_port(_HOST)
-        port = config.port or int(self._reserved.getsockname()[1])
+        port = int(self._reserved.getsockname()[1])
         if sys.platform != "linux":
             self._reserved.close()
         try:

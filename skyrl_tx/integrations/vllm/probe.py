@@ -68,10 +68,9 @@ async def _probe_one(
     cards = await _wait_for(server, config.start_timeout_s, check)
     where = f"vLLM at {server.url}"
     bases = [card for card in cards if card.get("parent") is None and card.get("max_model_len")]
-    chosen = [card for card in bases if config.model in (None, card["id"])]
-    if not chosen:
-        raise UserError(f"{where} serves {', '.join(card['id'] for card in bases) or 'nothing'}, not {config.model!r}")
-    base_model = chosen[0]["id"]
+    if not bases:
+        raise UserError(f"{where} serves no base model")
+    base_model = bases[0]["id"]
     try:
         if not await server.is_route("/inference/v1/generate"):
             raise UserError(f"{where} has no /inference/v1/generate: start it with --enable-scale-out (vLLM 0.32)")
@@ -87,7 +86,7 @@ async def _probe_one(
     if most <= trainer.max_topk_logprobs:
         wanted = trainer.max_topk_logprobs + 1
         _log.warning("%s: top-k log-probabilities end at %d; --max-logprobs %d offers more", where, most - 1, wanted)
-    length = min(trainer.max_context_length, chosen[0]["max_model_len"])
+    length = min(trainer.max_context_length, bases[0]["max_model_len"])
     if length < trainer.max_context_length:
         _log.warning(
             "%s: sequences have %d tokens at most, by its --max-model-len; the trainer would take %d",

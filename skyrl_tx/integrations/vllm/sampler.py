@@ -22,12 +22,11 @@ from skyrl_tx.contract.results import SampleDelta
 from skyrl_tx.contract.sampler import Sampler
 from skyrl_tx.integrations.vllm import wire
 from skyrl_tx.integrations.vllm.adapter_files import Adapter, AdapterDirectory
-from skyrl_tx.integrations.vllm.config import VllmConfig
+from skyrl_tx.integrations.vllm.config import VllmConfig, VllmFlags
 from skyrl_tx.integrations.vllm.own_server import OwnServer, find_command
 from skyrl_tx.integrations.vllm.probe import probe
-from skyrl_tx.integrations.vllm.server import Refused, ServerLost, VllmServer
+from skyrl_tx.integrations.vllm.server import Refused, ServerLost, ServerWatch, VllmServer
 from skyrl_tx.integrations.vllm.streams import RemoteSample, Streams
-from skyrl_tx.integrations.vllm.watch import ServerWatch
 from skyrl_tx.process.threads import ServiceThread
 
 _log = logging.getLogger(__name__)
@@ -47,9 +46,9 @@ class VllmSampler(Sampler):
     """
 
     def __init__(self, base_model: str, config: BaseModel) -> None:
-        assert isinstance(config, VllmConfig)
+        assert isinstance(config, VllmFlags)
         self._base_model = base_model
-        self._config = config
+        self._config = VllmConfig.complete(config)
         self._own_server: OwnServer | None = None
         self._open: dict[_Key, RemoteSample] = {}
         self._adapters: dict[SamplerId, Adapter] = {}
@@ -59,8 +58,8 @@ class VllmSampler(Sampler):
         self._servers: list[VllmServer] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
-        if config.url is None:
-            find_command(config)  # raises before the trainer takes minutes to start
+        if self._config.url is None:
+            find_command(self._config)  # raises before the trainer takes minutes to start
 
     def start(self, trainer: Capabilities) -> Capabilities:
         """See Sampler. Waits for the servers; starts one if none is named."""

@@ -1,4 +1,7 @@
-"""One sample as a stream of a server, which begins again when the server is lost."""
+"""One sample as a stream of a server, which begins again when the server is lost.
+
+Prompts that begin alike go to the same server, up to its share of all samples.
+"""
 
 import asyncio
 import logging
@@ -6,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 
 import numpy as np
 from msgspec import structs
@@ -16,13 +20,16 @@ from skyrl_tx.contract.results import PromptResult, SampleDelta
 from skyrl_tx.integrations.vllm import wire
 from skyrl_tx.integrations.vllm.adapter_files import Adapter
 from skyrl_tx.integrations.vllm.config import VllmConfig
-from skyrl_tx.integrations.vllm.pool import affinity, choose
 from skyrl_tx.integrations.vllm.server import AdapterMissing, Refused, ServerLost, VllmServer
 from skyrl_tx.integrations.vllm.wire import Chunk, WireError
 
 _log = logging.getLogger(__name__)
 _BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
+_PREFIX_TOKENS = 256
+"""The turns of a conversation usually share these, and the server keeps what it computed of them."""
+_OVERLOAD = 1.25
+"""A server may have this multiple of the mean number of open samples."""
 
 
 class SampleFailed(Exception):
@@ -194,3 +201,24 @@ class Streams:
         )
         sample.tokens.extend(tokens.tolist())
         self._emit(sample, delta)
+
+
+def affinity(request: SampleRequest) -> bytes:
+    """Return a key that requests share whose computed prompts may help each other."""
+    start = request.prompt[:_PREFIX_TOKENS].tobytes()
+    return blake2b(f"{request.sampler}|{request.cache_scope}|".encode() + start, digest_size=16).digest()
+
+
+def choose(servers: Sequence[VllmServer], key: bytes) -> VllmServer:
+    """Return the server of a new sample.
+
+    Rendezvous hashing with bounded loads (Mirrokni et al. 2016, arXiv:1608.01350). Servers that were lost a moment ago
+    come last.
+    """
+    bound = _OVERLOAD * (sum(server.num_open for server in servers) + 1) / len(servers)
+
+    def rank(server: VllmServer) -> tuple[bool, bool, bytes]:
+        own = blake2b(server.url.encode(), key=key, digest_size=8).digest()
+        return server.is_down, server.num_open + 1 > max(bound, 1), own
+
+    return min(servers, key=rank)

@@ -1,15 +1,16 @@
 """Stored results as responses of `retrieve_future`: protobuf or JSON, by the Accept header."""
 
 import math
+from dataclasses import asdict
 from itertools import groupby
-from typing import assert_never, cast
+from typing import cast
 
 import msgspec
 import numpy as np
 from fastapi import Response
 from msgspec import UNSET
 
-from skyrl_tx.contract import results
+from skyrl_tx.contract import codec, results
 from skyrl_tx.contract.arrays import Cells, Float32Array, NumberArray
 from skyrl_tx.server.http.body import PROTOBUF
 from skyrl_tx.server.submission import wire_pb2
@@ -68,12 +69,13 @@ def sample_message(output: results.SampleOutput) -> wire_pb2.SampleResponse:
 
 
 def as_json(result: results.Result) -> dict[str, object]:
-    """Convert a result to a JSON object. The key `error` exists exactly in failures."""
+    """Convert a result to a JSON object. The key `error` exists exactly in failures.
+
+    By default, `type` is the kind of the request, and the other keys are the fields of the result.
+    """
     match result:
         case results.Failure():
             return {"error": result.message, "category": result.category.value}
-        case results.CreateModelOutput():
-            return {"type": "create_model", "model_id": result.model_id}
         case results.ForwardBackwardOutput():
             outputs = [{"logprobs": _tensor_json(logprobs)} for logprobs in result.logprobs]
             return {
@@ -93,16 +95,10 @@ def as_json(result: results.Result) -> dict[str, object]:
                 "path": result.path,
                 "sampling_session_id": result.sampling_session_id,
             }
-        case results.LoadWeightsOutput():
-            return {"type": "load_weights", "path": result.path, "model_id": result.model_id}
-        case results.CreateCustomLossOutput():
-            return {"type": "create_custom_loss", "loss_id": result.loss_id}
-        case results.UnloadModelOutput():
-            return {"type": "unload_model", "model_id": result.model_id}
         case results.SampleOutput():
             return _sample_json(result)
         case _:
-            assert_never(result)
+            return {"type": codec.kind_of(result).removesuffix("_output"), **asdict(result)}
 
 
 def _sample_json(output: results.SampleOutput) -> dict[str, object]:

@@ -34,7 +34,7 @@ class EngineReport:
     problem: str | None = None
     """Why the engine executes no requests; None while it is healthy."""
     activity: str | None = None
-    """Which activity takes longer than `--engine-silence-s`, such as a large step; the engine is healthy meanwhile."""
+    """Which activity takes longer than `engine_silence_s`, such as a large step; the engine is healthy meanwhile."""
     outage: str | None = None
     """Which part of the backend does not work, such as a sampler on other servers, while the engine is healthy."""
     progress: str | None = None

@@ -6,7 +6,7 @@ The gauges are set by `ServerSampler`, so that a scrape reads neither the databa
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, GCCollector, Histogram, Info, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 
 from skyrl_tx import __version__
 from skyrl_tx.server.errors import Refusal
@@ -16,7 +16,6 @@ _AUTH_REASONS = "missing_key", "wrong_key", "ended_key", "throttled", "scope"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 15.0, 45.0)
 _WAKEUPS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _WRITES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5)
-_GROUPS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 _PATHS: Mapping[str, tuple[str, ...]] = {
     "poll": ("retrieve_future", "retrieve_futures"),
@@ -45,10 +44,9 @@ _FIRST_PARTS: Mapping[str, str] = {
 class HttpGroup:
     """The metrics of one group of routes, with their labels looked up."""
 
-    def __init__(self, name: str, requests: Counter, seconds: Histogram, num_bytes: Counter) -> None:
+    def __init__(self, name: str, requests: Counter, seconds: Histogram) -> None:
         # Labels are looked up once, because that takes longer than counting.
         self.observe_seconds: Callable[[float], None] = seconds.labels(name).observe
-        self.count_bytes: Callable[[float], None] = num_bytes.labels(name).inc
         self.of_status = cache(partial(requests.labels, name))
 
 
@@ -73,46 +71,35 @@ class ApiMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        GCCollector(registry=self.registry)
         counter, gauge, histogram = self._counter, self._gauge, self._histogram
         http_requests = counter("http_requests", "HTTP responses, by group of routes and status.", "group", "code")
         http_seconds = histogram(
             "http_request_duration_seconds", "From head to end of the response.", _SECONDS, "group"
         )
-        http_bytes = counter("http_request_bytes", "Bytes of request bodies as received.", "group")
-        self.http = HttpGroups(lambda name: HttpGroup(name, http_requests, http_seconds, http_bytes))
+        self.http = HttpGroups(lambda name: HttpGroup(name, http_requests, http_seconds))
         self.polls_waiting = gauge("polls_waiting", "Open long polls.")
-        self.connections = gauge("connections_open", "Open connections of clients.")
         self.poll_wakeup_s = histogram(
             "poll_wakeup_seconds", "From a result's commit to the wake-up of its long poll.", _WAKEUPS_S
         )
-        submitted = counter("requests_submitted", "Requests that were stored, repeated ones included.", "kind")
-        self.submitted = cache(submitted.labels)
         self._backpressure = counter("backpressure", "Requests that were refused until later.", "reason")
         self._auth_failures = counter("auth_failures", "Calls without a key that allows them.", "reason")
         self.store_write_s = histogram("store_write_seconds", "Commits of the API to the store.", _WRITES_S)
-        self.store_group_size = histogram("store_group_size", "Writes that one commit contained.", _GROUPS)
         for reason in _AUTH_REASONS:
             self._auth_failures.labels(reason)
         for reason in ("queue_full", "bodies_full", "quota"):
             self._backpressure.labels(reason)
         # Set by ServerSampler
-        self.requests_open = gauge("requests_open", "Stored requests without a result.")
         self.oldest_request_s = gauge(
             "oldest_request_seconds", "Age of the oldest request without a result that waits for no quota."
         )
         self.sessions_active = gauge("sessions_active", "Sessions with a heartbeat in the last minute.")
         self.store_bytes = gauge("store_bytes", "Size of the SQLite database and of its log.", "part")
-        self.artifacts = gauge("artifacts", "Named checkpoints and snapshots.", "kind")
-        self.artifact_bytes = gauge("artifact_bytes", "Size of named checkpoints.", "kind")
         self.disk_free = gauge("disk_free_bytes", "Free space of the disk of the data directory.")
         self.engine_up = gauge("engine_up", "Whether the engine sent its metrics within a second.")
         self.engine_ready = gauge("engine_ready", "Whether the engine executes requests, by its published status.")
-        self.engine_word_at = gauge("engine_last_word_timestamp_seconds", "Time of the engine's last published status.")
         self.engine_starts = counter("engine_starts", "Starts of the engine that this process noticed.")
         self._build = Info("build", "The release.", namespace="skyrl_tx", registry=self.registry)
         self._build.info({"version": __version__})
-        self.config = Info("config", "The served model and its devices.", namespace="skyrl_tx", registry=self.registry)
 
     def refused(self, reason: Refusal | None) -> None:
         """Count a call that was refused for a reason that people watch."""

@@ -23,7 +23,6 @@ from skyrl_tx.store.tables import EngineStateRow
 from skyrl_tx.store.totals import StoreTotals
 
 _log = logging.getLogger(__name__)
-_ARTIFACTS_EVERY_S = 60.0
 _RATES: Mapping[str, str] = {
     "training_tokens": "training_tokens_per_s",
     "generation_tokens": "sampled_tokens_per_s",
@@ -116,7 +115,6 @@ class ServerSampler:
         self._results = results
         self._before: dict[int, EngineWord] = {}
         self._boot_ids: dict[int, str] = {}
-        self._artifacts_at = 0.0
         self._ended = threading.Event()
         self._thread = ServiceThread("server-sampler", self._repeat)
 
@@ -160,11 +158,10 @@ class ServerSampler:
         self._set_engines(rows, len(ready))
         disk_free = shutil.disk_usage(self._settings.data_dir).free
         oldest_s = 0.0 if found.oldest_at is None else max(now - found.oldest_at, 0.0)
-        metrics.requests_open.set(found.num_open)
         metrics.oldest_request_s.set(oldest_s)
         metrics.sessions_active.set(found.num_active_sessions)
         metrics.disk_free.set(disk_free)
-        self._set_sizes(now)
+        self._set_store_sizes()
         published = {row.number: word for row in ready if (word := EngineWord.of(row)) is not None}
         values = {
             "engine_ready": float(bool(ready)),
@@ -181,32 +178,18 @@ class ServerSampler:
 
     def _set_engines(self, rows: Sequence[EngineStateRow], num_ready: int) -> None:
         """Set the gauges of the status of the engines."""
-        metrics, main = self._metrics, engine_state.main_engine(rows)
-        metrics.engine_ready.set(num_ready)
-        if main is None:
-            return
-        metrics.engine_word_at.set(main.updated_at)
+        self._metrics.engine_ready.set(num_ready)
         for row in rows:
             if row.boot_id != (before := self._boot_ids.get(row.number)):
                 if before is not None:
-                    metrics.engine_starts.inc()
+                    self._metrics.engine_starts.inc()
                 self._boot_ids[row.number] = row.boot_id
-        devices = [str(name) for name in cast(list[object], main.capabilities.get("devices", []))]
-        if devices:
-            metrics.config.info({"device": devices[0], "num_devices": str(len(devices))})
 
-    def _set_sizes(self, now: float) -> None:
-        metrics = self._metrics
+    def _set_store_sizes(self) -> None:
         if self._settings.database_url is None:
             for part, name in ("db", DATABASE_NAME), ("wal", f"{DATABASE_NAME}-wal"):
                 path = self._settings.data_dir / name
-                metrics.store_bytes.labels(part).set(path.stat().st_size if path.exists() else 0)
-        if now - self._artifacts_at >= _ARTIFACTS_EVERY_S:
-            self._artifacts_at = now
-            for kind, (count, num_bytes) in self._store.read(lambda tx: totals.artifacts(tx, now)).items():
-                metrics.artifacts.labels(kind).set(count)
-                if num_bytes is not None:
-                    metrics.artifact_bytes.labels(kind).set(num_bytes)
+                self._metrics.store_bytes.labels(part).set(path.stat().st_size if path.exists() else 0)
 
 
 def _write(tx: Session, at: int, values: Mapping[str, float]) -> None:

@@ -97,7 +97,6 @@ def _queue_sample(call: Call) -> FutureHandle:
     owner, sample, submitted = queue()
     while submitted is None:  # an in-flight save replaced the weights, whose files may be removed now
         owner, sample, submitted = queue()
-    call.context.metrics.submitted("sample").inc()
     call.context.admission.record(owner, submitted, len(sample.body))
     return FutureHandle(request_id=submitted.request_id, sample_sequence_ids=sequence_ids)
 

@@ -78,7 +78,7 @@ def capabilities(call: Incoming) -> dict[str, list[schemas.SupportedModel]]:
 def health(context: Annotated[ApiContext, Depends(get_context)], response: Response) -> dict[str, str]:
     """Report health: 200 while the engine executes requests, 503 with the reason otherwise.
 
-    An activity that takes longer than `--engine-silence-s` is reported with 200, because a large step is no outage. So
+    An activity that takes longer than `engine_silence_s` is reported with 200, because a large step is no outage. So
     are samplers on other servers that are lost, because training goes on.
     """
     report = context.engine.report()

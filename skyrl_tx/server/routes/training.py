@@ -104,9 +104,7 @@ def create_custom_loss(call: Incoming) -> schemas.FutureHandle:
     call.check_unknown(request)
     loss = compile_loss(request)
     session_id = SessionId(request.session_id)
-    handle = call.store.write(lambda tx: submission.custom_loss(tx, call, session_id, request.custom_loss_seq_id, loss))
-    call.context.metrics.submitted("create_custom_loss").inc()
-    return handle
+    return call.store.write(lambda tx: submission.custom_loss(tx, call, session_id, request.custom_loss_seq_id, loss))
 
 
 def offers_custom_losses(call: Call) -> bool:

@@ -190,9 +190,7 @@ def submit(call: Call, ids: ModelRequestIds, submission: Submission) -> FutureHa
     """Queue a request for a model, completed with its recorded samples, or with its custom loss."""
     complete = with_recorded_samples(call.store, call.caller, submission)
     complete = with_custom_loss(call, ModelId(ids.model_id), complete)
-    handle = call.store.write(lambda tx: to_model(tx, call, ids, complete))
-    call.context.metrics.submitted(complete.kind).inc()
-    return handle
+    return call.store.write(lambda tx: to_model(tx, call, ids, complete))
 
 
 def to_model(tx: Session, call: Call, ids: ModelRequestIds, submission: Submission) -> FutureHandle:

@@ -58,8 +58,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     deleting = actions.add_parser(
         "delete",
         help="delete runs with all their checkpoints",
-        description="Delete runs with all their checkpoints and results. `undelete` can restore them for a day, or for "
-        "the server's --deletion-undo-s. With --now a running server unloads them, and nothing can be restored.",
+        description="Delete runs with all their checkpoints and results. `undelete` can restore them for a day. "
+        "With --now a running server unloads them, and nothing can be restored.",
     )
     deleting.add_argument("run_id", nargs="+", metavar="RUN", help="id of a run, as `list` shows it")
     deleting.add_argument("--now", action="store_true", help="delete for good")

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from skyrl_tx import DISTRIBUTION
-from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.backends.jax.config import JaxFlags
 from skyrl_tx.launch.command_line import in_units
 from skyrl_tx.tools.doctor.findings import Finding, Subject, error, ok, warning
 from skyrl_tx.tools.doctor.machine import installed, memory_limit, physical_memory
@@ -78,7 +78,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 def check_devices(subject: Subject) -> Iterator[Finding]:
     """Check the driver, the devices that JAX finds, and the memory plan of the model on them."""
     settings = subject.settings
-    if not isinstance(settings.backend_config, JaxConfig):
+    if not isinstance(settings.backend_config, JaxFlags):
         yield ok("devices", f"backend {settings.backend} is not examined: it is none of this package's for devices")
         return
     gpus = list(_nvidia_gpus())
@@ -118,7 +118,7 @@ def _nvidia_gpus() -> Iterator[list[str]]:
             yield row
 
 
-def _ask(base_model: str, config: JaxConfig) -> Answer | Finding:
+def _ask(base_model: str, config: JaxFlags) -> Answer | Finding:
     """Run the probe; return its answer, or a finding if it gave none."""
     question = Question(base_model=base_model, backend_config=config.model_dump(mode="json"))
     # Without preallocation, so that it works next to a running server.
@@ -158,7 +158,7 @@ def _check_found(answer: Answer, *, has_gpus: bool) -> Iterator[Finding]:
         )
 
 
-def _check_files(plan: Plan, config: JaxConfig) -> Iterator[Finding]:
+def _check_files(plan: Plan, config: JaxFlags) -> Iterator[Finding]:
     if plan.file_bytes is not None:
         yield ok("model", f"{plan.num_parameters:,} parameters, weight files of {in_units(plan.file_bytes)}")
     elif config.load_format == "auto":
@@ -169,7 +169,7 @@ def _check_files(plan: Plan, config: JaxConfig) -> Iterator[Finding]:
         yield warning("model", "its files name no token that ends a sample", "clients must send `stop` or `max_tokens`")
 
 
-def _check_plan(answer: Answer, plan: Plan, config: JaxConfig) -> Iterator[Finding]:
+def _check_plan(answer: Answer, plan: Plan, config: JaxFlags) -> Iterator[Finding]:
     limits = [device.limit_bytes for device in answer.devices if device.limit_bytes is not None]
     # On CPU the backend plans with the memory of the machine, and decoding holds a second copy of the weights.
     host = min(memory_limit() or physical_memory(), physical_memory())

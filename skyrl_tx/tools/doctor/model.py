@@ -22,7 +22,7 @@ def check_text(subject: Subject) -> Iterator[Finding]:
     text = ModelText(settings)
     try:
         encoded = text.encode("Hello", add_special=False)
-        decoded = text.text_of(encoded, skip_special=True)
+        decoded = text.decode(encoded, skip_special=True)
     except UserError as problem:
         yield warning("tokenizer", str(problem), "stop strings and the OpenAI and Anthropic endpoints need it")
         return

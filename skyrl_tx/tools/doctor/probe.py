@@ -17,7 +17,6 @@ import numpy as np
 from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.kernel_choice import KernelError
 from skyrl_tx.backends.jax.start_plan import plan_start
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.tools.doctor.devices import Answer, Device, Plan, Question
@@ -44,8 +43,6 @@ def examine(question: Question) -> Answer:
         plan = _plan(config, layout, model)
     except mesh.MeshError as error:
         return Answer(devices=devices, problem=str(error), setting="--backend-config.mesh")
-    except KernelError as error:
-        return Answer(devices=devices, problem=str(error), setting=error.setting)
     except (models.UnsupportedModel, hf.CheckpointError) as error:
         return Answer(devices=devices, problem=str(error), setting="--base-model")
     return Answer(devices=devices, plan=msgspec.structs.replace(plan, file_bytes=file_bytes, has_end=has_end))

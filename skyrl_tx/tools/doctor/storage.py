@@ -91,9 +91,9 @@ def _check_space(place: Path, min_free_bytes: int) -> Iterator[Finding]:
     found = os.statvfs(place)
     free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
     shown = f"{in_units(free)} of {in_units(total)} are free"
-    advice = "delete checkpoints, lower --max-trash-bytes and --max-ephemeral-sampler-bytes, or enlarge the disk"
+    advice = "delete checkpoints, lower --trash-retention-s, or enlarge the disk"
     if free < min_free_bytes:
-        yield error("disk", f"{shown}, less than --min-free-disk-bytes: saves fail", advice)
+        yield error("disk", f"{shown}, less than 1 GiB: saves fail", advice)
     elif free < min_free_bytes + _LITTLE_BYTES:
         yield warning("disk", f"{shown}; saves fail below {in_units(min_free_bytes)}", advice)
     else:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
+from skyrl_tx.backends.jax.config import JaxConfig, JaxFlags, MeshConfig
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.launch.command import CommandError, CommandParser
 from skyrl_tx.launch.settings import ServerSettings
@@ -72,9 +72,9 @@ def make_account(arguments: argparse.Namespace, settings: ServerSettings) -> "tu
 
     Raises CommandError, naming the flag, for what cannot be planned.
     """
-    config = settings.backend_config
-    if not isinstance(config, JaxConfig):
+    if not isinstance(settings.backend_config, JaxFlags):
         raise CommandError(f"--backend {settings.backend}: only plans of the backend jax are known", status=2)
+    config = JaxConfig.complete(settings.backend_config)
     changes = {field: getattr(arguments, flag) for flag, field in _SHORT_FLAGS.items()} | {"mesh": arguments.mesh}
     given = {name: value for name, value in changes.items() if value is not None}
     is_mesh_given = "mesh" in given or "mesh" in config.model_fields_set

@@ -206,7 +206,7 @@ class ServerProcesses:
 
 def _run_command(arguments: list[str], environment: dict[str, str], log_path: str) -> None:
     """Run one command; the entry point of a process."""
-    from skyrl_tx.tools.cli import main
+    from tests.support.with_constants import main
 
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)

@@ -17,16 +17,14 @@ from skyrl_tx.testing.tiny_models import write_model
 from tests.support.chaos.client import Transcript, run_tenants
 from tests.support.chaos.processes import Kill, ServerProcesses, Victim
 from tests.support.database_rows import rows
+from tests.support.with_constants import constants
 
-_ENGINE_FLAGS = (
-    "--snapshot-interval-requests",
-    "5",
-    "--snapshot-interval-s",
-    "0.5",
-    "--snapshot-max-share",
-    "1",
-    "--result-retention-s",
-    "86400",  # a run may take longer than the default, and a result that is gone counts as changed
+_ENGINE_FLAGS = constants(
+    "engine",
+    snapshot_interval_requests=5,
+    snapshot_interval_s=0.5,
+    snapshot_max_share=1,
+    result_retention_s=86400,  # a run may take longer than ten minutes, and a result that is gone counts as changed
 )
 
 

@@ -32,6 +32,7 @@ from skyrl_tx.server.submission import wire_pb2
 from skyrl_tx.store.database import Store
 from tests.support.fuzz.routes import Json, fitting
 from tests.support.live_server import LiveServer
+from tests.support.with_constants import constants
 
 MAX_GROWTH_BYTES = 64 * 2**20
 """The most that a small body may cost the process."""
@@ -164,7 +165,7 @@ def running_target() -> Generator[Target]:
     with tempfile.TemporaryDirectory(prefix="amplification-") as name:
         data_dir = Path(name)
         with LiveServer(
-            data_dir, flags=("--base-model", "tiny", "--backend", "fake", "--retrieve-hold-s", "0.01")
+            data_dir, flags=("--base-model", "tiny", "--backend", "fake", *constants("api", retrieve_hold_s=0.01))
         ) as server:
             command = [sys.executable, "-m", "skyrl_tx", "keys", "create", "ann", "--data-dir", name]
             made = subprocess.run(command, capture_output=True, text=True, check=True)

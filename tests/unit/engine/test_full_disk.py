@@ -52,13 +52,13 @@ def test_commit_waits_until_the_disk_has_space(tmp_path, caplog, is_full):
         running = thread.submit(harness.run, large, step)
         until(lambda: "no space left" in (health.report().problem or ""))
         assert str(health.report().problem).startswith("the engine waits: database ")
-        assert harness.api.read(lambda tx: futures.max_delivery_attempts(tx, [large])) == 1
+        assert harness.attempts(large) == 1
         assert "retrying until the write succeeds" in caplog.text
         is_full.clear()
         running.result(60)
     assert harness.result(large).metrics["num_datums:sum"] == 5
     assert harness.result(step).metrics["unclipped_grad_l2:mean"] > 0
-    assert harness.api.read(lambda tx: futures.max_delivery_attempts(tx, [large, step])) == 0
+    assert harness.attempts(large) == harness.attempts(step) == 0
     harness.close()
 
 
@@ -115,7 +115,7 @@ def test_stop_ends_the_wait_for_disk_space_and_counts_no_attempt(tmp_path, is_fu
         harness.api.write(lambda tx: futures.complete(tx, watched, b"", failed=True, effect_order=None, now=0.0))
         with pytest.raises(StoreBlocked, match="no space left on its disk"):
             running.result(60)
-    assert harness.api.read(lambda tx: futures.max_delivery_attempts(tx, [large])) == 0
+    assert harness.attempts(large) == 0
     is_full.clear()
     harness.run(large)
     assert harness.result(large).metrics["num_datums:sum"] == 5

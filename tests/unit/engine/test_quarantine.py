@@ -370,16 +370,13 @@ def test_kill_after_a_stop_counts_no_delivery_attempt(harness):
     long = harness.submit(forward_backward(), model_id=model_id, seq_id=1)
     ends: list[int] = []
 
-    def attempts():
-        return harness.api.read(lambda tx: futures.max_delivery_attempts(tx, [long]))
-
     class Busy(FakeBackend):
         def begin_pass(self, batch, *, backward):
-            ends.append(attempts())
+            ends.append(harness.attempts(long))
             harness.api.write(  # the harness then stops the engine
                 lambda tx: futures.complete(tx, watched, b"", failed=True, effect_order=None, now=0.0)
             )
-            until(lambda: attempts() == 0)
+            until(lambda: harness.attempts(long) == 0)
             raise BackendLost("killed")
 
     for _ in range(harness.settings.max_attempts + 1):

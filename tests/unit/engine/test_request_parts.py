@@ -126,7 +126,7 @@ def test_partly_started_request_is_recomputed_by_the_next_engine(few, whole):
     request_id = few.submit(MANY)
     with pytest.raises(BackendLost):
         few.run(request_id, backend=Watched(few, at_slice=5, error=BackendLost("unplugged")))
-    assert few.api.read(lambda tx: futures.max_delivery_attempts(tx, [request_id])) == 1
+    assert few.attempts(request_id) == 1
     backend = Watched(few)
     few.run(request_id, backend=backend)
     assert same(few.result(request_id), whole) and backend.handed(request_id)[0] == (0, 5, True)

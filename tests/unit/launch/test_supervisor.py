@@ -209,7 +209,7 @@ def test_only_rank_0_serves(tmp_path):
 
 def test_only_an_engine_alone_has_a_metrics_port(tmp_path):
     flags = ("--base-model", "fake", "--backend", "fake", "--data-dir", str(tmp_path), "--metrics-port", "9100")
-    refusal = "--metrics-port is for one engine alone: `skyrl-tx engine`, without --launcher ray"
+    refusal = "--metrics-port is for an engine alone: `skyrl-tx engine` on its own machine"
     with pytest.raises(CannotServe, match=refusal):
         supervisor.serve(read_settings("serve", (*flags, "--port", "0")), APPS)
     with pytest.raises(CannotServe, match=refusal):

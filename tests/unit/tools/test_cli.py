@@ -39,7 +39,7 @@ def test_default_backend_is_jax_and_its_flags_need_no_import_of_jax() -> None:
         "print(s.backend, type(s.backend_config).__name__, 'jax' in sys.modules)"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert shown.split() == ["jax", "JaxConfig", "False"]
+    assert shown.split() == ["jax", "JaxFlags", "False"]
 
 
 def test_precedence_is_flags_environment_file_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,8 +81,8 @@ def test_backend_from_environment_and_file(tmp_path: Path, monkeypatch: pytest.M
         ([*FAKE, "--vllm-url", "http://a"], "--vllm-url: --sampler is not set"),
         ([*FAKE, "--vllm-command", "vllm"], "--vllm-command: --sampler is not set"),
         (
-            [*FAKE, *VLLM, "--sampler-config.port", "1"],
-            "--sampler-config: port: not with url, whose server runs already",
+            [*FAKE, *VLLM, "--sampler-config.command", "vllm"],
+            "--sampler-config: command: not with url, whose server runs already",
         ),
         ([*FAKE, "--sampler-fallback", "trainer"], "--sampler-fallback: --sampler is not set"),
         ([*FAKE, "--sampler-check-share", "0.5"], "--sampler-check-share: --sampler is not set"),

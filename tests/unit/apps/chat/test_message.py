@@ -7,10 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_tx.apps.chat import tool_calls
-from skyrl_tx.apps.chat.message import MessageParser, Part
-from skyrl_tx.apps.chat.reasoning import Piece, ReasoningSplit, begins_inside
-from skyrl_tx.apps.chat.tool_calls import ParserName, ToolCall
+from skyrl_tx.apps.chat.message import (
+    MessageParser,
+    ParserName,
+    Part,
+    Piece,
+    ReasoningSplit,
+    ToolCall,
+    begins_inside,
+    choose_parser,
+)
 
 CALL = '{"name": "find", "arguments": {"city": "Zürich", "n": 2}}'
 LLAMA = '{"name": "find", "parameters": {"city": "Zürich", "n": 2}}'
@@ -19,12 +25,12 @@ ARGUMENTS = {"city": "Zürich", "n": 2}
 
 def parse(text: str, cuts: list[int], *, inside: bool = False, tools: ParserName = "none") -> list[tuple[str, str]]:
     """Parse a text that comes in pieces; return adjacent parts of one kind joined."""
-    parser = MessageParser(ReasoningSplit(inside=inside), tool_calls.make(tools))
+    parser = MessageParser(ReasoningSplit(inside=inside), tools)
     edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     parts: list[Part] = []
     for start, end in pairwise(edges):
         parts += parser.feed(text[start:end])
-    parts += parser.finish()
+    parts += parser.feed("", is_last=True)
     joined: list[tuple[str, str]] = []
     for part in parts:
         kind, value = (part.kind, part.text) if isinstance(part, Piece) else ("call", part.name)
@@ -107,4 +113,4 @@ def test_calls_of_llama3_are_found(text: str, cuts: list[int]) -> None:
     ],
 )
 def test_parser_follows_from_the_template(template: str, name: str) -> None:
-    assert tool_calls.parser_of(template) == name
+    assert choose_parser(template) == name

@@ -149,6 +149,6 @@ def test_bytes_of_tokens_join_to_the_text(tmp_path: Path) -> None:
     text = text_of(model_directory(tmp_path, "qwen2"))
     for sample in ("Zürich – 42 °C 🙂", "<|im_start|>user\n<think>"):
         tokens = text.encode(sample, add_special=False)
-        assert b"".join(map(text.bytes_of, tokens)).decode() == sample
+        assert b"".join(map(text.decode_bytes, tokens)).decode() == sample
     assert text.eos_token_id == text.tokenizer.token_to_id("<|im_end|>")
-    assert text.bytes_of(10**6) == b""
+    assert text.decode_bytes(10**6) == b""

@@ -1,9 +1,14 @@
+from pathlib import Path
+
 import numpy as np
 
+from skyrl_tx.apps.chat.text import ModelText
 from skyrl_tx.apps.console.runs import find_reward, find_state
-from skyrl_tx.apps.console.samples import describe_groups
+from skyrl_tx.apps.console.samples import describe_groups, make_decoder
 from skyrl_tx.apps.history.kept_samples import KeptGroup, KeptSample
 from skyrl_tx.contract.ids import RequestId
+from skyrl_tx.server.settings import ApiSettings
+from tests.support.tiny_tokenizer import PACKAGED
 
 
 def test_states_and_rewards() -> None:
@@ -47,3 +52,14 @@ def test_samples_are_shown_by_group_the_best_first() -> None:
     assert abs((group.samples[0].probability or 0) - 0.3679) < 1e-3
     (ids,) = describe_groups([kept], lambda tokens: None)
     assert ids.samples[0].text == "1 2" and not ids.samples[0].is_text
+
+
+def test_samples_are_decoded_by_the_tokenizer_of_the_model_if_there_is_one(tmp_path: Path) -> None:
+    def decoder(model: Path):
+        return make_decoder(ModelText(ApiSettings(data_dir=tmp_path, base_model=str(model))))
+
+    decode = decoder(PACKAGED)
+    tokens = ModelText(ApiSettings(data_dir=tmp_path, base_model=str(PACKAGED))).encode("2 + 2", add_special=False)
+    assert decode([-1, *tokens]) == "2 + 2", "ids below 0 have no text"
+    assert decode([2**32]) is None
+    assert decoder(tmp_path)(tokens) is None

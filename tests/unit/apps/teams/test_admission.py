@@ -89,7 +89,7 @@ def a_sample(owner: str = "ann") -> QueuedRequest:
 def test_without_quotas_no_request_is_paused(world: World) -> None:
     world.admission.refresh()
     assert world.admission.may_start(a_pass()) == world.admission.may_start(a_sample()) == START
-    assert not world.admission.is_counting and world.admission.pauses() == () and world.num_waits == 0
+    assert not world.admission.is_counting and not world.admission.pauses() and world.num_waits == 0
 
 
 def test_quotas_of_other_kinds_are_no_work_for_each_turn(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 
 from skyrl_tx.apps.teams import usage
-from skyrl_tx.apps.teams.prices import cost_storage, cost_tokens, price_per_million
+from skyrl_tx.apps.teams.prices import Prices, cost_storage, cost_tokens, price_per_million
 from skyrl_tx.apps.teams.tables import StorageHourRow
 from skyrl_tx.apps.teams.usage import Work
 from skyrl_tx.apps.teams.usage_report import Subject, UsageLine, usage_lines
 from skyrl_tx.contract.ids import SessionId
-from skyrl_tx.server.settings import Prices
 from skyrl_tx.store import sessions
 from skyrl_tx.store.database import Store
 

@@ -75,6 +75,12 @@ def test_each_kernel_has_a_setting_of_its_own():
     )
 
 
+@pytest.mark.parametrize(("platform", "dtype"), [("cpu", FLOAT32), ("tpu", FLOAT32), ("gpu", BFLOAT16)])
+def test_the_operator_can_choose_loops_for_all(platform, dtype):
+    kernels = choose_kernels(JaxConfig(kernels="loops"), platform, dtype)
+    assert (kernels.attention, kernels.pages, kernels.experts) == (None, None, None)
+
+
 def test_a_kernel_of_another_platform_is_refused():
     with pytest.raises(KernelError, match="triton is for gpu with bfloat16, not tpu with float32"):
         choose_kernels(JaxConfig(attention_kernel="triton"), "tpu", FLOAT32)
@@ -82,12 +88,12 @@ def test_a_kernel_of_another_platform_is_refused():
         KernelError, match="mosaic is for tpu with bfloat16 and tpu with float32, not gpu with"
     ) as found:
         choose_kernels(JaxConfig(pages_kernel="mosaic"), "gpu", BFLOAT16)
-    assert found.value.setting == "--backend-config.pages-kernel"
+    assert found.value.setting == "pages_kernel"
 
 
 def test_the_backend_names_the_flag_of_a_kernel_that_is_refused(tmp_path):
     config = JaxConfig(attention_kernel="splash", load_format="dummy", compile_cache_dir=None)
-    message = "--backend-config.attention-kernel: splash is for tpu with bfloat16 and tpu with float32, not cpu with"
+    message = "attention_kernel: splash is for tpu with bfloat16 and tpu with float32, not cpu with"
     with pytest.raises(UserError, match=message):
         JaxBackend(str(write_model(tmp_path)), config).start()
 

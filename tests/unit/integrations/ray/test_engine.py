@@ -14,12 +14,12 @@ import pytest
 from skyrl_tx.backends.hosts.channel import listen
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.integrations.ray import RaySettings, host
 from skyrl_tx.integrations.ray import engine as engine_module
-from skyrl_tx.integrations.ray import host
 from skyrl_tx.integrations.ray.engine import Ended, RayEngine, cause_of, connected
 from skyrl_tx.integrations.ray.host import RayHost, reserved_ports
 from skyrl_tx.launch.engine_process import EngineEnd, EngineLaunch, EnginePlace
-from skyrl_tx.launch.settings import RaySettings, SettingsError
+from skyrl_tx.launch.settings import SettingsError
 from skyrl_tx.launch.supervisor import launch_of
 from skyrl_tx.process.setup import CannotServe
 from skyrl_tx.testing.fake.backend import FakeBackend

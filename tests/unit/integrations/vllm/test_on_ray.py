@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from skyrl_tx.integrations.vllm import on_ray, own_server
-from skyrl_tx.integrations.vllm.config import VllmConfig
+from skyrl_tx.integrations.vllm.config import VllmConfig, VllmFlags
 from skyrl_tx.tools.serve import read_settings
 
 SERVER = """
@@ -235,4 +235,4 @@ def test_under_ray_the_server_takes_one_gpu_unless_configured(
 ) -> None:
     common = ["--base-model", "tiny", "--backend", "fake", "--data-dir", str(tmp_path), "--sampler", "vllm"]
     config = read_settings("serve", [*common, *flags]).sampler_config
-    assert isinstance(config, VllmConfig) and config.ray_resources == expected
+    assert isinstance(config, VllmFlags) and config.ray_resources == expected

@@ -113,7 +113,6 @@ def test_flags_follow_from_the_trainer_and_the_operators_come_last() -> None:
     "settings",
     [
         {"command": "vllm"},
-        {"port": 8100},
         {"serve_flags": "--x"},
         {"ray_resources": {"GPU": 1}},
         {"url": None, "ray_resources": {"GPU": 0}},

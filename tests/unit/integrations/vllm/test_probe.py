@@ -51,10 +51,10 @@ def test_capabilities_are_the_smaller_ones_of_all_servers(world: World, caplog: 
     assert "--max-model-len" in caplog.text and "--max-logprobs 21" in caplog.text
 
 
-def test_a_model_that_no_server_serves_is_named(world: World):
-    world.stub()
-    with pytest.raises(UserError, match="serves base, not 'other'"):
-        world.sampler(model="other")
+def test_a_server_without_a_base_model_is_named(world: World):
+    stub = world.stub(max_model_len=0)
+    with pytest.raises(UserError, match=f"vLLM at {stub.url} serves no base model"):
+        world.sampler()
 
 
 def test_a_server_that_is_not_there_is_waited_for_and_then_named(world: World):

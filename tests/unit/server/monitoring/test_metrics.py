@@ -17,7 +17,7 @@ from tests.support.live_api import Server, live_api
 
 ALLOWED_LABELS = {
     *("group", "code", "kind", "outcome", "queue", "reason", "part", "pass", "what", "cached", "work", "device", "le"),
-    *("version", "num_devices", "generation", "owner"),
+    *("version", "owner"),
 }
 
 
@@ -54,7 +54,6 @@ def test_requests_are_counted_by_group_and_status(server: Server) -> None:
     assert grown("skyrl_tx_http_requests_total{code=404}{group=other}") == 1
     assert grown("skyrl_tx_http_requests_total{code=200}{group=metrics}") == 1
     assert grown("skyrl_tx_http_request_duration_seconds_count{group=session}") == 3
-    assert grown("skyrl_tx_http_request_bytes_total{group=session}") > 60
     assert grown("skyrl_tx_store_write_seconds_count") >= 3
     assert "nowhere" not in server.client.get("/metrics").text
 

@@ -76,7 +76,7 @@ def test_a_row_is_written_each_ten_seconds_with_and_without_an_engine(tmp_path: 
         values = sampler.sample(time.time())
         assert (values["engine_ready"], values["training_waiting"]) == (1.0, 2)
         text = server.client.get("/metrics").text
-        assert "skyrl_tx_requests_open 1.0" in text and "skyrl_tx_engine_ready 1.0" in text
+        assert "skyrl_tx_sessions_active 1.0" in text and "skyrl_tx_engine_ready 1.0" in text
         assert 'skyrl_tx_store_bytes{part="db"}' in text
         rows = until(lambda: server.store.read(lambda tx: server_points.since(tx, 0)), within_s=15)
         assert rows[0][0] % 10 == 0 and rows[0][1]["requests_open"] == 1

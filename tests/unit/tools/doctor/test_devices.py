@@ -86,13 +86,6 @@ def test_a_mesh_without_its_devices(tmp_path: Path) -> None:
     assert answer.devices and answer.setting == "--backend-config.mesh" and "64 devices" in answer.problem
 
 
-def test_a_kernel_for_other_devices(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes(msgspec.json.encode(QWEN3_8B))
-    settings = {"attention_kernel": "splash", "load_format": "dummy"}
-    answer = probe.examine(Question(base_model=str(tmp_path), backend_config=settings))
-    assert answer.setting == "--backend-config.attention-kernel" and "not cpu with float32" in answer.problem
-
-
 def test_a_fitting_model_is_fine(subject, monkeypatch) -> None:
     answered(monkeypatch, Answer(devices=[GPU, GPU], plan=PLAN), ["NVIDIA H100", "570.1", "81559", "0"])
     findings = list(devices.check_devices(subject("--base-model", "m")))

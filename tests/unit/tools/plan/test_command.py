@@ -200,10 +200,6 @@ def test_wrong_flags_are_named(
         (("--device", "h200:3", "--mesh", "tp=3"), "--mesh: tp=3 does not divide vocab_size = 151936"),
         (("--device", "h200:2", "--mesh", "ep=2"), "--mesh: ep=2: the model has no experts"),
         (("--device", "h200", "--backend", "fake"), "--backend fake"),
-        (
-            ("--device", "h200", "--backend-config.attention-kernel", "splash"),
-            "--backend-config.attention-kernel: splash is for tpu with bfloat16 and tpu with float32, not gpu with",
-        ),
     ],
 )
 def test_what_does_not_go_together_is_named(

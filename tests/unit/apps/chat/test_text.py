@@ -6,9 +6,9 @@ from functools import cache
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 
-from skyrl_tx.apps.chat.detokenize import Detokenizer, SampleText, StopStrings
+from skyrl_tx.apps.chat.text import Detokenizer, SampleText, StopStrings
 from tests.support.tiny_tokenizer import PACKAGED, VOCAB_SIZE
 
 
@@ -18,8 +18,24 @@ def tokenizer() -> Tokenizer:
 
 
 class TinyDecoder:
-    def text_of(self, tokens: Sequence[int], *, skip_special: bool) -> str:
+    def decode(self, tokens: Sequence[int], *, skip_special: bool) -> str:
         return tokenizer().decode(list(tokens), skip_special_tokens=skip_special)
+
+
+@cache
+def byte_fallback_tokenizer() -> Tokenizer:
+    """Return a tokenizer in the form of Llama 2's and Gemma's: rare characters are written as one token a byte."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "a", "é", "日", "▁Hello"]
+    made = Tokenizer(models.BPE({piece: token for token, piece in enumerate(pieces)}, [], byte_fallback=True))
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return made
+
+
+class ByteFallbackDecoder:
+    def decode(self, tokens: Sequence[int], *, skip_special: bool) -> str:
+        return byte_fallback_tokenizer().decode(list(tokens), skip_special_tokens=skip_special)
 
 
 SLICES = st.lists(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6), max_size=12)
@@ -30,7 +46,7 @@ SLICES = st.lists(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6), max_size
 def test_pieces_join_to_the_whole_text(slices: list[list[int]], skip_special: bool) -> None:
     detokenizer = Detokenizer(TinyDecoder(), skip_special=skip_special)
     text = "".join(map(detokenizer.feed, slices)) + detokenizer.finish()
-    assert text == TinyDecoder().text_of([token for part in slices for token in part], skip_special=skip_special)
+    assert text == TinyDecoder().decode([token for part in slices for token in part], skip_special=skip_special)
 
 
 @given(text=st.text(max_size=40), size=st.integers(1, 4))
@@ -38,9 +54,43 @@ def test_no_piece_has_a_part_of_a_character(text: str, size: int) -> None:
     tokens = tokenizer().encode(text, add_special_tokens=False).ids
     detokenizer = Detokenizer(TinyDecoder(), skip_special=False)
     pieces = [detokenizer.feed(tokens[start : start + size]) for start in range(0, len(tokens), size)]
-    whole = TinyDecoder().text_of(tokens, skip_special=False)
+    whole = TinyDecoder().decode(tokens, skip_special=False)
     assert "".join(pieces) + detokenizer.finish() == whole
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in whole
+
+
+@given(texts=st.lists(st.sampled_from([" ", " a", "a", "é", "日", " Hello", "🙂", "ü", "<"]), max_size=12))
+def test_text_of_a_byte_fallback_vocabulary_is_whole(texts: list[str]) -> None:
+    detokenizer = Detokenizer(ByteFallbackDecoder(), skip_special=False)
+    tokens: list[int] = []
+    for text in texts:
+        token = byte_fallback_tokenizer().token_to_id(text.replace(" ", "▁"))
+        tokens += [1 + byte for byte in text.encode()] if token is None else [token]
+    pieces = [detokenizer.feed([token]) for token in tokens]
+    assert "".join(pieces) + detokenizer.finish() == "".join(texts).removeprefix(" ")
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(tokens=st.lists(st.integers(1, 262), max_size=12))
+def test_invalid_bytes_of_a_byte_fallback_vocabulary_do_not_end_a_stream(tokens: list[int]) -> None:
+    """`DecodeStream` raises "Invalid prefix" for them."""
+    detokenizer = Detokenizer(ByteFallbackDecoder(), skip_special=False)
+    pieces = [detokenizer.feed([token]) for token in [*tokens, 1 + ord("b"), 1 + 0xE6, 259]]
+    assert ("".join(pieces) + detokenizer.finish()).endswith("a")  # token 259
+
+
+@given(data=st.data())
+def test_invalid_bytes_are_released_in_time(data: st.DataObject) -> None:
+    """A model that writes thousands of them costs as much for each token as any other."""
+    parts = [token for token in range(VOCAB_SIZE) if tokenizer().decode([token]) == "\ufffd"]
+    tokens = data.draw(st.lists(st.sampled_from(parts), min_size=60, max_size=150))
+    detokenizer, released = Detokenizer(TinyDecoder()), ""
+    for number, token in enumerate(tokens, 1):
+        released += detokenizer.feed([token])
+        whole = TinyDecoder().decode(tokens[:number], skip_special=True)
+        assert whole.startswith(released) and len(whole) - len(released) <= 64
+    tokens += (rest := tokenizer().encode("é.").ids)
+    assert released + detokenizer.feed(rest) + detokenizer.finish() == TinyDecoder().decode(tokens, skip_special=True)
 
 
 WORDS = st.text("ab<", max_size=12)

@@ -1,0 +1,264 @@
+"""The common part of all endpoints: read a request, start its samples, and send the reply whole or as events.
+
+`serve` runs one call. An endpoint gives it a `Reply`, which turns new tokens into the response of its API.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import ClassVar, TypeVar, cast
+
+import msgspec
+from fastapi import Request, Response
+from fastapi.concurrency import run_in_threadpool
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette.sse import AppStatus, SendTimeoutError
+from starlette.types import Receive, Scope, Send
+
+from skyrl_tx.apps.chat.errors import Form, describe_stream_error
+from skyrl_tx.apps.chat.generation import Delta, Generation, merge_deltas
+from skyrl_tx.apps.chat.schemas import GenerationFields
+from skyrl_tx.apps.chat.service import ChatRequest, ChatService
+from skyrl_tx.contract.errors import RequestError
+from skyrl_tx.server.context import Call, data_call
+from skyrl_tx.server.errors import ApiError
+from skyrl_tx.server.identity.authentication import OWNER, authenticate_request
+
+_log = logging.getLogger(__name__)
+_KEEP_ALIVE_S = 15
+_SEND_TIMEOUT_S = 60.0
+"""A client that has not read for this time has stopped reading: its sample is cancelled."""
+_CLIENT_CLOSED_REQUEST = 499
+"""Status in the log of a response that no client reads."""
+
+Object = dict[str, object]
+T = TypeVar("T")
+
+# By default sse-starlette cancels all streams as soon as uvicorn shuts down. Here `ResultWatcher.release` wakes the
+# generations instead, so that each stream still sends an event that says that the server is shutting down.
+AppStatus.disable_automatic_graceful_drain()
+
+
+class Reply(ABC):
+    """The reply to one request: its samples become one response, or a stream of events, in the form of an API."""
+
+    form: ClassVar[Form]
+    end: ClassVar[bytes] = b""
+    """Ends a stream."""
+
+    def __init__(self, requests: Sequence[ChatRequest], *, is_streamed: bool) -> None:
+        """`requests` are started together, one for each prompt."""
+        self.requests = requests
+        self.is_streamed = is_streamed
+        self.generations: Sequence[Generation] = ()
+        """The running requests, in the order of `requests`; set before the first tokens."""
+
+    @abstractmethod
+    def add(self, number: int, delta: Delta) -> None:
+        """Record new tokens of a request for the whole response."""
+
+    @abstractmethod
+    def make_body(self) -> Object:
+        """Return the whole response once all samples are complete. Runs in a thread."""
+
+    def make_first_events(self) -> Iterator[Object]:
+        """Yield the events before the first token."""
+        yield from ()
+
+    @abstractmethod
+    def make_events(self, number: int, delta: Delta) -> Iterator[Object]:
+        """Yield the events for new tokens of a request."""
+
+    @abstractmethod
+    def make_last_events(self) -> Iterator[Object]:
+        """Yield the events after the last token."""
+
+    @abstractmethod
+    def encode(self, event: Object) -> bytes:
+        """Return the bytes of one event."""
+
+
+class OpenAiReply(Reply):
+    """A reply with `choices`, as both completions of OpenAI's API have them."""
+
+    form = "openai"
+    end = b"data: [DONE]\n\n"
+    id_prefix: ClassVar[str]
+    object_names: ClassVar[tuple[str, str]]
+    """The field `object` of a whole response, and of an event."""
+
+    def __init__(self, service: ChatService, request: GenerationFields, requests: Sequence[ChatRequest]) -> None:
+        super().__init__(requests, is_streamed=bool(request.stream))
+        self.service = service
+        options = request.stream_options
+        self.ends_with_usage = options is not None and bool(options.include_usage)
+        self.num_dropped = 0
+        """Sampled tokens that the client did not ask for."""
+        self._head: Object = {
+            "id": f"{self.id_prefix}{secrets.token_hex(14)}",
+            "object": self.object_names[self.is_streamed],
+            "created": int(time.time()),
+            "model": request.model,
+            "system_fingerprint": service.limits.fingerprint,
+        }
+
+    @abstractmethod
+    def make_choices(self) -> list[Object]:
+        """Return the choices of a whole response."""
+
+    def make_body(self) -> Object:
+        """Return the whole response."""
+        return {**self._head, "choices": self.make_choices(), "usage": self._count_usage()}
+
+    def make_chunk(self, choices: Sequence[Object], about_prompt: Object | None = None) -> Object:
+        """Return one event. If the last event has the usage, the field is null in all events before it."""
+        usage: Object = {"usage": None} if self.ends_with_usage else {}
+        return {**self._head, "choices": choices, **(about_prompt or {}), **usage}
+
+    def make_last_events(self) -> Iterator[Object]:
+        """Yield the usage if the client wants it."""
+        if self.ends_with_usage:
+            yield {**self._head, "choices": [], "usage": self._count_usage()}
+
+    def _count_usage(self) -> Object:
+        num_prompt = sum(len(request.prompt) for request in self.requests)
+        num_sampled = sum(generation.num_tokens for generation in self.generations) - self.num_dropped
+        cached = sum(generation.prompt_result.cache_hit_tokens for generation in self.generations)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_sampled,
+            "total_tokens": num_prompt + num_sampled,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def encode(self, event: Object) -> bytes:
+        """Return the bytes of one event."""
+        return encode_event(event)
+
+
+async def serve(request: Request, prepare: Callable[[ChatService, Call], Reply]) -> Response:
+    """Serve one call. `prepare` checks the request and renders its prompts; it runs in a thread."""
+    service = get_service(request)
+    call, reply = await read_request(request, lambda call: prepare(service, call))
+
+    generations = await service.start_all(call.caller, reply.requests)
+    reply.generations = generations
+
+    if reply.is_streamed:
+        return EventStream(_stream(reply), lambda error: _encode_error(request, reply, error), generations)
+    return await respond(request, _complete(reply), generations)
+
+
+def get_service(request: Request) -> ChatService:
+    """Return the chat service of this process."""
+    return cast(ChatService, request.app.state.chat)
+
+
+async def read_request(request: Request, prepare: Callable[[Call], T]) -> tuple[Call, T]:
+    """Authenticate and read a request, and prepare it in a thread while its memory is accounted for."""
+    caller = await authenticate_request(request)
+    async with data_call(request, caller) as call:
+        return call, await run_in_threadpool(prepare, call)
+
+
+async def _complete(reply: Reply) -> Response:
+    async for number, delta in merge_deltas(reply.generations):
+        reply.add(number, delta)
+    return await run_in_threadpool(lambda: json_response(reply.make_body()))
+
+
+async def _stream(reply: Reply) -> AsyncGenerator[bytes]:
+    for event in reply.make_first_events():
+        yield reply.encode(event)
+    async for number, delta in merge_deltas(reply.generations):
+        for event in reply.make_events(number, delta):
+            yield reply.encode(event)
+    for event in reply.make_last_events():
+        yield reply.encode(event)
+    if reply.end:
+        yield reply.end
+
+
+def _encode_error(request: Request, reply: Reply, error: Exception) -> bytes:
+    """Return the last event of a stream that fails. Unexpected errors are logged."""
+    if not isinstance(error, ApiError | RequestError):
+        owner = {"owner": request.scope.get(OWNER)}
+        _log.error("%s failed while streaming", request.url.path, exc_info=error, extra=owner)
+    return reply.encode(describe_stream_error(reply.form, error)) + reply.end
+
+
+def json_response(body: object) -> Response:
+    """Return a body as JSON, which is written much faster than by the framework."""
+    return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+async def respond(request: Request, work: Awaitable[Response], generations: Sequence[Generation]) -> Response:
+    """Return the response of work on generations. If the client disconnects, all of it is cancelled."""
+    task = asyncio.ensure_future(work)
+    disconnected = asyncio.create_task(_wait_for_disconnect(request.receive))
+    try:
+        await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else Response(status_code=_CLIENT_CLOSED_REQUEST)
+    finally:
+        disconnected.cancel()
+        if not task.done():
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+        for generation in generations:
+            generation.close()
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def encode_event(data: object, name: str | None = None) -> bytes:
+    """Return one server-sent event."""
+    head = b"" if name is None else f"event: {name}\n".encode()
+    return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+class EventStream(EventSourceResponse):
+    """A response of server-sent events. It cancels its generations when the client disconnects or stops reading."""
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes],
+        encode_error: Callable[[Exception], bytes],
+        generations: Sequence[Generation],
+    ) -> None:
+        """`encode_error` returns the last event after an error of the events."""
+        super().__init__(
+            _end_with_error(events, encode_error),
+            headers={"Cache-Control": "no-cache"},
+            ping=_KEEP_ALIVE_S,
+            ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
+            send_timeout=_SEND_TIMEOUT_S,
+        )
+        self._generations = generations
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            await super().__call__(scope, receive, send)
+        except SendTimeoutError:
+            _log.info("%s: ended a stream whose client has read nothing for %g s", scope["path"], _SEND_TIMEOUT_S)
+        finally:
+            for generation in self._generations:
+                generation.close()
+
+
+async def _end_with_error(
+    events: AsyncGenerator[bytes], encode_error: Callable[[Exception], bytes]
+) -> AsyncGenerator[bytes]:
+    try:
+        async for event in events:
+            yield event
+    except Exception as error:
+        yield encode_error(error)
