@@ -16,6 +16,9 @@ from skyrl_tx.process.threads import ServiceThread
 CANCEL_ROUNDS = 8
 """The SDK's loops of retries may take one cancellation for a lost connection, and go on."""
 
+_AS_LONG_AS_THE_PROCESS = ("signals",)
+"""Service threads that are idle, and end with their process only."""
+
 _JOIN_S = 20.0
 """For threads that have been asked to stop, on a busy machine."""
 
@@ -29,6 +32,7 @@ def find_threads() -> set[threading.Thread]:
         thread
         for thread in threading.enumerate()
         if isinstance(thread, ServiceThread) or not (thread.daemon or thread.name.startswith("asyncio_"))
+        if thread.name not in _AS_LONG_AS_THE_PROCESS
     }
 
 
