@@ -14,7 +14,7 @@ from skyrl_tx.backends.jax.train import adapters, step
 PROGRAMS = (
     (step, "forward"),
     (step, "accumulate"),
-    (adapters, "adamw"),
+    (adapters, "adamw_step"),
     (programs, "extend"),
     (programs, "first_logits"),
     (programs, "decode_slice"),

@@ -463,7 +463,7 @@ def test_a_change_that_exhausts_the_memory_raises_and_changes_nothing(start, mon
     before = state_of(backend)
     with monkeypatch.context() as patch:
         patch.setattr(adapters.jax, "block_until_ready", lambda tree: raise_next([EXHAUSTED]))
-        patch.setattr(adapters, "adamw", lambda *given: raise_next([EXHAUSTED]))
+        patch.setattr(adapters, "adamw_step", lambda *given: raise_next([EXHAUSTED]))
         with pytest.raises(CapacityError, match=r"no memory left for .*\. State is unchanged.*max-lora-adapters"):
             run()
     assert_bit_equal(state_of(backend), before)
