@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--idle-s", type=float, default=0.0, help="seconds between the start and the first request")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each kind")
     parser.add_argument(
-        "--threads", type=int, help="--backend-config.compile-threads; unset: half of the cores, and 0, in turn"
+        "--threads", type=int, help="threads that compile in the background; unset: half of the cores, and 0, in turn"
     )
     parser.add_argument("--one-run", action="store_true", help="measure once, in this process")
     options = parser.parse_args()

@@ -26,7 +26,7 @@ class Benchmark:
         self._directory = directory
         self._command = [sys.executable, "-u", "-m", "benchmarks.bench_gpu_rl", "--model", "tiny", "--commit", "test"]
         self._command += ["--records", str(directory / "gpu_rl.json"), "--work", str(directory / "work")]
-        self._command += ["--peer-python", str(peer_python), "--flags", "--backend-config.compile-threads 0"]
+        self._command += ["--peer-python", str(peer_python), "--flags", "--backend-config.sample-slots 64"]
         for phase in LIMITS_S:
             self._command += ["--limit", f"{phase}=300"]
 

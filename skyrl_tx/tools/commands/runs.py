@@ -39,7 +39,7 @@ _LAST = 64
 """Passes from which the list computes a run's last loss."""
 _LIVE = ("creating", "ready")
 _UNLOAD_TIMEOUT_S = 60.0
-_RESTORE = "the files stay for a day, or for the server's --deletion-undo-s; until then restore with `skyrl-tx "
+_RESTORE = "the files stay for a day; until then restore with `skyrl-tx "
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
