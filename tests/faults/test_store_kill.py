@@ -17,7 +17,9 @@ NUM_KILLS = 10
 WRITER = """
 import itertools, os, sys
 from pathlib import Path
-from skyrl_tx.store import futures, models, points, sessions, usage
+from skyrl_tx.apps.history import points
+from skyrl_tx.apps.teams import usage
+from skyrl_tx.store import futures, models, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.futures import NewRequest
 from skyrl_tx.store.tables import ModelRow

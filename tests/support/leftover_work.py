@@ -16,8 +16,11 @@ from skyrl_tx.process.threads import ServiceThread
 CANCEL_ROUNDS = 8
 """The SDK's loops of retries may take one cancellation for a lost connection, and go on."""
 
-_AS_LONG_AS_THE_PROCESS = ("signals",)
-"""Service threads that are idle, and end with their process only."""
+_AS_LONG_AS_THE_PROCESS = ("signals", "undo-attempts")
+"""Service threads that are idle, and end with their process only.
+
+For example, `undo-attempts` waits for the stop of an engine, which never comes after a test lost its device.
+"""
 
 _JOIN_S = 20.0
 """For threads that have been asked to stop, on a busy machine."""
