@@ -31,7 +31,7 @@ from skyrl_tx.contract.requests import (
     SaveWeights,
     UnloadModel,
 )
-from skyrl_tx.engine import prepare, validate
+from skyrl_tx.engine import prepare
 from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
 from skyrl_tx.engine.ephemeral_samplers import sampler_of
@@ -77,7 +77,7 @@ def refuse(context: EngineContext, queued: QueuedRequest, reason: str) -> None:
 def _create_model(context: EngineContext, queued: QueuedRequest, model_id: ModelId, request: CreateModel) -> None:
     model = context.models.get(model_id, creating=True)
     try:
-        validate.check_create(request, context.capabilities, context.settings.base_models)
+        prepare.check_create(request, context.capabilities, context.settings.base_models)
         context.models.free_slot()
         context.backend.create_model(model_id, request.spec)
     except Exception as error:
@@ -101,7 +101,7 @@ def _load_weights(context: EngineContext, queued: QueuedRequest, model_id: Model
     model = context.models.get(model_id, creating=request.create)
     try:
         current = None if request.create else model.spec
-        validate.check_load(request, context.capabilities, context.settings.base_models, current)
+        prepare.check_load(request, context.capabilities, context.settings.base_models, current)
         if not model.is_resident:
             context.models.free_slot()
         context.recovery.load(model_id, request, model.spec)
@@ -154,7 +154,7 @@ def _optim_step(context: EngineContext, queued: QueuedRequest, model_id: ModelId
         cause = f"is incomplete and was dropped, because a forward_backward failed: {model.gradient_error}"
         _drop_gradient(context, queued, model, f"the gradient {cause}")
         return
-    validate.check_optim(request.params)
+    prepare.check_optim(request.params)
     taken = DeviceTime("step")
     with context.device_clock.completing(taken):
         norm = context.backend.gradient_norm(model_id)
@@ -197,7 +197,7 @@ def _drop_gradient(context: EngineContext, queued: QueuedRequest, model: LiveMod
 
 def _save_weights(context: EngineContext, queued: QueuedRequest, model_id: ModelId, request: SaveWeights) -> None:
     model = context.models.get(model_id)
-    validate.check_save(request)
+    prepare.check_save(request)
     if request.name is None:
         _save_ephemeral(context, queued, model_id, request)
         return

@@ -1,18 +1,39 @@
-"""Converts requests to the input of a backend, and its results to those of requests. Pure functions."""
+"""Validates requests against the backend's capabilities, and converts them to its input and its results back.
 
-from collections.abc import Iterator, Mapping, Sequence
+All are pure functions. A check raises UserError with a message that names the field as the SDK does, its value
+and the bound.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 from msgspec import UnsetType
 
-from skyrl_tx.contract.arrays import NumberArray
+from skyrl_tx.contract.arrays import NumberArray, max_targets
 from skyrl_tx.contract.batches import PassExample, SampleRequest
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.contract.custom_loss import CUSTOM, LOGPROBS, CustomLoss
-from skyrl_tx.contract.ids import ModelId, RequestId
-from skyrl_tx.contract.losses import TARGET_TOKENS, LossSpec
-from skyrl_tx.contract.requests import Datum, ModelPass, PromptOptions, Sample
+from skyrl_tx.contract.custom_loss import CUSTOM, LOGPROBS, MAX_ELEMENTS, MAX_EXACT, CustomLoss, CustomLossInput, Needs
+from skyrl_tx.contract.errors import UserError
+from skyrl_tx.contract.ids import ModelId, RequestId, checkpoint_name
+from skyrl_tx.contract.losses import TARGET_TOKENS, LossInput, LossSpec
+from skyrl_tx.contract.requests import (
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+    CreateModel,
+    Datum,
+    LoadWeights,
+    LoraSpec,
+    ModelPass,
+    ModelSpec,
+    OptimizerParams,
+    PromptOptions,
+    Sample,
+    SamplingParams,
+    SaveWeights,
+)
 from skyrl_tx.contract.results import ForwardBackwardOutput, PassResult
 
 
@@ -121,3 +142,308 @@ def sample_part(request: SampleRequest, first: int, end: int) -> SampleRequest:
     """Return the samples from `first` to `end` of a request. Only the first part has the prompt options."""
     options = PromptOptions(sample_topk=request.options.sample_topk) if first else request.options
     return replace(request, first_index=first, num_samples=end - first, options=options)
+
+
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
+_TARGETS_ONLY = LossSpec(name=CUSTOM, inputs={TARGET_TOKENS: LossInput(is_integer=True, max_ndim=2)})
+"""The inputs that all custom losses share."""
+_MAX_RESULT_LOGPROBS = 2**26
+"""The most sampled tokens of one request, times the log-probabilities of each: a result of 512 MiB."""
+_MIN_TEMPERATURE = 1e-30
+"""Logits divided by this fit in float32, up to a hundred million."""
+
+
+def check_create(request: CreateModel, capabilities: Capabilities, base_models: Collection[str]) -> None:
+    """Check `create_model`."""
+    _check_base_model(request.base_model, base_models)
+    _check_spec(request.spec, capabilities)
+
+
+def check_load(
+    request: LoadWeights, capabilities: Capabilities, base_models: Collection[str], current: ModelSpec | None
+) -> None:
+    """Check `load_weights`. `current` is the existing model's spec, None if the request creates the model."""
+    if request.base_model is not None:
+        _check_base_model(request.base_model, base_models)
+    _check_spec(request.spec, capabilities)
+    if current is None:
+        return
+    for name in ("rank", "train_attn", "train_mlp", "train_unembed"):
+        theirs, ours = getattr(request.spec.lora, name), getattr(current.lora, name)
+        if theirs != ours:
+            raise UserError(f"path {request.path!r}: its lora_config.{name} is {theirs}, the model's is {ours}")
+
+
+def check_save(request: SaveWeights) -> None:
+    """Check `save_weights`."""
+    if request.name is not None:
+        checkpoint_name(request.name)
+    elif request.kind != "sampler_weights" or request.sampling_session_id is None:
+        raise UserError("path: a name is needed to save weights")
+    if request.ttl_s is not None and request.ttl_s <= 0:
+        raise UserError(f"ttl_seconds {request.ttl_s} must be positive")
+
+
+def check_optim(params: OptimizerParams) -> None:
+    """Check `optim_step`."""
+    for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
+        value = getattr(params, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise UserError(f"adam_params.{name} {value} must be a finite number, 0 or more")
+    for name in ("beta1", "beta2"):
+        value = getattr(params, name)
+        if not 0 <= value < 1:
+            raise UserError(f"adam_params.{name} {value} must be in [0, 1)")
+
+
+def check_pass(request: ModelPass, capabilities: Capabilities) -> None:
+    """Check `forward` or `forward_backward`."""
+    if not request.data:
+        raise UserError("data is empty")
+    if not isinstance(request.custom, UnsetType):
+        _check_custom_pass(request, request.custom, capabilities)
+        return
+    spec = capabilities.losses.get(request.loss)
+    if spec is None:
+        raise UserError(f"loss_fn {request.loss!r} is not one of {_listed(capabilities.losses)}")
+    for name, value in request.loss_config.items():
+        if name not in spec.config:
+            raise UserError(f"loss_fn_config.{name}: {spec.name} takes {_listed(spec.config)}")
+        if isinstance(value, str) or not abs(value) <= _MAX_FLOAT32:
+            raise UserError(f"loss_fn_config.{name} {value!r} must be a finite number (float32)")
+    for index, datum in enumerate(request.data):
+        _check_datum(f"data[{index}]", datum, spec, capabilities)
+
+
+def check_sample(request: Sample, capabilities: Capabilities) -> None:
+    """Check `sample`."""
+    _check_tokens("prompt", request.prompt, capabilities.vocab_size)
+    if request.num_samples <= 0:
+        raise UserError(f"num_samples {request.num_samples} must be 1 or more")
+    _check_sampling(request.params, capabilities.vocab_size)
+    length, limit = request.prompt.size, capabilities.max_context_length
+    max_tokens = request.params.max_tokens
+    if max_tokens is None:
+        if length >= limit:
+            raise UserError(
+                f"prompt has {length} tokens: no room for a new one in the context of {limit} "
+                "(sampling_params.max_tokens is null: as many as fit)"
+            )
+        max_tokens = limit - length
+    if max_tokens <= 0:
+        raise UserError(f"sampling_params.max_tokens {max_tokens} must be 1 or more")
+    num_tokens, most = length + max_tokens, capabilities.max_sample_tokens
+    if num_tokens > min(limit, most):
+        exceeded = f"the context of {limit} tokens" if num_tokens > limit else f"the room for samples, {most} tokens"
+        raise UserError(f"prompt of {length} tokens + sampling_params.max_tokens {max_tokens} exceeds {exceeded}")
+    _check_options(request.options, length, capabilities)
+    num_logprobs = request.num_samples * max_tokens * (1 + request.options.sample_topk)
+    if num_logprobs > _MAX_RESULT_LOGPROBS:
+        raise UserError(
+            f"num_samples {request.num_samples} x max_tokens {max_tokens} x (1 + topk_sample_logprobs "
+            f"{request.options.sample_topk}) is {num_logprobs} log-probabilities: must be at most "
+            f"{_MAX_RESULT_LOGPROBS}; send several requests"
+        )
+
+
+def _check_custom_pass(request: ModelPass, loss: CustomLoss, capabilities: Capabilities) -> None:
+    if not capabilities.offers_custom_losses:
+        raise UserError(f"loss_fn {request.loss!r} is not one of {_listed(capabilities.losses)}")
+    needs = loss.needs()
+    for index, datum in enumerate(request.data):
+        targets = {name: array for name, array in datum.loss_inputs.items() if name == TARGET_TOKENS}
+        with_targets = replace(datum, loss_inputs=targets)
+        _check_datum(f"data[{index}]", with_targets, _TARGETS_ONLY, capabilities)
+        _check_custom_inputs(f"data[{index}]", datum, loss, needs)
+
+
+def _check_custom_inputs(field: str, datum: Datum, loss: CustomLoss, needs: Needs) -> None:
+    """Check the inputs of one datum other than its targets, and that its size fits the loss."""
+    length = datum.tokens.size
+
+    # Each input is there.
+    shapes = {LOGPROBS: datum.loss_inputs[TARGET_TOKENS].shape}
+    for declared in loss.inputs:
+        if declared.name == LOGPROBS:
+            continue
+        array = datum.loss_inputs.get(declared.name)
+        if array is None:
+            raise UserError(f"{field}.loss_fn_inputs[{declared.name!r}] is missing: loss {loss.name!r} reads it")
+        shapes[declared.name] = _check_custom_input(
+            f"{field}.loss_fn_inputs[{declared.name!r}]", array, declared, length
+        )
+
+    # Each input has its declared rank, and all have one width.
+    width: int | None = None
+    for declared in loss.inputs:
+        shape = shapes[declared.name]
+        if len(shape) != declared.rank:
+            raise UserError(
+                f"{field}: loss {loss.name!r} declares {declared.name!r} with {declared.rank} dimensions; it has "
+                f"{len(shape)}"
+            )
+        if declared.rank == 2:
+            if width is not None and shape[1] != width:
+                raise UserError(
+                    f"{field}: inputs of loss {loss.name!r} have {width} and {shape[1]} targets per position"
+                )
+            width = shape[1]
+
+    # The loss is defined for this size, and can be computed.
+    if length < needs.positions:
+        raise UserError(f"{field} has {length} tokens; loss {loss.name!r} needs at least {needs.positions}")
+    if (width or 1) < needs.targets:
+        raise UserError(f"{field} has {width} targets per position; loss {loss.name!r} needs at least {needs.targets}")
+    if (count := needs.num_elements(length, width or 1)) > MAX_ELEMENTS:
+        raise UserError(
+            f"{field}: loss {loss.name!r} would compute {count} numbers of its {length} tokens; must be at most "
+            f"{MAX_ELEMENTS}"
+        )
+
+
+def _check_custom_input(field: str, array: NumberArray, expected: CustomLossInput, length: int) -> tuple[int, ...]:
+    """Check an input's numbers; return its shape. A scalar may arrive as [1]: protobuf has no empty shape."""
+    if expected.rank == 0 and array.size == 1:
+        shape: tuple[int, ...] = ()
+    else:
+        shape = array.shape
+        if not shape or shape[0] != length or array.size == 0:
+            raise UserError(f"{field} has shape {list(shape)}; model_input has {length} tokens")
+    if array.dtype.kind in "iu" and ((array > MAX_EXACT) | (array < -MAX_EXACT)).any():
+        raise UserError(f"{field} holds a whole number above {MAX_EXACT}, which float32 does not hold exactly")
+    if not np.isfinite(array).all():
+        raise UserError(f"{field} holds {array[~np.isfinite(array)][0]}; numbers must be finite")
+    return shape
+
+
+def _check_base_model(name: str, base_models: Collection[str]) -> None:
+    if name not in base_models:
+        raise UserError(f"base_model {name[:200]!r} is not served here; served is {_listed(base_models)}")
+
+
+def _check_spec(spec: ModelSpec, capabilities: Capabilities) -> None:
+    if spec.optimizer not in capabilities.optimizers:
+        raise UserError(f"optimizer {spec.optimizer!r} is not one of {_listed(capabilities.optimizers)}")
+    lora: LoraSpec = spec.lora
+    if not 1 <= lora.rank <= capabilities.max_lora_rank:
+        raise UserError(f"lora_config.rank {lora.rank} must be from 1 to {capabilities.max_lora_rank}")
+    wanted = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
+    if not any(wanted.values()):
+        raise UserError("lora_config: train_attn, train_mlp and train_unembed are all false: nothing to train")
+    for target, is_wanted in wanted.items():
+        if is_wanted and target not in capabilities.lora_targets:
+            raise UserError(f"lora_config.train_{target} True: this server cannot train it")
+
+
+def _check_tokens(field: str, tokens: NumberArray, vocab_size: int) -> None:
+    if tokens.size == 0:
+        raise UserError(f"{field} has no tokens")
+    _check_vocabulary(field, tokens, vocab_size)
+
+
+def _check_vocabulary(field: str, tokens: NumberArray, vocab_size: int, lowest: int = 0) -> None:
+    outside = (tokens < lowest) | (tokens >= vocab_size)
+    if outside.any():
+        raise UserError(f"{field}: token {int(tokens[outside][0])} is outside the vocabulary of {vocab_size} tokens")
+
+
+def _check_datum(field: str, datum: Datum, spec: LossSpec, capabilities: Capabilities) -> None:
+    _check_tokens(f"{field}.model_input", datum.tokens, capabilities.vocab_size)
+    length = datum.tokens.size
+    context, most = capabilities.max_context_length, capabilities.max_training_length
+    if most is None and length > context:
+        raise UserError(f"{field}.model_input has {length} tokens; the context is {context}")
+    if most is not None and length > most:
+        raise UserError(f"{field}.model_input has {length} tokens; an example in training has at most {most}")
+    for name in datum.loss_inputs:
+        if name not in spec.inputs:
+            raise UserError(f"{field}.loss_fn_inputs[{name!r}]: {spec.name} takes {_listed(spec.inputs)}")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, expected in spec.inputs.items():
+        array = datum.loss_inputs.get(name)
+        if array is not None:
+            _check_input(f"{field}.loss_fn_inputs[{name!r}]", array, expected, length, capabilities)
+            shapes[name] = array.shape
+        elif expected.fill is None:
+            raise UserError(f"{field}.loss_fn_inputs[{name!r}] is missing: {spec.name} needs it")
+    if len(set(shapes.values())) > 1:
+        listed = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        raise UserError(f"{field}.loss_fn_inputs disagree in shape: {listed}")
+
+
+def _check_input(field: str, array: NumberArray, expected: LossInput, length: int, capabilities: Capabilities) -> None:
+    if not 1 <= array.ndim <= expected.max_ndim or array.size == 0:
+        raise UserError(f"{field} has shape {list(array.shape)}; expected is [{length}]")
+    if array.shape[0] != length:
+        raise UserError(f"{field} has length {array.shape[0]}, model_input has {length} tokens")
+    _check_width(field, array, capabilities.vocab_size)
+    if expected.is_integer:
+        if array.dtype.kind not in "iu":
+            raise UserError(f"{field} is of dtype {array.dtype.name}; expected are whole numbers (int64)")
+        _check_vocabulary(field, array, capabilities.vocab_size)
+    elif not np.isfinite(array).all():
+        raise UserError(f"{field} holds {array[~np.isfinite(array)][0]}; numbers must be finite")
+
+
+def _check_width(field: str, array: NumberArray, vocab_size: int) -> None:
+    """Check the number of targets per position of an array [T] or [T, K]."""
+    if array.ndim == 1:
+        return
+    width = array.shape[1]
+    if width > (limit := max_targets(array.shape[0])):
+        raise UserError(f"{field} has shape {list(array.shape)}: a position may have at most {limit} targets")
+    if width > vocab_size:
+        raise UserError(
+            f"{field} has shape {list(array.shape)}: a position may have at most {vocab_size} targets, "
+            "which is all of the vocabulary"
+        )
+
+
+def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
+    if params.temperature != 0 and not _MIN_TEMPERATURE <= params.temperature <= _MAX_FLOAT32:
+        raise UserError(
+            f"sampling_params.temperature {params.temperature} must be a finite number, {_MIN_TEMPERATURE} or more, "
+            "or 0, which is greedy"
+        )
+    if not 0 < params.top_p <= 1:
+        raise UserError(f"sampling_params.top_p {params.top_p} must be in (0, 1]")
+    if params.top_k < -1:
+        raise UserError(f"sampling_params.top_k {params.top_k} must be -1 (off) or more")
+    if (count := len(params.stop_strings)) > MAX_STOP_STRINGS:
+        raise UserError(f"sampling_params.stop has {count} strings: must have at most {MAX_STOP_STRINGS}")
+    if (count := len(params.stop_token_ids)) > MAX_STOP_TOKENS:
+        raise UserError(f"sampling_params.stop has {count} tokens: must have at most {MAX_STOP_TOKENS}")
+    if (longest := max(map(len, params.stop_strings), default=0)) > MAX_STOP_CHARS:
+        raise UserError(
+            f"sampling_params.stop holds a string of {longest} characters: must have at most {MAX_STOP_CHARS}"
+        )
+    if "" in params.stop_strings:
+        raise UserError("sampling_params.stop holds an empty string")
+    for token in params.stop_token_ids:
+        if not 0 <= token < vocab_size:
+            raise UserError(f"sampling_params.stop: token {token} is outside the vocabulary of {vocab_size} tokens")
+
+
+def _check_options(options: PromptOptions, length: int, capabilities: Capabilities) -> None:
+    limits = (
+        ("topk_prompt_logprobs", options.topk, capabilities.max_topk_logprobs),
+        ("topk_sample_logprobs", options.sample_topk, capabilities.max_topk_logprobs),
+        ("prompt_alt_tokens_k", options.alt_tokens_k, capabilities.max_alt_tokens),
+    )
+    for name, value, limit in limits:
+        if not 0 <= value <= limit:
+            raise UserError(f"{name} {value} must be from 0 to {limit}")
+    if options.last_n is not None and not 1 <= options.last_n <= length - 1:
+        raise UserError(f"prompt_logprobs_last_n {options.last_n} must be from 1 to {length - 1} for this prompt")
+    targets = options.target_tokens
+    if targets is not None:
+        if not capabilities.offers_target_logprobs:
+            raise UserError("target_prompt_logprobs is not offered by this server")
+        if targets.ndim != 2 or targets.shape[0] != length - 1:
+            raise UserError(f"target_prompt_logprobs has shape {list(targets.shape)}; expected is [{length - 1}, K]")
+        _check_width("target_prompt_logprobs", targets, capabilities.vocab_size)
+        _check_vocabulary("target_prompt_logprobs", targets, capabilities.vocab_size, lowest=-1)
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"

@@ -14,7 +14,7 @@ from skyrl_tx.contract.errors import ServerError, UserError
 from skyrl_tx.contract.ids import RequestId, SamplerId, SessionId
 from skyrl_tx.contract.requests import Rejected, Sample
 from skyrl_tx.contract.results import SampleDelta
-from skyrl_tx.engine import prepare, validate
+from skyrl_tx.engine import prepare
 from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
 from skyrl_tx.engine.request_log import QueuedRequest
@@ -96,7 +96,7 @@ class SamplingExecutor:
                 raise (ServerError if queued.is_damaged else UserError)(queued.request.message)
             if not isinstance(queued.request, Sample):
                 raise UserError(f"{queued.kind}: model_id is missing")
-            validate.check_sample(queued.request, self._context.capabilities)
+            prepare.check_sample(queued.request, self._context.capabilities)
             size, limit = queued.num_bytes + REQUEST_BYTES, self._context.settings.max_queued_sample_bytes
             if size > limit:  # back-pressure could never admit it
                 raise UserError(f"prompt: the request takes {size} bytes, all that wait may take {limit}")

@@ -11,7 +11,7 @@ from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import ModelId, SessionId
 from skyrl_tx.contract.results import Failure, PassResult
-from skyrl_tx.engine import prepare, validate
+from skyrl_tx.engine import prepare
 from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
 from skyrl_tx.engine.fair_share import FairShare
@@ -213,7 +213,7 @@ class TrainingExecutor:
         try:
             queued.check_crashes(self._context.settings.max_attempts)
             self._context.models.get(queued.model_id)
-            validate.check_pass(request, self._context.capabilities)
+            prepare.check_pass(request, self._context.capabilities)
             examples = prepare.pass_examples(queued.request_id, queued.model_id, request, self._context.capabilities)
         except Exception as error:
             self._context.fail(queued, error)

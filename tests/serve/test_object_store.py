@@ -20,7 +20,8 @@ from tests.support.with_constants import constants
 
 pytestmark = pytest.mark.slow
 SNAPSHOTS = constants("engine", snapshot_interval_requests=2, snapshot_max_share=1)
-FAKE = ("--base-model", "fake", "--backend", "fake", *SNAPSHOTS)
+MODEL = ("--base-model", "fake", "--backend", "fake")
+FAKE = (*MODEL, *SNAPSHOTS)
 NUM_STEPS = 5
 TOKENS = [5, 9, 2, 7, 30, 31]
 
@@ -113,7 +114,7 @@ def test_doctor_checks_that_the_object_store_can_be_written(
 
     for name, value in variables(store.url).items():
         monkeypatch.setenv(name, value)
-    flags = ["doctor", *FAKE, "--data-dir", str(tmp_path), "--port", "0"]
+    flags = ["doctor", *MODEL, "--data-dir", str(tmp_path), "--port", "0"]
     main([*flags, "--artifacts", f"s3://weights/{tmp_path.name}"])
     assert f"s3://weights/{tmp_path.name} can be written" in capfd.readouterr().out
     (tmp_path / "other").mkdir()

@@ -311,6 +311,10 @@ class HttpProtocol(UvicornConnection):
         self._connection = self._connections.of(transport.get_extra_info("socket").fileno())
         self._connection.protocol = self
 
+    def _is_open(self) -> bool:
+        """Whether bytes of the client can be parsed: it is connected, and no error response was sent."""
+        return self.open_parser is not None and not self.is_closing()
+
     def data_received(self, data: bytes) -> None:
         """Parse received bytes; refuse a head that is malformed or too large.
 
@@ -319,11 +323,11 @@ class HttpProtocol(UvicornConnection):
         self.stop_keep_alive()
         if not self._connections.is_expected(self._connection):
             self._connections.expect(self._connection, self._connections.header_timeout_s)
-        while data and self.is_open:
+        while data and self._is_open():
             piece, data = self._split(data)
             self._has_progressed = False
             try:
-                self.parse(piece)
+                self.open_parser.feed_data(piece)
             except httptools.HttpParserUpgrade:  # not offered: the request is served as HTTP/1.1
                 pass
             except httptools.HttpParserError as error:
@@ -362,13 +366,13 @@ class HttpProtocol(UvicornConnection):
         """Add a header. Trailers are discarded, because the headers have been checked by then."""
         if self._is_in_body:
             return
-        if self.num_headers >= _MAX_HEADERS:
+        if len(self.current_headers) >= _MAX_HEADERS:
             raise _HeadersRefused(f"more than {_MAX_HEADERS} headers")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Start the request, and wait for its body."""
-        if self.num_waiting_requests >= _MAX_PIPELINED:
+        if len(self.waiting_requests) >= _MAX_PIPELINED:
             raise _HeadersRefused(f"more than {_MAX_PIPELINED} requests before the response to the first")
         self._has_progressed = self._is_in_body = True
         self._connections.expect(self._connection, self._connections.body_timeout_s)
@@ -393,5 +397,5 @@ class HttpProtocol(UvicornConnection):
     def on_response_complete(self) -> None:
         """Start the next request; without one the connection is idle."""
         super().on_response_complete()
-        if self.is_open and self.is_response_complete:
+        if self._is_open() and self.is_response_complete:
             self._connections.mark_idle(self._connection)

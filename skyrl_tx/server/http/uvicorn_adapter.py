@@ -6,6 +6,7 @@ extends uvicorn's HTTP connection. A release of uvicorn may rename what this mod
 """
 
 from collections.abc import Mapping
+from operator import attrgetter
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -41,37 +42,25 @@ OVERRIDDEN_NAMES = (
 
 
 class UvicornConnection(HttpToolsProtocol):
-    """uvicorn's HTTP connection with public names for what a subclass reads and does."""
+    """uvicorn's HTTP connection with public names for what a subclass reads and does.
 
-    @property
-    def is_open(self) -> bool:
-        """Whether bytes of the client can be parsed: it is connected, and no error response was sent."""
-        return self.parser is not None and not self.transport.is_closing()
+    They are called for each header and each piece of a body, so most are implemented in C.
+    """
 
-    @property
-    def num_headers(self) -> int:
-        """The number of headers of the current request so far."""
-        return len(self.headers)
-
-    @property
-    def num_waiting_requests(self) -> int:
-        """The number of requests that came before the response to the first one."""
-        return len(self.pipeline)
-
-    @property
-    def is_reading_paused(self) -> bool:
-        """Whether the server reads no body, because the application has not taken what came before."""
-        return self.flow.read_paused
-
-    @property
-    def is_response_complete(self) -> bool:
-        """Whether the response to the latest request is complete."""
-        return self.cycle.response_complete
-
-    def parse(self, data: bytes) -> None:
-        """Parse received bytes, which calls the methods `on_…`. Raises httptools.HttpParserError."""
-        assert self.parser is not None, "the connection is not open"
-        self.parser.feed_data(data)
+    open_parser = property(attrgetter("parser"))
+    """The parser of the client's bytes; None before the connection is made and after it was lost."""
+    is_closing = property(attrgetter("transport.is_closing"))
+    """A function that returns whether the connection is closed, or will be once all is sent."""
+    current_headers = property(attrgetter("headers"))
+    """The headers of the current request so far."""
+    waiting_requests = property(attrgetter("pipeline"))
+    """The requests that came before the response to the first one."""
+    is_reading_paused = property(attrgetter("flow.read_paused"))
+    """Whether the server reads no body, because the application has not taken what came before."""
+    is_response_complete = property(attrgetter("cycle.response_complete"))
+    """Whether the response to the latest request is complete."""
+    stop_keep_alive = HttpToolsProtocol._unset_keepalive_if_required
+    """Stops the keep-alive timeout, if it runs."""
 
     def send_and_close(self, data: bytes) -> None:
         """Send bytes, then close the connection."""
@@ -82,7 +71,3 @@ class UvicornConnection(HttpToolsProtocol):
         """Close the connection after the keep-alive timeout, unless a request comes before."""
         self.stop_keep_alive()
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
-
-    def stop_keep_alive(self) -> None:
-        """Stop the keep-alive timeout, if it runs."""
-        self._unset_keepalive_if_required()

@@ -1,6 +1,6 @@
 """Checks of the wire format: what the API alone can see. Each error names the field and its value.
 
-What a backend can do is checked by `engine/validate.py`. The parts of a body are counted before a parser builds an
+What a backend can do is checked by `engine/prepare.py`. The parts of a body are counted before a parser builds an
 object for each of them: a part of two bytes becomes an object of 50 to 500 bytes, so the size of a body does not bound
 the memory of its parse.
 """

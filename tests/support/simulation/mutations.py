@@ -10,7 +10,8 @@ from sqlmodel import Session
 
 from skyrl_tx.artifacts import files, local
 from skyrl_tx.contract.ids import ArtifactId, ModelId
-from skyrl_tx.engine.recovery import Recovery
+from skyrl_tx.engine import handlers
+from skyrl_tx.engine.recovery import LoggedRequest, Recovery
 from skyrl_tx.engine.request_log import DeliveryAttempts
 from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.server.monitoring.engine_status import AdmissionControl
@@ -46,12 +47,12 @@ def _accept_duplicates() -> None:
 
 
 def _replay_failed_steps() -> None:
-    replay = Recovery._replay
+    replay = handlers.replay
 
-    def as_if_done(self: Recovery, model_id: ModelId, queued: Any, *, failed: bool) -> None:
-        replay(self, model_id, queued, failed=False)
+    def replay_as_if_done(recovery: Recovery, logged: LoggedRequest) -> None:
+        replay(recovery, replace(logged, failed=False))
 
-    Recovery._replay = as_if_done  # type: ignore[method-assign]
+    handlers.replay = replay_as_if_done
 
 
 def _count_no_attempts() -> None:

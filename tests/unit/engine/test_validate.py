@@ -18,7 +18,7 @@ from skyrl_tx.contract.requests import (
     PromptOptions,
     SaveWeights,
 )
-from skyrl_tx.engine import validate
+from skyrl_tx.engine import prepare
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.engine_harness import SPEC, datum, forward_backward, sample
@@ -36,9 +36,9 @@ def floats(*values):
 
 def test_an_example_in_training_may_have_a_limit_of_its_own():
     longer = replace(CAPABILITIES, max_training_length=33)
-    validate.check_pass(forward_backward(data=(datum(0, 33),)), longer)
+    prepare.check_pass(forward_backward(data=(datum(0, 33),)), longer)
     with raises("data[0].model_input has 34 tokens; an example in training has at most 33"):
-        validate.check_pass(forward_backward(data=(datum(0, 34),)), longer)
+        prepare.check_pass(forward_backward(data=(datum(0, 34),)), longer)
 
 
 POLICY = {"logprobs": floats(*[-1.0] * 6), "advantages": floats(*[1.0] * 6)}
@@ -96,16 +96,16 @@ POLICY = {"logprobs": floats(*[-1.0] * 6), "advantages": floats(*[1.0] * 6)}
 )
 def test_invalid_passes(changes, text):
     with raises(text):
-        validate.check_pass(forward_backward(**changes), CAPABILITIES)
+        prepare.check_pass(forward_backward(**changes), CAPABILITIES)
 
 
 def test_valid_passes():
-    validate.check_pass(forward_backward(), CAPABILITIES)
+    prepare.check_pass(forward_backward(), CAPABILITIES)
     for width in (3, 128):  # as many as there are tokens, and listed twice
         top_k = np.zeros((6, width), np.int64)
-        validate.check_pass(forward_backward(data=(datum(target_tokens=top_k),)), CAPABILITIES)
+        prepare.check_pass(forward_backward(data=(datum(target_tokens=top_k),)), CAPABILITIES)
     config = {"clip_low_threshold": 0.5}
-    validate.check_pass(forward_backward(data=(datum(**POLICY),), loss="ppo", loss_config=config), CAPABILITIES)
+    prepare.check_pass(forward_backward(data=(datum(**POLICY),), loss="ppo", loss_config=config), CAPABILITIES)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_valid_passes():
 )
 def test_invalid_optim_steps(changes, text):
     with raises(text):
-        validate.check_optim(OptimizerParams(**changes))
+        prepare.check_optim(OptimizerParams(**changes))
 
 
 @pytest.mark.parametrize(
@@ -139,18 +139,18 @@ def test_invalid_optim_steps(changes, text):
 def test_invalid_lora_specs(lora, text):
     spec = ModelSpec(lora=LoraSpec(**{"rank": 2, "seed": 0, **lora}))
     with raises(text):
-        validate.check_create(CreateModel(base_model="tiny", spec=spec), CAPABILITIES, ["tiny"])
+        prepare.check_create(CreateModel(base_model="tiny", spec=spec), CAPABILITIES, ["tiny"])
 
 
 def test_invalid_models():
     with raises("base_model 'huge' is not served here; served is tiny"):
-        validate.check_create(CreateModel(base_model="huge", spec=SPEC), CAPABILITIES, ["tiny"])
+        prepare.check_create(CreateModel(base_model="huge", spec=SPEC), CAPABILITIES, ["tiny"])
     with raises("optimizer 'dimuon' is not one of adamw"):
-        validate.check_create(
+        prepare.check_create(
             CreateModel(base_model="tiny", spec=replace(SPEC, optimizer="dimuon")), CAPABILITIES, ["tiny"]
         )
     with raises("lora_config.train_mlp True: this server cannot train it"):
-        validate.check_create(
+        prepare.check_create(
             CreateModel(base_model="tiny", spec=SPEC),
             replace(CAPABILITIES, lora_targets=frozenset({"attn", "unembed"})),
             ["tiny"],
@@ -164,20 +164,20 @@ def test_invalid_models():
         base_model="huge",
     )
     with raises("base_model 'huge'"):
-        validate.check_load(load, CAPABILITIES, ["tiny"], None)
+        prepare.check_load(load, CAPABILITIES, ["tiny"], None)
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "a\0b", "x" * 300, "-a"])
 def test_invalid_checkpoint_names(name):
     with raises("checkpoint name"):
-        validate.check_save(SaveWeights(kind="weights", name=name))
+        prepare.check_save(SaveWeights(kind="weights", name=name))
 
 
 def test_invalid_saves():
     with raises("path: a name is needed to save weights"):
-        validate.check_save(SaveWeights(kind="weights", name=None))
+        prepare.check_save(SaveWeights(kind="weights", name=None))
     with raises("ttl_seconds -1 must be positive"):
-        validate.check_save(SaveWeights(kind="weights", name="a", ttl_s=-1))
+        prepare.check_save(SaveWeights(kind="weights", name="a", ttl_s=-1))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_invalid_saves():
 )
 def test_invalid_samples(changes, text):
     with raises(text):
-        validate.check_sample(sample(**changes), CAPABILITIES)
+        prepare.check_sample(sample(**changes), CAPABILITIES)
 
 
 @pytest.mark.parametrize(
@@ -232,10 +232,10 @@ def test_invalid_samples(changes, text):
 )
 def test_invalid_prompt_options(options, text):
     with raises(text):
-        validate.check_sample(replace(sample(), options=PromptOptions(**options)), CAPABILITIES)
+        prepare.check_sample(replace(sample(), options=PromptOptions(**options)), CAPABILITIES)
 
 
 def test_invalid_num_samples():
     for number in (0, -1):
         with raises(f"num_samples {number} must be 1 or more"):
-            validate.check_sample(replace(sample(), num_samples=number), CAPABILITIES)
+            prepare.check_sample(replace(sample(), num_samples=number), CAPABILITIES)
