@@ -12,12 +12,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from skyrl_tx.backends.hosts import follower
 from skyrl_tx.backends.hosts.follower import follow
 from skyrl_tx.backends.hosts.settings import HostsSettings
+from skyrl_tx.backends.jax.config import JaxConfig
+from skyrl_tx.contract.backend import BackendSpec
 from skyrl_tx.testing.fake.backend import FakeBackend
 
 
@@ -46,8 +50,20 @@ def main() -> None:
         from tests.support.exhausted_jax_device import exhaust_while
 
         exhaust_while(Path(f"{lost_file}.exhausted"))
+    _accept_constants()
     settings = HostsSettings(address=address, rank=int(rank), size=int(size))
     follow(settings, on_ready=lambda _: None, on_lost=lambda _: os._exit(1))
+
+
+def _accept_constants() -> None:
+    """Let rank 0 of a test send constants of the JAX backend, as well as what an operator sets."""
+    find = follower.find_backend
+
+    def find_with_constants(name: str) -> BackendSpec:
+        spec = find(name)
+        return replace(spec, config=JaxConfig) if name == "jax" else spec
+
+    follower.find_backend = find_with_constants
 
 
 def _let_jax_programs_fail(lost_file: Path) -> None:
