@@ -53,7 +53,7 @@ def start(model: Path, dtype: str, slots: int) -> JaxBackend:
     return backend
 
 
-def requests(count: int, new: int) -> list[SampleRequest]:
+def make_requests(count: int, new: int) -> list[SampleRequest]:
     draw = np.random.default_rng(7)
     return [
         SampleRequest(
@@ -80,7 +80,7 @@ def sample(backend: JaxBackend, batches: Sequence[Sequence[SampleRequest]]) -> S
     return {name: (np.concatenate(tokens[name]), np.concatenate(logprobs[name])) for name in tokens}
 
 
-def spread(distances: Sequence[float]) -> dict[str, float]:
+def summarize_distances(distances: Sequence[float]) -> dict[str, float]:
     return {
         "median": float(f"{quantile(distances, 0.5):.2e}"),
         "p99": float(f"{quantile(distances, 0.99):.2e}"),
@@ -88,7 +88,9 @@ def spread(distances: Sequence[float]) -> dict[str, float]:
     }
 
 
-def distance_from_training(backend: JaxBackend, asked: Sequence[SampleRequest], drawn: Samples) -> dict[str, float]:
+def measure_distance_from_training(
+    backend: JaxBackend, asked: Sequence[SampleRequest], drawn: Samples
+) -> dict[str, float]:
     distances: list[float] = []
     for model, is_adapted in ((BASE, False), (MODEL, True)):
         own = [each for each in asked if (each.sampler is not None) == is_adapted]
@@ -96,10 +98,10 @@ def distance_from_training(backend: JaxBackend, asked: Sequence[SampleRequest], 
         for each, result in zip(own, backend.forward(scoring(model, rows)), strict=True):
             logprobs = drawn[each.request_id][1]
             distances += np.abs(logprobs - result.logprobs[-logprobs.size :]).tolist()
-    return spread(distances)
+    return summarize_distances(distances)
 
 
-def difference(some: Samples, others: Samples) -> dict[str, Any]:
+def count_differences(some: Samples, others: Samples) -> dict[str, Any]:
     """Count samples with a different token; compare log-probabilities before the first different token of each."""
     flips, seen, distances = 0, 0, [0.0]
     for name, (tokens, logprobs) in some.items():
@@ -108,7 +110,7 @@ def difference(some: Samples, others: Samples) -> dict[str, Any]:
         flips += until < tokens.size
         seen += min(until + 1, tokens.size)
         distances += np.abs(logprobs[:until] - others[name][1][:until]).tolist()
-    return {"different_tokens": flips, "of": seen, "distance": spread(distances)}
+    return {"different_tokens": flips, "of": seen, "distance": summarize_distances(distances)}
 
 
 def main() -> None:
@@ -117,18 +119,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=24, help="tokens to sample per prompt")
     parser.add_argument("--slots", type=int, nargs="*", default=[4, 32], help="KV cache slots to compare with 16")
     options = parser.parse_args()
-    asked, results = requests(options.prompts, options.tokens), {}
+    asked, results = make_requests(options.prompts, options.tokens), {}
     with tempfile.TemporaryDirectory() as directory:
         model = write_model(Path(directory), vocab_size=VOCAB_SIZE, std=0.15)
         for dtype in ("float32", "bfloat16"):
             backend = start(model, dtype, SLOTS)
             alone = sample(backend, [[each] for each in asked])
-            found: dict[str, Any] = {"trainer and sampler": distance_from_training(backend, asked, alone)}
-            found["sampled again"] = difference(alone, sample(backend, [[each] for each in asked]))
+            found: dict[str, Any] = {"trainer and sampler": measure_distance_from_training(backend, asked, alone)}
+            found["sampled again"] = count_differences(alone, sample(backend, [[each] for each in asked]))
             backend.close()
             for slots in (SLOTS, *options.slots):
                 backend = start(model, dtype, slots)
-                found[f"together in {slots} slots"] = difference(alone, sample(backend, [asked]))
+                found[f"together in {slots} slots"] = count_differences(alone, sample(backend, [asked]))
                 backend.close()
             results[dtype] = found
     report("agreement", options, results, ("jax", "jaxlib", "numpy"))

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from benchmarks.ahead.programs import compile_programs
-from benchmarks.ahead.topology import described_layout
+from benchmarks.ahead.topology import describe_layout
 from benchmarks.common import report
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
@@ -62,11 +62,11 @@ def main() -> None:
         **({} if options.program == "gradient" else sampling),
         compile_cache_dir=None,
     )
-    content = hf.read_json(hf.resolve(options.base_model, with_weights=False), "config.json")
+    content = hf.read_json(hf.resolve_model(options.base_model, with_weights=False), "config.json")
     model = models.find_family(content).config_from_hf(content)
     devices = parse_devices(options.device)
     platform = devices.kind.family
-    layout = described_layout(platform, str(devices), config.mesh)
+    layout = describe_layout(platform, str(devices), config.mesh)
     plan = plan_start(config, layout, model, np.dtype("bfloat16"), platform=platform, limit_bytes=LIMIT_BYTES)
     started = time.process_time()
     [found] = compile_programs(config, layout, model, plan, [options.program])

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import commit, machine
+from benchmarks.common import describe_machine, get_commit
 from tests.support.client_environments import COMPILERS, prepare
 from tests.support.published import QWEN3_8B, QWEN3_30B_A3B, QWEN3_600M
 
@@ -43,14 +43,14 @@ DEVICES = ("h200:1", "h200:8", "v5e:1x1", "v5e:2x4", "v5p:2x2x1", "v6e:2x4")
 GIB = 2**30
 
 
-def config_of(model: str) -> dict[str, Any]:
+def read_config(model: str) -> dict[str, Any]:
     return OWN[model] if model in OWN else json.loads((CONFIGS / f"{model}.json").read_text())
 
 
 def compile_cell(model: str, device: str, packages: Path, timeout_s: float) -> dict[str, Any]:
     """Return the plan with its programs as JSON, or the reason why there are none."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config_of(model)))
+        (Path(folder) / "config.json").write_text(json.dumps(read_config(model)))
         flags = ["--base-model", folder, "--device", device, "--json"]
         command = [sys.executable, "-m", "skyrl_tx", "plan", *flags]
         plan = json.loads(subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout)
@@ -80,7 +80,7 @@ def save(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     partial.replace(path)
 
 
-def table(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def make_table(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield the newest record of each cell as rows of a table, in the order of models and devices."""
     newest = {(each["options"]["model"], each["options"]["device"]): each["results"] for each in records}
     models, devices = [*OWN, *FAMILIES], list(DEVICES)
@@ -94,7 +94,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         gradient, decode = found["programs"]
         mesh = ", ".join(f"{axis}={size}" for axis, size in found["mesh"].items() if size > 1) or "1"
         remat = ", rematerialized" if found["limits"]["is_rematerialized"] else ""
-        content = config_of(model)
+        content = read_config(model)
         text, layers = gradient["text"], content.get("text_config", content)["num_hidden_layers"]
         steps = kernels = sent = "unknown"
         if text is not None:
@@ -126,7 +126,7 @@ def write_table(page: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Replace the table between the markers of a page."""
     before, rest = page.read_text().split(BEGIN)
     _, after = rest.split(END)
-    page.write_text(f"{before}{BEGIN}\n" + "\n".join(table(records)) + f"\n{END}{after}")
+    page.write_text(f"{before}{BEGIN}\n" + "\n".join(make_table(records)) + f"\n{END}{after}")
 
 
 def main() -> None:
@@ -149,8 +149,8 @@ def main() -> None:
                 {
                     "benchmark": "aot",
                     "date": datetime.now(UTC).date().isoformat(),
-                    "commit": commit(),
-                    "machine": machine(("jax", "jaxlib")),
+                    "commit": get_commit(),
+                    "machine": describe_machine(("jax", "jaxlib")),
                     "conditions": "any: memory and steps do not depend on the load",
                     "command": f"python -m benchmarks.bench_aot --models {model} --devices {device}",
                     "options": {"model": model, "device": device},

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 import tinker
 
-from benchmarks.common import report, summary
-from benchmarks.http_stub import running_stub
+from benchmarks.common import report, summarize
+from benchmarks.http_stub import run_stub
 from skyrl_tx import DISTRIBUTION
 from skyrl_tx.process.setup import raise_file_limit
 from tests.support.live_server import LiveServer
@@ -31,7 +31,7 @@ TARGET_MEDIAN_MS = 10.0
 TARGET_P95_MS = 30.0
 
 
-def one_datum() -> tinker.Datum:
+def make_datum() -> tinker.Datum:
     tokens = list(range(1, 17))
     return tinker.Datum(
         model_input=tinker.ModelInput.from_ints(tokens[:-1]),
@@ -42,33 +42,33 @@ def one_datum() -> tinker.Datum:
     )
 
 
-def training_client(url: str) -> tinker.TrainingClient:
+def create_training_client(url: str) -> tinker.TrainingClient:
     return (
         tinker.ServiceClient(base_url=url, api_key="tml-local").create_lora_training_client(BASE_MODEL, rank=8).result()
     )
 
 
-def forward_ms(client: tinker.TrainingClient, data: list[tinker.Datum]) -> float:
+def measure_forward_ms(client: tinker.TrainingClient, data: list[tinker.Datum]) -> float:
     start = time.perf_counter()
     client.forward(data, "cross_entropy").result()
     return (time.perf_counter() - start) * 1e3
 
 
 def measure_latency(url: str, num_pairs: int) -> dict[str, Any]:
-    data = [one_datum()]
-    with running_stub(url) as stub:
-        ours, floor = training_client(url), training_client(stub.url)
+    data = [make_datum()]
+    with run_stub(url) as stub:
+        ours, floor = create_training_client(url), create_training_client(stub.url)
         for client in (ours, floor):
-            forward_ms(client, data)
+            measure_forward_ms(client, data)
         stub.replay()
         for _ in range(20):  # warms up connections, imports and caches
-            forward_ms(floor, data)
-            forward_ms(ours, data)
-        pairs = [(forward_ms(ours, data), forward_ms(floor, data)) for _ in range(num_pairs)]
-    added = summary([server - bare for server, bare in pairs])
+            measure_forward_ms(floor, data)
+            measure_forward_ms(ours, data)
+        pairs = [(measure_forward_ms(ours, data), measure_forward_ms(floor, data)) for _ in range(num_pairs)]
+    added = summarize([server - bare for server, bare in pairs])
     return {
-        "server_ms": summary([server for server, _ in pairs]),
-        "stub_ms": summary([bare for _, bare in pairs]),
+        "server_ms": summarize([server for server, _ in pairs]),
+        "stub_ms": summarize([bare for _, bare in pairs]),
         "added_ms": added,
         "within_targets": added["median"] <= TARGET_MEDIAN_MS and added["p95"] <= TARGET_P95_MS,
     }
@@ -106,7 +106,7 @@ class Blocks:
     """Blocks of calls, with one client for each server."""
 
     def __init__(self, urls: list[str]) -> None:
-        self._training = {url: training_client(url) for url in urls}
+        self._training = {url: create_training_client(url) for url in urls}
         self._sampling = {
             url: tinker.ServiceClient(base_url=url, api_key="tml-local")
             .create_sampling_client(base_model=BASE_MODEL)
@@ -115,8 +115,8 @@ class Blocks:
         }
 
     def passes(self, url: str, count: int) -> list[float]:
-        data = [one_datum()]
-        return [forward_ms(self._training[url], data) for _ in range(count)]
+        data = [make_datum()]
+        return [measure_forward_ms(self._training[url], data) for _ in range(count)]
 
     def samples(self, url: str, count: int) -> list[float]:
         params = tinker.SamplingParams(max_tokens=32, temperature=1.0)
@@ -126,7 +126,7 @@ class Blocks:
         return []
 
 
-def cpu_s(server: LiveServer) -> float:
+def read_cpu_s(server: LiveServer) -> float:
     """Return the CPU time of API and engine so far."""
     ticks = 0
     for pid in (server.pid, server.engine_pid):
@@ -143,19 +143,19 @@ def compare(servers: list[LiveServer], calls: Calls, num_blocks: int, count: int
         calls(server.url, count)
     for block in range(num_blocks):
         for index in (0, 1) if block % 2 else (1, 0):
-            before = cpu_s(servers[index])
+            before = read_cpu_s(servers[index])
             latencies[index] += calls(servers[index].url, count)
-            spent[index].append((cpu_s(servers[index]) - before) / count * 1e3)
+            spent[index].append((read_cpu_s(servers[index]) - before) / count * 1e3)
     ratios = [new / old for old, new in zip(*spent, strict=True)]
     return {
-        "cpu_ms": [summary(each) for each in spent],
-        "ratio": {**summary(ratios), "of_sums": round(sum(spent[1]) / sum(spent[0]), 4)},
+        "cpu_ms": [summarize(each) for each in spent],
+        "ratio": {**summarize(ratios), "of_sums": round(sum(spent[1]) / sum(spent[0]), 4)},
         "median_of_differences_ms": round(statistics.median(n - o for o, n in zip(*spent, strict=True)), 4),
-        "latency_ms": [summary(each) for each in latencies if each],
+        "latency_ms": [summarize(each) for each in latencies if each],
     }
 
 
-def environment_of(checkout: Path) -> dict[str, str]:
+def make_environment(checkout: Path) -> dict[str, str]:
     """Return an environment in which Python imports a checkout. Raises RuntimeError if it imports another one."""
     # Without PYTHONSAFEPATH, the working directory comes before PYTHONPATH.
     environment = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONSAFEPATH": "1"}
@@ -171,7 +171,7 @@ def compare_with(checkout: Path, num_blocks: int, count: int) -> dict[str, Any]:
     flags = ["--base-model", BASE_MODEL, "--backend", "fake"]
     here = Path(__file__).parents[1]
     with tempfile.TemporaryDirectory() as directory:
-        environments = [environment_of(tree) for tree in (checkout, here)]
+        environments = [make_environment(tree) for tree in (checkout, here)]
         with (
             LiveServer(Path(directory) / "other", flags=flags, environment=environments[0]) as other,
             LiveServer(Path(directory) / "here", flags=flags, environment=environments[1]) as ours,

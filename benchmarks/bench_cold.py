@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import quartiles, report
-from benchmarks.meters import CompileCounter, Cost, timed
+from benchmarks.common import compute_quartiles, report
+from benchmarks.meters import CompileCounter, Cost, measure_cost
 from skyrl_tx.backends.jax.backend import JaxBackend
-from skyrl_tx.backends.jax.config import STEP_COMPILE_THREADS, JaxConfig, half_of_cores
+from skyrl_tx.backends.jax.config import MAX_TRAINING_COMPILE_THREADS, JaxConfig, count_compile_threads
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions, SamplingParams
@@ -33,7 +33,7 @@ from skyrl_tx.testing.tiny_models import PRESETS, write_preset
 MODEL = ModelId("model")
 
 
-def example(number: int, length: int) -> PassExample:
+def make_example(number: int, length: int) -> PassExample:
     tokens = np.random.default_rng(number).integers(0, 500, length + 1).astype(np.int32)
     return PassExample(
         request_id=RequestId(f"request {number}"),
@@ -45,7 +45,7 @@ def example(number: int, length: int) -> PassExample:
     )
 
 
-def sample_request(number: int, length: int) -> SampleRequest:
+def make_sample_request(number: int, length: int) -> SampleRequest:
     return SampleRequest(
         request_id=RequestId(f"sample {number}"),
         sampler=None,
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as cache:
         config = JaxConfig(compile_cache_dir=Path(cache), compile_threads=options.threads, max_sample_tokens=8192)
         backend, compiles = JaxBackend(options.model, config), CompileCounter()
-        started = timed(backend.start)
+        started = measure_cost(backend.start)
         backend.create_model(MODEL, ModelSpec(lora=LoraSpec(rank=32, seed=0)))
         time.sleep(options.idle_s)
         result: dict[str, Any] = {"start_s": round(started.wall_s, 2), "tokens": sum(lengths)}
@@ -72,16 +72,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             samples: list[Cost] = []
             compiles.take()
             for number, length in enumerate(lengths):
-                batch = PreparedModelPassBatch(examples=(example(number, length),))
+                batch = PreparedModelPassBatch(examples=(make_example(number, length),))
 
                 def step(batch: PreparedModelPassBatch = batch) -> None:
                     backend.forward_backward(batch)
                     backend.optim_step(MODEL, OptimizerParams())
 
-                steps.append(timed(step))
+                steps.append(measure_cost(step))
                 if options.samples and number % (options.requests // options.samples) == 0:
-                    request = PreparedSampleBatch(requests=(sample_request(number, min(length, 200)),))
-                    samples.append(timed(lambda request=request: backend.sample(request)))
+                    request = PreparedSampleBatch(requests=(make_sample_request(number, min(length, 200)),))
+                    samples.append(measure_cost(lambda request=request: backend.sample(request)))
             result[half] = {
                 "s": round(sum(each.wall_s for each in steps), 2),
                 "cpu_s": round(sum(each.cpu_s for each in steps), 2),
@@ -113,7 +113,7 @@ def main() -> None:
         json.dump(run(options), sys.stdout)
         return
     kinds = (
-        {"in the background": half_of_cores(STEP_COMPILE_THREADS), "on first use": 0}
+        {"in the background": count_compile_threads(MAX_TRAINING_COMPILE_THREADS), "on first use": 0}
         if options.threads is None
         else {"run": options.threads}
     )
@@ -122,7 +122,7 @@ def main() -> None:
         found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
         for _ in range(options.repeats):
             for kind, threads in kinds.items():
-                found[kind].append(_in_child(options, model, threads))
+                found[kind].append(_run_in_child(options, model, threads))
     results: dict[str, Any] = {}
     for kind, runs in found.items():
         halves = {
@@ -130,14 +130,18 @@ def main() -> None:
         }
         results[kind] = {
             "tokens": runs[0]["tokens"],
-            **{half: {name: quartiles(values, 2) for name, values in of.items()} for half, of in halves.items()},
-            "cold / warm": quartiles([each["cold"]["s"] / each["warm"]["s"] for each in runs], 2),
-            "cold / warm, CPU s": quartiles([each["cold"]["cpu_s"] / each["warm"]["cpu_s"] for each in runs], 2),
+            **{
+                half: {name: compute_quartiles(values, 2) for name, values in of.items()} for half, of in halves.items()
+            },
+            "cold / warm": compute_quartiles([each["cold"]["s"] / each["warm"]["s"] for each in runs], 2),
+            "cold / warm, CPU s": compute_quartiles(
+                [each["cold"]["cpu_s"] / each["warm"]["cpu_s"] for each in runs], 2
+            ),
         }
     report("cold", options, results, ("jax", "jaxlib", "numpy"))
 
 
-def _in_child(options: argparse.Namespace, model: Path, threads: int) -> dict[str, Any]:
+def _run_in_child(options: argparse.Namespace, model: Path, threads: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.bench_cold", "--one-run", "--model", str(model)]
     for name in ("requests", "shortest", "longest", "samples", "idle_s"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]

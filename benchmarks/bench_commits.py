@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.common import quantile, quartiles, report
+from benchmarks.common import compute_quartiles, quantile, report
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.store import futures, sessions
 from skyrl_tx.store.database import Store
@@ -34,7 +34,7 @@ class _Normal(sqlite3.Connection):
 
 
 @contextmanager
-def opened(directory: Path, mode: str) -> Iterator[Store]:
+def open_store(directory: Path, mode: str) -> Iterator[Store]:
     """Open a store whose connections use the given `synchronous` mode."""
     connect = sqlite3.dbapi2.connect
     factory = _Normal if mode == "NORMAL" else sqlite3.Connection
@@ -55,7 +55,9 @@ def create_session(store: Store) -> SessionId:
     return store.write(lambda tx: sessions.create(tx, owner="local", now=time.time(), **about))
 
 
-def burst(store: Store, session_id: SessionId, body: bytes, num_threads: int, seconds: float) -> dict[str, float]:
+def measure_burst(
+    store: Store, session_id: SessionId, body: bytes, num_threads: int, seconds: float
+) -> dict[str, float]:
     """Store requests from `num_threads` threads for `seconds`; return the rate and the latency of one request."""
     new = NewRequest(key="", kind="optim_step", owner="local", session_id=session_id, body=body)
     taken: list[list[float]] = [[] for _ in range(num_threads)]
@@ -95,23 +97,23 @@ def main() -> None:
     options = parser.parse_args()
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=options.directory) as directory, ExitStack() as stack:
-        stores = {mode: stack.enter_context(opened(Path(directory) / mode, mode)) for mode in MODES}
+        stores = {mode: stack.enter_context(open_store(Path(directory) / mode, mode)) for mode in MODES}
         known = {mode: create_session(store) for mode, store in stores.items()}
         body = bytes(options.body_bytes)
         for num_threads in options.threads:
             runs: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
             for _ in range(options.repeats):
                 for mode, store in stores.items():
-                    runs[mode].append(burst(store, known[mode], body, num_threads, options.seconds))
+                    runs[mode].append(measure_burst(store, known[mode], body, num_threads, options.seconds))
             figures: dict[str, Any] = {
-                mode: {name: quartiles([run[name] for run in mine], 2) for name in mine[0]}
+                mode: {name: compute_quartiles([run[name] for run in mine], 2) for name in mine[0]}
                 for mode, mine in runs.items()
             }
             ratios = [
                 full["requests_per_s"] / normal["requests_per_s"]
                 for full, normal in zip(runs["FULL"], runs["NORMAL"], strict=True)
             ]
-            results[f"{num_threads} threads"] = {**figures, "FULL / NORMAL, requests per s": quartiles(ratios)}
+            results[f"{num_threads} threads"] = {**figures, "FULL / NORMAL, requests per s": compute_quartiles(ratios)}
     report("commits", options, results, ("sqlalchemy", "sqlmodel"))
 
 

@@ -59,7 +59,7 @@ class Client:
                 **where,
             )
             self._harness.api.write_soon(lambda tx, new=new: futures.submit(tx, new, time.time()))
-            self._waiting.append(futures.request_id(new.key))
+            self._waiting.append(futures.make_request_id(new.key))
             self.num_sent += 1
             if len(self._waiting) >= self._in_flight:
                 self.fetch(self._in_flight // 2)
@@ -68,13 +68,13 @@ class Client:
         """Wait for all but the last `keep` requests and mark their results as fetched."""
         store = self._harness.api
         wanted = [self._waiting.popleft() for _ in range(len(self._waiting) - keep)]
-        while len(answered := store.read(lambda tx: futures.statuses(tx, wanted))) < len(wanted):
+        while len(answered := store.read(lambda tx: futures.get_outcomes(tx, wanted))) < len(wanted):
             store.wait(0.2)
         assert set(answered.values()) == {"done"}
         store.write(lambda tx: futures.mark_fetched(tx, wanted, time.time()))
 
 
-def size_of(path: Path) -> int:
+def get_size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
@@ -113,8 +113,8 @@ def main() -> None:
                     {
                         "requests": client.num_sent,
                         "rows": num_rows,
-                        "database_kib": size_of(directory / "skyrl_tx.db") // 1024,
-                        "wal_kib": size_of(directory / "skyrl_tx.db-wal") // 1024,
+                        "database_kib": get_size(directory / "skyrl_tx.db") // 1024,
+                        "wal_kib": get_size(directory / "skyrl_tx.db-wal") // 1024,
                         "seconds": round(time.perf_counter() - start, 1),
                     }
                 )

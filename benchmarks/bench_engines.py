@@ -127,7 +127,7 @@ async def time_bursts(url: str, num_tenants: int, num_bursts: int) -> list[float
 
 
 @contextmanager
-def serving(options: argparse.Namespace, database: PostgresqlServer, num_engines: int) -> Generator[str]:
+def run_server(options: argparse.Namespace, database: PostgresqlServer, num_engines: int) -> Generator[str]:
     """Run a server with a number of engines, and yield its URL when all are ready."""
     flags = ["--base-model", "fake", "--backend", "fake", "--backend-config.sample-slots", "1"]
     flags += ["--backend-config.step-delay-s", str(options.step_delay_s)]
@@ -144,13 +144,13 @@ def serving(options: argparse.Namespace, database: PostgresqlServer, num_engines
 
 def measure(options: argparse.Namespace, database: PostgresqlServer, work: str, num_engines: int) -> float:
     """Return the results a second of a server with a number of engines."""
-    with serving(options, database, num_engines) as url:
+    with run_server(options, database, num_engines) as url:
         return asyncio.run(count(url, work, options.tenants, options.seconds))
 
 
 def measure_bursts(options: argparse.Namespace, database: PostgresqlServer) -> dict[str, Any]:
     """Return the seconds of bursts on several engines, their mean, and the ideal."""
-    with serving(options, database, options.engines) as url:
+    with run_server(options, database, options.engines) as url:
         seconds = asyncio.run(time_bursts(url, options.engines, options.bursts))
     ideal_s = BURST_REQUESTS * BURST_SAMPLES * options.step_delay_s
     return {"mean_s": round(sum(seconds) / len(seconds), 2), "ideal_s": round(ideal_s, 2), "seconds": seconds}

@@ -33,20 +33,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.bench_aot import load, save
-from benchmarks.bench_sampling import Work, least_work, make_request
-from benchmarks.bench_training import example, least_flops
-from benchmarks.common import commit, machine, quartiles
+from benchmarks.bench_sampling import Work, compute_least_work, make_request
+from benchmarks.bench_training import compute_least_flops, make_example
+from benchmarks.common import compute_quartiles, describe_machine, get_commit
 from benchmarks.device_profile import profile
-from benchmarks.meters import Bandwidth, CompileCounter, MatmulRate, peak_memory_mb, timed
+from benchmarks.meters import Bandwidth, CompileCounter, MatmulRate, measure_cost, peak_memory_mb
 from skyrl_tx import models
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.shapes import FIRST_CHUNK, PROMPTS_TOGETHER
+from skyrl_tx.backends.jax.shapes import FIRST_CHUNK, MAX_PROMPTS_TOGETHER
 from skyrl_tx.contract.backend import StatePart
 from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatch
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
-from skyrl_tx.tools.plan.hardware import KINDS, Kind
+from skyrl_tx.tools.plan.hardware import KINDS, DeviceKind
 from tests.support.published import QWEN3_4B, QWEN3_8B, QWEN3_30B_A3B, QWEN3_600M
 
 ROOT = Path(__file__).parents[1]
@@ -112,17 +112,17 @@ class Scale:
 FULL, SMALL = Scale(16, 2048, 912, 176), Scale(2, 128, 48, 112)
 
 
-def scale_of(model: str) -> Scale:
+def get_scale(model: str) -> Scale:
     return SMALL if model == "tiny" else FULL
 
 
-def parts_of(names: Sequence[str]) -> list[tuple[str, str]]:
+def list_parts(names: Sequence[str]) -> list[tuple[str, str]]:
     """Return pairs of a part and its model, in the order of a run."""
     tasks = (TRAINING, *(f"decoding-{slots}" for slots in (64, 256)))
     return [("parity", ""), *((task, name) for name in names for task in tasks), ("suites", "")]
 
 
-def started(folder: Path, **settings: Any) -> JaxBackend:
+def start_backend(folder: Path, **settings: Any) -> JaxBackend:
     backend = JaxBackend(str(folder), JaxConfig(load_format="dummy", dtype="bfloat16", max_lora_adapters=1, **settings))
     backend.start()
     backend.create_model(ADAPTER, ModelSpec(lora=LoraSpec(rank=RANK, seed=0)))
@@ -131,23 +131,23 @@ def started(folder: Path, **settings: Any) -> JaxBackend:
 
 def train(shape: models.ModelConfig, folder: Path, scale: Scale, repeats: int) -> dict[str, Any]:
     """Time training steps, each with forward_backward and optim_step."""
-    backend, draw = started(folder, sample_slots=1, max_sample_tokens=2 * scale.length), np.random.default_rng(0)
-    examples = [example(RequestId("r"), ADAPTER, scale.length, shape.vocab_size, draw) for _ in range(scale.rows)]
+    backend, draw = start_backend(folder, sample_slots=1, max_sample_tokens=2 * scale.length), np.random.default_rng(0)
+    examples = [make_example(RequestId("r"), ADAPTER, scale.length, shape.vocab_size, draw) for _ in range(scale.rows)]
     batch = PreparedModelPassBatch(examples=tuple(examples))
 
     def step() -> None:
         backend.forward_backward(batch)
         backend.optim_step(ADAPTER, OptimizerParams())
 
-    first = timed(step)
+    first = measure_cost(step)
     compiles = CompileCounter()
-    with alone():
-        seconds = [timed(step).wall_s for _ in range(repeats)]
-        late, rates, of_step = compiles.take()["compiles"], _rates(), profile(step)
-    tokens, flops = scale.rows * scale.length, least_flops(shape, RANK, [scale.length] * scale.rows, True)
+    with wait_for_measurements():
+        seconds = [measure_cost(step).wall_s for _ in range(repeats)]
+        late, rates, of_step = compiles.take()["compiles"], _measure_rates(), profile(step)
+    tokens, flops = scale.rows * scale.length, compute_least_flops(shape, RANK, [scale.length] * scale.rows, True)
     return {
-        "tokens_per_s": quartiles([tokens / each for each in seconds], 1),
-        **_shares([flops / each for each in seconds], rates["peak_flops"], rates["flops"]),
+        "tokens_per_s": compute_quartiles([tokens / each for each in seconds], 1),
+        **_compute_shares([flops / each for each in seconds], rates["peak_flops"], rates["flops"]),
         "first_step_s": round(first.wall_s, 1),
         "compiles_after_warm_up": late,
         "micro_batches": (backend.meters().micro_batches or 0) // (repeats + 1),
@@ -160,7 +160,7 @@ def train(shape: models.ModelConfig, folder: Path, scale: Scale, repeats: int) -
 def decode(shape: models.ModelConfig, folder: Path, scale: Scale, slots: int) -> dict[str, Any]:
     """Time the decode slices in which all slots have a sample, and the prefill of their prompts before."""
     longest = scale.prompt + scale.new
-    backend = started(
+    backend = start_backend(
         folder,
         sample_slots=slots,
         max_sample_tokens=slots * longest,
@@ -191,25 +191,25 @@ def decode(shape: models.ModelConfig, folder: Path, scale: Scale, slots: int) ->
             left -= tokens
             yield time.perf_counter() - before, tokens
 
-    first = timed(lambda: [begin(warm_up_lengths(slots, scale), 2), list(steps(2 * slots))])
+    first = measure_cost(lambda: [begin(choose_warm_up_lengths(slots, scale), 2), list(steps(2 * slots))])
     most, compiles = slots * JaxConfig().decode_slice_tokens, CompileCounter()
-    with alone():
+    with wait_for_measurements():
         begin([scale.prompt] * slots, scale.new)
         found = list(steps(slots * scale.new - (2 + WARM_UP_SLICES) * most))
         late, drawn = compiles.take()["compiles"], [tokens for _, tokens in found]
         of_decoding = profile(lambda: drawn.extend([step(), step()]))
         list(steps(slots * scale.new - sum(drawn)))
-        begin([scale.prompt] * PROMPTS_TOGETHER, 1)
-        rates, of_prefill = _rates(), profile(lambda: list(steps(PROMPTS_TOGETHER)))
+        begin([scale.prompt] * MAX_PROMPTS_TOGETHER, 1)
+        rates, of_prefill = _measure_rates(), profile(lambda: list(steps(MAX_PROMPTS_TOGETHER)))
     whole = [seconds for seconds, tokens in found if tokens == most][WARM_UP_SLICES:]
     work = Work(slots, scale.prompt, 1, scale.new)
-    num_bytes = least_work(shape, work, RANK, 1)[1] / 2  # that is for float32
+    num_bytes = compute_least_work(shape, work, RANK, 1)[1] / 2  # that is for float32
     bytes_per_slice = num_bytes * most / slots
     prefill_s = sum(seconds for seconds, tokens in found if tokens < most)
     return {
-        "tokens_per_s": quartiles([most / each for each in whole], 1),
-        "ms_per_step": quartiles([1e3 * each * slots / most for each in whole], 2),
-        **_shares([bytes_per_slice / each for each in whole], rates["peak_bytes"], rates["bytes"]),
+        "tokens_per_s": compute_quartiles([most / each for each in whole], 1),
+        "ms_per_step": compute_quartiles([1e3 * each * slots / most for each in whole], 2),
+        **_compute_shares([bytes_per_slice / each for each in whole], rates["peak_bytes"], rates["bytes"]),
         "prompt_tokens_per_s": round(slots * scale.prompt / prefill_s, 1),
         "first_samples_s": round(first.wall_s, 1),
         "compiles_after_warm_up": late,
@@ -221,29 +221,29 @@ def decode(shape: models.ModelConfig, folder: Path, scale: Scale, slots: int) ->
     }
 
 
-def warm_up_lengths(slots: int, scale: Scale) -> list[int]:
+def choose_warm_up_lengths(slots: int, scale: Scale) -> list[int]:
     """Return lengths of prompts whose chunks have all sizes: a group of long ones, and others of a single chunk."""
-    return [scale.prompt] * PROMPTS_TOGETHER + [min(scale.prompt, FIRST_CHUNK)] * (slots - PROMPTS_TOGETHER)
+    return [scale.prompt] * MAX_PROMPTS_TOGETHER + [min(scale.prompt, FIRST_CHUNK)] * (slots - MAX_PROMPTS_TOGETHER)
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def wait_for_measurements() -> Iterator[None]:
     """Wait until no other part measures. Several parts may compile at the same time, if memory has room for them."""
     with (Path(tempfile.gettempdir()) / "skyrl_tx-bench_gpu.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _shares(found: Sequence[float], peak: float, measured: float) -> dict[str, Any]:
+def _compute_shares(found: Sequence[float], peak: float, measured: float) -> dict[str, Any]:
     """Return shares of a rate of the data sheet, if the device is known, and of the measured one."""
-    of_peak = {"share_of_peak": quartiles([each / peak for each in found])} if peak else {}
-    return {**of_peak, "share_of_measured_rate": quartiles([each / measured for each in found])}
+    of_peak = {"share_of_peak": compute_quartiles([each / peak for each in found])} if peak else {}
+    return {**of_peak, "share_of_measured_rate": compute_quartiles([each / measured for each in found])}
 
 
-def _rates() -> dict[str, float]:
+def _measure_rates() -> dict[str, float]:
     """Return FLOP/s and bytes/s as measured, and those of the data sheet; 0 if the device is not known."""
     device = jax.devices()[0]
-    is_cpu, kind = device.platform == "cpu", kind_of(device.device_kind)
+    is_cpu, kind = device.platform == "cpu", find_kind(device.device_kind)
     flops = MatmulRate(1024) if is_cpu else MatmulRate(8192, jnp.bfloat16)
     band = Bandwidth() if is_cpu else Bandwidth(2 << 30)
     return {
@@ -254,7 +254,7 @@ def _rates() -> dict[str, float]:
     }
 
 
-def kind_of(name: str) -> Kind | None:
+def find_kind(name: str) -> DeviceKind | None:
     """Return the kind of a device by the name that JAX gives it, such as `NVIDIA H100 80GB HBM3`."""
     parts = name.lower().replace("-", " ").split()
     known = [kind for kind in KINDS.values() if kind.family == "gpu" and kind.name.split("-")[0] in parts]
@@ -271,8 +271,8 @@ def measure(task: str, model: str, repeats: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(content))
         if task == TRAINING:
-            return train(shape, Path(folder), scale_of(model), repeats)
-        return decode(shape, Path(folder), scale_of(model), int(task.removeprefix("decoding-")))
+            return train(shape, Path(folder), get_scale(model), repeats)
+        return decode(shape, Path(folder), get_scale(model), int(task.removeprefix("decoding-")))
 
 
 def run_tests(task: str) -> dict[str, Any]:
@@ -300,7 +300,7 @@ def run_tests(task: str) -> dict[str, Any]:
     )
 
 
-def figures(task: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
+def measure_in_child(task: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return the results of a part, from a process of its own, or why there are none."""
     if task in TESTS:
         return run_tests(task)
@@ -328,12 +328,12 @@ def main() -> None:
         print(json.dumps(measure(options.part, options.models[0], options.repeats)))
         return
     end = time.monotonic() + 60 * options.minutes
-    device = _device()
+    device = _read_device()
     if not device.startswith("gpu") and options.models != ["tiny"]:
         sys.exit(f"no GPU: the first device of JAX is {device}; --models tiny runs on any")
-    records, now = load(options.records), commit()
+    records, now = load(options.records), get_commit()
     known = {(each["options"]["part"], each["options"]["model"]) for each in records if each["commit"] == now}
-    left = [part for part in parts_of(options.models) if options.again or part not in known]
+    left = [part for part in list_parts(options.models) if options.again or part not in known]
     if options.skip_tests:
         left = [part for part in left if part[0] not in TESTS]
     for number, (task, model) in enumerate(left):
@@ -341,13 +341,13 @@ def main() -> None:
             print(f"{len(left) - number} parts remain; run the same command again")
             break
         before = time.monotonic()
-        results = figures(task, model, options)
+        results = measure_in_child(task, model, options)
         records.append(
             {
                 "benchmark": "gpu",
                 "date": datetime.now(UTC).date().isoformat(),
                 "commit": now,
-                "machine": {**machine(("jax", "jaxlib", "numpy")), "device": device},
+                "machine": {**describe_machine(("jax", "jaxlib", "numpy")), "device": device},
                 "conditions": "one process on the GPU",
                 "command": f"python -m benchmarks.bench_gpu {' '.join(sys.argv[1:])}".rstrip(),
                 "options": {"part": task, "model": model},
@@ -359,7 +359,7 @@ def main() -> None:
         print(f"{task} {model}: {shown}, {time.monotonic() - before:.0f} s", flush=True)
 
 
-def _device() -> str:
+def _read_device() -> str:
     """Return platform and kind of the first device, asked in another process, as each takes the GPU's memory."""
     code = "import jax; device = jax.devices()[0]; print(device.platform, device.device_kind)"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()

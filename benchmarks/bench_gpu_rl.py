@@ -30,9 +30,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import commit
+from benchmarks.common import get_commit
 from benchmarks.gpu_rl.child import PhaseCut, PhaseFailed, exit_on_sigterm, run_module
-from benchmarks.gpu_rl.device import NO_GPU, MemoryWatch, device_name, driver_version
+from benchmarks.gpu_rl.device import NO_GPU, MemoryWatch, read_device_name, read_driver_version
 from benchmarks.gpu_rl.records import Records
 from benchmarks.gpu_rl.server import Server
 from benchmarks.gpu_rl.shapes import MODELS, ROOT, SHAPES
@@ -75,11 +75,11 @@ class Run:
         self._work.mkdir(parents=True, exist_ok=True)
         self._log = self._work / "gpu_rl.log"
         self._model = choose_directory(self._work) / options.model
-        self.device = device_name()
+        self.device = read_device_name()
         files = [options.records, *([options.out / RECORDS.name] if options.out else [])]
         settings = {"model": options.model, "shape": options.shape, "flags": options.flags}
-        device = {"device": self.device, "driver": driver_version()}
-        self.records = Records.open(files, options.commit or commit(), device, settings)
+        device = {"device": self.device, "driver": read_driver_version()}
+        self.records = Records.open(files, options.commit or get_commit(), device, settings)
 
     def run(self) -> None:
         """Do all phases that are left, and print the table."""
@@ -289,7 +289,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=default_work, help="directory of checkpoint, servers and log")
     options = parser.parse_args()
     options.shape = options.shape or ("tiny" if options.model.startswith("tiny") else "fixed-512")
-    if device_name() == NO_GPU and not options.model.startswith("tiny"):
+    if read_device_name() == NO_GPU and not options.model.startswith("tiny"):
         sys.exit("no GPU: nvidia-smi does not find one; --model tiny runs on any machine")
     exit_on_sigterm()
     Run(options).run()

@@ -15,10 +15,10 @@ from benchmarks.common import report
 from skyrl_tx import models
 from skyrl_tx.backends.jax.backend import configure_jax
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.costs import RANK, costs_of
+from skyrl_tx.backends.jax.costs import DEFAULT_RANK, estimate_costs
 from skyrl_tx.backends.jax.train import packing
 from skyrl_tx.backends.jax.train import step as training
-from skyrl_tx.backends.jax.train.adapters import zero_gradient
+from skyrl_tx.backends.jax.train.adapters import make_zero_gradient
 from skyrl_tx.contract.batches import PassExample
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import LoraSpec
@@ -30,7 +30,7 @@ from skyrl_tx.weights import hf
 MIB = 2**20
 
 
-def model_of(options: argparse.Namespace) -> models.ModelConfig:
+def make_model(options: argparse.Namespace) -> models.ModelConfig:
     heads = options.hidden // 64
     return QWEN3.config_from_hf(
         {
@@ -46,7 +46,7 @@ def model_of(options: argparse.Namespace) -> models.ModelConfig:
     )
 
 
-def micro_batch(length: int) -> packing.MicroBatch:
+def make_micro_batch(length: int) -> packing.MicroBatch:
     zeros = np.zeros(length, np.int32)
     example = PassExample(
         request_id=RequestId("r"),
@@ -56,36 +56,38 @@ def micro_batch(length: int) -> packing.MicroBatch:
         loss_inputs={"target_tokens": zeros, "weights": np.ones(length, np.float32)},
         loss_config={},
     )
-    return packing.fill(packing.plan_micro_batches([example], length)[0], [example])
+    return packing.fill_micro_batch(packing.plan_micro_batches([example], length)[0], [example])
 
 
-def shapes_of(config: models.ModelConfig, dtype: str) -> models.DecoderParams:
+def make_shapes(config: models.ModelConfig, dtype: str) -> models.DecoderParams:
     def shape(parameter: Parameter) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(parameter.shape, dtype)
 
     return jax.tree.map(shape, models.describe_params(config))
 
 
-def compiled_bytes(config: models.ModelConfig, dtype: str, length: int, *, remat: RematPolicy) -> int:
+def estimate_bytes(config: models.ModelConfig, dtype: str, length: int, *, remat: RematPolicy) -> int:
     """Return the temporary memory of a step, without weights, adapter and gradient."""
-    adapter = models.adapter_shapes(config, RANK)
-    params, batch = shapes_of(config, dtype), micro_batch(length)
+    adapter = models.describe_adapter(config, DEFAULT_RANK)
+    params, batch = make_shapes(config, dtype), make_micro_batch(length)
     step = training.accumulate.lower(params, adapter, adapter.weights, batch, config=config, remat=remat)
     return step.compile().memory_analysis().temp_size_in_bytes
 
 
-def peak_of_run(config: models.ModelConfig, dtype: str, length: int, *, remat: RematPolicy) -> dict[str, float]:
+def measure_peak(config: models.ModelConfig, dtype: str, length: int, *, remat: RematPolicy) -> dict[str, float]:
     """Run the step and return the peak memory of the process before and after it."""
-    params = hf.dummy(models.describe_params(config), dtype=dtype)
-    adapter = jax.device_put(models.init_adapter(config, LoraSpec(rank=RANK, seed=0)))
-    total = zero_gradient(adapter.weights)
+    params = hf.make_dummy(models.describe_params(config), dtype=dtype)
+    adapter = jax.device_put(models.init_adapter(config, LoraSpec(rank=DEFAULT_RANK, seed=0)))
+    total = make_zero_gradient(adapter.weights)
     jax.block_until_ready((params, total))
-    before = peak_mib()
-    jax.block_until_ready(training.accumulate(params, adapter, total, micro_batch(length), config=config, remat=remat))
-    return {"before_mib": before, "after_mib": peak_mib()}
+    before = read_peak_mib()
+    jax.block_until_ready(
+        training.accumulate(params, adapter, total, make_micro_batch(length), config=config, remat=remat)
+    )
+    return {"before_mib": before, "after_mib": read_peak_mib()}
 
 
-def peak_mib() -> float:
+def read_peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
@@ -103,11 +105,11 @@ def main() -> None:
     options = parser.parse_args()
     configure_jax(JaxConfig(compile_cache_dir=None))
     remat = RematPolicy.FULL if options.remat else RematPolicy.SAVE_MATMULS
-    config, shape = model_of(options), {"remat": remat}
+    config, shape = make_model(options), {"remat": remat}
     logits = options.tokens * options.vocab * 4
-    step = compiled_bytes(config, options.dtype, options.tokens, **shape)
-    costs = costs_of(shapes_of(config, options.dtype), config, "cpu")
-    estimate = costs.of_pass(options.tokens, remat=remat)
+    step = estimate_bytes(config, options.dtype, options.tokens, **shape)
+    costs = estimate_costs(make_shapes(config, options.dtype), config, "cpu")
+    estimate = costs.count_micro_batch_bytes(options.tokens, remat=remat)
     results = {
         "logits_mib": logits / MIB,
         "step_mib": step / MIB,
@@ -116,7 +118,7 @@ def main() -> None:
         "estimate / step": estimate / step,
     }
     if options.run:
-        results |= peak_of_run(config, options.dtype, options.tokens, **shape)
+        results |= measure_peak(config, options.dtype, options.tokens, **shape)
     report("memory", options, {name: round(value, 3) for name, value in results.items()}, ("jax", "jaxlib"))
 
 

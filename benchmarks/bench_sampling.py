@@ -30,9 +30,17 @@ from typing import Any
 import numpy as np
 
 from benchmarks import live_sampling
-from benchmarks.common import quantile, quartiles, report
-from benchmarks.drawing import draw_times
-from benchmarks.meters import Bandwidth, CompileCounter, Cost, MatmulRate, peak_memory_mb, reset_peak_memory, timed
+from benchmarks.common import compute_quartiles, quantile, report
+from benchmarks.drawing import measure_draws
+from benchmarks.meters import (
+    Bandwidth,
+    CompileCounter,
+    Cost,
+    MatmulRate,
+    measure_cost,
+    peak_memory_mb,
+    reset_peak_memory,
+)
 from skyrl_tx import models
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
@@ -40,7 +48,12 @@ from skyrl_tx.contract.backend import StatePart
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, PromptOptions, SamplingParams
-from skyrl_tx.models.arithmetic import adapter_macs, expert_parameters, experts_read, frozen_macs
+from skyrl_tx.models.arithmetic import (
+    count_adapter_macs,
+    count_expert_parameters,
+    count_frozen_macs,
+    estimate_experts_read,
+)
 from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.process.setup import restart_with_huge_pages
 from skyrl_tx.testing.tiny_models import PRESETS, write_preset
@@ -93,7 +106,7 @@ class Setup:
         content = hf.read_json(self.model, "config.json")
         return models.find_family(content).config_from_hf(content)
 
-    def backend(self, *, slots: int, longest: int, adapters: int = 1, memory_fraction: float = 1.0) -> JaxBackend:
+    def start_backend(self, *, slots: int, longest: int, adapters: int = 1, memory_fraction: float = 1.0) -> JaxBackend:
         config = JaxConfig(
             compile_cache_dir=None,  # so that compile times are measured
             sample_slots=slots,
@@ -111,7 +124,7 @@ class Setup:
             backend.delete_model(model)
         return backend
 
-    def requests(self, work: Work, samplers: Sequence[SamplerId | None], seed: int = 0) -> list[SampleRequest]:
+    def make_requests(self, work: Work, samplers: Sequence[SamplerId | None], seed: int = 0) -> list[SampleRequest]:
         draw = np.random.default_rng(seed)
         return [
             make_request(
@@ -124,17 +137,17 @@ class Setup:
             for number in range(work.prompts)
         ]
 
-    def contestant(
+    def make_contestant(
         self, name: str, backend: JaxBackend, samplers: Sequence[SamplerId | None], work: Work
     ) -> Contestant:
         seeds = iter(range(10**9))
 
         def turn() -> Cost:
-            requests = self.requests(work, samplers, next(seeds))  # new prompts, so that no prefix is cached
+            requests = self.make_requests(work, samplers, next(seeds))  # new prompts, so that no prefix is cached
             batch = PreparedSampleBatch(requests=tuple(requests))
-            return timed(lambda: backend.sample(batch))
+            return measure_cost(lambda: backend.sample(batch))
 
-        flops, bytes_read = least_work(self.shape, work, 0 if samplers[0] is None else self.rank, len(samplers))
+        flops, bytes_read = compute_least_work(self.shape, work, 0 if samplers[0] is None else self.rank, len(samplers))
         return Contestant(name, turn, work.total, work.tokens, flops, bytes_read)
 
 
@@ -150,15 +163,15 @@ def make_request(name: str, prompt: np.ndarray, sampler: SamplerId | None, sampl
     )
 
 
-def least_work(shape: models.ModelConfig, work: Work, rank: int, num_adapters: int) -> tuple[float, float]:
+def compute_least_work(shape: models.ModelConfig, work: Work, rank: int, num_adapters: int) -> tuple[float, float]:
     """Return the least FLOPs and float32 bytes of a decode step of all samples, averaged over the steps."""
-    frozen, lora = frozen_macs(shape), adapter_macs(shape, rank)
+    frozen, lora = count_frozen_macs(shape), count_adapter_macs(shape, rank)
     # Of experts, a step reads those that any of its tokens goes to.
-    more = experts_read(shape, work.rows) - experts_read(shape, 1)
-    read = frozen + more * expert_parameters(shape)
+    more = estimate_experts_read(shape, work.rows) - estimate_experts_read(shape, 1)
+    read = frozen + more * count_expert_parameters(shape)
     factors = lora + more * sum(
-        rank * target.num_experts * size * len(models.target_layers(shape, name))
-        for name, target in models.targets(shape).items()
+        rank * target.num_experts * size * len(models.get_target_layers(shape, name))
+        for name, target in models.get_targets(shape).items()
         for size, axis in zip((target.inputs, target.outputs), target.axes, strict=True)
         if target.num_experts and not (shape.expert_lora == "shared" and axis == "embed")
     )
@@ -200,10 +213,10 @@ def measure(contestants: Sequence[Contestant], repeats: int, compiles: CompileCo
         own = costs[each.name]
         least = each.steps * max(each.flops_per_step * flop_s, each.bytes_per_step * byte_s)
         results[each.name] = {
-            "tokens_per_s": quartiles([each.tokens / cost.wall_s for cost in own], 1),
-            "tokens_per_cpu_s": quartiles([each.tokens / cost.cpu_s for cost in own], 1),
-            "ms_per_step": quartiles([1e3 * cost.wall_s / each.steps for cost in own], 2),
-            "share_of_roofline": quartiles([least / cost.wall_s for cost in own]),
+            "tokens_per_s": compute_quartiles([each.tokens / cost.wall_s for cost in own], 1),
+            "tokens_per_cpu_s": compute_quartiles([each.tokens / cost.cpu_s for cost in own], 1),
+            "ms_per_step": compute_quartiles([1e3 * cost.wall_s / each.steps for cost in own], 2),
+            "share_of_roofline": compute_quartiles([least / cost.wall_s for cost in own]),
             **warm[each.name],
         }
     first = contestants[0]
@@ -211,7 +224,7 @@ def measure(contestants: Sequence[Contestant], repeats: int, compiles: CompileCo
         pairs = list(zip(costs[first.name], costs[each.name], strict=True))
         for kind, seconds in (("tokens/s", lambda cost: cost.wall_s), ("tokens per CPU s", lambda cost: cost.cpu_s)):
             ratios = [(seconds(a) / first.tokens) / (seconds(b) / each.tokens) for a, b in pairs]
-            results[f"{each.name} / {first.name}, {kind}"] = quartiles(ratios)
+            results[f"{each.name} / {first.name}, {kind}"] = compute_quartiles(ratios)
     return results
 
 
@@ -235,18 +248,18 @@ def generate(setup: Setup) -> Iterator[Contestant]:
         return Cost(*json.loads(replies.readline()))
 
     try:
-        yield Contestant("transformers", turn, work.total, work.tokens, *least_work(setup.shape, work, 0, 0))
+        yield Contestant("transformers", turn, work.total, work.tokens, *compute_least_work(setup.shape, work, 0, 0))
     finally:
         commands.close()
         child.wait(60)
 
 
-def steady(setup: Setup, options: argparse.Namespace, compiles: CompileCounter) -> dict[str, Any]:
+def measure_full_slots(setup: Setup, options: argparse.Namespace, compiles: CompileCounter) -> dict[str, Any]:
     work = setup.work
-    backend = setup.backend(slots=work.rows, longest=work.length + work.tokens)
+    backend = setup.start_backend(slots=work.rows, longest=work.length + work.tokens)
     ours = [
-        setup.contestant("base model", backend, [None], work),
-        setup.contestant("one adapter", backend, [SamplerId("s0")], work),
+        setup.make_contestant("base model", backend, [None], work),
+        setup.make_contestant("one adapter", backend, [SamplerId("s0")], work),
     ]
     with ExitStack() as stack:
         other = [stack.enter_context(generate(setup))] if options.against_generate else []
@@ -256,19 +269,19 @@ def steady(setup: Setup, options: argparse.Namespace, compiles: CompileCounter) 
 def adapters(setup: Setup, options: argparse.Namespace, compiles: CompileCounter) -> dict[str, Any]:
     """Compare one adapter with many at equal work; each sample is a request of its own."""
     work = Work(options.adapters, setup.work.length, 1, setup.work.tokens)
-    backend = setup.backend(slots=work.rows, longest=work.length + work.tokens, adapters=options.adapters)
+    backend = setup.start_backend(slots=work.rows, longest=work.length + work.tokens, adapters=options.adapters)
     counts = [count for count in (1, 8, options.adapters) if count <= options.adapters]
     kinds = [
-        setup.contestant(f"{count} adapters", backend, [SamplerId(f"s{n}") for n in range(count)], work)
+        setup.make_contestant(f"{count} adapters", backend, [SamplerId(f"s{n}") for n in range(count)], work)
         for count in counts
     ]
-    return measure([setup.contestant("base model", backend, [None], work), *kinds], options.repeats, compiles)
+    return measure([setup.make_contestant("base model", backend, [None], work), *kinds], options.repeats, compiles)
 
 
-def staggered(setup: Setup, options: argparse.Namespace, compiles: CompileCounter) -> dict[str, Any]:
+def measure_staggered(setup: Setup, options: argparse.Namespace, compiles: CompileCounter) -> dict[str, Any]:
     """Compare short requests that arrive among long ones with a lone short request, and with all sent at once."""
     length, num_long, num_short = setup.work.length, options.long, options.short
-    backend = setup.backend(slots=16, longest=length + LONG, memory_fraction=options.memory_fraction)
+    backend = setup.start_backend(slots=16, longest=length + LONG, memory_fraction=options.memory_fraction)
     long_work, short_work = Work(num_long, length, 1, LONG), Work(num_short, length, 1, SHORT)
 
     def run(arrivals: list[list[SampleRequest]]) -> tuple[float, list[float], list[float]]:
@@ -287,18 +300,18 @@ def staggered(setup: Setup, options: argparse.Namespace, compiles: CompileCounte
                 return time.perf_counter() - start, short, steps
 
     def work(seed: int) -> tuple[list[SampleRequest], list[SampleRequest]]:
-        longs = setup.requests(long_work, [None], 2 * seed)
+        longs = setup.make_requests(long_work, [None], 2 * seed)
         shorts = [
             make_request(f"short {seed}.{each.request_id}", each.prompt, None, 1, SHORT)
-            for each in setup.requests(short_work, [None], 2 * seed + 1)
+            for each in setup.make_requests(short_work, [None], 2 * seed + 1)
         ]
         return longs, shorts
 
-    def staggering(longs: list[SampleRequest], shorts: list[SampleRequest]) -> list[list[SampleRequest]]:
+    def stagger(longs: list[SampleRequest], shorts: list[SampleRequest]) -> list[list[SampleRequest]]:
         return [longs, *([each] if turn == 0 else [] for each in shorts for turn in range(2))]
 
     run([[*work(0)[0], *work(0)[1]]])
-    run(staggering(*work(1)))
+    run(stagger(*work(1)))
     compiles.take()
     lone: list[float] = []
     among: list[float] = []
@@ -310,27 +323,27 @@ def staggered(setup: Setup, options: argparse.Namespace, compiles: CompileCounte
             lone += run([[each]])[1]
         at_once = run([[*longs, *shorts]])[0]
         longs, shorts = work(seed + 1000)
-        seconds, latencies, steps = run(staggering(longs, shorts))
+        seconds, latencies, steps = run(stagger(longs, shorts))
         among += latencies
         slices += steps
         ratios.append(at_once / seconds)
     bound = 2 * quantile(lone, 0.5) + quantile(slices, 0.5)
     return {
         "compiles_after_warm_up": compiles.take()["compiles"],
-        "lone_short_s": quartiles(lone),
-        "short_among_long_s": {**quartiles(among), "p95": round(quantile(among, 0.95), 3)},
-        "slice_s": quartiles(slices),
+        "lone_short_s": compute_quartiles(lone),
+        "short_among_long_s": {**compute_quartiles(among), "p95": round(quantile(among, 0.95), 3)},
+        "slice_s": compute_quartiles(slices),
         "p95 / (2 lone + slice)": round(quantile(among, 0.95) / bound, 3),
-        "throughput staggered / at once": quartiles(ratios),
+        "throughput staggered / at once": compute_quartiles(ratios),
     }
 
 
 def drawing(setup: Setup, options: argparse.Namespace, compiles: CompileCounter) -> dict[str, Any]:
     """Time token draws from logits, compared with the product that computes the logits."""
-    return draw_times(setup.shape.hidden_size, options.repeats, compiles)
+    return measure_draws(setup.shape.hidden_size, options.repeats, compiles)
 
 
-def sizes(setup: Setup) -> live_sampling.Sizes:
+def make_sizes(setup: Setup) -> live_sampling.Sizes:
     work = setup.work
     return live_sampling.Sizes(
         setup.model, setup.shape.vocab_size, setup.rank, work.prompts, work.length, work.samples, work.tokens
@@ -339,18 +352,18 @@ def sizes(setup: Setup) -> live_sampling.Sizes:
 
 def futures(setup: Setup, options: argparse.Namespace, compiles: CompileCounter) -> dict[str, Any]:
     """Measure many concurrent futures of one client on a real server."""
-    return live_sampling.futures(sizes(setup), options.futures, options.slots)
+    return live_sampling.measure_futures(make_sizes(setup), options.futures, options.slots)
 
 
 def iteration(setup: Setup, options: argparse.Namespace, compiles: CompileCounter) -> dict[str, Any]:
     """Compare iterations of reinforcement learning on a real server with the same work on the backend alone."""
-    return live_sampling.iterations(sizes(setup), options.repeats)
+    return live_sampling.measure_iterations(make_sizes(setup), options.repeats)
 
 
 SCENARIOS = {
-    "steady": steady,
+    "steady": measure_full_slots,
     "adapters": adapters,
-    "staggered": staggered,
+    "staggered": measure_staggered,
     "drawing": drawing,
     "futures": futures,
     "iteration": iteration,

@@ -15,28 +15,28 @@ import numpy as np
 
 from benchmarks.common import report
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.sample.draw import Drawn
-from skyrl_tx.backends.jax.sample.jax_programs import copy_arguments
+from skyrl_tx.backends.jax.sample.draw import DrawnTokens
+from skyrl_tx.backends.jax.sample.jax_programs import iter_copy_arguments
 from skyrl_tx.backends.jax.sample.programs import SliceResult
 from skyrl_tx.backends.jax.sample.row_inputs import RowInputs
-from skyrl_tx.backends.jax.sample.rows import DispatchedSlice, Rows, SlicePart
+from skyrl_tx.backends.jax.sample.rows import DispatchedSlice, SlicePart, SliceRows
 from skyrl_tx.backends.jax.sample.running import RunningSample
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.shapes import SampleMemory
-from tests.support.fake_programs import FakePrograms
-from tests.support.sample_requests import ask, begin, prompt_of
+from tests.support.fake_programs import FakeModelRunner
+from tests.support.sample_requests import begin, make_prompt, make_request
 
 LENGTH, TOKEN = 4096, 7
 
 
-class InstantPrograms(FakePrograms):
+class InstantPrograms(FakeModelRunner):
     """Makes the inputs of a slice as the JAX programs do on an accelerator, and draws one token again and again."""
 
     def __init__(self, num_slots: int, slice_tokens: int) -> None:
         super().__init__(runs_ahead=True)
         self._num_slots = num_slots
         shape = slice_tokens, num_slots
-        drawn = Drawn(np.full(shape, TOKEN, np.int32), np.zeros(shape, np.float32), np.zeros(0), np.zeros(0))
+        drawn = DrawnTokens(np.full(shape, TOKEN, np.int32), np.zeros(shape, np.float32), np.zeros(0), np.zeros(0))
         num_S = np.full(num_slots, slice_tokens, np.int32)
         self._result = SliceResult(drawn, num_S, is_stopped_S=np.zeros(num_slots, bool))  # type: ignore[arg-type]
         self._inputs = RowInputs(slice_tokens)
@@ -47,9 +47,9 @@ class InstantPrograms(FakePrograms):
 
     def dispatch(self, samples: Sequence[RunningSample], num_steps: int) -> DispatchedSlice:  # type: ignore[override]
         started = time.thread_time()
-        rows = Rows.arrange(samples, self._num_slots, merges=True)
-        self._inputs.table(rows, self._memory.table_pages)
-        batch = self._inputs.of(rows, from_last=True)
+        rows = SliceRows.arrange(samples, self._num_slots, merges=True)
+        self._inputs.make_table(rows, self._memory.table_pages)
+        batch = self._inputs.make_batch(rows, from_last=True)
         for row, sample in enumerate(rows.samples):
             if sample is not None:
                 sample.row = row
@@ -60,7 +60,7 @@ class InstantPrograms(FakePrograms):
     def copy(self, pages: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]], shard: int = 0) -> None:
         if not self.is_measured:
             super().copy(pages, states, shard)
-        list(copy_arguments(pages, states, shard, num_shards=1))
+        list(iter_copy_arguments(pages, states, shard, num_shards=1))
 
 
 def main() -> None:
@@ -71,11 +71,14 @@ def main() -> None:
     options = parser.parse_args()
     num_slots = options.slots
     memory = SampleMemory(num_slots=num_slots, tokens=num_slots * LENGTH, prefix_tokens=0, max_length=LENGTH)
-    config = JaxConfig(sample_slots=num_slots, decode_slice_tokens=options.slice_tokens).for_platform("cpu")
+    config = JaxConfig(sample_slots=num_slots, decode_slice_tokens=options.slice_tokens).with_platform_defaults("cpu")
     device = InstantPrograms(num_slots, options.slice_tokens)
     scheduler = SampleScheduler(device, config, memory, ())  # type: ignore[arg-type]
     max_tokens = options.slice_tokens * (options.slices + 20) + 1
-    begin(scheduler, *(ask(f"r{i}", prompt_of(20, seed=i + 1), max_tokens=max_tokens) for i in range(num_slots)))
+    begin(
+        scheduler,
+        *(make_request(f"r{i}", make_prompt(20, seed=i + 1), max_tokens=max_tokens) for i in range(num_slots)),
+    )
     while scheduler.meters().decode_slots_used != num_slots:
         scheduler.step()
     scheduler.step()  # the first slice of these rows

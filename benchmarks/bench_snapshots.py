@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import quartiles, report
-from benchmarks.meters import Cost, timed
+from benchmarks.common import compute_quartiles, report
+from benchmarks.meters import Cost, measure_cost
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.contract.ids import ModelId, RequestId
@@ -45,9 +45,9 @@ class Trainer:
     """The number of observed replacements of the model's snapshot."""
     last_snapshot: str = ""
 
-    def segment(self, num_steps: int) -> Cost:
+    def run_segment(self, num_steps: int) -> Cost:
         """Submit the steps of a segment, wait for the last one, and return the cost."""
-        return timed(lambda: self._train(num_steps))
+        return measure_cost(lambda: self._train(num_steps))
 
     def _train(self, num_steps: int) -> None:
         passed = ModelPass(data=self.data, loss="cross_entropy", loss_config={}, backward=True)
@@ -59,10 +59,10 @@ class Trainer:
                 last = self.harness.submit(request, model_id=self.model_id, seq_id=self.num_requests)
         assert last is not None
         store, wanted = self.harness.api, [last]
-        while not store.read(lambda tx: futures.statuses(tx, wanted)):
+        while not store.read(lambda tx: futures.get_outcomes(tx, wanted)):
             self._count_snapshot()
             store.wait(0.05)
-        assert store.read(lambda tx: futures.statuses(tx, wanted))[last] == "done", self.harness.result(last)
+        assert store.read(lambda tx: futures.get_outcomes(tx, wanted))[last] == "done", self.harness.result(last)
 
     def _count_snapshot(self) -> None:
         row = self.harness.api.read(lambda tx: models.get_snapshot(tx, self.model_id))
@@ -72,7 +72,7 @@ class Trainer:
 
 
 @contextmanager
-def trainer(directory: Path, model: Path, options: argparse.Namespace, limits: dict[str, Any]) -> Iterator[Trainer]:
+def run_trainer(directory: Path, model: Path, options: argparse.Namespace, limits: dict[str, Any]) -> Iterator[Trainer]:
     """Run an engine with one model for the duration of the context."""
     rows, length = (int(part) for part in options.shape.split("x"))
     config = JaxConfig(max_lora_adapters=1, sample_slots=1, max_sample_tokens=8192, compile_cache_dir=None)
@@ -104,23 +104,27 @@ def main() -> None:
         root = Path(directory)
         model = write_preset(options.model, root / "model")
         with (
-            trainer(root / "with", model, options, given) as kept,
-            trainer(root / "without", model, options, NEVER) as bare,
+            run_trainer(root / "with", model, options, given) as kept,
+            run_trainer(root / "without", model, options, NEVER) as bare,
         ):
             for each in (kept, bare):
-                each.segment(max(2, options.steps // 4))  # compiles the programs
+                each.run_segment(max(2, options.steps // 4))  # compiles the programs
             kept.num_snapshots = 0
-            pairs = [(kept.segment(options.steps), bare.segment(options.steps)) for _ in range(options.segments)]
+            pairs = [
+                (kept.run_segment(options.steps), bare.run_segment(options.steps)) for _ in range(options.segments)
+            ]
             settings = kept.harness.settings
     added_s = statistics.median(with_them.wall_s - without.wall_s for with_them, without in pairs)
     per_segment = kept.num_snapshots / options.segments
     results: dict[str, Any] = {
         "snapshot_interval_s": settings.snapshot_interval_s,
         "snapshot_interval_requests": settings.snapshot_interval_requests,
-        "step_s": quartiles([without.wall_s / options.steps for _, without in pairs], 4),
+        "step_s": compute_quartiles([without.wall_s / options.steps for _, without in pairs], 4),
         "snapshots_per_segment": round(per_segment, 2),
-        "throughput with / without": quartiles([without.wall_s / with_them.wall_s for with_them, without in pairs]),
-        "throughput with / without, by CPU s": quartiles(
+        "throughput with / without": compute_quartiles(
+            [without.wall_s / with_them.wall_s for with_them, without in pairs]
+        ),
+        "throughput with / without, by CPU s": compute_quartiles(
             [without.cpu_s / with_them.cpu_s for with_them, without in pairs]
         ),
         "added_s_per_snapshot": round(added_s / per_segment, 4) if per_segment else None,

@@ -33,8 +33,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import quartiles, report
-from benchmarks.meters import CompileCounter, Cost, MatmulRate, peak_memory_mb, reset_peak_memory, timed
+from benchmarks.common import compute_quartiles, report
+from benchmarks.meters import CompileCounter, Cost, MatmulRate, measure_cost, peak_memory_mb, reset_peak_memory
 from skyrl_tx import models
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
@@ -43,8 +43,8 @@ from skyrl_tx.contract import codec
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import Datum, LoraSpec, ModelPass, ModelSpec, OptimizerParams
-from skyrl_tx.engine.prepare import pass_examples, pass_output
-from skyrl_tx.models.arithmetic import adapter_macs, frozen_macs, mixing_macs
+from skyrl_tx.engine.prepare import combine_pass_results, make_pass_examples
+from skyrl_tx.models.arithmetic import count_adapter_macs, count_frozen_macs, count_mixing_macs
 from skyrl_tx.process.setup import restart_with_huge_pages
 from skyrl_tx.testing.tiny_models import PRESETS, write_preset
 from skyrl_tx.weights import hf
@@ -89,7 +89,7 @@ class Setup:
         content = hf.read_json(self.model, "config.json")
         return models.find_family(content).config_from_hf(content)
 
-    def backend(self, num_slots: int = NUM_TENANTS) -> JaxBackend:
+    def start_backend(self, num_slots: int = NUM_TENANTS) -> JaxBackend:
         config = JaxConfig(
             max_lora_adapters=num_slots,
             micro_batch_tokens=self.micro_batch_tokens,
@@ -101,7 +101,7 @@ class Setup:
         backend.start()
         return backend
 
-    def contestant(self, name: str, backend: JaxBackend, tenants: Sequence[Tenant]) -> Contestant:
+    def make_contestant(self, name: str, backend: JaxBackend, tenants: Sequence[Tenant]) -> Contestant:
         """Create the tenants' models; a step sends all requests as one pass, then steps each model."""
         vocab_size, draw = self.shape.vocab_size, np.random.default_rng(0)
         examples: list[PassExample] = []
@@ -111,7 +111,7 @@ class Setup:
             backend.create_model(model, ModelSpec(lora=spec))
             for index, lengths in enumerate(tenant.requests):
                 request = RequestId(f"{model}, request {index}")
-                examples += [example(request, model, length, vocab_size, draw) for length in lengths]
+                examples += [make_example(request, model, length, vocab_size, draw) for length in lengths]
         batch = PreparedModelPassBatch(examples=tuple(examples))
         names = sorted({each.model_id for each in examples})
 
@@ -122,17 +122,19 @@ class Setup:
 
         return Contestant(
             name=name,
-            step=lambda: timed(step),
+            step=lambda: measure_cost(step),
             tokens=sum(each.tokens.size for each in examples),
             flops=sum(
-                least_flops(self.shape, tenant.rank, lengths, self.train_unembed)
+                compute_least_flops(self.shape, tenant.rank, lengths, self.train_unembed)
                 for tenant in tenants
                 for lengths in tenant.requests
             ),
         )
 
 
-def example(request: RequestId, model: ModelId, length: int, vocab_size: int, draw: np.random.Generator) -> PassExample:
+def make_example(
+    request: RequestId, model: ModelId, length: int, vocab_size: int, draw: np.random.Generator
+) -> PassExample:
     tokens = draw.integers(0, vocab_size, length + 1).astype(np.int32)
     return PassExample(
         request_id=request,
@@ -144,11 +146,11 @@ def example(request: RequestId, model: ModelId, length: int, vocab_size: int, dr
     )
 
 
-def least_flops(shape: models.ModelConfig, rank: int, lengths: Sequence[int], train_unembed: bool) -> float:
+def compute_least_flops(shape: models.ModelConfig, rank: int, lengths: Sequence[int], train_unembed: bool) -> float:
     """Return the least FLOPs of forward and backward for these sequences."""
-    frozen, lora = frozen_macs(shape), adapter_macs(shape, rank, with_unembed=train_unembed)
+    frozen, lora = count_frozen_macs(shape), count_adapter_macs(shape, rank, with_unembed=train_unembed)
     # The backward pass has no product for frozen weights, and two for each other product.
-    return sum((4 * frozen + 6 * lora) * length + 6 * mixing_macs(shape, length) for length in lengths)
+    return sum((4 * frozen + 6 * lora) * length + 6 * count_mixing_macs(shape, length) for length in lengths)
 
 
 def measure(contestants: Sequence[Contestant], repeats: int, compiles: CompileCounter) -> dict[str, Any]:
@@ -181,11 +183,11 @@ def measure(contestants: Sequence[Contestant], repeats: int, compiles: CompileCo
         own = costs[each.name]
         results[each.name] = {
             "tokens": each.tokens,
-            "step_s": quartiles([cost.wall_s for cost in own]),
-            "tokens_per_s": quartiles([each.tokens / cost.wall_s for cost in own], 1),
-            "tokens_per_cpu_s": quartiles([each.tokens / cost.cpu_s for cost in own], 1),
-            "share_of_matmul_rate": quartiles([each.flops * wall_per_flop / cost.wall_s for cost in own]),
-            "share_of_matmul_rate_by_cpu": quartiles([each.flops * cpu_per_flop / cost.cpu_s for cost in own]),
+            "step_s": compute_quartiles([cost.wall_s for cost in own]),
+            "tokens_per_s": compute_quartiles([each.tokens / cost.wall_s for cost in own], 1),
+            "tokens_per_cpu_s": compute_quartiles([each.tokens / cost.cpu_s for cost in own], 1),
+            "share_of_matmul_rate": compute_quartiles([each.flops * wall_per_flop / cost.wall_s for cost in own]),
+            "share_of_matmul_rate_by_cpu": compute_quartiles([each.flops * cpu_per_flop / cost.cpu_s for cost in own]),
             **warm[each.name],
         }
     first = contestants[0]
@@ -193,13 +195,13 @@ def measure(contestants: Sequence[Contestant], repeats: int, compiles: CompileCo
         pairs = list(zip(costs[first.name], costs[each.name], strict=True))
         by_cpu = [(a.cpu_s / first.tokens) / (b.cpu_s / each.tokens) for a, b in pairs]
         by_clock = [(a.wall_s / first.tokens) / (b.wall_s / each.tokens) for a, b in pairs]
-        results[f"{each.name} / {first.name}, tokens per CPU s"] = quartiles(by_cpu)
-        results[f"{each.name} / {first.name}, tokens per s"] = quartiles(by_clock)
+        results[f"{each.name} / {first.name}, tokens per CPU s"] = compute_quartiles(by_cpu)
+        results[f"{each.name} / {first.name}, tokens per s"] = compute_quartiles(by_clock)
     return results
 
 
 @contextmanager
-def peft(setup: Setup, num_rows: int, length: int) -> Iterator[Contestant]:
+def run_peft(setup: Setup, num_rows: int, length: int) -> Iterator[Contestant]:
     """Yield the same step with `transformers` and `peft`, in a process and an environment of their own."""
     environment = prepare(TORCH)
     work = {
@@ -223,7 +225,7 @@ def peft(setup: Setup, num_rows: int, length: int) -> Iterator[Contestant]:
         print("step", file=commands, flush=True)
         return Cost(*json.loads(replies.readline()))
 
-    flops = least_flops(setup.shape, setup.rank, [length] * num_rows, setup.train_unembed)
+    flops = compute_least_flops(setup.shape, setup.rank, [length] * num_rows, setup.train_unembed)
     try:
         yield Contestant("transformers+peft", step, num_rows * length, flops)
     finally:
@@ -238,22 +240,24 @@ def steady(setup: Setup, measure: Measure, options: argparse.Namespace) -> dict[
     num_rows, length = map(int, options.shape.split("x"))
     tenant = Tenant(setup.rank, ((length,) * num_rows,))
     with ExitStack() as stack:
-        other = [stack.enter_context(peft(setup, num_rows, length))] if options.against_peft else []
-        return measure([*other, setup.contestant(options.shape, setup.backend(), [tenant])])
+        other = [stack.enter_context(run_peft(setup, num_rows, length))] if options.against_peft else []
+        return measure([*other, setup.make_contestant(options.shape, setup.start_backend(), [tenant])])
 
 
 def ragged(setup: Setup, measure: Measure, options: argparse.Namespace) -> dict[str, Any]:
     low, high = RAGGED_LENGTHS
     lengths = tuple(np.random.default_rng(1).integers(low, high, options.datums, endpoint=True).tolist())
-    backend = setup.backend()
+    backend = setup.start_backend()
     kinds = {f"length {EQUAL_LENGTH}": (EQUAL_LENGTH,) * options.datums, f"length {low} to {high}": lengths}
-    return measure([setup.contestant(name, backend, [Tenant(setup.rank, (kind,))]) for name, kind in kinds.items()])
+    return measure(
+        [setup.make_contestant(name, backend, [Tenant(setup.rank, (kind,))]) for name, kind in kinds.items()]
+    )
 
 
 def tenants(setup: Setup, measure: Measure, options: argparse.Namespace) -> dict[str, Any]:
     """Compare one tenant with one request or many, and many tenants with equal or mixed ranks, at the same tokens."""
     num_tenants = options.tenants
-    backend = setup.backend(2 + 2 * num_tenants)
+    backend = setup.start_backend(2 + 2 * num_tenants)
     small = (options.tenant_length,) * options.tenant_rows
     mixed = [Tenant(TENANT_RANKS[number % len(TENANT_RANKS)], (small,)) for number in range(num_tenants)]
     kinds = {
@@ -262,13 +266,13 @@ def tenants(setup: Setup, measure: Measure, options: argparse.Namespace) -> dict
         f"{num_tenants} tenants": [Tenant(setup.rank, (small,))] * num_tenants,
         f"{num_tenants} tenants, ranks mixed": mixed,
     }
-    return measure([setup.contestant(name, backend, kind) for name, kind in kinds.items()])
+    return measure([setup.make_contestant(name, backend, kind) for name, kind in kinds.items()])
 
 
 def slots(setup: Setup, measure: Measure, options: argparse.Namespace) -> dict[str, Any]:
     num_rows, length = map(int, options.shape.split("x"))
     tenant = Tenant(setup.rank, ((length,) * num_rows,))
-    return measure([setup.contestant(f"{num} slots", setup.backend(num), [tenant]) for num in (2, 64)])
+    return measure([setup.make_contestant(f"{num} slots", setup.start_backend(num), [tenant]) for num in (2, 64)])
 
 
 def optim(setup: Setup, _: Measure, options: argparse.Namespace) -> dict[str, Any]:
@@ -276,16 +280,16 @@ def optim(setup: Setup, _: Measure, options: argparse.Namespace) -> dict[str, An
     num_rows, length = map(int, options.shape.split("x"))
     model, draw = ModelId("model 0"), np.random.default_rng(0)
     lora = LoraSpec(rank=setup.rank, seed=0, train_unembed=setup.train_unembed)
-    examples = tuple(example(RequestId("r"), model, length, setup.shape.vocab_size, draw) for _ in range(num_rows))
+    examples = tuple(make_example(RequestId("r"), model, length, setup.shape.vocab_size, draw) for _ in range(num_rows))
     backends: dict[str, JaxBackend] = {}
     for num in (1, options.tenants):
-        backends[f"{num} models"] = backend = setup.backend(num)
+        backends[f"{num} models"] = backend = setup.start_backend(num)
         for number in range(num):
             backend.create_model(ModelId(f"model {number}"), ModelSpec(lora=lora))
 
     def step(backend: JaxBackend) -> Cost:
         backend.forward_backward(PreparedModelPassBatch(examples=examples))
-        return timed(lambda: backend.optim_step(model, OptimizerParams()))
+        return measure_cost(lambda: backend.optim_step(model, OptimizerParams()))
 
     costs: dict[str, list[Cost]] = {name: [] for name in backends}
     for repeat in range(2 + options.repeats):  # the first two warm up
@@ -294,9 +298,9 @@ def optim(setup: Setup, _: Measure, options: argparse.Namespace) -> dict[str, An
             costs[name] += [cost] if repeat >= 2 else []
     alone, among_many = costs.values()
     return {
-        **{f"{name}, ms": quartiles([1e3 * cost.wall_s for cost in found]) for name, found in costs.items()},
-        **{f"{name}, CPU ms": quartiles([1e3 * cost.cpu_s for cost in found]) for name, found in costs.items()},
-        "ratio": quartiles([one.wall_s / many.wall_s for one, many in zip(alone, among_many, strict=True)]),
+        **{f"{name}, ms": compute_quartiles([1e3 * cost.wall_s for cost in found]) for name, found in costs.items()},
+        **{f"{name}, CPU ms": compute_quartiles([1e3 * cost.cpu_s for cost in found]) for name, found in costs.items()},
+        "ratio": compute_quartiles([one.wall_s / many.wall_s for one, many in zip(alone, among_many, strict=True)]),
     }
 
 
@@ -312,16 +316,16 @@ def host(setup: Setup, measure: Measure, options: argparse.Namespace) -> dict[st
     model = ModelId("model")
     backend.create_model(model, ModelSpec(lora=LoraSpec(rank=setup.rank, seed=0, train_unembed=setup.train_unembed)))
     draw, vocab_size = np.random.default_rng(0), setup.shape.vocab_size
-    drawn = [example(RequestId("drawn"), model, length, vocab_size, draw) for _ in range(num_rows)]
+    drawn = [make_example(RequestId("drawn"), model, length, vocab_size, draw) for _ in range(num_rows)]
     data = tuple(Datum(tokens=each.tokens, loss_inputs=each.loss_inputs) for each in drawn)
     stored = codec.encode(ModelPass(data=data, loss="cross_entropy", loss_config={}, backward=True))
 
     def step() -> None:
         request = codec.decode(stored)
         assert isinstance(request, ModelPass)
-        examples = tuple(pass_examples(RequestId("r"), model, request, capabilities))
+        examples = tuple(make_pass_examples(RequestId("r"), model, request, capabilities))
         batch = PreparedModelPassBatch(examples=examples)
-        codec.encode(pass_output(backend.forward_backward(batch), num_rows * length))
+        codec.encode(combine_pass_results(backend.forward_backward(batch), num_rows * length))
         backend.optim_step(model, OptimizerParams())
 
     step()
@@ -332,11 +336,11 @@ def host(setup: Setup, measure: Measure, options: argparse.Namespace) -> dict[st
         steps.append((time.perf_counter() - start, time.thread_time() - thread))
     profiler = cProfile.Profile()
     profiler.runcall(step)
-    slowest = sorted(pstats.Stats(profiler).stats.items(), key=lambda item: -item[1][2])[:12]
+    slowest = sorted(pstats.SoftmaxStats(profiler).stats.items(), key=lambda item: -item[1][2])[:12]
     return {
-        "step_s": quartiles([wall for wall, _ in steps]),
-        "python_s": quartiles([thread for _, thread in steps]),
-        "python_share": quartiles([thread / wall for wall, thread in steps]),
+        "step_s": compute_quartiles([wall for wall, _ in steps]),
+        "python_s": compute_quartiles([thread for _, thread in steps]),
+        "python_share": compute_quartiles([thread / wall for wall, thread in steps]),
         "profile_s": {f"{Path(file).name}:{name}": round(own, 5) for (file, _, name), (_, _, own, _, _) in slowest},
     }
 

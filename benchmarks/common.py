@@ -23,7 +23,7 @@ def quantile(values: Sequence[float], q: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
-def summary(values: Sequence[float]) -> dict[str, float | int]:
+def summarize(values: Sequence[float]) -> dict[str, float | int]:
     """Return number of runs, median, 95th percentile and interquartile range."""
     return {
         "runs": len(values),
@@ -33,7 +33,7 @@ def summary(values: Sequence[float]) -> dict[str, float | int]:
     }
 
 
-def quartiles(values: Sequence[float], digits: int = 3) -> dict[str, float | int]:
+def compute_quartiles(values: Sequence[float], digits: int = 3) -> dict[str, float | int]:
     """Return number of runs, median, and first and third quartile."""
     return {
         "runs": len(values),
@@ -49,8 +49,8 @@ def report(benchmark: str, options: argparse.Namespace, results: dict[str, Any],
     record = {
         "benchmark": benchmark,
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit(),
-        "machine": machine(packages),
+        "commit": get_commit(),
+        "machine": describe_machine(packages),
         "command": command,
         "options": vars(options),
         "results": results,
@@ -59,24 +59,24 @@ def report(benchmark: str, options: argparse.Namespace, results: dict[str, Any],
     print()
 
 
-def machine(packages: Sequence[str]) -> dict[str, Any]:
+def describe_machine(packages: Sequence[str]) -> dict[str, Any]:
     """Return the machine of a record, with the versions of these packages."""
     return {
-        "processor": _processor(),
+        "processor": _read_processor(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "packages": {name: version(name) for name in packages},
     }
 
 
-def commit() -> str:
+def get_commit() -> str:
     """Return `git describe` of the working tree, with `-dirty` if more than the results of benchmarks has changed."""
-    described = _git("describe", "--always")
-    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+    described = _run_git("describe", "--always")
+    changed = _run_git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
     return f"{described}{'-dirty' if changed else ''}" if described else "unknown"
 
 
-def _git(*arguments: str) -> str:
+def _run_git(*arguments: str) -> str:
     """Return the output of git at the root of the repository; nothing where git does not work."""
     try:
         run = subprocess.run(
@@ -87,7 +87,7 @@ def _git(*arguments: str) -> str:
     return run.stdout.strip()
 
 
-def _processor() -> str:
+def _read_processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

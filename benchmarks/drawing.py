@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.common import quartiles
-from benchmarks.meters import CompileCounter, timed
+from benchmarks.common import compute_quartiles
+from benchmarks.meters import CompileCounter, measure_cost
 from skyrl_tx.backends.jax.sample import draw as drawing
 
 ROWS = 64
@@ -47,7 +47,7 @@ FILTERS = (
 )
 
 
-def draw_times(hidden_size: int, repeats: int, compiles: CompileCounter) -> dict[str, Any]:
+def measure_draws(hidden_size: int, repeats: int, compiles: CompileCounter) -> dict[str, Any]:
     """Return milliseconds per draw of each filter and of the product; the contestants alternate."""
     results: dict[str, Any] = {}
     product = jax.jit(lambda x, w, turn: x @ w.T)
@@ -78,8 +78,8 @@ def _alternate(
     for turn in range(1, 1 + repeats):
         for name, work in kinds.items():
             run(work, turn)
-            times[name].append(1e3 * timed(partial(run, work, turn)).wall_s)
+            times[name].append(1e3 * measure_cost(partial(run, work, turn)).wall_s)
     return {
         "compiles_after_warm_up": compiles.take()["compiles"],
-        **{name: quartiles(each, 2) for name, each in times.items()},
+        **{name: compute_quartiles(each, 2) for name, each in times.items()},
     }

@@ -74,7 +74,7 @@ async def _run(stub: _Stub, control: Connection) -> None:
     server.close()
 
 
-def _child(upstream: tuple[str, int], control: Connection) -> None:
+def _run_child(upstream: tuple[str, int], control: Connection) -> None:
     asyncio.run(_run(_Stub(upstream), control))
 
 
@@ -90,13 +90,13 @@ class RunningStub:
 
 
 @contextmanager
-def running_stub(upstream_url: str) -> Iterator[RunningStub]:
+def run_stub(upstream_url: str) -> Iterator[RunningStub]:
     """Run a recording stub in a process of its own."""
     upstream = urlsplit(upstream_url)
     assert upstream.hostname is not None and upstream.port is not None
     spawn = multiprocessing.get_context("spawn")
     control, child_end = spawn.Pipe()
-    process = spawn.Process(target=_child, args=((upstream.hostname, upstream.port), child_end), daemon=True)
+    process = spawn.Process(target=_run_child, args=((upstream.hostname, upstream.port), child_end), daemon=True)
     process.start()
     try:
         yield RunningStub(f"http://127.0.0.1:{control.recv()}", control)

@@ -21,7 +21,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-from benchmarks.common import quantile, quartiles
+from benchmarks.common import compute_quartiles, quantile
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.contract.backend import StatePart
@@ -56,13 +56,13 @@ class Sizes:
             max_sampler_adapters=4,
         )
 
-    def prompts_of(self, seed: int) -> list[np.ndarray]:
+    def make_prompts(self, seed: int) -> list[np.ndarray]:
         draw = np.random.default_rng(seed)
         return [draw.integers(2, self.vocab_size, self.length).astype(np.int32) for _ in range(self.prompts)]
 
 
 @contextmanager
-def served(sizes: Sizes, slots: int) -> Iterator[LiveServer]:
+def run_server(sizes: Sizes, slots: int) -> Iterator[LiveServer]:
     """Run `skyrl-tx serve` in processes of its own."""
     config = sizes.config(slots)
     flags = ["--base-model", str(sizes.model), "--backend", "jax"]
@@ -73,11 +73,11 @@ def served(sizes: Sizes, slots: int) -> Iterator[LiveServer]:
         yield server
 
 
-def client_of(server: LiveServer) -> tinker.ServiceClient:
+def create_client(server: LiveServer) -> tinker.ServiceClient:
     return tinker.ServiceClient(base_url=server.url, api_key="tml-local")
 
 
-def resident_mb(pid: int | str) -> int:
+def read_resident_mb(pid: int | str) -> int:
     found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     return int(found[1]) >> 10
@@ -112,7 +112,7 @@ class Peaks:
 
     def __init__(self, pids: dict[str, int | str]) -> None:
         self._pids = pids
-        self.before = {name: resident_mb(pid) for name, pid in pids.items()}
+        self.before = {name: read_resident_mb(pid) for name, pid in pids.items()}
         self.peak = dict(self.before)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
@@ -128,19 +128,19 @@ class Peaks:
     def _sample(self) -> None:
         while not self._stopped.wait(0.1):
             for name, pid in self._pids.items():
-                self.peak[name] = max(self.peak[name], resident_mb(pid))
+                self.peak[name] = max(self.peak[name], read_resident_mb(pid))
 
     def report(self) -> dict[str, str]:
         """Return megabytes before the load and at the peak."""
         return {name: f"{self.before[name]} -> {self.peak[name]}" for name in self._pids}
 
 
-def futures(sizes: Sizes, count: int, slots: int) -> dict[str, Any]:
+def measure_futures(sizes: Sizes, count: int, slots: int) -> dict[str, Any]:
     """Submit `count` futures of one client at once, while another client samples single tokens sequentially."""
     params = types.SamplingParams(max_tokens=sizes.tokens, stop=[])
     one = types.SamplingParams(max_tokens=1, stop=[])
-    prompts = [types.ModelInput.from_ints(row.tolist()) for row in sizes.prompts_of(1)]
-    with served(sizes, slots) as server, client_of(server) as service, client_of(server) as other_service:
+    prompts = [types.ModelInput.from_ints(row.tolist()) for row in sizes.make_prompts(1)]
+    with run_server(sizes, slots) as server, create_client(server) as service, create_client(server) as other_service:
         client, other = (
             each.create_sampling_client(base_model=str(sizes.model)).result() for each in (service, other_service)
         )
@@ -148,7 +148,7 @@ def futures(sizes: Sizes, count: int, slots: int) -> dict[str, Any]:
             warm.result()
         lone: list[float] = []
         for prompt in prompts:
-            lone.append(seconds(lambda prompt=prompt: other.sample(prompt, 1, one).result()))
+            lone.append(time_work(lambda prompt=prompt: other.sample(prompt, 1, one).result()))
         errors: list[str] = []
         ended: list[float] = []
         under_load: list[float] = []
@@ -168,7 +168,7 @@ def futures(sizes: Sizes, count: int, slots: int) -> dict[str, Any]:
             waits = [pool.submit(wait, future) for future in pending]
             while not all(each.done() for each in waits):
                 prompt = prompts[len(under_load) % len(prompts)]
-                under_load.append(seconds(lambda prompt=prompt: other.sample(prompt, 1, one).result()))
+                under_load.append(time_work(lambda prompt=prompt: other.sample(prompt, 1, one).result()))
             etimesed = time.perf_counter() - start
     return {
         "futures": count,
@@ -180,13 +180,13 @@ def futures(sizes: Sizes, count: int, slots: int) -> dict[str, Any]:
         "all_s": round(etimesed, 2),
         "tokens_per_s": round(count * sizes.tokens / etimesed, 1),
         "first_result_s": round(min(ended), 2),
-        "result_s": quartiles(ended, 2),
-        "first_token_alone_s": quartiles(lone),
-        "first_token_under_load_s": {**quartiles(under_load), "p95": round(quantile(under_load, 0.95), 3)},
+        "result_s": compute_quartiles(ended, 2),
+        "first_token_alone_s": compute_quartiles(lone),
+        "first_token_under_load_s": {**compute_quartiles(under_load), "p95": round(quantile(under_load, 0.95), 3)},
     }
 
 
-def seconds(work: Callable[[], object]) -> float:
+def time_work(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
@@ -201,35 +201,38 @@ class IterationTimes:
     trained: float
 
 
-def iterations(sizes: Sizes, repeats: int) -> dict[str, Any]:
+def measure_iterations(sizes: Sizes, repeats: int) -> dict[str, Any]:
     """Alternate iterations through the SDK and a server with the same work on a backend alone."""
     slots = sizes.prompts * sizes.samples
     times: list[tuple[IterationTimes, IterationTimes]] = []
-    with served(sizes, slots) as server, client_of(server) as service:
+    with run_server(sizes, slots) as server, create_client(server) as service:
         alone = BackendAlone(sizes, slots)
         training = service.create_lora_training_client(str(sizes.model), rank=sizes.rank, seed=0).result()
         for seed in range(repeats + 1):
-            pair = through_the_sdk(sizes, training, seed), alone.iteration(seed)
+            pair = run_through_sdk(sizes, training, seed), alone.iteration(seed)
             if seed:  # the first compiles
                 times.append(pair)
         alone.close()
     parts = {"save": "saved", "until sampled": "sampled", "all": "trained"}
     return {
-        **{f"served, {name}, s": quartiles([getattr(ours, key) for ours, _ in times]) for name, key in parts.items()},
         **{
-            f"backend alone, {name}, s": quartiles([getattr(alone, key) for _, alone in times])
+            f"served, {name}, s": compute_quartiles([getattr(ours, key) for ours, _ in times])
             for name, key in parts.items()
         },
-        "share outside the backend": quartiles([1 - alone.trained / ours.trained for ours, alone in times]),
+        **{
+            f"backend alone, {name}, s": compute_quartiles([getattr(alone, key) for _, alone in times])
+            for name, key in parts.items()
+        },
+        "share outside the backend": compute_quartiles([1 - alone.trained / ours.trained for ours, alone in times]),
     }
 
 
-def through_the_sdk(sizes: Sizes, training: tinker.TrainingClient, seed: int) -> IterationTimes:
+def run_through_sdk(sizes: Sizes, training: tinker.TrainingClient, seed: int) -> IterationTimes:
     """Run one iteration like the training loops of the cookbook."""
     start = time.perf_counter()
     sampler = training.save_weights_and_get_sampling_client().result()
     saved = time.perf_counter() - start
-    prompts = sizes.prompts_of(seed)
+    prompts = sizes.make_prompts(seed)
     pending = [
         sampler.sample(
             types.ModelInput.from_ints(prompt.tolist()),
@@ -242,7 +245,7 @@ def through_the_sdk(sizes: Sizes, training: tinker.TrainingClient, seed: int) ->
     for prompt, answer in zip(prompts, pending, strict=True):
         for index, sequence in enumerate(answer.result().sequences):
             row = np.concatenate([prompt, sequence.tokens])
-            inputs = loss_inputs(row, np.asarray(sequence.logprobs, np.float32), index)
+            inputs = make_loss_inputs(row, np.asarray(sequence.logprobs, np.float32), index)
             inputs["target_tokens"] = inputs["target_tokens"].astype(np.int64)
             data.append(
                 types.Datum(model_input=types.ModelInput.from_ints(row[:-1].tolist()), loss_fn_inputs=dict(inputs))
@@ -255,7 +258,7 @@ def through_the_sdk(sizes: Sizes, training: tinker.TrainingClient, seed: int) ->
     return IterationTimes(saved, sampled, time.perf_counter() - start)
 
 
-def loss_inputs(row: np.ndarray, logprobs: np.ndarray, index: int) -> dict[str, np.ndarray]:
+def make_loss_inputs(row: np.ndarray, logprobs: np.ndarray, index: int) -> dict[str, np.ndarray]:
     """Return the loss inputs of a prompt with its continuation; the advantages are artificial."""
     before = np.zeros(row.size - 1 - logprobs.size, np.float32)
     advantages = np.full(logprobs.size, 1.0 if index % 2 else -1.0, np.float32)
@@ -293,7 +296,7 @@ class BackendAlone:
                 params=SamplingParams(seed=number, max_tokens=sizes.tokens, eos_stops=False),
                 options=PromptOptions(),
             )
-            for number, prompt in enumerate(sizes.prompts_of(seed))
+            for number, prompt in enumerate(sizes.make_prompts(seed))
         ]
         tokens: dict[tuple[RequestId, int], list[np.ndarray]] = {}
         logprobs: dict[tuple[RequestId, int], list[np.ndarray]] = {}
@@ -307,7 +310,7 @@ class BackendAlone:
             for index in range(sizes.samples):
                 where = request.request_id, index
                 row = np.concatenate([request.prompt, *tokens[where]])
-                inputs = loss_inputs(row, np.concatenate(logprobs[where]), index)
+                inputs = make_loss_inputs(row, np.concatenate(logprobs[where]), index)
                 examples.append(
                     PassExample(
                         request_id=RequestId(f"p{seed}"),

@@ -23,7 +23,7 @@ class Cost:
     cpu_s: float
 
 
-def timed(work: Callable[[], object]) -> Cost:
+def measure_cost(work: Callable[[], object]) -> Cost:
     """Run `work`, which must wait for its own results, and return its cost."""
     wall, cpu = time.perf_counter(), time.process_time()
     work()
@@ -62,7 +62,7 @@ class MatmulRate:
     def sample(self) -> Cost:
         """Return the seconds per FLOP, averaged over a few products."""
         repeats = 8
-        cost = timed(lambda: jax.block_until_ready([self._multiply(*self._matrices) for _ in range(repeats)]))
+        cost = measure_cost(lambda: jax.block_until_ready([self._multiply(*self._matrices) for _ in range(repeats)]))
         flops = repeats * 2 * self._size**3
         return Cost(cost.wall_s / flops, cost.cpu_s / flops)
 
@@ -78,7 +78,7 @@ class Bandwidth:
     def sample(self) -> Cost:
         """Return the seconds per byte, averaged over a few reads."""
         repeats = 4
-        cost = timed(lambda: jax.block_until_ready([self._sum(self._array) for _ in range(repeats)]))
+        cost = measure_cost(lambda: jax.block_until_ready([self._sum(self._array) for _ in range(repeats)]))
         num_bytes = repeats * self._array.nbytes
         return Cost(cost.wall_s / num_bytes, cost.cpu_s / num_bytes)
 

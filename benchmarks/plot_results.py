@@ -43,40 +43,40 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def records(benchmark: str) -> list[dict[str, Any]]:
+def load_records(benchmark: str) -> list[dict[str, Any]]:
     """Return all records of a benchmark, oldest first."""
     return json.loads((RESULTS / f"{benchmark}.json").read_text())
 
 
-def latest(benchmark: str, figure: str, **options: Any) -> dict[str, Any]:
+def find_latest(benchmark: str, figure: str, **options: Any) -> dict[str, Any]:
     """Return the results of the newest record that has a figure and these option values."""
-    for record in reversed(records(benchmark)):
+    for record in reversed(load_records(benchmark)):
         if figure in record["results"] and record["options"] | options == record["options"]:
             return record["results"]
     raise LookupError(f"{benchmark}: no record with {figure!r} and {options}")
 
 
-def median(figure: Any) -> float:
+def get_median(figure: Any) -> float:
     """Return the median of a figure, or the figure if it is a number."""
     return figure["median"] if isinstance(figure, Mapping) else figure
 
 
-def span(figure: Any) -> tuple[float, float] | None:
+def get_quartiles(figure: Any) -> tuple[float, float] | None:
     """Return the first and third quartile of a figure, if it has them."""
     return (figure["q1"], figure["q3"]) if isinstance(figure, Mapping) and "q1" in figure else None
 
 
-def dots(axes: Axes, rows: Sequence[tuple[str, Any, float | None]], *, unit: str, digits: int = 2) -> None:
+def draw_dots(axes: Axes, rows: Sequence[tuple[str, Any, float | None]], *, unit: str, digits: int = 2) -> None:
     """Draw one row per figure, from the top: median, quartiles, and the target as a dashed mark."""
-    widest = max(max(median(figure), target or 0) for _, figure, target in rows)
+    widest = max(max(get_median(figure), target or 0) for _, figure, target in rows)
     for y, (_, figure, target) in enumerate(reversed(rows)):
-        if quartiles := span(figure):
+        if quartiles := get_quartiles(figure):
             axes.plot(quartiles, (y, y), color=BLUE, linewidth=2, alpha=0.6, solid_capstyle="butt")
-        axes.plot(median(figure), y, "o", color=BLUE, markersize=7)
-        end = max((median(figure), *(span(figure) or ())))
+        axes.plot(get_median(figure), y, "o", color=BLUE, markersize=7)
+        end = max((get_median(figure), *(get_quartiles(figure) or ())))
         if target is not None and 0 < target - end < 0.1 * widest:
             end = target  # the label must not cover the target
-        label = f"{median(figure):.{digits}f}"
+        label = f"{get_median(figure):.{digits}f}"
         axes.annotate(label, (end, y), (7, 0), textcoords="offset points", va="center", fontsize=9)
         if target is not None:
             axes.plot((target, target), (y - 0.35, y + 0.35), color=ORANGE, linewidth=2, linestyle=(0, (2, 1)))
@@ -89,7 +89,7 @@ def dots(axes: Axes, rows: Sequence[tuple[str, Any, float | None]], *, unit: str
     axes.legend(loc="lower right", bbox_to_anchor=(1, 0.98))
 
 
-def figure_of(height: float) -> tuple[Figure, Axes]:
+def make_figure(height: float) -> tuple[Figure, Axes]:
     """Return an empty figure of the common width."""
     figure = Figure(figsize=(7.6, height), layout="constrained")
     return figure, figure.subplots()
@@ -97,7 +97,7 @@ def figure_of(height: float) -> tuple[Figure, Axes]:
 
 def speed() -> Figure:
     """Plot throughput relative to transformers."""
-    figure, axes = figure_of(3.4)
+    figure, axes = make_figure(3.4)
     train = "{} / " + PEFT + ", tokens per s"
     rows: list[tuple[str, Any, float | None]] = []
     for model, shape, target in (
@@ -107,44 +107,46 @@ def speed() -> Figure:
         ("tiny", "8x256", None),
     ):
         name = train.format(shape)
-        rows.append((f"training {model}, {shape}", latest("training", name, model=model, shape=shape)[name], target))
+        rows.append(
+            (f"training {model}, {shape}", find_latest("training", name, model=model, shape=shape)[name], target)
+        )
     for contestant in ("base model", "one adapter"):
         name = f"{contestant} / {GENERATE}, tokens/s"
-        found = latest("sampling", name, shape="16x64x4x128")[name]
+        found = find_latest("sampling", name, shape="16x64x4x128")[name]
         rows.append((f"sampling 30M, {contestant}", found, 8.0 if contestant == "base model" else None))
-    dots(axes, rows, unit="throughput relative to transformers + peft (training), generate (sampling)")
+    draw_dots(axes, rows, unit="throughput relative to transformers + peft (training), generate (sampling)")
     axes.axvline(1, color=TEXT, linewidth=1, alpha=0.6)
     return figure
 
 
 def utilization() -> Figure:
     """Plot the share of the machine's matmul rate or roofline."""
-    figure, axes = figure_of(2.8)
+    figure, axes = make_figure(2.8)
     rows: list[tuple[str, Any, float | None]] = []
     for model, shape in (("30M", "8x256"), ("30M", "16x512"), ("150M", "8x256")):
         name = f"{shape} / {PEFT}, tokens per s"
-        found = latest("training", name, model=model, shape=shape)[shape]["share_of_matmul_rate"]
+        found = find_latest("training", name, model=model, shape=shape)[shape]["share_of_matmul_rate"]
         rows.append((f"training {model}, {shape}", found, 0.6))
-    found = latest("sampling", f"base model / {GENERATE}, tokens/s", shape="16x64x4x128")
+    found = find_latest("sampling", f"base model / {GENERATE}, tokens/s", shape="16x64x4x128")
     for contestant in ("base model", "one adapter"):
         target = 0.6 if contestant == "base model" else None
         rows.append((f"sampling 30M, {contestant}", found[contestant]["share_of_roofline"], target))
-    dots(axes, rows, unit="share of the matmul rate (training) or of the roofline (sampling)")
+    draw_dots(axes, rows, unit="share of the matmul rate (training) or of the roofline (sampling)")
     axes.set_xlim(0, 1)
     return figure
 
 
 def overhead() -> Figure:
     """Plot the throughput that remains with each feature."""
-    figure, axes = figure_of(4.4)
+    figure, axes = make_figure(4.4)
 
     def training(name: str, **options: Any) -> Any:
-        return latest("training", name, **options)[name]
+        return find_latest("training", name, **options)[name]
 
     many = "32 tenants, ranks mixed / 1 tenant, "
-    adapters = latest("sampling", "64 adapters / base model, tokens/s")
-    staggered = latest("sampling", "throughput staggered / at once", memory_fraction=1.0)
-    snapshots = latest("snapshots", "throughput with / without")
+    adapters = find_latest("sampling", "64 adapters / base model, tokens/s")
+    staggered = find_latest("sampling", "throughput staggered / at once", memory_fraction=1.0)
+    snapshots = find_latest("snapshots", "throughput with / without")
     rows: list[tuple[str, Any, float | None]] = [
         ("random sequence lengths", training("length 20 to 700 / length 384, tokens per s", datums=256), 0.85),
         ("64 adapter slots instead of 2", training("64 slots / 2 slots, tokens per s"), 0.97),
@@ -156,19 +158,19 @@ def overhead() -> Figure:
         ("sampling with 64 adapters", adapters["64 adapters / base model, tokens/s"], None),
         ("staggered arrival of samples", staggered["throughput staggered / at once"], 0.9),
     ]
-    dots(axes, rows, unit="throughput relative to the same work without the feature")
+    draw_dots(axes, rows, unit="throughput relative to the same work without the feature")
     axes.axvline(1, color=TEXT, linewidth=1, alpha=0.6)
     return figure
 
 
 def drawing() -> Figure:
     """Plot milliseconds per token draw of 64 rows."""
-    figure, axes = figure_of(3.2)
-    found = latest("sampling", "vocabulary 151936, flat", scenario="drawing")
+    figure, axes = make_figure(3.2)
+    found = find_latest("sampling", "vocabulary 151936, flat", scenario="drawing")
     names = list(found["vocabulary 151936, flat"])
     for offset, color, vocabulary in ((-0.2, BLUE, "151936"), (0.2, GREEN, "16384")):
         values = found[f"vocabulary {vocabulary}, flat"]
-        known = [(y, median(values[name])) for y, name in enumerate(names) if name in values]
+        known = [(y, get_median(values[name])) for y, name in enumerate(names) if name in values]
         axes.barh(
             [y + offset for y, _ in known],
             [x for _, x in known],
@@ -186,17 +188,17 @@ def drawing() -> Figure:
 
 def api() -> Figure:
     """Plot the latency that the server adds to one SDK call."""
-    figure, axes = figure_of(1.7)
-    added = latest("api", "latency")["latency"]["added_ms"]
+    figure, axes = make_figure(1.7)
+    added = find_latest("api", "latency")["latency"]["added_ms"]
     rows = [("median", added["median"], 10.0), ("95th percentile", added["p95"], 30.0)]
-    dots(axes, rows, unit="milliseconds added to forward(...).result()", digits=1)
+    draw_dots(axes, rows, unit="milliseconds added to forward(...).result()", digits=1)
     return figure
 
 
 def memory() -> Figure:
     """Plot the memory of a training step with one long datum."""
-    figure, axes = figure_of(1.9)
-    found = latest("memory", "step_mib")
+    figure, axes = make_figure(1.9)
+    found = find_latest("memory", "step_mib")
     rows = (
         ("logits [T, V], not allocated", "logits_mib"),
         ("estimate of the backend", "estimate_mib"),
@@ -212,8 +214,8 @@ def memory() -> Figure:
 
 def agreement() -> Figure:
     """Plot the distance between sampled and training log-probabilities."""
-    figure, axes = figure_of(1.9)
-    rows = list(latest("agreement", "float32").items())
+    figure, axes = make_figure(1.9)
+    rows = list(find_latest("agreement", "float32").items())
     for y, (dtype, found) in enumerate(rows):
         distance = found["trainer and sampler"]
         axes.plot((distance["median"], distance["largest"]), (y, y), color=BLUE, linewidth=2, alpha=0.6)
@@ -230,10 +232,10 @@ def agreement() -> Figure:
 
 def commits() -> Figure:
     """Plot stored requests per second by number of threads."""
-    figure, axes = figure_of(2.6)
-    found = latest("commits", "64 threads")
+    figure, axes = make_figure(2.6)
+    found = find_latest("commits", "64 threads")
     for offset, color, mode in ((-0.2, BLUE, "FULL"), (0.2, GREEN, "NORMAL")):
-        rates = [median(row[mode]["requests_per_s"]) for row in found.values()]
+        rates = [get_median(row[mode]["requests_per_s"]) for row in found.values()]
         bars = axes.bar([x + offset for x in range(len(rates))], rates, 0.38, color=color, label=f"synchronous={mode}")
         axes.bar_label(bars, fmt="{:,.0f}", padding=3, color=TEXT)
     axes.set_xticks(range(len(found)), [name.replace("1 threads", "1 thread") for name in found])
@@ -246,9 +248,9 @@ def commits() -> Figure:
 
 def database() -> Figure:
     """Plot the size of the database by completed requests."""
-    figure, axes = figure_of(2.8)
+    figure, axes = make_figure(2.8)
     for keep_all, color, label in ((False, BLUE, "requests pruned"), (True, ORANGE, "nothing pruned")):
-        table = latest("database", "table", keep_all=keep_all)["table"]
+        table = find_latest("database", "table", keep_all=keep_all)["table"]
         axes.plot(
             [row["requests"] / 1000 for row in table],
             [row["database_kib"] / 1024 for row in table],

@@ -13,7 +13,7 @@ from pydantic_core import PydanticUndefined
 from skyrl_tx.backends.registry import find_backend
 from skyrl_tx.compose import APP_SETTINGS
 from skyrl_tx.engine.settings import EngineFlags
-from skyrl_tx.launch.settings import DEFAULT_BACKEND, settings_class, short_flags
+from skyrl_tx.launch.settings import DEFAULT_BACKEND, list_short_flags, make_settings_class
 from skyrl_tx.server.settings import ApiFlags
 
 PATH = Path(__file__).parents[1] / "examples" / "config.yaml"
@@ -23,7 +23,7 @@ Settings of `skyrl-tx serve --config config.yaml`. Each has its default here: re
 to set another value. Environment variables override this file, and flags override both: `data_dir` is also
 SKYRL_TX_DATA_DIR and --data-dir. `skyrl-tx doctor --config config.yaml` examines the machine with this file.
 Written by `make reference`."""
-_OF_THE_USER = {
+_FROM_THE_USER = {
     "data_dir": "~/.local/share/skyrl_tx",
     "compile_cache_dir": "/home/USER/.cache/skyrl_tx/xla",  # a backend gets its paths as they are
 }
@@ -41,12 +41,12 @@ def example_config() -> str:
 def _lines() -> Iterator[str]:
     yield from _comment(_INTRO, "")
     api, engine = set(ApiFlags.model_fields), set(EngineFlags.model_fields)
-    composed = settings_class(find_backend(DEFAULT_BACKEND), {}, apps=APP_SETTINGS)
+    composed = make_settings_class(find_backend(DEFAULT_BACKEND), {}, apps=APP_SETTINGS)
     yield from _setting(_FIRST, composed.model_fields[_FIRST], "")
     fields = {
         name: field
         for name, field in composed.model_fields.items()
-        if name not in {_FIRST, "config", "backend_config", "sampler_config", *short_flags()}
+        if name not in {_FIRST, "config", "backend_config", "sampler_config", *list_short_flags()}
     }
     for title, names in (
         ("Server", [name for name in fields if name not in api ^ engine]),
@@ -91,7 +91,7 @@ def _comment(text: str, indent: str) -> Iterator[str]:
 
 
 def _value(name: str, field: FieldInfo) -> str:
-    default: Any = _OF_THE_USER[name] if field.default is PydanticUndefined else field.default
+    default: Any = _FROM_THE_USER[name] if field.default is PydanticUndefined else field.default
     if isinstance(default, int) and not isinstance(default, bool):
         return f"{default}{_in_units(default)}"
     if isinstance(default, float):

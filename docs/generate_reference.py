@@ -29,7 +29,7 @@ from skyrl_tx.apps.chat.errors import ANTHROPIC_PREFIX, OPENAI_PREFIXES
 from skyrl_tx.apps.chat.schemas import ChatCompletionRequest, CompletionRequest, CountTokensRequest, MessagesRequest
 from skyrl_tx.compose import APPS
 from skyrl_tx.contract.state_files import ALPHA
-from skyrl_tx.engine.meters import EngineMeters
+from skyrl_tx.engine.meters import EngineMetrics
 from skyrl_tx.launch.app import load_server_extensions
 from skyrl_tx.losses import LOSSES, MEANS, Loss
 from skyrl_tx.models import FAMILIES, ModelFamily
@@ -73,29 +73,29 @@ def endpoints_page() -> Iterator[str]:
     """Yield the page of all endpoints, by router."""
     yield "# Endpoints"
     yield reference_text.ENDPOINTS_INTRO
-    operations = _openapi_paths()
+    operations = _read_openapi_paths()
     schemas: dict[str, type[WireModel]] = {}
-    for module, endpoints in _routes_by_module().items():
+    for module, endpoints in _group_routes_by_module().items():
         package, _, name = module.rpartition(".")
         title = package.rpartition(".")[2] if name == "routes" else name  # an app has its endpoints in `routes`
         yield f"## {title.replace('_', ' ').capitalize()}"
         yield first_line(sys.modules[module])
         for route in endpoints:
-            requests = _request_schemas(route.endpoint)
+            requests = _find_request_schemas(route.endpoint)
             schemas |= {schema.__name__: schema for schema in requests}
-            yield from _endpoint(route, operations[_served_at(route, operations)], requests)
-    yield from _chat_endpoints(schemas)
+            yield from _describe_endpoint(route, operations[_get_path(route, operations)], requests)
+    yield from _make_chat_endpoints(schemas)
     yield "## Parity with the SDK"
     yield reference_text.PARITY
     yield table(("Endpoint", "SDK", "Called by", "Answer"), (each.row(operations, PREFIX) for each in SDK_ENDPOINTS))
     yield "## Fields of requests"
     yield "Optional fields are marked with `?`. An unknown field that would change the computation is an error."
-    yield "\n".join(f"- `{name}`: {_fields_of(schemas[name])}" for name in sorted(schemas))
+    yield "\n".join(f"- `{name}`: {_list_fields(schemas[name])}" for name in sorted(schemas))
     yield "## Not supported"
     yield reference_text.UNSUPPORTED
 
 
-def _chat_endpoints(schemas: dict[str, type[WireModel]]) -> Iterator[str]:
+def _make_chat_endpoints(schemas: dict[str, type[WireModel]]) -> Iterator[str]:
     """Yield the OpenAI and Anthropic endpoints, and add the schemas of their requests."""
     yield "## OpenAI and Anthropic"
     yield reference_text.CHAT_ENDPOINTS
@@ -108,7 +108,7 @@ def _chat_endpoints(schemas: dict[str, type[WireModel]]) -> Iterator[str]:
     schemas.update({schema.__name__: schema for schema in described})
 
 
-def _openapi_paths() -> Mapping[str, Any]:
+def _read_openapi_paths() -> Mapping[str, Any]:
     """Return the paths of the OpenAPI document."""
     with tempfile.TemporaryDirectory() as directory:
         store = Store.open(Path(directory), role="api")
@@ -121,12 +121,12 @@ def _openapi_paths() -> Mapping[str, Any]:
     return app.openapi()["paths"]
 
 
-def _served_at(route: APIRoute, paths: Collection[str]) -> str:
+def _get_path(route: APIRoute, paths: Collection[str]) -> str:
     """Return the path of a route: below the prefix of all, unless its router has its own."""
     return route.path_format if route.path_format in paths else PREFIX + route.path_format
 
 
-def _routes_by_module() -> Mapping[str, list[APIRoute]]:
+def _group_routes_by_module() -> Mapping[str, list[APIRoute]]:
     """Return the routes of each module that has a section, in the order in which they are matched."""
     # The endpoints of the chat app have a section without a heading for each module.
     extensions = load_server_extensions([app for app in APPS if app is not CHAT]).values()
@@ -139,7 +139,9 @@ def _routes_by_module() -> Mapping[str, list[APIRoute]]:
     return found
 
 
-def _endpoint(route: APIRoute, operations: Mapping[str, Any], requests: Sequence[type[WireModel]]) -> Iterator[str]:
+def _describe_endpoint(
+    route: APIRoute, operations: Mapping[str, Any], requests: Sequence[type[WireModel]]
+) -> Iterator[str]:
     for method in sorted(route.methods):
         operation = operations[method.lower()]
         facts: list[str] = []
@@ -156,7 +158,7 @@ def _endpoint(route: APIRoute, operations: Mapping[str, Any], requests: Sequence
         yield f"{first_line(route.endpoint)}\n\n{sentence(' · '.join(facts))}"
 
 
-def _request_schemas(endpoint: Callable[..., object]) -> list[type[WireModel]]:
+def _find_request_schemas(endpoint: Callable[..., object]) -> list[type[WireModel]]:
     """Return the schemas of requests that an endpoint and the functions of its module that it calls refer to."""
     found: dict[str, type[WireModel]] = {}
     module = sys.modules[endpoint.__module__]
@@ -175,7 +177,7 @@ def _request_schemas(endpoint: Callable[..., object]) -> list[type[WireModel]]:
     return [found[name] for name in sorted(found)]
 
 
-def _fields_of(schema: type[WireModel]) -> str:
+def _list_fields(schema: type[WireModel]) -> str:
     return ", ".join(
         f"`{field.alias or name}{'' if field.is_required() else '?'}`" for name, field in schema.model_fields.items()
     )
@@ -192,14 +194,14 @@ def losses_page() -> Iterator[str]:
     yield table(
         ("Loss", "Required inputs next to `target_tokens`", "Config and defaults"),
         (
-            (f"[`{name}`](#{name})", ", ".join(_required_inputs(loss)) or "–", _config_of(loss))
+            (f"[`{name}`](#{name})", ", ".join(_list_required_inputs(loss)) or "–", _format_config(loss))
             for name, loss in LOSSES.items()
         ),
     )
     for name, loss in LOSSES.items():
         yield f"### `{name}` {{ #{name} }}"
-        yield _prose(inspect.getdoc(sys.modules[loss.function.__module__]) or "")
-        yield "Function: " + _prose(inspect.getdoc(loss.function) or "").removeprefix("Return ")
+        yield _escape_formulas(inspect.getdoc(sys.modules[loss.function.__module__]) or "")
+        yield "Function: " + _escape_formulas(inspect.getdoc(loss.function) or "").removeprefix("Return ")
         if optional := [i for i, described in loss.spec.inputs.items() if described.fill is not None]:
             yield f"Optional inputs: {codes(optional)}."
         if wide := [i for i, described in loss.spec.inputs.items() if described.max_ndim == 2]:
@@ -215,12 +217,12 @@ def losses_page() -> Iterator[str]:
     yield reference_text.METRICS.format(policy=codes(MEANS))
 
 
-def _prose(text: str) -> str:
+def _escape_formulas(text: str) -> str:
     """Keep formulas of docstrings from being read as markup."""
     return text.replace("*", "·").replace("_", r"\_")
 
 
-def _required_inputs(loss: Loss) -> list[str]:
+def _list_required_inputs(loss: Loss) -> list[str]:
     """Return what a client has to send; with provenance spans, the server adds `logprobs` and `sampled`."""
     names = [name for name, described in loss.spec.inputs.items() if described.fill is None and name != "target_tokens"]
     if loss.spec.needs_provenance:
@@ -228,7 +230,7 @@ def _required_inputs(loss: Loss) -> list[str]:
     return [f"`{name}`" for name in names]
 
 
-def _config_of(loss: Loss) -> str:
+def _format_config(loss: Loss) -> str:
     return ", ".join(f"`{key}` {default}" for key, default in loss.spec.config.items()) or "–"
 
 
@@ -240,12 +242,12 @@ def models_page() -> Iterator[str]:
     yield "# Supported models"
     yield reference_text.MODELS_INTRO
     families = list({family.architecture: family for family in FAMILIES.values()}.values())
-    yield table(("Architecture", "File", "Feed-forward", "Attention"), map(_family, families))
-    yield "\n".join(f"- {codes(family.names)}: {first_line(_module_of(family))}" for family in families)
+    yield table(("Architecture", "File", "Feed-forward", "Attention"), map(_describe_family, families))
+    yield "\n".join(f"- {codes(family.names)}: {first_line(_find_module(family))}" for family in families)
     yield reference_text.ADAPTERS.format(alpha=ALPHA)
 
 
-def _module_of(family: ModelFamily) -> ModuleType:
+def _find_module(family: ModelFamily) -> ModuleType:
     for found in pkgutil.iter_modules(models.__path__):
         module = importlib.import_module(f"{models.__name__}.{found.name}")
         if any(value is family for value in vars(module).values()):
@@ -253,7 +255,7 @@ def _module_of(family: ModelFamily) -> ModuleType:
     raise AssertionError(f"no module defines {family.architecture}")
 
 
-def _family(family: ModelFamily) -> tuple[str, ...]:
+def _describe_family(family: ModelFamily) -> tuple[str, ...]:
     has = {rule.path.removeprefix("layers.") for rule in family.weights}
     biases = "biases" if "o_bias" in has else "QKV biases"
     names = (("QK norm", "q_norm"), (biases, "q_bias"), ("sinks", "sinks"))
@@ -264,13 +266,13 @@ def _family(family: ModelFamily) -> tuple[str, ...]:
     attention += ["sliding windows"] if "sliding_window" in family.defaults else []
     return (
         codes(family.names),
-        f"`{_module_of(family).__name__.replace('.', '/')}.py`",
-        _feed_forward(has),
+        f"`{_find_module(family).__name__.replace('.', '/')}.py`",
+        _describe_feed_forward(has),
         ", ".join(attention) or "plain",
     )
 
 
-def _feed_forward(has: set[str]) -> str:
+def _describe_feed_forward(has: set[str]) -> str:
     if "router" not in has:
         return "dense"
     return "mixture of experts" + (", one of them shared" if "shared_up_proj" in has else "")
@@ -283,17 +285,21 @@ def metrics_page() -> Iterator[str]:
     """Yield the page of all metrics, by process."""
     yield "# Metrics"
     yield reference_text.METRIC_FAMILIES_INTRO
-    for title, registry in ("API", ApiMetrics().registry), ("Engine", EngineMeters().registry):
+    for title, registry in ("API", ApiMetrics().registry), ("Engine", EngineMetrics().registry):
         yield f"## {title}"
-        rows = [_family_row(each, family) for each in set(_collectors(registry)) for family in each.collect()]
+        rows = [
+            _describe_metric_family(each, family)
+            for each in set(_list_collectors(registry))
+            for family in each.collect()
+        ]
         yield table(("Metric", "Type", "Labels", "Meaning"), sorted(rows))
 
 
-def _collectors(registry: CollectorRegistry) -> Iterable[Any]:
+def _list_collectors(registry: CollectorRegistry) -> Iterable[Any]:
     return registry._collector_to_names  # the library has no public way to learn the labels of a family
 
 
-def _family_row(collector: object, family: Metric) -> tuple[str, ...]:
+def _describe_metric_family(collector: object, family: Metric) -> tuple[str, ...]:
     suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
     labels = getattr(collector, "_labelnames", ()) or getattr(family, "_labelnames", None) or ()
     return f"`{family.name}{suffix}`", family.type, codes(labels) or "–", sentence(family.documentation)
@@ -317,21 +323,21 @@ def recipes_page() -> Iterator[str]:
     yield "## Other programs"
     yield "\n".join(
         f"- {codes(sorted(modules))}: `{test}`{f'. {documented}' if documented else ''}"
-        for test, documented, modules in _other_tests()
+        for test, documented, modules in _find_other_tests()
     )
     yield reference_text.NOT_RUN
 
 
-def _other_tests() -> Iterator[tuple[str, str, set[str]]]:
+def _find_other_tests() -> Iterator[tuple[str, str, set[str]]]:
     """Yield each test or fixture that runs a program named in its text: name, docstring, programs."""
     for file in ("test_loops.py", "test_recipes.py"):
         for node in ast.parse((RECIPES / file).read_text()).body:
-            if isinstance(node, ast.FunctionDef) and (modules := set(_programs(node))):
+            if isinstance(node, ast.FunctionDef) and (modules := set(_find_programs(node))):
                 documented = ast.get_docstring(node)
                 yield node.name, sentence(documented.split("\n\n")[0]) if documented else "", modules
 
 
-def _programs(function: ast.FunctionDef) -> Iterator[str]:
+def _find_programs(function: ast.FunctionDef) -> Iterator[str]:
     for node in ast.walk(function):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
             first = node.args[0]

@@ -15,7 +15,7 @@ from docs.markdown import first_line, sentence
 from skyrl_tx.backends.registry import find_backend, find_sampler
 from skyrl_tx.compose import APP_SETTINGS
 from skyrl_tx.engine.settings import EngineFlags
-from skyrl_tx.launch.settings import ENVIRONMENT_PREFIX, QuickstartSettings, settings_class, short_flags
+from skyrl_tx.launch.settings import ENVIRONMENT_PREFIX, QuickstartSettings, list_short_flags, make_settings_class
 from skyrl_tx.server.settings import ApiFlags
 
 
@@ -24,9 +24,9 @@ def settings_page() -> Iterator[str]:
     yield "# Settings"
     yield reference_text.SETTINGS_INTRO
     api, engine = set(ApiFlags.model_fields), set(EngineFlags.model_fields)
-    composed = settings_class(find_backend("jax"), {}, apps=APP_SETTINGS)
+    composed = make_settings_class(find_backend("jax"), {}, apps=APP_SETTINGS)
     of_apps = {name for settings in APP_SETTINGS for name in settings.model_fields}
-    other = {*api, *engine, *of_apps, *short_flags(), "backend_config", "sampler_config"}
+    other = {*api, *engine, *of_apps, *list_short_flags(), "backend_config", "sampler_config"}
     groups: Mapping[str, Callable[[str], bool]] = {
         "Server": lambda name: name not in other,
         "API and engine": lambda name: name in api & engine,
@@ -37,21 +37,21 @@ def settings_page() -> Iterator[str]:
     for title, belongs in groups.items():
         fields = {name: field for name, field in composed.model_fields.items() if belongs(name)}
         yield f"## {title}"
-        yield from _settings(fields)
+        yield from _describe_settings(fields)
     config = find_backend("jax").config
     yield "## Backend `jax`"
     yield first_line(config)
-    yield from _settings(config.model_fields, prefix=("backend_config",))
+    yield from _describe_settings(config.model_fields, prefix=("backend_config",))
     config = find_sampler("vllm").config
     yield "## Sampler `vllm`"
     yield first_line(config)
-    yield from _settings(config.model_fields, prefix=("sampler_config",))
+    yield from _describe_settings(config.model_fields, prefix=("sampler_config",))
     yield "## `skyrl-tx quickstart`"
     yield "The quickstart reads no environment and no file, so that a first run is the same everywhere."
-    yield from _settings(QuickstartSettings.model_fields, has_environment=False)
+    yield from _describe_settings(QuickstartSettings.model_fields, has_environment=False)
 
 
-def _settings(
+def _describe_settings(
     fields: Mapping[str, FieldInfo],
     *,
     prefix: tuple[str, ...] = (),
@@ -60,13 +60,15 @@ def _settings(
     for name, field in fields.items():
         path = (*prefix, name)
         if isinstance(field.annotation, type) and issubclass(field.annotation, pydantic.BaseModel):
-            yield from _settings(field.annotation.model_fields, prefix=path, has_environment=has_environment)
+            yield from _describe_settings(field.annotation.model_fields, prefix=path, has_environment=has_environment)
             continue
         flag = "--" + ".".join(path).replace("_", "-")
-        facts = [_type_of(field), _default_of(field)]
+        facts = [_describe_type(field), _describe_default(field)]
         if has_environment:
             facts.append(f"`{ENVIRONMENT_PREFIX}{'__'.join(path).upper()}`")
-        for short in (short for short, found in short_flags().items() if (f"{found.kind}_config", found.field) == path):
+        for short in (
+            short for short, found in list_short_flags().items() if (f"{found.kind}_config", found.field) == path
+        ):
             facts.append(f"also `--{short.replace('_', '-')}`, `{ENVIRONMENT_PREFIX}{short.upper()}`")
         if isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("changes_results"):
             facts.append("**changes results bitwise**")
@@ -74,9 +76,9 @@ def _settings(
         yield f"{sentence(field.description or '')}\n\n{' · '.join(facts)}"
 
 
-def _type_of(field: FieldInfo) -> str:
+def _describe_type(field: FieldInfo) -> str:
     """Describe a field's type and bounds."""
-    text = _type_name(field.annotation)
+    text = _name_type(field.annotation)
     bounds = [
         f"{word} {limit:,}"
         for bound in field.metadata
@@ -91,21 +93,21 @@ def _type_of(field: FieldInfo) -> str:
     return ", ".join([text, *bounds])
 
 
-def _type_name(annotation: Any) -> str:
+def _name_type(annotation: Any) -> str:
     names = {bool: "switch", int: "integer", float: "number", Path: "path", str: "text"}
     arguments = [argument for argument in get_args(annotation) if argument is not type(None)]
     if get_origin(annotation) is Literal:
         return " or ".join(f"`{value}`" for value in arguments)
     if get_origin(annotation) is list:
-        return f"list of {_type_name(arguments[0])}, separated by commas"
+        return f"list of {_name_type(arguments[0])}, separated by commas"
     if get_origin(annotation) is dict:
-        return f"JSON object of a {_type_name(arguments[1])} by name"
+        return f"JSON object of a {_name_type(arguments[1])} by name"
     if get_origin(annotation) is Union or len(arguments) != len(get_args(annotation)):
-        return " or ".join(_type_name(argument) for argument in arguments)
+        return " or ".join(_name_type(argument) for argument in arguments)
     return names.get(annotation, "text")
 
 
-def _default_of(field: FieldInfo) -> str:
+def _describe_default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     if field.default is PydanticUndefined:
@@ -120,12 +122,16 @@ def _default_of(field: FieldInfo) -> str:
         case dict():
             return f"default: `{json.dumps(field.default)}`"
         case int() | float():
-            return f"default: `{field.default:.12g}`" if isinstance(field.default, float) else _integer(field.default)
+            return (
+                f"default: `{field.default:.12g}`"
+                if isinstance(field.default, float)
+                else _format_integer(field.default)
+            )
         case _:
             return f"default: `{field.default}`"
 
 
-def _integer(value: int) -> str:
+def _format_integer(value: int) -> str:
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if value >= size and value % size == 0:
             return f"default: `{value}` ({value // size} {unit})"

@@ -21,12 +21,12 @@ from dataclasses import asdict
 
 from benchmarks.ahead.program_text import ProgramText
 from benchmarks.ahead.programs import CompiledProgram, compile_programs
-from benchmarks.ahead.topology import described_layout
+from benchmarks.ahead.topology import describe_layout
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.launch.command import CommandError, CommandParser
-from skyrl_tx.launch.command_line import Record, in_units, table
+from skyrl_tx.launch.command_line import Record, format_bytes, format_table
 from skyrl_tx.tools.plan import report
-from skyrl_tx.tools.plan.command import add_flags, make_account
+from skyrl_tx.tools.plan.command import add_flags, plan_from_flags
 
 PROGRAMS = "forward", "gradient", "optimizer", "prefill", "decode", "adapters"
 """All programs that take much memory or time; they are compiled in their largest shapes."""
@@ -45,17 +45,19 @@ def main(given: Sequence[str]) -> int:
     )
     try:
         arguments = parser.parse_args(given)
-        account, config = make_account(arguments, read(arguments))
-        layout = described_layout(account.devices.kind.family, str(account.devices), account.chosen.mesh)
+        account, config = plan_from_flags(arguments, read(arguments))
+        layout = describe_layout(account.devices.kind.family, str(account.devices), account.chosen.mesh)
         programs = list(compile_programs(config, layout, account.model, account.plan, arguments.programs))
     except (CommandError, UserError) as error:
         print(error, file=sys.stderr)
         return 2
 
     if arguments.json:
-        print(json.dumps({**report.record(account), "programs": [asdict(program) for program in programs]}, indent=2))
+        print(
+            json.dumps({**report.make_record(account), "programs": [asdict(program) for program in programs]}, indent=2)
+        )
     else:
-        print("\n".join((*report.lines(account), *_lines(programs, account.model.num_layers))))
+        print("\n".join((*report.format_plan(account), *_lines(programs, account.model.num_layers))))
     return 0 if account.fits else 1
 
 
@@ -68,11 +70,11 @@ def _programs(text: str) -> tuple[str, ...]:
 
 def _lines(programs: Sequence[CompiledProgram], num_layers: int) -> Iterator[str]:
     yield from ("", "Memory of programs by the compiler for these devices, and by this plan:")
-    yield from table([_memory_row(program) for program in programs])
+    yield from format_table([_memory_row(program) for program in programs])
     yield from (f"{program.name}: {program.problem[:300]}" for program in programs if program.problem)
     if rows := [_work_row(program.name, program.text, num_layers) for program in programs if program.text is not None]:
         yield from ("", "One run of each: steps of loops one after another, kernels, and what each device sends:")
-        yield from table(rows)
+        yield from format_table(rows)
 
 
 def _memory_row(program: CompiledProgram) -> Record:
@@ -85,7 +87,7 @@ def _memory_row(program: CompiledProgram) -> Record:
         "code": program.code_bytes,
         "accessed": program.accessed_bytes,
     }
-    shown = {name: in_units(size) if size else "unknown" for name, size in sizes.items()}
+    shown = {name: format_bytes(size) if size else "unknown" for name, size in sizes.items()}
     if program.problem:
         shown["compiler"] = "too much"
     return {"program": program.name, **shown, "what": program.detail}
@@ -93,7 +95,7 @@ def _memory_row(program: CompiledProgram) -> Record:
 
 def _work_row(name: str, text: ProgramText, num_layers: int) -> Record:
     steps = f"{text.num_steps:,}" + (f", and {text.num_open_loops} loops by data" if text.num_open_loops else "")
-    sent = (f"{number.calls} {kind} of {in_units(number.bytes)}" for kind, number in text.collectives.items())
+    sent = (f"{number.calls} {kind} of {format_bytes(number.bytes)}" for kind, number in text.collectives.items())
     in_layers = (f"{number.calls / num_layers:.3g} {kind}" for kind, number in text.in_layers.items())
     return {
         "program": name,

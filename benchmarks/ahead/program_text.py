@@ -28,7 +28,7 @@ _CONSTANT = re.compile(r"constant\((\d+)\)")
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class CollectiveCalls:
     """Instructions of one kind by which devices send each other arrays."""
 
     calls: int
@@ -48,27 +48,27 @@ class ProgramText:
     """Loops whose number of steps depends on data: each counts as one step."""
     kernels: Mapping[str, int]
     """Calls of kernels by their names."""
-    collectives: Mapping[str, Sent]
-    in_layers: Mapping[str, Sent]
+    collectives: Mapping[str, CollectiveCalls]
+    in_layers: Mapping[str, CollectiveCalls]
     """Those in loops over layers, of all layers together."""
 
 
 def read_program(text: str, layer_steps: Collection[int]) -> ProgramText:
     """Read the text of a program. Loops of any of `layer_steps` steps are those over layers."""
-    program = _Program(text, frozenset(layer_steps))
+    program = _Computations(text, frozenset(layer_steps))
     work = program.entry()
     return ProgramText(
         num_loops=program.num_loops,
         num_steps=work.steps,
         num_open_loops=work.open_loops,
         kernels=dict(sorted(work.kernels.items())),
-        collectives=_sent(work.calls, work.bytes),
-        in_layers=_sent(work.layer_calls, work.layer_bytes),
+        collectives=_count_collectives(work.calls, work.bytes),
+        in_layers=_count_collectives(work.layer_calls, work.layer_bytes),
     )
 
 
-def _sent(calls: Counter[str], size: Counter[str]) -> dict[str, Sent]:
-    return {kind: Sent(number, size[kind]) for kind, number in sorted(calls.items())}
+def _count_collectives(calls: Counter[str], size: Counter[str]) -> dict[str, CollectiveCalls]:
+    return {kind: CollectiveCalls(number, size[kind]) for kind, number in sorted(calls.items())}
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class _Instruction:
     """Operands and attributes."""
 
 
-class _Program:
+class _Computations:
     """The computations of a program by name."""
 
     def __init__(self, text: str, layer_steps: frozenset[int]) -> None:
@@ -123,7 +123,7 @@ class _Program:
             elif current and (found := _INSTRUCTION.match(line)):
                 name, shape, opcode, rest = found.groups()
                 self._lines[current].append(line)
-                self._sizes[name] = _bytes_of(shape)
+                self._sizes[name] = _count_bytes(shape)
                 if opcode and (kind := _WANTED.fullmatch(opcode)):
                     self.num_loops += kind[1] == "while"
                     self._computations[current].append(_Instruction(name, kind[1], rest))
@@ -144,7 +144,7 @@ class _Program:
                 names = [name for found in _BRANCHES.findall(each.rest) for name in _NAME.findall("".join(found))]
                 work.add(max(map(self._run, names), key=lambda branch: (branch.steps, branch.calls.total())))
             elif each.opcode == "custom-call" and _KERNEL.search(each.rest):
-                work.kernels[_kernel_name(each)] += 1
+                work.kernels[_get_kernel_name(each)] += 1
             elif called := _CALLED.search(each.rest):
                 work.add(self._run(called[1]))
         return work
@@ -171,13 +171,13 @@ class _Program:
         return constants[0] if len(constants) == 1 else None
 
 
-def _kernel_name(call: _Instruction) -> str:
+def _get_kernel_name(call: _Instruction) -> str:
     operation = _OPERATION.search(call.rest)
     names = operation[1].removesuffix("/pallas_call").split("/") if operation else [call.name]
     return re.sub(r"\.\d+$", "", names[-1])
 
 
-def _bytes_of(shape: str) -> int:
+def _count_bytes(shape: str) -> int:
     """Return the bytes of all arrays of a shape, which may be a tuple."""
     total = 0
     for kind, bits, dims in _ARRAY.findall(shape):

@@ -19,22 +19,22 @@ from benchmarks.ahead.program_text import ProgramText, read_program
 from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.costs import RANK, adapter_bytes
-from skyrl_tx.backends.jax.devices import is_exhausted
+from skyrl_tx.backends.jax.costs import DEFAULT_RANK, count_adapter_bytes
+from skyrl_tx.backends.jax.devices import is_out_of_memory
 from skyrl_tx.backends.jax.sample import programs
-from skyrl_tx.backends.jax.sample.layer_views import copies_less, separate_shapes
+from skyrl_tx.backends.jax.sample.layer_views import separate_shapes, should_separate_layers
 from skyrl_tx.backends.jax.sample.row_inputs import RowInputs
-from skyrl_tx.backends.jax.sample.rows import Rows
-from skyrl_tx.backends.jax.sample.running import BASE
-from skyrl_tx.backends.jax.shapes import PROMPTS_TOGETHER, PrefillShapes
+from skyrl_tx.backends.jax.sample.rows import SliceRows
+from skyrl_tx.backends.jax.sample.running import BASE_SLOT
+from skyrl_tx.backends.jax.shapes import MAX_PROMPTS_TOGETHER, PrefillShapes
 from skyrl_tx.backends.jax.start_plan import StartPlan
 from skyrl_tx.backends.jax.train import optimizer, packing, step
-from skyrl_tx.backends.jax.train.adapters import padded_rank
-from skyrl_tx.backends.jax.train.step_programs import placed_adapter_shapes, shapes_of_params
-from skyrl_tx.backends.jax.warmup import NAME, training_batch
+from skyrl_tx.backends.jax.train.adapters import pad_rank
+from skyrl_tx.backends.jax.train.step_programs import make_adapter_shapes, make_param_shapes
+from skyrl_tx.backends.jax.warmup import WARM_UP_ID, make_training_batch
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import OptimizerParams
-from skyrl_tx.layers.cache_state import Cache, Table
+from skyrl_tx.layers.cache_state import BlockTable, Cache
 from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.layers.sharding import Layout
 
@@ -82,7 +82,7 @@ def compile_programs(
     Names are those of methods of `_Shapes`: forward, gradient, optimizer, prefill, decode, adapters.
     """
     assert layout.mesh is not None
-    shapes = _Shapes(config.for_platform(mesh.platform_of(layout)), layout, model, plan)
+    shapes = _Shapes(config.with_platform_defaults(mesh.get_platform(layout)), layout, model, plan)
     layer_steps = {each.num_repeats for each in model.groups} - {1}
     for name in names:
         started = time.monotonic()
@@ -92,7 +92,7 @@ def compile_programs(
         try:
             compiled, text = _compile(lowered, layout)
         except jax.errors.JaxRuntimeError as error:
-            if not is_exhausted(error):
+            if not is_out_of_memory(error):
                 raise
             seconds, problem = time.monotonic() - started, " ".join(str(error).split())
             yield CompiledProgram(name=name, detail=detail, compile_s=seconds, planned_bytes=planned, problem=problem)
@@ -136,23 +136,23 @@ class _Shapes:
     def __init__(self, config: JaxConfig, layout: Layout, model: models.ModelConfig, plan: StartPlan) -> None:
         self._config, self._layout, self._model, self._plan = config, layout, model, plan
         described = models.describe_params(model)
-        stacks = shapes_of_params(described, layout, plan.kernels, jnp.dtype(plan.dtype))
-        self._params = separate_shapes(stacks) if copies_less(mesh.platform_of(layout), layout) else stacks
-        self._training_params = replace(stacks, layout=mesh.training_layout(layout))
+        stacks = make_param_shapes(described, layout, plan.kernels, jnp.dtype(plan.dtype))
+        self._params = separate_shapes(stacks) if should_separate_layers(mesh.get_platform(layout), layout) else stacks
+        self._training_params = replace(stacks, layout=mesh.make_training_layout(layout))
 
     def forward(self) -> _Lowered:
         """Return one micro-batch without gradient. The plan has no account of it: it takes less than one with."""
         batch, detail = self._micro_batch()
-        adapter = placed_adapter_shapes(self._layout, self._model, self._rank)
+        adapter = make_adapter_shapes(self._layout, self._model, self._rank)
         return step.forward.lower(self._training_params, adapter, batch, config=self._model), detail, 0
 
     def gradient(self) -> _Lowered:
         """Return the gradient of one micro-batch of the plan."""
         plan = self._plan
         batch, detail = self._micro_batch()
-        adapter = placed_adapter_shapes(self._layout, self._model, self._rank)
+        adapter = make_adapter_shapes(self._layout, self._model, self._rank)
         num_shards = math.prod(map(self._training_params.layout.num_shards, ("batch", "tokens")))
-        remat = plan.passes.policy(plan.passes.micro_batch_tokens // num_shards)
+        remat = plan.passes.get_remat_policy(plan.passes.micro_batch_tokens // num_shards)
         lowered = step.accumulate.lower(
             self._training_params, adapter, adapter.weights, batch, config=self._model, remat=remat
         )
@@ -160,36 +160,36 @@ class _Shapes:
 
     def optimizer(self) -> _Lowered:
         """Return a step of AdamW: weights, gradient and moments, and the new ones of all but the gradient."""
-        weights = placed_adapter_shapes(self._layout, self._model, self._rank).weights
-        state = optimizer.OptimizerState(first=weights, second=weights, step=self._replicated(np.int32(0)))
-        factors = self._replicated(optimizer.coefficients(OptimizerParams(), 1))
+        weights = make_adapter_shapes(self._layout, self._model, self._rank).weights
+        state = optimizer.OptimizerState(first=weights, second=weights, step=self._replicate(np.int32(0)))
+        factors = self._replicate(optimizer.compute_coefficients(OptimizerParams(), 1))
         lowered = optimizer.adamw_step.lower(weights, state, weights, factors)
         return lowered, f"rank {self._rank}", 7 * self._adapter_bytes
 
     @property
     def _rank(self) -> int:
-        return padded_rank(min(RANK, self._config.max_lora_rank))
+        return pad_rank(min(DEFAULT_RANK, self._config.max_lora_rank))
 
     @property
     def _adapter_bytes(self) -> int:
-        return adapter_bytes(self._model, self._rank, self._layout)
+        return count_adapter_bytes(self._model, self._rank, self._layout)
 
     def _micro_batch(self) -> tuple[Any, str]:
         plan, layout = self._plan, self._training_params.layout
         num_rows = layout.num_shards("batch")
         length = plan.passes.micro_batch_tokens // num_rows
-        examples = training_batch(ModelId(NAME), length, plan.samples.max_length, num_rows).examples
+        examples = make_training_batch(ModelId(WARM_UP_ID), length, plan.samples.max_length, num_rows).examples
         first = packing.plan_micro_batches(examples, length * num_rows, num_rows, layout.num_shards("tokens"))[0]
         detail = f"{first.num_rows} rows of {first.length} tokens, rank {self._rank}"
-        return self._replicated(packing.fill(first, examples)), detail
+        return self._replicate(packing.fill_micro_batch(first, examples)), detail
 
     def prefill(self) -> _Lowered:
         """Return one chunk of the most prompts that are computed at the same time, with the base model."""
         samples, is_exact = self._plan.samples, self._plan.dtype == "float32"
-        size = PrefillShapes.of(self._config, samples.max_length).chunk_size
-        rows = samples.shards if samples.shards > 1 or is_exact else PROMPTS_TOGETHER
-        number, tokens = (self._replicated(np.zeros(shape, np.int32)) for shape in (rows, (rows, size)))
-        lowered = programs.extend.lower(
+        size = PrefillShapes.from_config(self._config, samples.max_length).chunk_size
+        rows = samples.shards if samples.shards > 1 or is_exact else MAX_PROMPTS_TOGETHER
+        number, tokens = (self._replicate(np.zeros(shape, np.int32)) for shape in (rows, (rows, size)))
+        lowered = programs.prefill.lower(
             self._params, self._model, None, number, tokens, number, number, self._cache(), self._table(rows)
         )
         detail = f"{size} tokens of {rows} prompts" if rows > 1 else f"{size} tokens"
@@ -197,22 +197,22 @@ class _Shapes:
 
     def decode(self) -> _Lowered:
         """Return a decode slice of the most samples, with the base model."""
-        lowered = self._decode(None, Rows((None,) * self._plan.samples.num_rows, (BASE,)))
+        lowered = self._decode(None, SliceRows((None,) * self._plan.samples.num_rows, (BASE_SLOT,)))
         planned = self._plan.weight_bytes + self._plan.kv_bytes + self._plan.slice_bytes
         return lowered, f"{self._plan.samples.num_slots} samples", planned
 
     def adapters(self) -> _Lowered:
         """Return a decode slice of the most samples, with as few adapters as a program of several has."""
         plan, num_slots, merges = self._plan, self._plan.num_adapter_slots, self._plan.dtype != "float32"
-        pool = placed_adapter_shapes(self._layout, self._model, self._rank, num_slots=num_slots)
+        pool = make_adapter_shapes(self._layout, self._model, self._rank, num_slots=num_slots)
         most = 1 + self._config.max_sampler_adapters
-        first, *others = Rows.of_every_shape(plan.samples.num_rows, BASE + 1, merges=merges, max_adapters=most)
+        first, *others = SliceRows.iter_shapes(plan.samples.num_rows, BASE_SLOT + 1, merges=merges, max_adapters=most)
         rows = others[0] if merges else first
         planned = plan.weight_bytes + plan.kv_bytes + plan.slice_bytes + num_slots * self._adapter_bytes
         detail = f"{plan.samples.num_slots} samples, {len(rows.adapters)} adapters at once, {num_slots} places"
         return self._decode(pool, rows), f"{detail}, rank {self._rank}", planned
 
-    def _decode(self, pool: Adapter | None, rows: Rows) -> Any:
+    def _decode(self, pool: Adapter | None, rows: SliceRows) -> Any:
         config, num_rows = self._config, len(rows.samples)
         return programs.decode_slice.lower(
             self._params,
@@ -220,22 +220,22 @@ class _Shapes:
             pool,
             self._cache(),
             self._table(num_rows),
-            self._replicated(RowInputs(config.decode_slice_tokens).of(rows)),
-            self._replicated(np.full(num_rows, programs.ENDED, np.int32)),
-            self._replicated(np.int32(0)),
+            self._replicate(RowInputs(config.decode_slice_tokens).make_batch(rows)),
+            self._replicate(np.full(num_rows, programs.ENDED, np.int32)),
+            self._replicate(np.int32(0)),
             max_steps=config.decode_slice_tokens,
             max_topk=config.max_topk_logprobs,
         )
 
     def _cache(self) -> Cache:
         samples = self._plan.samples
-        return models.cache_shapes(self._params, self._model, samples.num_pages, samples.num_states, samples.page)
+        return models.describe_cache(self._params, self._model, samples.num_pages, samples.num_states, samples.page)
 
-    def _table(self, num_rows: int) -> Table:
+    def _table(self, num_rows: int) -> BlockTable:
         page_BM = np.zeros((num_rows, self._plan.samples.table_pages), np.int32)
-        return self._replicated(Table(page_BM, np.zeros(num_rows, np.int32)))  # type: ignore[arg-type]
+        return self._replicate(BlockTable(page_BM, np.zeros(num_rows, np.int32)))  # type: ignore[arg-type]
 
-    def _replicated(self, tree: Any) -> Any:
+    def _replicate(self, tree: Any) -> Any:
         def array(leaf: Any) -> jax.ShapeDtypeStruct:
             shape = np.shape(leaf)
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=self._layout.sharding((None,) * len(shape), shape))

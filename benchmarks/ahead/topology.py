@@ -20,50 +20,50 @@ from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.layers.sharding import Layout
 
-GPUS_OF_A_HOST = 8
+GPUS_PER_HOST = 8
 _DNN = "dnn_version_info {\n  major: 9\n  minor: 10\n}\n"
 """A version of cuDNN, which the compiler asks for. No program of ours calls it."""
 
 
-def described_layout(family: Literal["gpu", "tpu"], topology: str, config: MeshConfig) -> Layout:
+def describe_layout(family: Literal["gpu", "tpu"], topology: str, config: MeshConfig) -> Layout:
     """Return a layout over the first devices of a topology, such as `v5e:2x4` or `h200:8`.
 
     Raises UserError for a GPU without description, and without the compiler of the devices.
     """
-    return mesh.layout_over(_gpus(topology) if family == "gpu" else _tpus(topology), config)
+    return mesh.layout_from_devices(_describe_gpus(topology) if family == "gpu" else _describe_tpus(topology), config)
 
 
-def _tpus(topology: str) -> Any:
+def _describe_tpus(topology: str) -> Any:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # or libtpu asks a server of the cloud which TPU this is
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     except _ERRORS as error:
-        raise _no_compiler(topology, f"'{DISTRIBUTION}[tpu]'", error) from error
+        raise _make_compiler_error(topology, f"'{DISTRIBUTION}[tpu]'", error) from error
 
 
-def _gpus(topology: str) -> Any:
+def _describe_gpus(topology: str) -> Any:
     name, _, number = topology.partition(":")
     target, wanted = gpu_target(name), int(number or 1)
-    hosts = -(-wanted // GPUS_OF_A_HOST)
-    shape = f"1x{hosts}x{wanted if hosts == 1 else GPUS_OF_A_HOST}"  # slices, hosts, GPUs
+    hosts = -(-wanted // GPUS_PER_HOST)
+    shape = f"1x{hosts}x{wanted if hosts == 1 else GPUS_PER_HOST}"  # slices, hosts, GPUs
     try:
         return topologies.get_topology_desc(platform="cuda", target_config=target, topology=shape).devices
     except _ERRORS as error:
-        raise _no_compiler(topology, "jax-cuda12-plugin jax-cuda12-pjrt", error) from error
+        raise _make_compiler_error(topology, "jax-cuda12-plugin jax-cuda12-pjrt", error) from error
 
 
 _ERRORS = RuntimeError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError
 
 
-def _no_compiler(topology: str, packages: str, error: Exception) -> UserError:
+def _make_compiler_error(topology: str, packages: str, error: Exception) -> UserError:
     cause = " ".join(str(error).split())[:300]
     return UserError(f"no compiler for {topology}: pip install {packages} ({cause})")
 
 
 def gpu_target(name: str) -> str:
     """Return the description of a GPU as text of a GpuTargetConfigProto. Raises UserError if there is none."""
-    described = _targets()
+    described = _load_targets()
     if name not in described["gpus"]:
         raise UserError(f"--device: {name} is not described; of the GPUs, {' and '.join(described['gpus'])} are")
     gpu = dict(described["gpus"][name])
@@ -91,5 +91,5 @@ def gpu_target(name: str) -> str:
 
 
 @cache
-def _targets() -> dict[str, Any]:
+def _load_targets() -> dict[str, Any]:
     return tomllib.loads(Path(__file__).with_name("gpu_targets.toml").read_text())

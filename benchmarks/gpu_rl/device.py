@@ -7,13 +7,13 @@ import threading
 NO_GPU = "cpu"
 
 
-def device_name() -> str:
+def read_device_name() -> str:
     """Return the name of the first GPU, such as `NVIDIA H200`, or `cpu`."""
     found = _ask("name")
     return found[0] if found else NO_GPU
 
 
-def driver_version() -> str | None:
+def read_driver_version() -> str | None:
     found = _ask("driver_version")
     return found[0] if found else None
 

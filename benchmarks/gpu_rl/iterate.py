@@ -106,7 +106,7 @@ def iterate(
     record["iteration_s"] = round(trained - started, 3)
     record["sampler_to_trainer_nats"] = compare_logprobs(samples, output)
     time.sleep(METRICS_S)
-    record |= {name: round(value, 3) for name, value in _changes(before, read_metrics(url)).items()}
+    record |= {name: round(value, 3) for name, value in _subtract(before, read_metrics(url)).items()}
     save_progress(results)
 
 
@@ -158,7 +158,7 @@ def compare_logprobs(samples: Sequence[Sample], output: types.ForwardBackwardOut
     return {"mean": float(f"{total / count:.3g}"), "max": float(f"{largest:.3g}")}
 
 
-def _changes(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+def _subtract(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
     return {name: after[key] - before.get(key, 0.0) for name, key in COUNTED.items() if key in after}
 
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import machine
+from benchmarks.common import describe_machine
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tinker")
 
@@ -27,7 +27,7 @@ class Records:
     @classmethod
     def open(cls, files: Sequence[Path], commit: str, device: dict[str, Any], options: dict[str, Any]) -> "Records":
         """Read all files; of records of the same phase and configuration the newest is kept."""
-        records = cls(files, commit, machine(PACKAGES) | device, options)
+        records = cls(files, commit, describe_machine(PACKAGES) | device, options)
         for file in files:
             for record in json.loads(file.read_text()) if file.exists() else []:
                 if record not in records._records:

@@ -27,8 +27,8 @@ def make_table(find: Callable[[str], Results | None], model: str, shape: str, de
             _show(last, "sampling_s", "training_s", "save_s", "client_s"),
             "none",
         ),
-        *_compared("sampling", last.get("sampling_tokens_per_s"), found["sample_peer"], SAMPLING_RATIO),
-        *_compared("training", last.get("training_tokens_per_s"), found["train_peer"], TRAINING_RATIO),
+        *_make_comparison("sampling", last.get("sampling_tokens_per_s"), found["sample_peer"], SAMPLING_RATIO),
+        *_make_comparison("training", last.get("training_tokens_per_s"), found["train_peer"], TRAINING_RATIO),
         ("programs compiled meanwhile; seconds", _show(last, "programs_compiled", "compile_s"), "0"),
         (
             "sampler against trainer, nats: mean; largest",
@@ -53,7 +53,7 @@ def make_table(find: Callable[[str], Results | None], model: str, shape: str, de
         ),
         (
             "slots; tokens of the KV cache; of a micro-batch",
-            _show(found["iterations"].get("server", {}), "slots", "kv_cache_tokens") + "; " + _micro_batch(last),
+            _show(found["iterations"].get("server", {}), "slots", "kv_cache_tokens") + "; " + _format_micro_batch(last),
             "none",
         ),
     ]
@@ -64,7 +64,7 @@ def make_table(find: Callable[[str], Results | None], model: str, shape: str, de
 _P50_P95 = ("p50_s", "p95_s")
 
 
-def _compared(what: str, ours: float | None, peer: Results, target: float) -> list[tuple[str, str, str]]:
+def _make_comparison(what: str, ours: float | None, peer: Results, target: float) -> list[tuple[str, str, str]]:
     """Return the rows of a throughput and of its ratio to that of the peer."""
     theirs = peer.get("tokens_per_s")
     ratio = f"{ours / theirs:.2f}" if ours and theirs else "–"
@@ -85,7 +85,7 @@ def _compare_greedy(before: Results, after: Results) -> str:
     return "equal" if before["greedy"] == after["greedy"] else "different"
 
 
-def _micro_batch(iteration: Results) -> str:
+def _format_micro_batch(iteration: Results) -> str:
     if not iteration.get("micro_batches"):
         return "–"
     positions = iteration["training_tokens"] + iteration.get("padding_tokens", 0)

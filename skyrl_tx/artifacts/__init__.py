@@ -1,6 +1,6 @@
 """Artifacts: immutable, hashed directories of weight files, in a local directory or in an object store."""
 
-from skyrl_tx.artifacts.base import ArtifactStore, Identity, artifact_id_for
+from skyrl_tx.artifacts.base import ArtifactStore, Identity, make_artifact_id
 from skyrl_tx.artifacts.files import (
     Artifact,
     ArtifactCorrupt,
@@ -9,10 +9,10 @@ from skyrl_tx.artifacts.files import (
     FileHash,
     hash_file,
     open_artifact,
-    recorded_files,
+    read_file_hashes,
 )
 from skyrl_tx.artifacts.local import LocalArtifacts
-from skyrl_tx.artifacts.place import PlaceRefused, checked_url, open_artifacts, open_bucket, recorded_url
+from skyrl_tx.artifacts.place import InvalidLocation, normalize_url, open_artifacts, open_bucket, read_recorded_url
 
 __all__ = [
     "Artifact",
@@ -22,14 +22,14 @@ __all__ = [
     "ArtifactsUnreachable",
     "FileHash",
     "Identity",
+    "InvalidLocation",
     "LocalArtifacts",
-    "PlaceRefused",
-    "artifact_id_for",
-    "checked_url",
     "hash_file",
+    "make_artifact_id",
+    "normalize_url",
     "open_artifact",
     "open_artifacts",
     "open_bucket",
-    "recorded_files",
-    "recorded_url",
+    "read_file_hashes",
+    "read_recorded_url",
 ]

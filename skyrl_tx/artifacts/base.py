@@ -26,7 +26,7 @@ IDENTITY_DECODER = msgspec.json.Decoder(Identity)
 """Made once, because two threads cannot safely make decoders of a class; see `contract.codec`."""
 
 
-def artifact_id_for(name: str) -> ArtifactId:
+def make_artifact_id(name: str) -> ArtifactId:
     """Return the artifact id for a name: always the same, so that a repeated request creates the same artifact."""
     return ArtifactId(f"art-{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}")
 
@@ -42,7 +42,7 @@ class ArtifactStore(ABC):
 
     @property
     @abstractmethod
-    def place(self) -> str:
+    def location(self) -> str:
         """The name of the place for people, without credentials."""
 
     @abstractmethod
@@ -76,7 +76,7 @@ class ArtifactStore(ABC):
         """
 
     @abstractmethod
-    def verified(self, artifact_id: ArtifactId) -> Artifact:
+    def open_verified(self, artifact_id: ArtifactId) -> Artifact:
         """Return what `open` returns, and raise like it.
 
         Hashes are computed once per process, and again if a file's modification time changes.
@@ -87,7 +87,7 @@ class ArtifactStore(ABC):
         """Return the description of an artifact, or of one in the trash, from its manifest. Raises like `open`."""
 
     @contextmanager
-    def held(self, artifact_id: ArtifactId) -> Generator[None]:
+    def keep_local(self, artifact_id: ArtifactId) -> Generator[None]:
         """Keep the files of an artifact on this machine until the end. Raises ArtifactMissing.
 
         In a local directory they stay without this, as long as a row refers to the artifact.
@@ -95,7 +95,7 @@ class ArtifactStore(ABC):
         yield
 
     @abstractmethod
-    def ids(self, *, trashed: bool = False) -> list[ArtifactId]:
+    def list_ids(self, *, trashed: bool = False) -> list[ArtifactId]:
         """Return the ids of all artifacts, or of those in the trash."""
 
     @abstractmethod
@@ -129,7 +129,7 @@ class ArtifactStore(ABC):
         """
 
     @abstractmethod
-    def identity(self) -> Identity | None:
+    def read_identity(self) -> Identity | None:
         """Return the recorded database; None if there is none or it cannot be read."""
 
     @abstractmethod
@@ -144,7 +144,7 @@ class ArtifactStore(ABC):
     def forget_identity(self) -> None:
         """Forget the database, so that all artifacts that the next one does not refer to are unclaimed."""
 
-    def url(
+    def sign_url(
         self, artifact_id: ArtifactId, file: str, ttl_s: float, method: Literal["GET", "HEAD"] = "GET"
     ) -> str | None:
         """Return a signed URL of a file that needs no credentials; None if the place has none."""

@@ -43,7 +43,7 @@ _EXISTS = (FileExistsError, exceptions.AlreadyExistsError, exceptions.Preconditi
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredObject:
     """An object. `modified_at` is its time of writing by the clock of the object store, in seconds since the epoch."""
 
     path: str
@@ -60,21 +60,23 @@ class Bucket:
         self.name = name
 
     @classmethod
-    def of(cls, url: str, *, client: "ClientConfig | None" = None, retry: "RetryConfig | None" = None) -> "Bucket":
+    def open_url(
+        cls, url: str, *, client: "ClientConfig | None" = None, retry: "RetryConfig | None" = None
+    ) -> "Bucket":
         """Open a URL. Credentials, region and endpoint are read from the provider's usual environment variables."""
         if url.startswith("file:"):
             return cls(from_url(url, mkdir=True, automatic_cleanup=True), url)
         client = _CLIENT if client is None else client
         if os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"):
             client = {**client, "allow_http": True}
-        return _repeated(
+        return _call_with_retries(
             "open", url, lambda: cls(from_url(url, client_options=client, retry_config=retry or _RETRY), url)
         )
 
     def put(self, path: str, content: bytes | Path) -> None:
         """Write an object, in parts if it is large."""
         size, concurrency = _PART_BYTES, _CONCURRENT
-        _repeated(
+        _call_with_retries(
             "write", path, lambda: obstore.put(self._store, path, content, chunk_size=size, max_concurrency=concurrency)
         )
 
@@ -88,7 +90,7 @@ class Bucket:
                 return False
             return True
 
-        return _repeated("create", path, create)
+        return _call_with_retries("create", path, create)
 
     def get(self, path: str) -> bytes | None:
         """Read an object; None if there is none."""
@@ -97,9 +99,9 @@ class Bucket:
             try:
                 return bytes(obstore.get(self._store, path).bytes())
             except FileNotFoundError as error:
-                return _nothing(error)
+                return _check_bucket_exists(error)
 
-        return _repeated("read", path, get)
+        return _call_with_retries("read", path, get)
 
     def download(self, path: str, target: Path, num_bytes: int) -> bool:
         """Read an object of known size into a new file, in ranges; return False if there is no such object."""
@@ -108,11 +110,11 @@ class Bucket:
             try:
                 return bytes(obstore.get_range(self._store, path, start=start, end=end))
             except FileNotFoundError as error:
-                return _nothing(error)
+                return _check_bucket_exists(error)
 
         def read(start: int) -> bool:
             end = min(start + _PART_BYTES, num_bytes)
-            part = _repeated("read", path, lambda: get_range(start, end))
+            part = _call_with_retries("read", path, lambda: get_range(start, end))
             position, left = start, memoryview(part or b"")
             while left:
                 written = os.pwrite(descriptor, left, position)
@@ -127,21 +129,21 @@ class Bucket:
             pool.shutdown(cancel_futures=True)
             os.close(descriptor)
 
-    def list(self, folder: str | None = None) -> Sequence[Stored]:
+    def list(self, folder: str | None = None) -> Sequence[StoredObject]:
         """Return the objects in a folder, or all."""
 
-        def read() -> Sequence[Stored]:
+        def read() -> Sequence[StoredObject]:
             return [
-                Stored(each["path"], each["size"], each["last_modified"].timestamp())
+                StoredObject(each["path"], each["size"], each["last_modified"].timestamp())
                 for page in obstore.list(self._store, folder)
                 for each in page
             ]
 
-        return _repeated("list", folder or "all objects", read)
+        return _call_with_retries("list", folder or "all objects", read)
 
-    def modified_at(self, path: str) -> float:
+    def get_modification_time(self, path: str) -> float:
         """Return when an object was written, by the clock of the object store."""
-        return _repeated("read", path, lambda: obstore.head(self._store, path))["last_modified"].timestamp()
+        return _call_with_retries("read", path, lambda: obstore.head(self._store, path))["last_modified"].timestamp()
 
     def delete(self, paths: Sequence[str]) -> None:
         """Remove objects, of which some may not exist."""
@@ -150,10 +152,10 @@ class Bucket:
             try:
                 obstore.delete(self._store, path)
             except FileNotFoundError as error:
-                _nothing(error)
+                _check_bucket_exists(error)
 
         for path in paths:
-            _repeated("remove", path, partial(delete, path))
+            _call_with_retries("remove", path, partial(delete, path))
 
     def probe(self) -> bool:
         """Write, list, read and remove a small object; return whether it could be created once only."""
@@ -167,15 +169,15 @@ class Bucket:
             raise ArtifactsUnreachable(f"the object store does not return {path}, which was just written")
         return creates_once
 
-    def url(self, path: str, ttl_s: float, method: Literal["GET", "HEAD"]) -> str | None:
+    def sign_url(self, path: str, ttl_s: float, method: Literal["GET", "HEAD"]) -> str | None:
         """Return a signed URL of an object; None if the store has none."""
         store = self._store
         if not isinstance(store, (S3Store, GCSStore, AzureStore)):
             return None
-        return _repeated("sign", path, lambda: obstore.sign(store, method, path, timedelta(seconds=ttl_s)))
+        return _call_with_retries("sign", path, lambda: obstore.sign(store, method, path, timedelta(seconds=ttl_s)))
 
 
-def _repeated(verb: str, path: str, call: Callable[[], T]) -> T:
+def _call_with_retries(verb: str, path: str, call: Callable[[], T]) -> T:
     """Return what a call returns, which may run more than once: obstore repeats no request whose answer was cut.
 
     Errors become ArtifactsUnreachable. They are not chained, because a traceback would show their texts.
@@ -185,19 +187,19 @@ def _repeated(verb: str, path: str, call: Callable[[], T]) -> T:
         try:
             return call()
         except (exceptions.BaseError, OSError) as error:
-            reason = _reason(error)
+            reason = _describe_error(error)
         if is_last or reason == _DENIED or time.monotonic() - started > _PATIENCE_S:
             break
     raise ArtifactsUnreachable(f"the object store cannot {verb} {path}: {reason}")
 
 
-def _nothing(error: FileNotFoundError) -> None:
+def _check_bucket_exists(error: FileNotFoundError) -> None:
     """Return None for an object that does not exist; raise the error again if its bucket does not exist."""
     if _NO_BUCKET.search(str(error)):
         raise error
 
 
-def _reason(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     """Return why a request failed, from known parts of an error's text."""
     text = str(error)
     if found := _CODE.search(text):

@@ -8,8 +8,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from skyrl_tx.artifacts.files import ID, check_free_space, size_bytes
-from skyrl_tx.artifacts.folders import TEMPORARY, in_progress, locked, remove_interrupted
+from skyrl_tx.artifacts.files import ARTIFACT_ID, check_free_space, compute_size_bytes
+from skyrl_tx.artifacts.folders import TEMPORARY, create_locked, lock_folder, remove_interrupted
 from skyrl_tx.contract.ids import ArtifactId
 
 
@@ -26,16 +26,16 @@ class ArtifactCache:
         self._max_bytes = max_bytes
         self._min_free_bytes = min_free_bytes
 
-    def path(self, artifact_id: ArtifactId) -> Path:
+    def get_path(self, artifact_id: ArtifactId) -> Path:
         """Return the place of an artifact, which may not be there."""
         return self._root / artifact_id
 
     @contextmanager
-    def held(self, artifact_id: ArtifactId) -> Generator[bool]:
+    def keep_local(self, artifact_id: ArtifactId) -> Generator[bool]:
         """Keep an artifact here until the end, and yield True; yield False if it is not here."""
-        path = self.path(artifact_id)
+        path = self.get_path(artifact_id)
         try:
-            with locked(path, fcntl.LOCK_SH) as descriptor:
+            with lock_folder(path, fcntl.LOCK_SH) as descriptor:
                 is_here = _is_at(descriptor, path)
                 if is_here:
                     os.utime(path)  # the least recently used is evicted first
@@ -46,7 +46,7 @@ class ArtifactCache:
             yield False
 
     @contextmanager
-    def writing(self, num_bytes: int = 0) -> Generator[Path]:
+    def create_folder(self, num_bytes: int = 0) -> Generator[Path]:
         """Yield an empty directory, to fill and to `add`; it is removed at the end, or after a crash.
 
         Raises CapacityError if the disk has no room for that number of bytes, whatever is evicted.
@@ -55,7 +55,7 @@ class ArtifactCache:
         check_free_space(self._root, self._min_free_bytes + num_bytes)
         folder = self._root / f"{TEMPORARY}{secrets.token_hex(16)}"
         try:
-            with in_progress(folder):
+            with create_locked(folder):
                 yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -67,17 +67,17 @@ class ArtifactCache:
     def add(self, folder: Path, artifact_id: ArtifactId) -> None:
         """Rename a complete directory to an artifact, unless that is here already; evict others if there is no room."""
         try:
-            folder.rename(self.path(artifact_id))
+            folder.rename(self.get_path(artifact_id))
         except OSError:
-            if not self.path(artifact_id).is_dir():
+            if not self.get_path(artifact_id).is_dir():
                 raise
         self._evict(0, kept=artifact_id)
 
     def drop(self, artifact_id: ArtifactId) -> bool:
         """Remove an artifact; return False if it is in use, or not here."""
-        path = self.path(artifact_id)
+        path = self.get_path(artifact_id)
         try:
-            with locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB) as descriptor:
+            with lock_folder(path, fcntl.LOCK_EX | fcntl.LOCK_NB) as descriptor:
                 if not _is_at(descriptor, path):
                     return False
                 removed = path.rename(self._root / f"{TEMPORARY}{secrets.token_hex(16)}")
@@ -93,8 +93,8 @@ class ArtifactCache:
 
     def _evict(self, num_bytes: int, *, kept: ArtifactId | None = None) -> None:
         """Remove the least recently used artifacts until there is room for `num_bytes` more."""
-        found = [path for path in self._root.iterdir() if ID.fullmatch(path.name)]
-        sizes = {path: size_bytes(path) for path in sorted(found, key=_used_at)}
+        found = [path for path in self._root.iterdir() if ARTIFACT_ID.fullmatch(path.name)]
+        sizes = {path: compute_size_bytes(path) for path in sorted(found, key=_get_use_time)}
         total = sum(sizes.values())
         for path, size in sizes.items():
             has_disk = shutil.disk_usage(self._root).free >= self._min_free_bytes + num_bytes
@@ -112,7 +112,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _used_at(path: Path) -> float:
+def _get_use_time(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except FileNotFoundError:  # evicted by another process

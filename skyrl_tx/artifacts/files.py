@@ -19,7 +19,7 @@ from skyrl_tx.contract.errors import CapacityError
 from skyrl_tx.contract.ids import ArtifactId
 from skyrl_tx.process.failpoints import failpoint
 
-ID = re.compile(r"art-[0-9a-f]{32}")
+ARTIFACT_ID = re.compile(r"art-[0-9a-f]{32}")
 MANIFEST = "manifest.json"
 _SUFFIXES = frozenset({".safetensors", ".json", ENCRYPTED_SUFFIX})
 Stamp = Mapping[str, tuple[int, int, int]]
@@ -90,7 +90,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         """
         return not self.metadata.keys().isdisjoint(("base_model", "effect_order"))
 
-    def described(self, artifact_id: ArtifactId, path: Path) -> Artifact:
+    def make_artifact(self, artifact_id: ArtifactId, path: Path) -> Artifact:
         """Return the description of an artifact with this manifest."""
         files = {name: file.size_bytes for name, file in self.files.items()}
         return Artifact(artifact_id=artifact_id, path=path, files=files, metadata=self.metadata)
@@ -112,7 +112,7 @@ def check_free_space(folder: Path, reserved: int) -> None:
 
 def seal(folder: Path, metadata: Mapping[str, str], upload: str = "") -> Manifest:
     """Hash the files of a folder, write their manifest, and flush all to disk. Raises ValueError for other files."""
-    files = {name: _finish(folder / name) for name in sorted(_names(folder))}
+    files = {name: _flush_and_hash(folder / name) for name in sorted(_list_names(folder))}
     failpoint("artifact.files")
     manifest = Manifest(1, dict(metadata), files, upload)
     (folder / MANIFEST).write_bytes(encode(manifest))
@@ -131,10 +131,10 @@ def open_artifact(path: Path) -> Artifact:
     """Return the description of an artifact in any place after checking all hashes. Raises ArtifactCorrupt."""
     manifest = read_manifest(path)
     verify(path, manifest)
-    return manifest.described(ArtifactId(path.name), path)
+    return manifest.make_artifact(ArtifactId(path.name), path)
 
 
-def recorded_files(path: Path) -> dict[str, FileHash]:
+def read_file_hashes(path: Path) -> dict[str, FileHash]:
     """Return the files of an artifact as its manifest records them, and the manifest itself. Raises ArtifactCorrupt."""
     return {**read_manifest(path).files, MANIFEST: hash_file(path / MANIFEST)}
 
@@ -151,7 +151,7 @@ def read_manifest(path: Path) -> Manifest:
 def verify(path: Path, manifest: Manifest) -> None:
     """Compare the files of an artifact with its manifest. Raises ArtifactCorrupt naming the first bad file."""
     try:
-        names = set(_names(path))
+        names = set(_list_names(path))
     except ValueError as error:
         raise ArtifactCorrupt(f"artifact {path.name}: {error}") from error
     for name in sorted(names ^ {*manifest.files, MANIFEST}):
@@ -161,7 +161,7 @@ def verify(path: Path, manifest: Manifest) -> None:
             raise ArtifactCorrupt(f"artifact {path.name}: file {name} is not as it was written")
 
 
-class Verified:
+class VerificationCache:
     """The artifacts whose hashes this process has checked, until a file's modification time changes."""
 
     def __init__(self) -> None:
@@ -170,12 +170,12 @@ class Verified:
     def check(self, path: Path) -> Artifact:
         """Return what `open_artifact` returns, and raise like it; hashes are computed once."""
         artifact_id, manifest = ArtifactId(path.name), read_manifest(path)
-        stamp = _stamp(path, (*manifest.files, MANIFEST))
+        stamp = _read_stamp(path, (*manifest.files, MANIFEST))
         if stamp is None or self._stamps.get(artifact_id) != stamp:
             verify(path, manifest)
         if stamp is not None:
             self._stamps[artifact_id] = stamp
-        return manifest.described(artifact_id, path)
+        return manifest.make_artifact(artifact_id, path)
 
 
 def hash_file(path: Path) -> FileHash:
@@ -193,12 +193,12 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def size_bytes(path: Path) -> int:
+def compute_size_bytes(path: Path) -> int:
     """Return the size of all files under a folder."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
-def _names(folder: Path) -> Iterator[str]:
+def _list_names(folder: Path) -> Iterator[str]:
     """Yield the relative paths of all files under a folder. Raises ValueError for links and special files."""
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
@@ -208,7 +208,7 @@ def _names(folder: Path) -> Iterator[str]:
         yield from (Path(parent, name).relative_to(folder).as_posix() for name in files)
 
 
-def _finish(path: Path) -> FileHash:
+def _flush_and_hash(path: Path) -> FileHash:
     """Flush a file to disk and return its size and hash."""
     if path.suffix not in _SUFFIXES or path.name == MANIFEST:
         raise ValueError(f"artifact file {path.name} is not among {', '.join(sorted(_SUFFIXES))}, or named {MANIFEST}")
@@ -216,7 +216,7 @@ def _finish(path: Path) -> FileHash:
     return hash_file(path)
 
 
-def _stamp(path: Path, names: Collection[str]) -> Stamp | None:
+def _read_stamp(path: Path, names: Collection[str]) -> Stamp | None:
     """Return inode, size and modification time of each file; None if one is missing."""
     try:
         found = {name: (path / name).stat() for name in names}

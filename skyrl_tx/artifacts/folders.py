@@ -12,7 +12,7 @@ TEMPORARY = ".tmp-"
 
 
 @contextmanager
-def locked(folder: Path, how: int) -> Generator[int]:
+def lock_folder(folder: Path, how: int) -> Generator[int]:
     """Lock a directory, and yield its descriptor. Raises BlockingIOError if `how` says not to wait."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -23,7 +23,7 @@ def locked(folder: Path, how: int) -> Generator[int]:
 
 
 @contextmanager
-def in_progress(folder: Path) -> Generator[None]:
+def create_locked(folder: Path) -> Generator[None]:
     """Create and lock a directory, so that garbage collection does not take it for an interrupted creation."""
     while True:
         folder.mkdir(mode=0o700)

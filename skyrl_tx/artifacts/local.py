@@ -14,20 +14,20 @@ import msgspec
 
 from skyrl_tx.artifacts.base import IDENTITY_DECODER, ArtifactStore, Identity
 from skyrl_tx.artifacts.files import (
-    ID,
+    ARTIFACT_ID,
     Artifact,
     ArtifactCorrupt,
     ArtifactMissing,
-    Verified,
+    VerificationCache,
     check_free_space,
+    compute_size_bytes,
     encode,
     fsync,
     open_artifact,
     read_manifest,
     seal,
-    size_bytes,
 )
-from skyrl_tx.artifacts.folders import TEMPORARY, in_progress, locked, remove_interrupted
+from skyrl_tx.artifacts.folders import TEMPORARY, create_locked, lock_folder, remove_interrupted
 from skyrl_tx.contract.ids import ArtifactId
 from skyrl_tx.process.failpoints import failpoint
 
@@ -45,11 +45,11 @@ class LocalArtifacts(ArtifactStore):
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._root = root.resolve()
         self._min_free_bytes = min_free_bytes
-        self._verified = Verified()
+        self._verified = VerificationCache()
         self._identity_written_ns: int | None = None
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The directory."""
         return str(self._root)
 
@@ -65,7 +65,7 @@ class LocalArtifacts(ArtifactStore):
             return self.describe(artifact_id)
         temporary = self._root / f"{TEMPORARY}{artifact_id}"
         path = self._root / artifact_id
-        with in_progress(temporary):
+        with create_locked(temporary):
             try:
                 check_free_space(self._root, self._min_free_bytes)
                 write(temporary)
@@ -79,24 +79,24 @@ class LocalArtifacts(ArtifactStore):
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
-        return manifest.described(artifact_id, path)
+        return manifest.make_artifact(artifact_id, path)
 
     def has(self, artifact_id: ArtifactId) -> bool:
         """Return whether an artifact with this id exists."""
-        return bool(ID.fullmatch(artifact_id)) and (self._root / artifact_id).is_dir()
+        return bool(ARTIFACT_ID.fullmatch(artifact_id)) and (self._root / artifact_id).is_dir()
 
     def open(self, artifact_id: ArtifactId) -> Artifact:
         """Return an artifact's description after checking all hashes."""
-        return open_artifact(self._path(artifact_id))
+        return open_artifact(self._get_path(artifact_id))
 
     def describe(self, artifact_id: ArtifactId, *, trashed: bool = False) -> Artifact:
         """Return the description of an artifact, or of one in the trash, from its manifest."""
-        path = self._path(artifact_id, trashed=trashed)
-        return read_manifest(path).described(artifact_id, path)
+        path = self._get_path(artifact_id, trashed=trashed)
+        return read_manifest(path).make_artifact(artifact_id, path)
 
-    def verified(self, artifact_id: ArtifactId) -> Artifact:
+    def open_verified(self, artifact_id: ArtifactId) -> Artifact:
         """Return what `open` returns; hashes are computed once."""
-        return self._verified.check(self._path(artifact_id))
+        return self._verified.check(self._get_path(artifact_id))
 
     def collect(
         self, keep: Collection[ArtifactId], looked_at: float | None = None, *, min_age_s: float = 600.0
@@ -108,35 +108,39 @@ class LocalArtifacts(ArtifactStore):
         looked_at = time.time() if looked_at is None else looked_at
         taken: list[ArtifactId] = []
         kept = frozenset(keep)
-        with self._may_remove() as may_remove:
+        with self._lock_for_removal() as may_remove:
             for path in sorted(self._root.iterdir()) if may_remove else ():
                 if path.name.startswith(TEMPORARY):
                     remove_interrupted(path)
-                elif ID.fullmatch(path.name) and path.name not in kept and looked_at - _modified_at(path) >= min_age_s:
+                elif (
+                    ARTIFACT_ID.fullmatch(path.name)
+                    and path.name not in kept
+                    and looked_at - _get_modification_time(path) >= min_age_s
+                ):
                     self._take_away(path)
                     taken.append(ArtifactId(path.name))
         return taken
 
     def remove(self, artifact_id: ArtifactId) -> bool:
         """Remove an artifact; return False if artifacts are `pinned`."""
-        with self._may_remove() as may_remove:
+        with self._lock_for_removal() as may_remove:
             if may_remove:
-                self._remove(self._path(artifact_id))
+                self._remove(self._get_path(artifact_id))
         return may_remove
 
     def discard(self, artifact_id: ArtifactId) -> None:
         """Move an artifact to the trash."""
-        path = self._path(artifact_id)
+        path = self._get_path(artifact_id)
         (self._root / _TRASH).mkdir(mode=0o700, exist_ok=True)
         os.utime(path)  # first: an artifact in the trash is as old as its time there
         failpoint("artifact.collect")
         with suppress(ArtifactMissing):  # an earlier one of the same id
-            self._remove(self._path(artifact_id, trashed=True))
+            self._remove(self._get_path(artifact_id, trashed=True))
         path.rename(self._root / _TRASH / artifact_id)
 
     def restore(self, artifact_id: ArtifactId) -> None:
         """Move an artifact out of the trash."""
-        path = self._path(artifact_id, trashed=True)
+        path = self._get_path(artifact_id, trashed=True)
         os.utime(path)
         path.rename(self._root / artifact_id)
 
@@ -147,45 +151,45 @@ class LocalArtifacts(ArtifactStore):
         beyond `min_free_bytes`.
         """
         removed: list[ArtifactId] = []
-        trash = sorted(self.ids(trashed=True), key=lambda each: _modified_at(self._root / _TRASH / each))
-        sizes = {artifact_id: size_bytes(self._root / _TRASH / artifact_id) for artifact_id in trash}
-        with self._may_remove() as may_remove:
+        trash = sorted(self.list_ids(trashed=True), key=lambda each: _get_modification_time(self._root / _TRASH / each))
+        sizes = {artifact_id: compute_size_bytes(self._root / _TRASH / artifact_id) for artifact_id in trash}
+        with self._lock_for_removal() as may_remove:
             for artifact_id in trash if may_remove else ():
                 path, total = self._root / _TRASH / artifact_id, sum(sizes.values())
-                is_old = time.time() - _modified_at(path) >= retention_s
+                is_old = time.time() - _get_modification_time(path) >= retention_s
                 free = shutil.disk_usage(self._root).free - self._min_free_bytes
                 if not is_old and total <= min(max_bytes, max(free, 0)):
                     break
-                _log.info("removed %s from the trash", _label(path))
+                _log.info("removed %s from the trash", _describe_artifact(path))
                 self._remove(path)
                 del sizes[artifact_id]
                 removed.append(artifact_id)
         return removed
 
-    def ids(self, *, trashed: bool = False) -> list[ArtifactId]:
+    def list_ids(self, *, trashed: bool = False) -> list[ArtifactId]:
         """Return the ids of all artifacts, or of those in the trash."""
         folder = self._root / _TRASH if trashed else self._root
         if not folder.is_dir():
             return []
-        return sorted(ArtifactId(path.name) for path in folder.iterdir() if ID.fullmatch(path.name))
+        return sorted(ArtifactId(path.name) for path in folder.iterdir() if ARTIFACT_ID.fullmatch(path.name))
 
     @contextmanager
-    def pinned(self) -> Generator[None]:
+    def pin(self) -> Generator[None]:
         """Prevent the removal of artifacts, by any process; waits for a running removal."""
-        with locked(self._root, fcntl.LOCK_SH):
+        with lock_folder(self._root, fcntl.LOCK_SH):
             yield
 
     @contextmanager
-    def temporary(self) -> Generator[Path]:
+    def create_temporary(self) -> Generator[Path]:
         """Create a directory in the root, and remove it at the end, or after a crash."""
         folder = self._root / f"{TEMPORARY}{secrets.token_hex(16)}"
         try:
-            with in_progress(folder):
+            with create_locked(folder):
                 yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def identity(self) -> Identity | None:
+    def read_identity(self) -> Identity | None:
         """Return the recorded database; None if there is none or it cannot be read."""
         try:
             return IDENTITY_DECODER.decode((self._root / _IDENTITY).read_bytes())
@@ -215,11 +219,11 @@ class LocalArtifacts(ArtifactStore):
         (self._root / _IDENTITY).unlink(missing_ok=True)
 
     @contextmanager
-    def _may_remove(self) -> Generator[bool]:
+    def _lock_for_removal(self) -> Generator[bool]:
         """Exclude `pinned`, and yield whether that is possible now."""
         with ExitStack() as stack:
             try:
-                stack.enter_context(locked(self._root, fcntl.LOCK_EX | fcntl.LOCK_NB))
+                stack.enter_context(lock_folder(self._root, fcntl.LOCK_EX | fcntl.LOCK_NB))
             except BlockingIOError:
                 yield False
                 return
@@ -230,7 +234,7 @@ class LocalArtifacts(ArtifactStore):
             _log.debug("removed unreferenced artifact %s", path.name)
             self._remove(path)
             return
-        label = _label(path)
+        label = _describe_artifact(path)
         self.discard(ArtifactId(path.name))
         _log.info("moved %s to the trash: nothing refers to it", label)
 
@@ -240,9 +244,9 @@ class LocalArtifacts(ArtifactStore):
         failpoint("artifact.collect")
         shutil.rmtree(renamed)
 
-    def _path(self, artifact_id: ArtifactId, *, trashed: bool = False) -> Path:
+    def _get_path(self, artifact_id: ArtifactId, *, trashed: bool = False) -> Path:
         path = (self._root / _TRASH if trashed else self._root) / artifact_id
-        if not ID.fullmatch(artifact_id) or path.is_symlink() or not path.is_dir():
+        if not ARTIFACT_ID.fullmatch(artifact_id) or path.is_symlink() or not path.is_dir():
             raise ArtifactMissing(f"no artifact {artifact_id[:80]!r}")
         return path
 
@@ -254,13 +258,13 @@ def _is_missed(path: Path) -> bool:
         return True
 
 
-def _label(path: Path) -> str:
+def _describe_artifact(path: Path) -> str:
     """Return the id of an artifact and what it was, for logs."""
     try:
-        return f"artifact {path.name} ({read_manifest(path).described(ArtifactId(path.name), path).title})"
+        return f"artifact {path.name} ({read_manifest(path).make_artifact(ArtifactId(path.name), path).title})"
     except ArtifactCorrupt:
         return f"artifact {path.name}"
 
 
-def _modified_at(path: Path) -> float:
+def _get_modification_time(path: Path) -> float:
     return path.stat().st_mtime

@@ -23,17 +23,17 @@ from typing import Literal
 import msgspec
 
 from skyrl_tx.artifacts.base import IDENTITY_DECODER, ArtifactStore, Identity
-from skyrl_tx.artifacts.bucket import Bucket, Stored
+from skyrl_tx.artifacts.bucket import Bucket, StoredObject
 from skyrl_tx.artifacts.cache import ArtifactCache
 from skyrl_tx.artifacts.files import (
-    ID,
+    ARTIFACT_ID,
     MANIFEST,
     MANIFEST_DECODER,
     Artifact,
     ArtifactCorrupt,
     ArtifactMissing,
     Manifest,
-    Verified,
+    VerificationCache,
     encode,
     open_artifact,
     seal,
@@ -55,7 +55,7 @@ _UPLOAD_S = 86_400.0
 class _Objects:
     """The objects of one artifact, by their path in its folder."""
 
-    by_name: dict[str, Stored] = field(default_factory=dict[str, Stored])
+    by_name: dict[str, StoredObject] = field(default_factory=dict[str, StoredObject])
 
     @property
     def exists(self) -> bool:
@@ -78,7 +78,7 @@ class _Objects:
     def size_bytes(self) -> int:
         return sum(each.size_bytes for each in self.by_name.values())
 
-    def uploads(self) -> set[str]:
+    def list_uploads(self) -> set[str]:
         """Return the folders of all attempts to create it."""
         return {name.partition("/")[0] for name in self.by_name if "/" in name}
 
@@ -92,11 +92,11 @@ class ObjectArtifacts(ArtifactStore):
         """Use a bucket, and a directory for copies."""
         self._bucket = bucket
         self._cache = cache
-        self._verified = Verified()
+        self._verified = VerificationCache()
         self._known: frozenset[ArtifactId] | None = None
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The URL."""
         return self._bucket.name
 
@@ -108,10 +108,10 @@ class ObjectArtifacts(ArtifactStore):
     ) -> Artifact:
         """Write the files here, then into the object store, and create their manifest."""
         artifact_id = artifact_id or ArtifactId(f"art-{secrets.token_hex(16)}")
-        if (found := self._existing(artifact_id)) is not None:
+        if (found := self._find_existing(artifact_id)) is not None:
             return found
         upload = secrets.token_hex(8)
-        with self._cache.writing() as folder:
+        with self._cache.create_folder() as folder:
             write(folder)
             self._cache.check_free_space()
             manifest = seal(folder, metadata or {}, upload)
@@ -124,47 +124,47 @@ class ObjectArtifacts(ArtifactStore):
                 return self.describe(artifact_id)
             failpoint("artifact.committed")
             self._cache.add(folder, artifact_id)
-        return manifest.described(artifact_id, self._cache.path(artifact_id))
+        return manifest.make_artifact(artifact_id, self._cache.get_path(artifact_id))
 
     def has(self, artifact_id: ArtifactId) -> bool:
         """Return whether an artifact with this id exists."""
-        return bool(ID.fullmatch(artifact_id)) and self._objects(artifact_id).is_live
+        return bool(ARTIFACT_ID.fullmatch(artifact_id)) and self._list_objects(artifact_id).is_live
 
     def open(self, artifact_id: ArtifactId) -> Artifact:
         """Return an artifact's description after checking all hashes of the copy here."""
-        return self._checked(artifact_id, open_artifact)
+        return self._check_copy(artifact_id, open_artifact)
 
-    def verified(self, artifact_id: ArtifactId) -> Artifact:
+    def open_verified(self, artifact_id: ArtifactId) -> Artifact:
         """Return what `open` returns; hashes of a copy are computed once."""
-        return self._checked(artifact_id, self._verified.check)
+        return self._check_copy(artifact_id, self._verified.check)
 
     def describe(self, artifact_id: ArtifactId, *, trashed: bool = False) -> Artifact:
         """Return the description of an artifact from its manifest, after comparing the sizes of its objects."""
-        objects = self._found(artifact_id, trashed=trashed)
-        manifest = self._manifest(artifact_id)
+        objects = self._find_objects(artifact_id, trashed=trashed)
+        manifest = self._read_manifest(artifact_id)
         for name, written in manifest.files.items():
             stored = objects.by_name.get(f"{manifest.upload}/{name}")
             if stored is None:
                 raise ArtifactCorrupt(f"artifact {artifact_id}: file {name} is missing")
             if stored.size_bytes != written.size_bytes:
                 raise ArtifactCorrupt(f"artifact {artifact_id}: file {name} is not as it was written")
-        return manifest.described(artifact_id, self._cache.path(artifact_id))
+        return manifest.make_artifact(artifact_id, self._cache.get_path(artifact_id))
 
     @contextmanager
-    def held(self, artifact_id: ArtifactId) -> Generator[None]:
+    def keep_local(self, artifact_id: ArtifactId) -> Generator[None]:
         """Copy an artifact to this machine if it is not here, and keep it until the end."""
-        self._found(artifact_id)
+        self._find_objects(artifact_id)
         with ExitStack() as stack:
-            while not stack.enter_context(self._cache.held(artifact_id)):
+            while not stack.enter_context(self._cache.keep_local(artifact_id)):
                 stack.pop_all().close()
                 self._fetch(artifact_id)
             yield
 
-    def ids(self, *, trashed: bool = False) -> list[ArtifactId]:
+    def list_ids(self, *, trashed: bool = False) -> list[ArtifactId]:
         """Return the ids of all artifacts, or of those in the trash."""
         return sorted(
             artifact_id
-            for artifact_id, objects in self._all().items()
+            for artifact_id, objects in self._list_all().items()
             if (objects.is_trashed if trashed else objects.is_live)
         )
 
@@ -172,11 +172,11 @@ class ObjectArtifacts(ArtifactStore):
         self, keep: Collection[ArtifactId], looked_at: float | None = None, *, min_age_s: float = 600.0
     ) -> list[ArtifactId]:
         """Take away all artifacts except `keep`, and the objects of creations that were interrupted a day ago."""
-        looked_at = self._now() if looked_at is None else looked_at
+        looked_at = self._read_clock() if looked_at is None else looked_at
         kept = frozenset(keep)
         taken: list[ArtifactId] = []
         self._cache.clean()
-        for artifact_id, objects in sorted(self._all().items()):
+        for artifact_id, objects in sorted(self._list_all().items()):
             if _REMOVING in objects.by_name:
                 self._erase(artifact_id, objects)
                 continue
@@ -188,12 +188,12 @@ class ObjectArtifacts(ArtifactStore):
 
     def remove(self, artifact_id: ArtifactId) -> bool:
         """Remove an artifact."""
-        self._remove(artifact_id, self._found(artifact_id))
+        self._remove(artifact_id, self._find_objects(artifact_id))
         return True
 
     def discard(self, artifact_id: ArtifactId) -> None:
         """Mark an artifact as trash."""
-        self._found(artifact_id)
+        self._find_objects(artifact_id)
         failpoint("artifact.collect")
         self._bucket.put(f"{artifact_id}/{_TRASH}", b"")
 
@@ -202,16 +202,16 @@ class ObjectArtifacts(ArtifactStore):
 
         Either this sees the mark of the removal, or the removal sees that the one of the trash is gone.
         """
-        self._found(artifact_id, trashed=True)
+        self._find_objects(artifact_id, trashed=True)
         self._bucket.put(f"{artifact_id}/{_RESTORED}", b"")
         self._bucket.delete([f"{artifact_id}/{_TRASH}"])
-        self._found(artifact_id)
+        self._find_objects(artifact_id)
 
     def empty_trash(self, *, retention_s: float, max_bytes: int) -> list[ArtifactId]:
         """Remove artifacts that were in the trash for `retention_s`, and the oldest others beyond `max_bytes`."""
         removed: list[ArtifactId] = []
-        now = self._now()
-        trash = {artifact_id: objects for artifact_id, objects in self._all().items() if objects.is_trashed}
+        now = self._read_clock()
+        trash = {artifact_id: objects for artifact_id, objects in self._list_all().items() if objects.is_trashed}
         total = sum(objects.size_bytes for objects in trash.values())
         for artifact_id, objects in sorted(trash.items(), key=lambda each: each[1].by_name[_TRASH].modified_at):
             if now - objects.by_name[_TRASH].modified_at < retention_s and total <= max_bytes:
@@ -222,7 +222,7 @@ class ObjectArtifacts(ArtifactStore):
             total -= objects.size_bytes
         return removed
 
-    def identity(self) -> Identity | None:
+    def read_identity(self) -> Identity | None:
         """Return the recorded database; None if there is none or it cannot be read."""
         content = self._bucket.get(_IDENTITY)
         try:
@@ -232,55 +232,55 @@ class ObjectArtifacts(ArtifactStore):
 
     def write_identity(self, identity: Identity) -> float:
         """Record the database; return the time of the write."""
-        known = frozenset(self.ids())
+        known = frozenset(self.list_ids())
         self._bucket.put(_IDENTITY, encode(identity))
         self._known = known
-        return self._bucket.modified_at(_IDENTITY)
+        return self._bucket.get_modification_time(_IDENTITY)
 
     def touch_identity(self) -> float | None:
         """Return the time; None if artifacts have changed since `write_identity`."""
-        if self._known != frozenset(self.ids()):
+        if self._known != frozenset(self.list_ids()):
             return None
-        return self._now()
+        return self._read_clock()
 
     def forget_identity(self) -> None:
         """Forget the database."""
         self._bucket.delete([_IDENTITY])
 
-    def url(
+    def sign_url(
         self, artifact_id: ArtifactId, file: str, ttl_s: float, method: Literal["GET", "HEAD"] = "GET"
     ) -> str | None:
         """Return a signed URL of a file. Raises ArtifactMissing."""
-        self._found(artifact_id)
-        manifest = self._manifest(artifact_id)
+        self._find_objects(artifact_id)
+        manifest = self._read_manifest(artifact_id)
         if file not in manifest.files:
             raise ArtifactMissing(f"artifact {artifact_id} has no file {file[:80]!r}")
-        return self._bucket.url(f"{artifact_id}/{manifest.upload}/{file}", ttl_s, method)
+        return self._bucket.sign_url(f"{artifact_id}/{manifest.upload}/{file}", ttl_s, method)
 
-    def _now(self) -> float:
+    def _read_clock(self) -> float:
         """Return the time by the clock of the object store, to within a second."""
         self._bucket.put(_CLOCK, b"")
-        return self._bucket.modified_at(_CLOCK)
+        return self._bucket.get_modification_time(_CLOCK)
 
-    def _all(self) -> dict[ArtifactId, _Objects]:
+    def _list_all(self) -> dict[ArtifactId, _Objects]:
         found: dict[ArtifactId, _Objects] = {}
         for stored in self._bucket.list():
             folder, _, name = stored.path.partition("/")
-            if name and ID.fullmatch(folder):
+            if name and ARTIFACT_ID.fullmatch(folder):
                 found.setdefault(ArtifactId(folder), _Objects()).by_name[name] = stored
         return found
 
-    def _objects(self, artifact_id: ArtifactId) -> _Objects:
+    def _list_objects(self, artifact_id: ArtifactId) -> _Objects:
         start = len(artifact_id) + 1
         return _Objects({stored.path[start:]: stored for stored in self._bucket.list(artifact_id)})
 
-    def _found(self, artifact_id: ArtifactId, *, trashed: bool = False) -> _Objects:
-        objects = self._objects(artifact_id) if ID.fullmatch(artifact_id) else _Objects()
+    def _find_objects(self, artifact_id: ArtifactId, *, trashed: bool = False) -> _Objects:
+        objects = self._list_objects(artifact_id) if ARTIFACT_ID.fullmatch(artifact_id) else _Objects()
         if not (objects.is_trashed if trashed else objects.is_live):
             raise ArtifactMissing(f"no artifact {artifact_id[:80]!r}")
         return objects
 
-    def _manifest(self, artifact_id: ArtifactId) -> Manifest:
+    def _read_manifest(self, artifact_id: ArtifactId) -> Manifest:
         content = self._bucket.get(f"{artifact_id}/{MANIFEST}")
         if content is None:
             raise ArtifactMissing(f"no artifact {artifact_id[:80]!r}")
@@ -294,9 +294,9 @@ class ObjectArtifacts(ArtifactStore):
                 raise ArtifactCorrupt(f"artifact {artifact_id}: {MANIFEST} names a file outside of it")
         return manifest
 
-    def _existing(self, artifact_id: ArtifactId) -> Artifact | None:
+    def _find_existing(self, artifact_id: ArtifactId) -> Artifact | None:
         """Return the artifact that exists already; completes its removal, or takes it out of the trash, first."""
-        objects = self._objects(artifact_id)
+        objects = self._list_objects(artifact_id)
         if _REMOVING in objects.by_name:
             self._erase(artifact_id, objects)
             return None
@@ -308,14 +308,14 @@ class ObjectArtifacts(ArtifactStore):
         """Create the manifest; return False if another upload has one."""
         if self._bucket.create(f"{artifact_id}/{MANIFEST}", encode(manifest)):
             return True
-        return self._manifest(artifact_id).upload == manifest.upload
+        return self._read_manifest(artifact_id).upload == manifest.upload
 
-    def _checked(self, artifact_id: ArtifactId, check: Callable[[Path], Artifact]) -> Artifact:
+    def _check_copy(self, artifact_id: ArtifactId, check: Callable[[Path], Artifact]) -> Artifact:
         """Return what `check` returns for the copy here; a damaged copy is replaced once."""
         for is_last in (False, True):
-            with self.held(artifact_id):
+            with self.keep_local(artifact_id):
                 try:
-                    return check(self._cache.path(artifact_id))
+                    return check(self._cache.get_path(artifact_id))
                 except ArtifactCorrupt:
                     if is_last:
                         raise
@@ -325,9 +325,9 @@ class ObjectArtifacts(ArtifactStore):
 
     def _fetch(self, artifact_id: ArtifactId) -> None:
         """Copy an artifact to this machine. Raises ArtifactMissing, and ArtifactCorrupt if it is damaged there."""
-        manifest = self._manifest(artifact_id)
+        manifest = self._read_manifest(artifact_id)
         size = sum(file.size_bytes for file in manifest.files.values())
-        with self._cache.writing(size) as folder:
+        with self._cache.create_folder(size) as folder:
             copy = folder / artifact_id
             copy.mkdir()
             for name, written in manifest.files.items():
@@ -341,12 +341,12 @@ class ObjectArtifacts(ArtifactStore):
 
     def _take_away(self, artifact_id: ArtifactId, objects: _Objects) -> None:
         try:
-            manifest = self._manifest(artifact_id)
+            manifest = self._read_manifest(artifact_id)
         except ArtifactCorrupt:
             is_missed, title = True, "damaged"
         else:
             is_missed = manifest.is_missed
-            title = manifest.described(artifact_id, self._cache.path(artifact_id)).title
+            title = manifest.make_artifact(artifact_id, self._cache.get_path(artifact_id)).title
         if not is_missed:
             _log.debug("removed unreferenced artifact %s", artifact_id)
             self._remove(artifact_id, objects)
@@ -375,8 +375,8 @@ class ObjectArtifacts(ArtifactStore):
         """Remove files that no manifest names and that are older than any upload takes."""
         kept: set[str] = set()
         if objects.exists:
-            if len(objects.uploads()) == 1:
+            if len(objects.list_uploads()) == 1:
                 return
-            kept = {self._manifest(artifact_id).upload, MANIFEST, _TRASH, _RESTORED}
+            kept = {self._read_manifest(artifact_id).upload, MANIFEST, _TRASH, _RESTORED}
         old = [name for name, stored in objects.by_name.items() if looked_at - stored.modified_at >= _UPLOAD_S]
         self._bucket.delete([f"{artifact_id}/{name}" for name in old if name.partition("/")[0] not in kept])

@@ -20,25 +20,25 @@ _FORGET = "artifacts.forget"
 _SCHEMES = ("s3", "gs", "az", "file")
 
 
-class PlaceRefused(ValueError):
+class InvalidLocation(ValueError):
     """The place of the artifacts is invalid, or not the one of the data directory; the message says so."""
 
 
-def checked_url(url: str) -> str:
-    """Return the URL of an object store without a final slash. Raises PlaceRefused; the message has no secrets."""
+def normalize_url(url: str) -> str:
+    """Return the URL of an object store without a final slash. Raises InvalidLocation; the message has no secrets."""
     parts = urlsplit(url)
     if parts.scheme not in _SCHEMES:
-        raise PlaceRefused(f"it must be a URL that starts with {', '.join(f'{scheme}://' for scheme in _SCHEMES)}")
+        raise InvalidLocation(f"it must be a URL that starts with {', '.join(f'{scheme}://' for scheme in _SCHEMES)}")
     if "@" in parts.netloc or parts.query or parts.fragment:
-        raise PlaceRefused("no credentials or options in the URL: they are read from the provider's variables")
+        raise InvalidLocation("no credentials or options in the URL: they are read from the provider's variables")
     if parts.scheme == "file" and (parts.netloc or not parts.path.strip("/")):
-        raise PlaceRefused("it must name a directory: file:///directory")
+        raise InvalidLocation("it must name a directory: file:///directory")
     if parts.scheme != "file" and not parts.netloc:
-        raise PlaceRefused(f"it must name a bucket: {parts.scheme}://bucket/prefix")
+        raise InvalidLocation(f"it must name a bucket: {parts.scheme}://bucket/prefix")
     return url.rstrip("/")
 
 
-def recorded_url(data_dir: Path) -> str | None:
+def read_recorded_url(data_dir: Path) -> str | None:
     """Return the object store that a data directory names; None if it has its artifacts in itself."""
     try:
         return (data_dir / _RECORD).read_text().strip()
@@ -58,9 +58,9 @@ def open_artifacts(
 
     `is_recorded`: the directory names `url` from now on, and no server or command uses it with another one.
 
-    Raises PlaceRefused if the directory has artifacts elsewhere, or obstore is missing.
+    Raises InvalidLocation if the directory has artifacts elsewhere, or obstore is missing.
     """
-    recorded = recorded_url(data_dir)
+    recorded = read_recorded_url(data_dir)
     if url is None and recorded is None:
         return LocalArtifacts(data_dir / DIRECTORY, min_free_bytes=min_free_bytes)
     bucket = open_bucket(data_dir, url or recorded or "")
@@ -72,7 +72,7 @@ def open_artifacts(
     if not is_recorded:
         return artifacts
     if recorded is None:
-        _record(data_dir, bucket.name)
+        _record_url(data_dir, bucket.name)
     if (data_dir / _FORGET).exists():
         artifacts.forget_identity()
         (data_dir / _FORGET).unlink(missing_ok=True)
@@ -80,29 +80,29 @@ def open_artifacts(
 
 
 def open_bucket(data_dir: Path, url: str) -> "Bucket":
-    """Open the object store of a data directory, which is not changed. Raises PlaceRefused."""
-    url, recorded = checked_url(url), recorded_url(data_dir)
+    """Open the object store of a data directory, which is not changed. Raises InvalidLocation."""
+    url, recorded = normalize_url(url), read_recorded_url(data_dir)
     if recorded not in (None, url):
-        raise PlaceRefused(f"--artifacts {url}: {data_dir} has its artifacts in {recorded}")
+        raise InvalidLocation(f"--artifacts {url}: {data_dir} has its artifacts in {recorded}")
     if any((data_dir / DIRECTORY).glob("art-*")):
-        raise PlaceRefused(f"--artifacts {url}: {data_dir} has artifacts in itself; use another data directory")
+        raise InvalidLocation(f"--artifacts {url}: {data_dir} has artifacts in itself; use another data directory")
     try:
         from skyrl_tx.artifacts.bucket import Bucket
     except ModuleNotFoundError as error:
         if error.name != "obstore":
             raise
-        raise PlaceRefused(f"--artifacts {url} needs obstore: pip install '{DISTRIBUTION}[storage]'") from error
-    return Bucket.of(url)
+        raise InvalidLocation(f"--artifacts {url} needs obstore: pip install '{DISTRIBUTION}[storage]'") from error
+    return Bucket.open_url(url)
 
 
 def forget_identity(data_dir: Path) -> None:
     """Let the artifacts forget their database, which is damaged: now, or when they are opened if they are elsewhere."""
     LocalArtifacts(data_dir / DIRECTORY).forget_identity()
-    if recorded_url(data_dir) is not None:
+    if read_recorded_url(data_dir) is not None:
         (data_dir / _FORGET).touch(mode=0o600)
 
 
-def _record(data_dir: Path, url: str) -> None:
+def _record_url(data_dir: Path, url: str) -> None:
     """Name the object store in the data directory, so that commands find it and no server uses another one."""
     # Not a name with the process id, which all containers that share a volume may have; `mkstemp` makes it private.
     descriptor, temporary = tempfile.mkstemp(dir=data_dir, prefix=f"{_RECORD}.")

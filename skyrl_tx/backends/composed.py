@@ -28,10 +28,10 @@ from skyrl_tx.contract.results import Metrics, SampleDelta
 from skyrl_tx.contract.sampler import Sampler, SamplerSpec
 
 _log = logging.getLogger(__name__)
-_ROW_TOKENS = 32
-_STEP = OptimizerParams(learning_rate=2e-3)
+_CHECK_TOKENS = 32
+_CHECK_OPTIMIZER = OptimizerParams(learning_rate=2e-3)
 _MODEL, _SAMPLER, _REQUEST = ModelId("start-check"), SamplerId("start-check"), RequestId("start-check")
-_SUBSETS: tuple[frozenset[str], ...] = (frozenset(), frozenset({"unembed"}), frozenset({"mlp", "unembed"}))
+_OMITTED_TARGETS: tuple[frozenset[str], ...] = (frozenset(), frozenset({"unembed"}), frozenset({"mlp", "unembed"}))
 """Layers whose adapters the sampler may lack, in the order in which they are left out."""
 
 
@@ -116,14 +116,14 @@ class ComposedBackend(AbstractBackend):
     def start(self) -> Capabilities:
         """See AbstractBackend. Raises UserError if the sampler does not agree with the trainer."""
         trainer = self._trainer.start()
-        both = self._on_trainer.limit(trainer, self._sampler.start(trainer))
+        both = self._on_trainer.limit_capabilities(trainer, self._sampler.start(trainer))
         reason = ""
-        for missing in _SUBSETS:
+        for missing in _OMITTED_TARGETS:
             targets = both.lora_targets - missing
             if not targets:
                 break
             try:
-                agreement = self._compare(both, targets)
+                agreement = self._compare_logprobs(both, targets)
             except _AdapterRefused as error:
                 reason = reason or str(error)
                 continue
@@ -235,11 +235,11 @@ class ComposedBackend(AbstractBackend):
         deltas = self._step_trainer()
         drawn = self._sampler.step_sample()
         if self._fallback is not None:
-            self._fallback.note(drawn)
+            self._fallback.record_progress(drawn)
             if self._sampler.is_away:
-                self._move(self._fallback)
+                self._move_to_trainer(self._fallback)
         deltas += self._checks.watch(drawn)
-        return deltas or self._checks.waiting()
+        return deltas or self._checks.get_waiting_deltas()
 
     def cancel_sample(self, request_ids: Collection[RequestId]) -> None:
         """See AbstractBackend."""
@@ -273,20 +273,20 @@ class ComposedBackend(AbstractBackend):
             return self._checks.give_up()
         return self._checks.read(deltas) + ([] if fallback is None else fallback.read(deltas))
 
-    def _move(self, fallback: TrainerFallback) -> None:
+    def _move_to_trainer(self, fallback: TrainerFallback) -> None:
         """Move samples that have no tokens from the sampler, which is away, to the trainer."""
-        for key in fallback.move():
+        for key in fallback.move_unstarted():
             self._checks.forget(key)
             self._sampler.end_sample(*key)
 
     # The comparison at the start
 
-    def _compare(self, capabilities: Capabilities, targets: Collection[str]) -> Agreement:
+    def _compare_logprobs(self, capabilities: Capabilities, targets: Collection[str]) -> Agreement:
         """Compare both on one row of tokens.
 
         Raises _AdapterRefused if the sampler takes no adapter of `targets`, UserError if it has another base model.
         """
-        num_tokens = min(_ROW_TOKENS, capabilities.max_context_length - 1)
+        num_tokens = min(_CHECK_TOKENS, capabilities.max_context_length - 1)
         row = np.random.default_rng(0).integers(0, capabilities.vocab_size, num_tokens, dtype=np.int32)
         lora = LoraSpec(
             rank=capabilities.max_lora_rank,
@@ -298,26 +298,26 @@ class ComposedBackend(AbstractBackend):
         trainer, spec = self._trainer, ModelSpec(lora=lora)
         trainer.create_model(_MODEL, spec)
         try:
-            fresh = trainer.forward(_scoring(row))[0].logprobs
-            base = _mean(self._logprobs(None, row) - fresh)
+            fresh = trainer.forward(_make_scoring_batch(row))[0].logprobs
+            base = _mean_abs(self._score_with_sampler(None, row) - fresh)
             if not base <= MAX_GAP:  # NaN as well
                 raise UserError(
                     f"the sampler's log-probabilities of the base model differ from the trainer's by {base:.3g} on "
                     f"average, where rounding gives {MAX_GAP} at most: does it serve the same base model?"
                 )
-            trainer.forward_backward(_scoring(row))
-            trainer.optim_step(_MODEL, _STEP)
-            trained = trainer.forward(_scoring(row))[0].logprobs
+            trainer.forward_backward(_make_scoring_batch(row))
+            trainer.optim_step(_MODEL, _CHECK_OPTIMIZER)
+            trained = trainer.forward(_make_scoring_batch(row))[0].logprobs
             self._sampler.load_sampler(_SAMPLER, trainer.capture(_MODEL, {StatePart.WEIGHTS}))
             try:
-                adapted = self._logprobs(_SAMPLER, row)
+                adapted = self._score_with_sampler(_SAMPLER, row)
             finally:
                 self._sampler.drop_sampler(_SAMPLER)
         finally:
             trainer.delete_model(_MODEL)
-        return Agreement(base=base, adapted=_mean(adapted - trained), effect=_mean(trained - fresh))
+        return Agreement(base=base, adapted=_mean_abs(adapted - trained), effect=_mean_abs(trained - fresh))
 
-    def _logprobs(self, sampler: SamplerId | None, row: Int32Array) -> Float32Array:
+    def _score_with_sampler(self, sampler: SamplerId | None, row: Int32Array) -> Float32Array:
         """Return the sampler's log-probabilities of a row's tokens, except the first."""
         request = SampleRequest(
             request_id=_REQUEST,
@@ -335,7 +335,7 @@ class ComposedBackend(AbstractBackend):
         return prompt.logprobs[1:]
 
 
-def _scoring(row: Int32Array) -> PreparedModelPassBatch:
+def _make_scoring_batch(row: Int32Array) -> PreparedModelPassBatch:
     """Return a batch that computes the log-probabilities of a row's tokens, except the first."""
     inputs = {"target_tokens": row[1:], "weights": np.ones(row.size - 1, np.float32)}
     example = PassExample(
@@ -349,5 +349,5 @@ def _scoring(row: Int32Array) -> PreparedModelPassBatch:
     return PreparedModelPassBatch(examples=(example,))
 
 
-def _mean(differences: Float32Array) -> float:
+def _mean_abs(differences: Float32Array) -> float:
     return float(np.abs(differences.astype(np.float64)).mean())

@@ -7,14 +7,14 @@ from skyrl_tx.contract.backend import BackendSpec
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.sampler import SamplerSpec
 
-GROUP = "skyrl_tx.backends"
+BACKEND_GROUP = "skyrl_tx.backends"
 SAMPLER_GROUP = "skyrl_tx.samplers"
 S = TypeVar("S")
 
 
 def find_backend(name: str) -> BackendSpec:
     """Return the spec of a backend. Raises UserError, with the installed names, if there is none of that name."""
-    return find_spec(GROUP, "backend", name, BackendSpec)
+    return find_spec(BACKEND_GROUP, "backend", name, BackendSpec)
 
 
 def find_sampler(name: str) -> SamplerSpec:
@@ -33,6 +33,6 @@ def find_spec(group: str, kind: str, name: str, spec_class: type[S]) -> S:
     return spec
 
 
-def installed_names(group: str) -> list[str]:
+def list_installed(group: str) -> list[str]:
     """Return the names of the entry points of a group."""
     return sorted({entry.name for entry in entry_points(group=group)})

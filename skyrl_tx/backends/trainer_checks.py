@@ -13,7 +13,7 @@ from itertools import count
 import numpy as np
 from msgspec import structs
 
-from skyrl_tx.backends.trainer_fallback import Key, TrainerSamplers
+from skyrl_tx.backends.trainer_fallback import SampleKey, TrainerSamplers
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
@@ -30,7 +30,7 @@ MAX_GAP = 0.25
 
 
 @dataclass(slots=True)
-class _Watched:
+class _WatchedSample:
     """A chosen sample that has not ended, and what came of it."""
 
     request: SampleRequest
@@ -47,11 +47,11 @@ class _Watched:
 class _Check:
     """A sample whose tokens the trainer scores."""
 
-    key: Key
+    key: SampleKey
     sampler: SamplerId | None
     logprobs: Float32Array
     """The sampler's, of the first tokens of the sample."""
-    held: SampleDelta | None
+    final_delta: SampleDelta | None
     """The end of the sample, which waits for the gap. None: the engine has ended the sample itself."""
     scored: Float32Array | None = None
 
@@ -64,7 +64,7 @@ class TrainerChecks:
         self._trainer = trainer
         self._samplers = samplers
         self._share = share
-        self._watched: dict[Key, _Watched] = {}
+        self._watched: dict[SampleKey, _WatchedSample] = {}
         self._running: dict[RequestId, _Check] = {}
         self._numbers = count()
         self._warned: set[SamplerId | None] = set()
@@ -78,17 +78,17 @@ class TrainerChecks:
 
     def drop(self, sampler: SamplerId) -> None:
         """End the comparisons that need a sampler."""
-        self._end(request_id for request_id, check in self._running.items() if check.sampler == sampler)
+        self._cancel_checks(request_id for request_id, check in self._running.items() if check.sampler == sampler)
         self._warned.discard(sampler)
 
     def begin(self, batch: PreparedSampleBatch) -> None:
         """Choose among the samples of requests that begin."""
         for request in batch.requests:
-            if not self._samplers.has_weights_of(request) or not _is_comparable(request):
+            if not self._samplers.has_weights(request) or not _is_comparable(request):
                 continue
             for index in range(request.first_index, request.first_index + request.num_samples):
                 if self._is_chosen(request.request_id, index):
-                    self._watched[request.request_id, index] = _Watched(request, index)
+                    self._watched[request.request_id, index] = _WatchedSample(request, index)
 
     def watch(self, deltas: Sequence[SampleDelta]) -> list[SampleDelta]:
         """Return the sampler's deltas without the ends of chosen samples: those wait for their gap."""
@@ -105,7 +105,7 @@ class TrainerChecks:
                 passed.append(delta)
                 continue
             del self._watched[key]
-            if delta.error is not None or not self._start(watched, _end_of(delta)):
+            if delta.error is not None or not self._start_check(watched, _strip_tokens(delta)):
                 passed.append(delta)
             elif delta.tokens.size or delta.prompt is not None:
                 passed.append(structs.replace(delta, stop_reason=None))
@@ -124,42 +124,42 @@ class TrainerChecks:
             del self._running[delta.request_id]
             if delta.error is not None:
                 _log.warning("a sample could not be compared with the trainer: %s", delta.error)
-            gap = None if delta.error is not None or check.scored is None else self._measure(check, check.scored)
-            if check.held is not None:
-                ended.append(structs.replace(check.held, trainer_gap=gap))
+            gap = None if delta.error is not None or check.scored is None else self._measure_gap(check, check.scored)
+            if check.final_delta is not None:
+                ended.append(structs.replace(check.final_delta, trainer_gap=gap))
         return ended
 
-    def waiting(self) -> list[SampleDelta]:
+    def get_waiting_deltas(self) -> list[SampleDelta]:
         """Return a delta without tokens if the end of any sample waits."""
-        held = next((check.held for check in self._running.values() if check.held is not None), None)
+        held = next((check.final_delta for check in self._running.values() if check.final_delta is not None), None)
         return [] if held is None else [structs.replace(held, stop_reason=None)]
 
     def give_up(self) -> list[SampleDelta]:
         """End all comparisons, and return the ends of samples that waited for them, without gaps."""
-        held = [check.held for check in self._running.values() if check.held is not None]
-        self._end(self._running)
+        held = [check.final_delta for check in self._running.values() if check.final_delta is not None]
+        self._cancel_checks(self._running)
         return held
 
     def cancel(self, request_ids: Collection[RequestId]) -> None:
         """Forget the samples of requests. The comparison of one that the engine ended itself goes on."""
         for key in [key for key in self._watched if key[0] in request_ids]:
             del self._watched[key]
-        self._end(
+        self._cancel_checks(
             request_id
             for request_id, check in self._running.items()
-            if check.held is not None and check.key[0] in request_ids
+            if check.final_delta is not None and check.key[0] in request_ids
         )
 
     def end_sample(self, request_id: RequestId, index: int) -> None:
         """Compare a sample that the engine has ended, for the meters only: no delta of it may follow."""
         key = request_id, index
         if (watched := self._watched.pop(key, None)) is not None:
-            self._start(watched, None)
+            self._start_check(watched, None)
         for check in self._running.values():
             if check.key == key:
-                check.held = None
+                check.final_delta = None
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: SampleKey) -> None:
         """Do not compare a sample that the trainer draws itself."""
         self._watched.pop(key, None)
 
@@ -179,7 +179,7 @@ class TrainerChecks:
         digest = blake2b(f"{request_id}:{index}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") < self._share * 2**64
 
-    def _start(self, watched: _Watched, held: SampleDelta | None) -> bool:
+    def _start_check(self, watched: _WatchedSample, held: SampleDelta | None) -> bool:
         """Let the trainer score a sample, as far as it has room. Returns whether it does."""
         request = watched.request
         row = np.concatenate([request.prompt, *watched.tokens])[: self._samplers.max_tokens - 1]
@@ -204,11 +204,11 @@ class TrainerChecks:
             key=(request.request_id, watched.index),
             sampler=request.sampler,
             logprobs=np.concatenate(watched.logprobs)[:num_tokens],
-            held=held,
+            final_delta=held,
         )
         return True
 
-    def _measure(self, check: _Check, scored: Float32Array) -> TrainerGap | None:
+    def _measure_gap(self, check: _Check, scored: Float32Array) -> TrainerGap | None:
         """Return the gap of a sample; None if a log-probability is not finite, as those of a diverged model."""
         size, (request_id, index) = check.logprobs.size, check.key
         differences = np.abs(check.logprobs.astype(np.float64) - scored[-size:])
@@ -240,7 +240,7 @@ class TrainerChecks:
             )
         return gap
 
-    def _end(self, request_ids: Iterable[RequestId]) -> None:
+    def _cancel_checks(self, request_ids: Iterable[RequestId]) -> None:
         gone = list(request_ids)
         if gone:
             self._trainer.cancel_sample(gone)
@@ -253,7 +253,7 @@ def _is_comparable(request: SampleRequest) -> bool:
     return params.temperature == 0 or (params.temperature == 1 and params.top_k <= 0 and params.top_p >= 1)
 
 
-def _end_of(delta: SampleDelta) -> SampleDelta:
+def _strip_tokens(delta: SampleDelta) -> SampleDelta:
     """Return the end of a sample without the tokens that come with it."""
     return SampleDelta(
         request_id=delta.request_id,

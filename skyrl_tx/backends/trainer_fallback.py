@@ -20,7 +20,7 @@ from skyrl_tx.contract.requests import PromptOptions
 from skyrl_tx.contract.results import SampleDelta
 
 _log = logging.getLogger(__name__)
-Key = tuple[RequestId, int]
+SampleKey = tuple[RequestId, int]
 """A sample: its request and its index."""
 
 
@@ -37,7 +37,7 @@ class TrainerSamplers:
         self.max_tokens = 0
         """The most tokens of a sample on the trainer, its prompt included."""
 
-    def limit(self, trainer: Capabilities, both: Capabilities) -> Capabilities:
+    def limit_capabilities(self, trainer: Capabilities, both: Capabilities) -> Capabilities:
         """Return the capabilities of both: what is loaded on both is bounded by both."""
         self.max_tokens = min(trainer.max_context_length, trainer.max_sample_tokens)
         return replace(both, max_samplers=min(both.max_samplers, trainer.max_samplers)) if self._are_needed else both
@@ -62,7 +62,7 @@ class TrainerSamplers:
             self._trainer.drop_sampler(sampler)
             self._loaded.discard(sampler)
 
-    def has_weights_of(self, request: SampleRequest) -> bool:
+    def has_weights(self, request: SampleRequest) -> bool:
         """Whether the trainer has the weights of a request. It always has those of the base model."""
         return request.sampler is None or request.sampler in self._loaded
 
@@ -73,9 +73,9 @@ class TrainerFallback:
     def __init__(self, trainer: AbstractBackend, samplers: TrainerSamplers) -> None:
         self._trainer = trainer
         self._samplers = samplers
-        self._untouched: dict[Key, SampleRequest] = {}
+        self._unstarted: dict[SampleKey, SampleRequest] = {}
         """Samples without tokens that the sampler has, each as a request of its own."""
-        self._drawn: dict[RequestId, Key] = {}
+        self._moved: dict[RequestId, SampleKey] = {}
         """Samples on the trainer, by the request that they are there."""
         self._numbers = count()
         self.num_samples = 0
@@ -84,60 +84,60 @@ class TrainerFallback:
     @property
     def is_drawing(self) -> bool:
         """Whether the trainer draws any sample now."""
-        return bool(self._drawn)
+        return bool(self._moved)
 
     def begin(self, batch: PreparedSampleBatch) -> None:
         """Note samples that the sampler has started."""
         for request in batch.requests:
             for index in range(request.first_index, request.first_index + request.num_samples):
-                self._untouched[request.request_id, index] = _alone(request, index)
+                self._unstarted[request.request_id, index] = _select_sample(request, index)
 
-    def note(self, deltas: Sequence[SampleDelta]) -> None:
+    def record_progress(self, deltas: Sequence[SampleDelta]) -> None:
         """Note which of them have tokens, or have ended."""
         for delta in deltas:
             if delta.tokens.size or delta.stop_reason is not None or delta.error is not None:
-                self._untouched.pop((delta.request_id, delta.index), None)
+                self._unstarted.pop((delta.request_id, delta.index), None)
 
-    def move(self) -> list[Key]:
+    def move_unstarted(self) -> list[SampleKey]:
         """Begin all samples without tokens on the trainer, as far as it can draw them; return which ones.
 
         The others stay where they are.
         """
-        candidates, self._untouched = self._untouched, {}
+        candidates, self._unstarted = self._unstarted, {}
         return [key for key, request in candidates.items() if self._begin(key, request)]
 
     def read(self, deltas: Sequence[SampleDelta]) -> list[SampleDelta]:
         """Return the trainer's deltas as those of the samples that it draws here."""
         found: list[SampleDelta] = []
         for delta in deltas:
-            if (key := self._drawn.get(delta.request_id)) is None:
+            if (key := self._moved.get(delta.request_id)) is None:
                 continue
             if delta.stop_reason is not None or delta.error is not None:
-                del self._drawn[delta.request_id]
+                del self._moved[delta.request_id]
             found.append(structs.replace(delta, request_id=key[0]))
         return found
 
     def cancel(self, request_ids: Collection[RequestId]) -> None:
         """Forget the samples of requests."""
-        for key in [key for key in self._untouched if key[0] in request_ids]:
-            del self._untouched[key]
-        gone = [own for own, key in self._drawn.items() if key[0] in request_ids]
+        for key in [key for key in self._unstarted if key[0] in request_ids]:
+            del self._unstarted[key]
+        gone = [own for own, key in self._moved.items() if key[0] in request_ids]
         if gone:
             self._trainer.cancel_sample(gone)
             for own in gone:
-                del self._drawn[own]
+                del self._moved[own]
 
     def end_sample(self, request_id: RequestId, index: int) -> None:
         """End one sample, if it is here."""
-        self._untouched.pop((request_id, index), None)
-        for own in [own for own, key in self._drawn.items() if key == (request_id, index)]:
+        self._unstarted.pop((request_id, index), None)
+        for own in [own for own, key in self._moved.items() if key == (request_id, index)]:
             self._trainer.end_sample(own, index)
-            del self._drawn[own]
+            del self._moved[own]
 
-    def _begin(self, key: Key, request: SampleRequest) -> bool:
+    def _begin(self, key: SampleKey, request: SampleRequest) -> bool:
         assert request.params.max_tokens is not None
         fits = request.prompt.size + request.params.max_tokens <= self._samplers.max_tokens
-        if not fits or not self._samplers.has_weights_of(request):
+        if not fits or not self._samplers.has_weights(request):
             return False
         # A request of its own: parts of one request need not come in order here.
         own = RequestId(f"fallback-{next(self._numbers)}")
@@ -146,12 +146,12 @@ class TrainerFallback:
         except RequestError as error:
             _log.warning("a sample cannot be drawn by the trainer: %s", error)
             return False
-        self._drawn[own] = key
+        self._moved[own] = key
         self.num_samples += 1
         return True
 
 
-def _alone(request: SampleRequest, index: int) -> SampleRequest:
+def _select_sample(request: SampleRequest, index: int) -> SampleRequest:
     """Return one sample of a request; the first one brings the results about the prompt."""
     options = request.options if index == 0 else PromptOptions(sample_topk=request.options.sample_topk)
     return replace(request, first_index=index, num_samples=1, options=options)

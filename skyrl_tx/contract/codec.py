@@ -16,10 +16,10 @@ from skyrl_tx.contract.arrays import NumberArray
 VERSION = 1
 
 _RECORDS: tuple[type, ...] = (*get_args(requests.Request), requests.ModelSpec, *get_args(results.Result))
-_NAMES = {record: re.sub(r"\B[A-Z]", r"_\g<0>", record.__name__).lower() for record in _RECORDS}
+_KINDS = {record: re.sub(r"\B[A-Z]", r"_\g<0>", record.__name__).lower() for record in _RECORDS}
 """The kind of each record: its type's name in snake case, such as "model_pass". Kinds are stored: a test pins them."""
 BARRIER_KINDS = frozenset(
-    _NAMES[record] for record in get_args(requests.Request) if getattr(record, "is_barrier", False)
+    _KINDS[record] for record in get_args(requests.Request) if getattr(record, "is_barrier", False)
 )
 """The kinds of requests that the client sends only after all earlier ones of the model were acknowledged."""
 _DTYPES = frozenset({"int32", "int64", "float32", "float64"})
@@ -37,13 +37,13 @@ class _Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 def kind_of(record: requests.Request | results.Result) -> str:
     """Return the name under which a record of this type is stored."""
-    return _NAMES[type(record)]
+    return _KINDS[type(record)]
 
 
 def encode(record: requests.Request | results.Result | requests.ModelSpec) -> bytes:
     """Return the bytes of a record, with its kind and the version of the format."""
     body = msgspec.msgpack.encode(record, enc_hook=encode_array)
-    return msgspec.msgpack.encode(_Envelope(VERSION, _NAMES[type(record)], msgspec.Raw(body)))
+    return msgspec.msgpack.encode(_Envelope(VERSION, _KINDS[type(record)], msgspec.Raw(body)))
 
 
 def decode(data: bytes) -> requests.Request | results.Result | requests.ModelSpec:
@@ -80,13 +80,13 @@ def decode_array(kind: type, value: Any) -> NumberArray:
     dtype, shape, data = value
     if dtype not in _DTYPES:
         raise ValueError(f"array of dtype {dtype!r}")
-    wanted = _dtype_of(kind)
+    wanted = _get_dtype(kind)
     if wanted not in (None, dtype):
         raise ValueError(f"array of dtype {dtype!r}, expected {wanted!r}")
     return np.frombuffer(data, dtype=dtype).reshape(shape)
 
 
-def _dtype_of(kind: type) -> str | None:
+def _get_dtype(kind: type) -> str | None:
     """Return the dtype that `NDArray[...]` names; None for any."""
     scalar = cast(Any, get_args(get_args(kind)[1])[0] if get_args(kind) else Any)
     return None if scalar is Any else np.dtype(scalar).name
@@ -96,5 +96,5 @@ def _dtype_of(kind: type) -> str | None:
 # once, in the first results that a server sent, the process ended with a segmentation fault (msgspec 0.22).
 _ENVELOPE_DECODER = msgspec.msgpack.Decoder(_Envelope)
 _DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(record, dec_hook=decode_array) for record, kind in _NAMES.items()
+    kind: msgspec.msgpack.Decoder(record, dec_hook=decode_array) for record, kind in _KINDS.items()
 }

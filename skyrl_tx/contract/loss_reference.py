@@ -62,7 +62,9 @@ def evaluate(
         value, clipped_ratio = LOSS_FUNCTIONS[name](x, numbers)
         if not LOSS_SPECS[name].is_policy_gradient:
             return value
-        return replace(value, means=_means(x, numbers, x.ratio(x.counts) if clipped_ratio is None else clipped_ratio))
+        return replace(
+            value, means=_compute_means(x, numbers, x.ratio(x.counts) if clipped_ratio is None else clipped_ratio)
+        )
 
 
 class LossInputs:
@@ -98,18 +100,18 @@ def cross_entropy(x: LossInputs, config: Config) -> tuple[LossValue, None]:
 def importance_sampling(x: LossInputs, config: Config) -> tuple[LossValue, None]:
     """-r * A: policy gradient with importance weights."""
     gain = x.w * x.a * x.ratio(x.counts)
-    return LossValue(loss=-gain, slope=np.where(_is_free(x), -gain, 0.0)), None
+    return LossValue(loss=-gain, slope=np.where(_has_derivative(x), -gain, 0.0)), None
 
 
 def ppo(x: LossInputs, config: Config) -> tuple[LossValue, None]:
     """-min(r * A, clip(r) * A): Schulman et al. 2017, arXiv:1707.06347, eq. 7."""
-    value = _clipped(x, x.ratio(x.counts), config)
-    return replace(value, slope=np.where(_is_free(x), value.slope, 0.0)), None
+    value = _evaluate_clipped(x, x.ratio(x.counts), config)
+    return replace(value, slope=np.where(_has_derivative(x), value.slope, 0.0)), None
 
 
 def cispo(x: LossInputs, config: Config) -> tuple[LossValue, None]:
     """-stopgrad(clip(r)) * l * A: MiniMax 2025, arXiv:2506.13585, eq. 4."""
-    gain = x.w * x.a * _clip(x.ratio(x.counts), config)
+    gain = x.w * x.a * _clip_ratio(x.ratio(x.counts), config)
     return LossValue(loss=-gain * np.where(x.counts, x.l, 0.0), slope=-gain), None
 
 
@@ -117,7 +119,7 @@ def dro(x: LossInputs, config: Config) -> tuple[LossValue, None]:
     """-(l * A - beta / 2 * (l - q)^2): Richemond et al. 2024, arXiv:2405.19107."""
     difference, beta = x.difference(x.w != 0), config["beta"]
     loss = -(np.where(x.counts, x.l, 0.0) * x.a - 0.5 * beta * difference**2)
-    return LossValue(loss=x.w * loss, slope=-x.w * (x.a - beta * _inside(difference))), None
+    return LossValue(loss=x.w * loss, slope=-x.w * (x.a - beta * _differentiate_square(difference))), None
 
 
 def gspo(x: LossInputs, config: Config) -> tuple[LossValue, Floats]:
@@ -128,7 +130,7 @@ def gspo(x: LossInputs, config: Config) -> tuple[LossValue, Floats]:
     total, count = (x.difference(x.mask != 0) * x.mask).sum(), x.mask.sum()
     mean = np.clip(total / count if count != 0 else 0.0, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = np.full_like(x.l, np.exp(mean))
-    return _clipped(x, ratio, config), ratio
+    return _evaluate_clipped(x, ratio, config), ratio
 
 
 def stable_reinforce(x: LossInputs, config: Config) -> tuple[LossValue, None]:
@@ -138,7 +140,7 @@ def stable_reinforce(x: LossInputs, config: Config) -> tuple[LossValue, None]:
     coefficient = config["kl_coeff"] * x.w
     difference = x.difference(x.sampled & (coefficient != 0))
     loss = -gain * np.where(has_gain, x.l, 0.0) + 0.5 * coefficient * difference**2
-    return LossValue(loss=loss, slope=-gain + coefficient * _inside(difference)), None
+    return LossValue(loss=loss, slope=-gain + coefficient * _differentiate_square(difference)), None
 
 
 LOSS_FUNCTIONS: Mapping[str, LossFunction] = {
@@ -148,7 +150,7 @@ LOSS_FUNCTIONS: Mapping[str, LossFunction] = {
 """Every loss by its name in `LOSS_SPECS`."""
 
 
-def _means(x: LossInputs, config: Config, clipped_ratio: Floats) -> Mapping[str, MeanTerm]:
+def _compute_means(x: LossInputs, config: Config, clipped_ratio: Floats) -> Mapping[str, MeanTerm]:
     """Return what a policy gradient reports, see `PassResult`."""
     low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", np.inf)
     positions = {
@@ -159,20 +161,20 @@ def _means(x: LossInputs, config: Config, clipped_ratio: Floats) -> Mapping[str,
     return {key: MeanTerm(float(array[x.counts].sum()), float(x.counts.sum())) for key, array in positions.items()}
 
 
-def _clip(ratio: Floats, config: Config) -> Floats:
+def _clip_ratio(ratio: Floats, config: Config) -> Floats:
     return np.clip(ratio, config["clip_low_threshold"], config["clip_high_threshold"])
 
 
-def _clipped(x: LossInputs, ratio: Floats, config: Config) -> LossValue:
-    gain, bound = ratio * x.a, _clip(ratio, config) * x.a
+def _evaluate_clipped(x: LossInputs, ratio: Floats, config: Config) -> LossValue:
+    gain, bound = ratio * x.a, _clip_ratio(ratio, config) * x.a
     return LossValue(loss=-x.w * np.minimum(gain, bound), slope=np.where(bound < gain, 0.0, -x.w * gain))
 
 
-def _is_free(x: LossInputs) -> NDArray[np.bool_]:
+def _has_derivative(x: LossInputs) -> NDArray[np.bool_]:
     """Return where the ratio is not at its bound, and so has a derivative."""
     return np.abs(x.difference(x.counts)) <= MAX_LOG_RATIO
 
 
-def _inside(difference: Floats) -> Floats:
+def _differentiate_square(difference: Floats) -> Floats:
     """Return half the derivative of the square of a bounded difference."""
     return np.where(np.abs(difference) < MAX_DIFFERENCE, difference, 0.0)

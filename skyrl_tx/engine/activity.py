@@ -31,12 +31,12 @@ class Activity:
 
     def __str__(self) -> str:
         """Return the name with the ids of models, samplers or requests; for the log only."""
-        ids = list(dict.fromkeys(each for argument in self.arguments for each in _ids(argument)))
+        ids = list(dict.fromkeys(each for argument in self.arguments for each in _list_subject_ids(argument)))
         more = ", …" if len(ids) > _MAX_SUBJECTS else ""
         return f"{self.name} ({', '.join(ids[:_MAX_SUBJECTS])}{more})" if ids else self.name
 
 
-def _ids(argument: object) -> Iterable[str]:
+def _list_subject_ids(argument: object) -> Iterable[str]:
     match argument:
         case str():
             return (argument,)
@@ -61,12 +61,12 @@ class LoopActivity:
         """Make `name` the activity until the next one starts."""
         self.current = Activity(name, time.monotonic())
 
-    def idle(self) -> None:
+    def mark_idle(self) -> None:
         """Record that the loop waits for requests."""
         self.current = None
 
     @contextmanager
-    def doing(self, name: str, *, is_limited: bool = False) -> Generator[None]:
+    def track(self, name: str, *, is_limited: bool = False) -> Generator[None]:
         """Make `name` the activity inside the context."""
         before = self.current
         self.current = Activity(name, time.monotonic(), is_limited)
@@ -80,15 +80,15 @@ class LoopActivity:
         self.current = None if before is None else Activity(before.name, time.monotonic())
 
 
-def monitored(backend: AbstractBackend, activity: LoopActivity) -> AbstractBackend:
+def monitor_backend(backend: AbstractBackend, activity: LoopActivity) -> AbstractBackend:
     """Return a backend whose calls are the loop's activity, and that raises BackendLost for a lost device.
 
     After an unexpected error of any call, `check_devices` decides whether the request failed or the device is lost.
     """
-    return cast(AbstractBackend, _Monitored(backend, activity, backend.check_devices))
+    return cast(AbstractBackend, _MonitoredProxy(backend, activity, backend.check_devices))
 
 
-class _Monitored:
+class _MonitoredProxy:
     """A backend, or a pass of it, with monitored methods."""
 
     def __init__(
@@ -136,14 +136,14 @@ class _Monitored:
         except (RequestError, BackendLost):
             raise
         except Exception as error:
-            self._check_after(error)
+            self._check_devices_after(error)
             raise
         finally:
             activity.call_seconds[call.name] += time.monotonic() - call.started_at
             activity.resume(before)
-        return _Monitored(result, activity, self._check_devices, call) if isinstance(result, Pass) else result
+        return _MonitoredProxy(result, activity, self._check_devices, call) if isinstance(result, Pass) else result
 
-    def _check_after(self, error: Exception) -> None:
+    def _check_devices_after(self, error: Exception) -> None:
         try:
             self._check_devices()
         except Exception as lost:
@@ -180,7 +180,7 @@ class DeviceClock:
         self._typical_s: dict[str, float] = {}
 
     @contextmanager
-    def dispatching(self, work: DeviceTime) -> Generator[None]:
+    def measure_dispatch(self, work: DeviceTime) -> Generator[None]:
         """Measure a call that dispatches work and may return before it is done."""
         self._dispatched.append(work)
         began = self._now()
@@ -190,7 +190,7 @@ class DeviceClock:
             self._elapsed_s += self._now() - began
 
     @contextmanager
-    def completing(self, work: DeviceTime) -> Generator[None]:
+    def measure_completion(self, work: DeviceTime) -> Generator[None]:
         """Measure a call that returns results of work, and divide the time since the last one."""
         began = self._now()
         try:
@@ -199,11 +199,11 @@ class DeviceClock:
             elapsed_s = self._now() - began
             if self._dispatched:
                 self._elapsed_s += elapsed_s
-                self._divide()
+                self._divide_elapsed()
             else:
                 work.device_s += elapsed_s
 
-    def _divide(self) -> None:
+    def _divide_elapsed(self) -> None:
         counts = Counter(work.kind for work in self._dispatched)
         mean_s = self._elapsed_s / counts.total()
         if len(counts) == 1:

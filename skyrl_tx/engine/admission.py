@@ -51,13 +51,13 @@ class Admission:
         """Decide about a request for which there is a place now."""
         return START
 
-    def started(self, queued: QueuedRequest) -> None:
+    def record_start(self, queued: QueuedRequest) -> None:
         """Count a request that starts."""
 
-    def ended(self, queued: QueuedRequest, result: Result) -> None:
+    def record_end(self, queued: QueuedRequest, result: Result) -> None:
         """Count a request that has a result: one that started, one that failed before, or one of an earlier engine."""
 
-    def pauses(self) -> Sequence[Pause]:
+    def list_pauses(self) -> Sequence[Pause]:
         """Return whose requests wait, for the status that clients and people read."""
         return ()
 

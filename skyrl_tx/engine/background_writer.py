@@ -76,7 +76,7 @@ class BackgroundWriter:
 
     def close(self) -> None:
         """End the thread: the running job ends, queued jobs and all callbacks are dropped."""
-        with self._activity.doing(_WAITING, is_limited=True):  # a lost device may never finish the running job
+        with self._activity.track(_WAITING, is_limited=True):  # a lost device may never finish the running job
             self._thread.shutdown(cancel_futures=True)
 
     def _run_next(self) -> None:
@@ -92,7 +92,7 @@ class BackgroundWriter:
     def _run_callback(self) -> None:
         job = self._jobs[0]
         if not job.future.done():
-            with self._activity.doing(_WAITING):
+            with self._activity.track(_WAITING):
                 job.future.exception()
         with self._lock:
             self._jobs.remove(job)

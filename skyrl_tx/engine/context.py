@@ -20,7 +20,7 @@ from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
 from skyrl_tx.engine.observers import ResultObservers
 from skyrl_tx.engine.recovery import Recovery
 from skyrl_tx.engine.request_log import DeliveryAttempts, QueuedRequest, RequestLog
-from skyrl_tx.engine.residency import Models, Samplers
+from skyrl_tx.engine.residency import ModelCache, SamplerCache
 from skyrl_tx.engine.retention import Retention
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.store import models
@@ -32,19 +32,19 @@ FATAL_ERRORS = (BackendLost, StoreError)
 """Errors that end the engine, because the device or the database is lost."""
 
 
-def internal_error(what: str, error: Exception, about: QueuedRequest | None = None) -> ServerError:
+def report_internal_error(what: str, error: Exception, about: QueuedRequest | None = None) -> ServerError:
     """Log an unexpected error; return what its client gets: a reference to the log, without paths or device messages.
 
     The text of a system error number, such as "No space left on device", is part of it. `about` is the request.
     """
     reference = secrets.token_hex(4)
-    _log.error("%s failed (reference %s)", what, reference, exc_info=error, extra=log_fields(about))
+    _log.error("%s failed (reference %s)", what, reference, exc_info=error, extra=get_log_fields(about))
     number = error.errno if isinstance(error, OSError) else None
     cause = "" if number is None else f": {os.strerror(number)}"
     return ServerError(f"internal error{cause}; the server's log has it under reference {reference}")
 
 
-def log_fields(queued: QueuedRequest | None) -> Mapping[str, str]:
+def get_log_fields(queued: QueuedRequest | None) -> Mapping[str, str]:
     """Return what a line of the log in JSON says about its request."""
     if queued is None:
         return {}
@@ -65,8 +65,8 @@ class EngineContext:
     request_log: RequestLog
     background_writer: BackgroundWriter
     recovery: Recovery
-    models: Models
-    samplers: Samplers
+    models: ModelCache
+    samplers: SamplerCache
     ephemeral_samplers: EphemeralSamplers
     observers: ResultObservers
     retention: Retention
@@ -78,7 +78,7 @@ class EngineContext:
             raise error
         if not isinstance(error, RequestError):
             self.backend.check_devices()  # the background thread may have met a lost device
-            error = internal_error(f"{queued.kind} request {queued.request_id}", error, queued)
+            error = report_internal_error(f"{queued.kind} request {queued.request_id}", error, queued)
         failure = Failure(message=error.message, category=error.category)
         request, model_id, rows = queued.request, queued.model_id, None
         if model_id is not None and isinstance(request, ModelPass | Rejected) and request.backward:

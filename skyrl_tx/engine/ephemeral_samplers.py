@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from skyrl_tx.artifacts import Artifact, ArtifactStore, ArtifactsUnreachable, artifact_id_for
+from skyrl_tx.artifacts import Artifact, ArtifactStore, ArtifactsUnreachable, make_artifact_id
 from skyrl_tx.contract.backend import Snapshot
 from skyrl_tx.contract.errors import ServerError
 from skyrl_tx.contract.ids import ArtifactId, ModelId, RequestId, SamplerId, SamplingSessionId
@@ -21,9 +21,9 @@ from skyrl_tx.store.errors import StoreUnreachable
 _log = logging.getLogger(__name__)
 
 
-def sampler_of(request_id: RequestId) -> SamplerId:
+def make_sampler_id(request_id: RequestId) -> SamplerId:
     """Return the id of the sampler that an ephemeral save creates: the same whenever the save is replayed."""
-    return SamplerId(artifact_id_for(request_id))
+    return SamplerId(make_artifact_id(request_id))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,37 +69,37 @@ class EphemeralSamplers:
         row = self.store.read(lambda tx: samplers.get(tx, name))
         return row is not None and row.sampler_id is not None and not self._has_files(sampler)
 
-    def lost(self) -> dict[ModelId, dict[RequestId, SamplerId]]:
+    def find_lost(self) -> dict[ModelId, dict[RequestId, SamplerId]]:
         """Return the samplers whose files a crash prevented, by model and by the save that created them."""
         lost: dict[ModelId, dict[RequestId, SamplerId]] = {}
-        ephemeral = self.store.read(lambda tx: samplers.list_ephemeral(tx, self.store.engine))
-        present = set(self.artifacts.ids()) if ephemeral else set[ArtifactId]()
+        ephemeral = self.store.read(lambda tx: samplers.list_ephemeral(tx, self.store.engine_number))
+        present = set(self.artifacts.list_ids()) if ephemeral else set[ArtifactId]()
         for each in ephemeral:
-            if sampler_of(each.request_id) == each.sampler_id and each.sampler_id not in present:
+            if make_sampler_id(each.request_id) == each.sampler_id and each.sampler_id not in present:
                 lost.setdefault(each.model_id, {})[each.request_id] = each.sampler_id
         return lost
 
-    def lost_model(self, sampler: SamplerId) -> ModelId | None:
+    def find_lost_model(self, sampler: SamplerId) -> ModelId | None:
         """Return the model of a sampler whose files an ended engine did not write; None if there is none.
 
         An engine that is alone has looked for such samplers at its start.
         """
         if not self.store.is_shared or self._has_files(sampler):
             return None
-        return self.store.read(lambda tx: samplers.model_of(tx, sampler))
+        return self.store.read(lambda tx: samplers.find_model(tx, sampler))
 
     def mark_lost(self, lost: Iterable[SamplerId], reason: str) -> None:
         """Record why samplers cannot be used. Restoring their model clears it."""
         self._lost.update(dict.fromkeys(lost, reason))
 
-    def pending_snapshot(self, sampler: SamplerId) -> Snapshot | None:
+    def get_pending_snapshot(self, sampler: SamplerId) -> Snapshot | None:
         """Return the weights of a sampler that is not written yet. Raises ServerError for a lost one."""
         if sampler in self._lost:
             raise ServerError(self._lost[sampler])
         unwritten = self._unwritten.get(sampler)
         return None if unwritten is None else unwritten.snapshot
 
-    def is_in_files(self, sampler: SamplerId) -> bool:
+    def is_written(self, sampler: SamplerId) -> bool:
         """Whether a sampler does not depend on the memory of this engine."""
         return sampler not in self._unwritten and sampler not in self._lost
 

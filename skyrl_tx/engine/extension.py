@@ -21,7 +21,7 @@ Key = TypeVar("Key")
 
 
 @dataclass(slots=True, kw_only=True)
-class Bound(Generic[Key]):
+class RowLimit(Generic[Key]):
     """A limit for related rows, for example for the points of one run. Housekeeping removes what exceeds it."""
 
     find_superfluous: Callable[[Session, Key], Sequence[Any]]
@@ -41,7 +41,7 @@ class ResultObserver:
     """
 
     @property
-    def bounds(self) -> Sequence[Bound[Any]]:
+    def row_limits(self) -> Sequence[RowLimit[Any]]:
         """The limits of the rows that the observer writes."""
         return ()
 
@@ -73,7 +73,7 @@ class RetentionClock:
     extend: Callable[[float], float]
     """Returns a retention that a client can renew: infinite until the API was up long enough for clients to return."""
 
-    def before(self, retention_s: float) -> float:
+    def compute_cutoff(self, retention_s: float) -> float:
         """Return the time of the oldest row to keep, for a retention that a client can renew."""
         return self.now - self.extend(retention_s)
 

@@ -32,13 +32,13 @@ class FairShare:
         """Whether any owner has another share than the others."""
         return any(weight != 1 for weight in self._weights().values())
 
-    def weight_of(self, owner: str) -> int:
+    def get_weight(self, owner: str) -> int:
         """Return the weight of an owner."""
         return self._weights().get(owner, 1)
 
-    def time_of(self, owner: str) -> VirtualTime:
+    def get_virtual_time(self, owner: str) -> VirtualTime:
         """Return the virtual time of an owner."""
-        is_last, found = self.weight_of(owner) == 0, self._times.get(owner)
+        is_last, found = self.get_weight(owner) == 0, self._times.get(owner)
         if found is None or found.is_last != is_last:  # new, or its weight has changed from 0 or to it
             return VirtualTime(is_last, self._started[is_last])
         return found
@@ -48,15 +48,15 @@ class FairShare:
         self._times.clear()
         self._started = {False: 0.0, True: 0.0}
 
-    def arrive(self, owner: str) -> None:
+    def record_arrival(self, owner: str) -> None:
         """Note that an owner has work, and had none that could start."""
         if len(self._times) >= _MAX_OWNERS:
             self._times = {name: time for name, time in self._times.items() if time.at > self._started[time.is_last]}
-        is_last, at = self.time_of(owner)
+        is_last, at = self.get_virtual_time(owner)
         self._times[owner] = VirtualTime(is_last, max(at, self._started[is_last]))
 
     def charge(self, owner: str, amount: float) -> None:
         """Count work that starts now."""
-        is_last, start = self.time_of(owner)
+        is_last, start = self.get_virtual_time(owner)
         self._started[is_last] = max(self._started[is_last], start)
-        self._times[owner] = VirtualTime(is_last, start + amount / (self.weight_of(owner) or 1))
+        self._times[owner] = VirtualTime(is_last, start + amount / (self.get_weight(owner) or 1))

@@ -34,7 +34,7 @@ from skyrl_tx.contract.requests import (
 from skyrl_tx.engine import prepare
 from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
-from skyrl_tx.engine.ephemeral_samplers import sampler_of
+from skyrl_tx.engine.ephemeral_samplers import make_sampler_id
 from skyrl_tx.engine.recovery import LoggedRequest, Recovery
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.residency import LiveModel
@@ -89,7 +89,7 @@ def _create_model(context: EngineContext, queued: QueuedRequest, model_id: Model
         queued,
         results.CreateModelOutput(model_id=model_id),
         lambda tx: models.set_ready(tx, model_id, context.capabilities.base_model_hash),
-        effect_order=model.next_effect_order(),
+        effect_order=model.assign_effect_order(),
     )
 
 
@@ -115,12 +115,12 @@ def _load_weights(context: EngineContext, queued: QueuedRequest, model_id: Model
     def rows(tx: Session) -> None:
         models.set_ready(tx, model_id, context.capabilities.base_model_hash)
         models.set_loaded_from(tx, model_id, request.path)
-        actor = audit.actor_of(tx, queued.session_id, queued.owner)
+        actor = audit.get_actor(tx, queued.session_id, queued.owner)
         audit.record(tx, "checkpoint_read", actor, time.time(), path=request.path, purpose="load", loaded_by=model_id)
         models.set_incomplete_gradient(tx, model_id, None)
 
     result = results.LoadWeightsOutput(path=request.path, model_id=model_id)
-    context.request_log.commit(queued, result, rows, effect_order=model.next_effect_order())
+    context.request_log.commit(queued, result, rows, effect_order=model.assign_effect_order())
 
 
 def _replay_load_weights(recovery: Recovery, logged: LoggedRequest, request: LoadWeights) -> None:
@@ -144,10 +144,10 @@ def _unload_model(context: EngineContext, queued: QueuedRequest, model_id: Model
         models.delete_snapshot(tx, model_id)
 
     result = results.UnloadModelOutput(model_id=model_id)
-    context.request_log.commit(queued, result, rows, effect_order=model.next_effect_order())
+    context.request_log.commit(queued, result, rows, effect_order=model.assign_effect_order())
 
 
-def _optim_step(context: EngineContext, queued: QueuedRequest, model_id: ModelId, request: OptimStep) -> None:
+def _run_optim_step(context: EngineContext, queued: QueuedRequest, model_id: ModelId, request: OptimStep) -> None:
     model = context.models.get(model_id)
     context.models.ensure_resident([model_id])
     if model.gradient_error is not None:
@@ -156,19 +156,19 @@ def _optim_step(context: EngineContext, queued: QueuedRequest, model_id: ModelId
         return
     prepare.check_optim(request.params)
     taken = DeviceTime("step")
-    with context.device_clock.completing(taken):
+    with context.device_clock.measure_completion(taken):
         norm = context.backend.gradient_norm(model_id)
     if norm is not None and not math.isfinite(norm):
         cause = f"the norm of the gradient is {norm}, not a finite number: the model has diverged, or a loss overflowed"
         context.request_log.meters.count_nonfinite("gradient")
         _drop_gradient(context, queued, model, f"{cause}; the gradient was dropped, the weights are unchanged")
         return
-    with context.device_clock.completing(taken):
+    with context.device_clock.measure_completion(taken):
         metrics = context.backend.optim_step(model_id, request.params)
     result = results.OptimStepOutput(metrics=dict(metrics))
     model.num_steps += 1
     observed = context.observers.observe_step(queued, model, result, taken)
-    context.request_log.commit(queued, result, effect_order=model.next_effect_order(), observed=observed)
+    context.request_log.commit(queued, result, effect_order=model.assign_effect_order(), observed=observed)
 
 
 def _replay_optim_step(recovery: Recovery, logged: LoggedRequest, request: OptimStep) -> None:
@@ -179,7 +179,7 @@ def _replay_optim_step(recovery: Recovery, logged: LoggedRequest, request: Optim
 
 
 def _replay_pass(recovery: Recovery, logged: LoggedRequest, request: ModelPass) -> None:
-    examples = prepare.pass_examples(logged.queued.request_id, logged.model_id, request, recovery.capabilities)
+    examples = prepare.make_pass_examples(logged.queued.request_id, logged.model_id, request, recovery.capabilities)
     recovery.backend.forward_backward(PreparedModelPassBatch(examples=tuple(examples)))
 
 
@@ -191,7 +191,7 @@ def _drop_gradient(context: EngineContext, queued: QueuedRequest, model: LiveMod
         queued,
         results.Failure(message=message, category=ErrorCategory.USER),
         lambda tx: models.set_incomplete_gradient(tx, model.model_id, None),
-        effect_order=model.next_effect_order(),
+        effect_order=model.assign_effect_order(),
     )
 
 
@@ -225,10 +225,10 @@ def _save_weights(context: EngineContext, queued: QueuedRequest, model_id: Model
             context.fail(queued, error)
 
     now, base_model = time.time(), context.settings.base_models[0]
-    run = manifests.run_metadata(
+    run = manifests.make_run_metadata(
         model_id=model_id, owner=model.owner, base_model=base_model, spec=model.spec, now=now, step=step
     )
-    saved = manifests.checkpoint_metadata(
+    saved = manifests.make_checkpoint_metadata(
         kind=request.kind,
         name=request.name,
         expires_at=None if request.ttl_s is None else now + request.ttl_s,
@@ -236,7 +236,7 @@ def _save_weights(context: EngineContext, queued: QueuedRequest, model_id: Model
     )
     # Later requests of the model wait: if they were committed first, a crash would repeat this save with later weights.
     context.background_writer.submit(
-        context.recovery.writer(write, {**run, **saved}), on_written, model_id=model_id, blocks=True
+        context.recovery.make_writer(write, {**run, **saved}), on_written, model_id=model_id, blocks=True
     )
 
 
@@ -248,11 +248,11 @@ def _save_ephemeral(context: EngineContext, queued: QueuedRequest, model_id: Mod
         raise UserError(f"sampling_session_seq_id: {name} exists already")
     context.ephemeral_samplers.check_capacity()
     context.models.ensure_resident([model_id])
-    sampler = sampler_of(queued.request_id)
+    sampler = make_sampler_id(queued.request_id)
     snapshot = context.backend.capture(model_id, {StatePart.WEIGHTS})
     context.samplers.preload(sampler, snapshot, queued.session_id)
     model = context.models.get(model_id)
-    effect_order, step = model.next_effect_order(), model.num_steps
+    effect_order, step = model.assign_effect_order(), model.num_steps
     now = time.time()
 
     def rows(tx: Session) -> None:
@@ -280,7 +280,7 @@ def _save_ephemeral(context: EngineContext, queued: QueuedRequest, model_id: Mod
 
 def _replay_save_weights(recovery: Recovery, logged: LoggedRequest, request: SaveWeights) -> None:
     """Create the sampler of an ephemeral save again if it is lost. A save by name is not in the log."""
-    name, sampler = request.sampling_session_id, sampler_of(logged.queued.request_id)
+    name, sampler = request.sampling_session_id, make_sampler_id(logged.queued.request_id)
     assert request.name is None
     if name is not None and recovery.ephemeral_samplers.is_missing(name, sampler):
         snapshot = recovery.backend.capture(logged.model_id, {StatePart.WEIGHTS})
@@ -322,7 +322,7 @@ def _record_checkpoint(
             step=step,
         )
         checkpoints.put(tx, checkpoint, request.overwrite)
-        actor = audit.actor_of(tx, queued.session_id, queued.owner)
+        actor = audit.get_actor(tx, queued.session_id, queued.owner)
         audit.record(tx, "checkpoint_create", actor, now, path=path, size_bytes=artifact.size_bytes)
 
     result = results.SaveWeightsOutput(kind=request.kind, path=str(path), size_bytes=artifact.size_bytes)
@@ -330,7 +330,7 @@ def _record_checkpoint(
     context.request_log.commit_and_wait(queued, result, rows, observed)
 
 
-def _rejected(context: EngineContext, queued: QueuedRequest, model_id: ModelId, request: Rejected) -> None:
+def _fail_rejected(context: EngineContext, queued: QueuedRequest, model_id: ModelId, request: Rejected) -> None:
     if request.kind in ("create_model", "load_weights"):
 
         def mark_failed(tx: Session) -> None:
@@ -360,8 +360,8 @@ KINDS: dict[type, RequestKind] = {
     CreateModel: RequestKind(_create_model, _replay_create_model),
     LoadWeights: RequestKind(_load_weights, _replay_load_weights),
     ModelPass: RequestKind(None, _replay_pass),
-    OptimStep: RequestKind(_optim_step, _replay_optim_step),
+    OptimStep: RequestKind(_run_optim_step, _replay_optim_step),
     SaveWeights: RequestKind(_save_weights, _replay_save_weights),
     UnloadModel: RequestKind(_unload_model, None),
-    Rejected: RequestKind(_rejected, _replay_rejected),
+    Rejected: RequestKind(_fail_rejected, _replay_rejected),
 }

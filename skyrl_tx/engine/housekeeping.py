@@ -35,10 +35,10 @@ _MAX_CLOCK_STEP_S = 5.0
 _BATCH_ROWS = 500
 """Points or groups of samples that one transaction removes."""
 _MAX_CHECK_GAP_S = 60.0
-"""Uptime that one check adds to `continuous_s` at most: an engine that was busy for longer cannot know more."""
+"""Uptime that one check adds to `get_continuous_s` at most: an engine that was busy for longer cannot know more."""
 
 
-def _batches(keys: Sequence[T]) -> Iterator[Sequence[T]]:
+def _split_batches(keys: Sequence[T]) -> Iterator[Sequence[T]]:
     return (keys[start : start + _BATCH_ROWS] for start in range(0, len(keys), _BATCH_ROWS))
 
 
@@ -54,12 +54,12 @@ class ApiUptime:
         self._checked_at, self._checked_time_of_day = time.monotonic(), time.time()
         self._total_s = self._continuous_s = 0.0
 
-    def total_s(self) -> float:
+    def get_total_s(self) -> float:
         """Return the total uptime: a clock that stops while the API is down."""
         self._check()
         return self._total_s
 
-    def continuous_s(self) -> float:
+    def get_continuous_s(self) -> float:
         """Return the uptime since the API was last down."""
         self._check()
         return self._continuous_s
@@ -98,9 +98,9 @@ class Housekeeping:
     def evict_idle_models(self, is_waiting: Callable[[ModelId], bool], now: float) -> None:
         """Evict the models of closed sessions that have no running or waiting request."""
         models = self.context.models
-        for model in models.resident():
+        for model in models.list_resident():
             is_needed = model.model_id in models.busy or is_waiting(model.model_id)
-            if not is_needed and self._end_of(model.session_id, now) is not None:
+            if not is_needed and self._describe_session_end(model.session_id, now) is not None:
                 models.evict(model)
 
     def forget_idle_models(self, schedule: Schedule) -> None:
@@ -110,22 +110,22 @@ class Housekeeping:
         """
         active = self.context.models.busy | self.context.background_writer.blocked_models
         self.context.models.forget_evicted(lambda model_id: model_id in active or schedule.is_waiting(model_id))
-        schedule.forget_idle_models(active | {model.model_id for model in self.context.models.resident()})
+        schedule.forget_idle_models(active | {model.model_id for model in self.context.models.list_resident()})
 
-    def fail_samples_of_closed_sessions(self, now: float) -> None:
+    def fail_orphaned_samples(self, now: float) -> None:
         """Fail the samples of closed sessions. Their clients cannot fetch them."""
-        for session_id in self.sampling.sessions():
-            if (how := self._end_of(session_id, now)) is not None:
+        for session_id in self.sampling.list_sessions():
+            if (how := self._describe_session_end(session_id, now)) is not None:
                 self.sampling.end_session(session_id, f"its session {how}; begin a new one to sample again")
 
     def expire(self, now: float) -> None:
         """Remove models, checkpoints, samplers, logprobs and losses past their retention; close silent sessions."""
-        clock, retention = self._clock(now), self.context.retention
+        clock, retention = self._make_clock(now), self.context.retention
 
         def drop(tx: Session) -> list[ModelId]:
             retention.expire(tx, clock)
             purged = models.purge(tx, now - clock.settings.deletion_undo_s, retention.delete_runs)
-            return purged + models.expire(tx, clock.before(clock.settings.session_retention_s))
+            return purged + models.expire(tx, clock.compute_cutoff(clock.settings.session_retention_s))
 
         for model_id in self.context.store.write(drop):
             self.context.models.discard(model_id)
@@ -140,8 +140,8 @@ class Housekeeping:
         """
 
         def look(tx: Session) -> tuple[bool, set[ArtifactId] | None]:
-            unread = futures.pending(tx, read_position, 1, engine=self.context.store.engine)
-            return bool(unread), checkpoints.referenced_artifacts(tx)
+            unread = futures.list_pending(tx, read_position, 1, engine=self.context.store.engine_number)
+            return bool(unread), checkpoints.find_referenced_artifacts(tx)
 
         # Find out whether anything may be removed. One transaction: a request that arrives later names a referenced
         # artifact or a young one.
@@ -157,7 +157,7 @@ class Housekeeping:
             return
 
         # Free samplers here, then files in the background.
-        in_use = self.sampling.samplers_in_use()
+        in_use = self.sampling.list_samplers_in_use()
         keep = referenced | {ArtifactId(sampler) for sampler in in_use}
         self._evict_idle_samplers(keep, in_use, now)
         if claim is not None:
@@ -201,21 +201,23 @@ class Housekeeping:
 
     def prune(self, now: float) -> bool:
         """Remove some rows past their retention, for example old results. Returns whether more are left."""
-        clock, retention = self._clock(now), self.context.retention
+        clock, retention = self._make_clock(now), self.context.retention
         is_full = self.context.store.write(lambda tx: retention.prune(tx, clock)) >= pruning.MAX_ROWS
         return self.context.store.vacuum() or is_full
 
-    def bound_tables(self) -> None:
+    def trim_tables(self) -> None:
         """Start to remove the rows beyond the bounds of features, for example old points of long runs."""
         store = self.context.store
-        grown = [(bound, bound.grown) for bound in self.context.observers.bounds() if bound.grown]
+        grown = [(bound, bound.grown) for bound in self.context.observers.list_row_limits() if bound.grown]
         for bound, _ in grown:
             bound.grown = set()
 
         def remove() -> None:
             for bound, keys in grown:
                 for key in keys:
-                    for batch in _batches(store.read(lambda tx, bound=bound, key=key: bound.find_superfluous(tx, key))):
+                    for batch in _split_batches(
+                        store.read(lambda tx, bound=bound, key=key: bound.find_superfluous(tx, key))
+                    ):
                         store.write(lambda tx, bound=bound, batch=batch: bound.remove(tx, batch))
 
         def on_removed(removed: Future[None]) -> None:
@@ -227,29 +229,31 @@ class Housekeeping:
         if grown:
             self.context.background_writer.submit(remove, on_removed)
 
-    def _end_of(self, session_id: SessionId, now: float) -> str | None:
+    def _describe_session_end(self, session_id: SessionId, now: float) -> str | None:
         """Return how a session ended or that its heartbeat timed out; None while it is open."""
         row = self.context.store.read(lambda tx: sessions.find(tx, session_id))
         if row is None:
             return "is gone"
         if row.finished_at is not None:
             return f"has finished ({row.finish_reason})"
-        timeout_s = self._timeout_s(self.context.settings.session_timeout_s)
+        timeout_s = self._extend_timeout_s(self.context.settings.session_timeout_s)
         return f"sent no heartbeat for {timeout_s:.0f} s" if row.last_heartbeat_at < now - timeout_s else None
 
-    def _timeout_s(self, limit_s: float) -> float:
+    def _extend_timeout_s(self, limit_s: float) -> float:
         """Return a timeout or retention: infinite until the API was up long enough for clients to return."""
         settings = self.context.settings
         enough_s = min(settings.session_timeout_s, settings.session_retention_s)
-        return limit_s if self.api_uptime.continuous_s() >= min(limit_s, enough_s) else math.inf
+        return limit_s if self.api_uptime.get_continuous_s() >= min(limit_s, enough_s) else math.inf
 
-    def _clock(self, now: float) -> RetentionClock:
-        return RetentionClock(now=now, settings=self.context.settings, extend=self._timeout_s)
+    def _make_clock(self, now: float) -> RetentionClock:
+        return RetentionClock(now=now, settings=self.context.settings, extend=self._extend_timeout_s)
 
     def _evict_idle_samplers(self, keep: Collection[ArtifactId], in_use: Collection[SamplerId], now: float) -> None:
         """Evict samplers that are unreferenced, or that only closed sessions used."""
-        for sampler, used_by in self.context.samplers.idle().items():
-            is_wanted = sampler in in_use or any(self._end_of(session_id, now) is None for session_id in used_by)
+        for sampler, used_by in self.context.samplers.find_idle().items():
+            is_wanted = sampler in in_use or any(
+                self._describe_session_end(session_id, now) is None for session_id in used_by
+            )
             if not is_wanted or ArtifactId(sampler) not in keep:
                 self.context.samplers.evict(sampler)
                 _log.info("evicted sampler %s", sampler)

@@ -29,7 +29,7 @@ class Intake:
         self._context = context
         self._schedule = schedule
         self._sampling = sampling
-        self._engine = context.store.engine
+        self._engine = context.store.engine_number
         self.position = 0
         """The last request that was read, or is left to an owner that is behind."""
         self._behind: dict[str, int] = {}  # the last request of each owner that was read
@@ -67,8 +67,8 @@ class Intake:
         position = self.position
 
         def look(tx: Session) -> tuple[int, list[futures.PendingRequest]]:
-            last = futures.last_position(tx)  # read before the page, so that no request between them is skipped
-            return last, futures.pending(tx, position, _PAGE_REQUESTS, max_body_bytes, engine=self._engine)
+            last = futures.get_last_position(tx)  # read before the page, so that no request between them is skipped
+            return last, futures.list_pending(tx, position, _PAGE_REQUESTS, max_body_bytes, engine=self._engine)
 
         last, page = self._context.store.read(look)
         for pending in page:
@@ -89,7 +89,7 @@ class Intake:
         """Read a page of an owner that is behind. Returns whether there was any request."""
         after, up_to = self._behind[owner], self.position
         page = self._context.store.read(
-            lambda tx: futures.pending_of_owner(
+            lambda tx: futures.list_pending_by_owner(
                 tx, owner, after, up_to, _PAGE_REQUESTS, max_body_bytes, engine=self._engine
             )
         )
@@ -107,7 +107,7 @@ class Intake:
             return
         if queued.model_id not in self._schedule:
             self._context.request_log.wait_for_commits()  # the model may have been forgotten just now
-            self._schedule.add_model(queued.model_id, self._context.recovery.sequence_cursor(queued.model_id))
+            self._schedule.add_model(queued.model_id, self._context.recovery.read_sequence_cursor(queued.model_id))
         self._schedule.add(queued)
 
     def read_bodies(self, requests: Sequence[QueuedRequest]) -> list[QueuedRequest]:

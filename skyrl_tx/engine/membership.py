@@ -39,7 +39,7 @@ _MAX_GIVEN = 256
 _ENDED = ("failed", "unloaded", "left", "expired")
 
 
-def leave_to_others(store: Store) -> None:
+def reassign_last_run(store: Store) -> None:
     """Before a start, which takes long: let the engines that are ready go on with what the last one of this number had.
 
     Only requests that may have ended it stay: this engine runs them alone.
@@ -47,11 +47,11 @@ def leave_to_others(store: Store) -> None:
     if not store.is_shared:
         return
 
-    def work(tx: Session) -> placement.Moved:
-        ready = _ready(tx) - {store.engine}
-        return placement.move(tx, store.engine, sorted(ready), hold=True) if ready else placement.Moved()
+    def work(tx: Session) -> placement.MoveResult:
+        ready = _find_ready_engines(tx) - {store.engine_number}
+        return placement.move(tx, store.engine_number, sorted(ready), hold=True) if ready else placement.MoveResult()
 
-    _log_moved(store.engine, store.write(work))
+    _log_move(store.engine_number, store.write(work))
 
 
 def check_same_base(store: Store, base_model_hash: str) -> None:
@@ -60,8 +60,8 @@ def check_same_base(store: Store, base_model_hash: str) -> None:
         return
 
     def others(tx: Session) -> list[EngineStateRow]:
-        running = leases.holders(tx).keys() - {store.engine}
-        return [row for row in engine_state.all_engines(tx) if row.number in running]
+        running = leases.get_holders(tx).keys() - {store.engine_number}
+        return [row for row in engine_state.list_engines(tx) if row.number in running]
 
     for row in store.read(others):
         theirs = row.capabilities.get("base_model_hash")
@@ -72,20 +72,20 @@ def check_same_base(store: Store, base_model_hash: str) -> None:
             )
 
 
-def _ready(tx: Session) -> set[int]:
+def _find_ready_engines(tx: Session) -> set[int]:
     """Return the engines that run and execute requests."""
-    running, now = leases.holders(tx).keys(), engine_state.shared_time(tx)
-    return {row.number for row in engine_state.all_engines(tx) if engine_state.is_ready(row, now)} & running
+    running, now = leases.get_holders(tx).keys(), engine_state.get_shared_time(tx)
+    return {row.number for row in engine_state.list_engines(tx) if engine_state.is_ready(row, now)} & running
 
 
-def _log_moved(number: int, moved: placement.Moved) -> None:
+def _log_move(number: int, moved: placement.MoveResult) -> None:
     if moved.models or moved.num_requests:
         what = "engine %d has ended: the others go on with its %d models and %d open requests"
         _log.warning(what, number, len(moved.models), moved.num_requests)
 
 
 @dataclass(slots=True)
-class _Seen:
+class _LastStatus:
     """When a status of another engine was last seen to change, by this engine's monotonic clock."""
 
     updated_at: float
@@ -93,7 +93,7 @@ class _Seen:
 
 
 @dataclass(slots=True)
-class Spreading:
+class SampleBalancer:
     """The part of an engine's loop that gives samples away, each time it has looked at the others."""
 
     context: EngineContext
@@ -101,29 +101,29 @@ class Spreading:
     _newest: int = 0
     """The last sample that was here at the last look. Earlier ones have waited since then, whatever the clocks say."""
 
-    def look(self, rows: Collection[EngineStateRow], running: Collection[int]) -> None:
+    def balance(self, rows: Collection[EngineStateRow], running: Collection[int]) -> None:
         """Share what has waited since the last look with the engines that have published that they have no sample."""
-        own, waited_up_to, self._newest = self.context.store.engine, self._newest, self.sampling.newest
-        idle = [row.number for row in rows if row.number in running and row.number != own and _seems_idle(row)]
+        own, waited_up_to, self._newest = self.context.store.engine_number, self._newest, self.sampling.newest
+        idle = [row.number for row in rows if row.number in running and row.number != own and _is_idle(row)]
         if not idle or not self.sampling.num_waiting:
             return
-        waiting = self.sampling.movable(waited_up_to)
+        waiting = self.sampling.find_movable(waited_up_to)
         for index, number in enumerate(idle):  # this engine keeps as many as each of them gets
-            self._give(number, [each.position for each in waiting[index :: len(idle) + 1][:_MAX_GIVEN]])
+            self._give_samples(number, [each.position for each in waiting[index :: len(idle) + 1][:_MAX_GIVEN]])
 
-    def _give(self, number: int, positions: list[int]) -> None:
-        own = self.context.store.engine
+    def _give_samples(self, number: int, positions: list[int]) -> None:
+        own = self.context.store.engine_number
 
         def work(tx: Session) -> list[RequestId]:
-            return placement.give(tx, own, number, positions)
+            return placement.give_samples(tx, own, number, positions)
 
         if positions and (given := self.context.store.write(work)):
             self.sampling.forget_given(given)
             _log.info("gave %d samples to engine %d, which has nothing to do", len(given), number)
 
 
-def _seems_idle(row: EngineStateRow) -> bool:
-    load = engine_state.sample_load(row)
+def _is_idle(row: EngineStateRow) -> bool:
+    load = engine_state.read_sample_load(row)
     return row.status == "ready" and load is not None and load.num_requests == 0
 
 
@@ -133,10 +133,10 @@ class Membership:
 
     context: EngineContext
     schedule: Schedule
-    spreading: Spreading
+    spreading: SampleBalancer
     _checked_at: float = 0.0
     _balanced_at: float = field(default_factory=time.monotonic)
-    _seen: dict[int, _Seen] = field(default_factory=dict[int, _Seen])
+    _seen: dict[int, _LastStatus] = field(default_factory=dict[int, _LastStatus])
     _waiting_until: dict[int, float] = field(default_factory=dict[int, float])
     """Times at which to look again at ended engines whose requests are held."""
     _is_keeper: bool = False
@@ -148,20 +148,20 @@ class Membership:
             return
         gap_s, self._checked_at = now - self._checked_at, now
         ended, rows, holders = store.read(
-            lambda tx: (placement.ended(tx), engine_state.all_engines(tx), leases.holders(tx))
+            lambda tx: (placement.find_ended(tx), engine_state.list_engines(tx), leases.get_holders(tx))
         )
-        for number in sorted(ended - {store.engine}):
+        for number in sorted(ended - {store.engine_number}):
             if now >= self._waiting_until.get(number, 0.0):
                 self._take_over(number)
         if gap_s > _MAX_GAP_S:  # this engine was busy, or itself stopped: it knows nothing about the others' silence
             self._seen.clear()
         for row in rows:
-            if row.number in holders and row.number != store.engine:
+            if row.number in holders and row.number != store.engine_number:
                 self._end_if_stuck(row, holders[row.number], now)
-        self.spreading.look(rows, holders)
+        self.spreading.balance(rows, holders)
         if now - self._balanced_at >= _BALANCE_PERIOD_S:
             self._balanced_at = now
-            self._give_away_one()
+            self._balance_models()
 
     def is_keeper(self) -> bool:
         """Whether this engine removes what is old, for all: the first one that asks does, as long as it runs."""
@@ -173,7 +173,7 @@ class Membership:
         """Discard the models that the keeper has expired or removed."""
         context = self.context
         context.request_log.wait_for_commits()
-        for model in context.models.resident():
+        for model in context.models.list_resident():
             if model.model_id in context.models.busy:
                 continue
             row = context.store.read(lambda tx, name=model.model_id: models.get(tx, name))
@@ -183,51 +183,51 @@ class Membership:
     def _take_over(self, number: int) -> None:
         """Share out what an ended engine had, unless it has started again meanwhile, or another one was faster."""
 
-        def work(tx: Session) -> placement.Moved:
-            ready = _ready(tx) | {self.context.store.engine}
-            return placement.move(tx, number, sorted(ready)) if leases.take(tx, number) else placement.Moved()
+        def work(tx: Session) -> placement.MoveResult:
+            ready = _find_ready_engines(tx) | {self.context.store.engine_number}
+            return placement.move(tx, number, sorted(ready)) if leases.take(tx, number) else placement.MoveResult()
 
         moved = self.context.store.write(work)
-        _log_moved(number, moved)
-        if moved.num_held:
+        _log_move(number, moved)
+        if moved.num_quarantined:
             self._waiting_until[number] = time.monotonic() + _MAX_GAP_S
 
     def _end_if_stuck(self, row: EngineStateRow, pid: int, now: float) -> None:
         seen = self._seen.get(row.number)
         if seen is None or seen.updated_at != row.updated_at:
-            self._seen[row.number] = _Seen(row.updated_at, now)
+            self._seen[row.number] = _LastStatus(row.updated_at, now)
         elif now - seen.since > STUCK_S:
             del self._seen[row.number]
             silence = "engine %d (process %d on %s) has published no status for %.0f s: it loses its lease"
             _log.error(silence, row.number, row.pid, row.host, now - seen.since)
             self.context.store.write(lambda tx: leases.revoke(tx, pid))
 
-    def _give_away_one(self) -> None:
+    def _balance_models(self) -> None:
         """Give one model that nothing waits for to an engine that has fewer, as one that has just started."""
         store = self.context.store
-        own = store.engine
+        own = store.engine_number
 
         def look(tx: Session) -> tuple[int | None, list[ModelId]]:
-            counts, others = placement.num_models(tx, time.time()), _ready(tx) - {own}
+            counts, others = placement.count_models(tx, time.time()), _find_ready_engines(tx) - {own}
             to = min(others, key=lambda number: (counts[number], number), default=None)
             if to is None or counts[own] - counts[to] < _MIN_DIFFERENCE:
                 return None, []
-            return to, placement.models_of(tx, own)
+            return to, placement.list_models(tx, own)
 
         to, mine = store.read(look)
         if to is None:
             return
-        resident = {model.model_id: model for model in self.context.models.resident()}
+        resident = {model.model_id: model for model in self.context.models.list_resident()}
         is_busy = self.context.models.busy | self.context.background_writer.blocked_models
         idle = [name for name in mine if name not in is_busy and not self.schedule.is_waiting(name)]
         # One that is not on the device costs nothing; of the others the one that was used least lately.
         idle.sort(key=lambda name: resident[name].last_used if name in resident else 0.0)
         for model_id in idle[:1]:
-            self._give_away(model_id, to)
+            self._give_model(model_id, to)
 
-    def _give_away(self, model_id: ModelId, to: int) -> None:
+    def _give_model(self, model_id: ModelId, to: int) -> None:
         context = self.context
-        model = next((each for each in context.models.resident() if each.model_id == model_id), None)
+        model = next((each for each in context.models.list_resident() if each.model_id == model_id), None)
         if model is not None:
             context.models.evict(model)
         if context.ephemeral_samplers.has_unwritten(model_id):

@@ -29,7 +29,7 @@ _WRITES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5)
 _PASSES = {"forward": "forward", "forward_backward": "backward"}
 
 Work = Literal["train", "optim", "sample", "state"]
-_WORK_OF_CALL: Mapping[str, Work] = {
+_WORK_BY_CALL: Mapping[str, Work] = {
     **dict.fromkeys(("forward", "forward_backward"), "train"),
     **dict.fromkeys(("optim_step", "gradient_norm", "clear_gradient"), "optim"),
     **dict.fromkeys(("begin_sample", "step_sample", "cancel_sample", "end_sample"), "sample"),
@@ -106,7 +106,7 @@ class _ResidentMemory(Collector):
         return (family for family in self._process.collect() if family.name.endswith("_resident_memory_bytes"))
 
 
-class EngineMeters:
+class EngineMetrics:
     """All metrics of one engine.
 
     Written by the engine's thread; the registry is read by any thread. `totals` has the counts that are published with
@@ -121,7 +121,7 @@ class EngineMeters:
         self._owners: set[str] | None = set() if with_owners else None
         self.registry.register(self._backend)
         self.registry.register(_ResidentMemory())
-        counter, gauge, histogram = self._counter, self._gauge, self._histogram
+        counter, gauge, histogram = self._make_counter, self._make_gauge, self._make_histogram
         completed = counter("requests_completed", "Requests with a committed result.", "kind", "outcome")
         queue_s = histogram("request_queue_seconds", "From arrival to the first start.", _WAITS_S, "kind")
         run_s = histogram("request_run_seconds", "From the last start to the result.", _WAITS_S, "kind")
@@ -167,12 +167,12 @@ class EngineMeters:
         for child in "ok", "failed":
             self._snapshots.labels(child)
 
-    def completed(
+    def record_completion(
         self, kind: str, owner: str, request: Request | None, result: Result, *, created_at: float, started_at: float
     ) -> None:
         """Count a request that gets its result now. Times are seconds since the epoch."""
         now = time.time()
-        kind, failure = _label(kind, request), isinstance(result, Failure)
+        kind, failure = _get_kind_label(kind, request), isinstance(result, Failure)
         outcome = f"{result.category}_error" if isinstance(result, Failure) else "ok"
         self._completed(kind, outcome).inc()
         self.totals["requests_failed" if failure else "requests_completed"] += 1
@@ -221,14 +221,14 @@ class EngineMeters:
             owners.add(owner)
         self._owner_tokens.labels(owner if owner in owners else _OTHERS, kind).inc(num_tokens)
 
-    def sampled(self, *, created_at: float, first_token_at: float, num_steps: int) -> None:
+    def observe_sample_latency(self, *, created_at: float, first_token_at: float, num_steps: int) -> None:
         """Observe the pace of a completed sample request, whose longest sample has `num_steps` tokens."""
         if created_at:
             self._first_token_s.observe(max(first_token_at - created_at, 0.0))
         if num_steps > 1:
             self._inter_token_s.observe(max(time.time() - first_token_at, 0.0) / (num_steps - 1))
 
-    def cancelled(self, num_samples: int) -> None:
+    def count_cancelled(self, num_samples: int) -> None:
         """Count the samples of a request that its client cancelled."""
         self._samples.labels("cancelled").inc(num_samples)
 
@@ -237,11 +237,11 @@ class EngineMeters:
         self._nonfinite.labels(what).inc()
         self.totals["nonfinite"] += 1
 
-    def snapshot_ended(self, *, failed: bool) -> None:
+    def count_snapshot(self, *, failed: bool) -> None:
         """Count a recovery snapshot."""
         self._snapshots.labels("failed" if failed else "ok").inc()
 
-    def measured(
+    def update_gauges(
         self,
         backend: Meters,
         call_seconds: Mapping[str, float],
@@ -259,7 +259,7 @@ class EngineMeters:
         """
         seconds: dict[Work, float] = dict.fromkeys(get_args(Work), 0.0)
         for name, value in call_seconds.items():
-            if (work := _WORK_OF_CALL.get(name)) is not None:
+            if (work := _WORK_BY_CALL.get(name)) is not None:
                 seconds[work] += value
         self._backend.last, self._backend.seconds = backend, seconds
         for queue, values in queues.items():
@@ -279,17 +279,17 @@ class EngineMeters:
             "backend": known,
         }
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+    def _make_counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, namespace="skyrl_tx", registry=self.registry)
 
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+    def _make_gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(name, text, labels, namespace="skyrl_tx", registry=self.registry)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+    def _make_histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(name, text, labels, namespace="skyrl_tx", registry=self.registry, buckets=buckets)
 
 
-def _label(kind: str, request: Request | None) -> str:
+def _get_kind_label(kind: str, request: Request | None) -> str:
     """Return the kind of a request for people: a pass is named by what it computes."""
     if kind != "model_pass":
         return kind

@@ -11,7 +11,7 @@ from skyrl_tx.contract.ids import ModelId, SamplerId, SamplingSessionId
 from skyrl_tx.contract.requests import Sample
 from skyrl_tx.contract.results import ForwardBackwardOutput, OptimStepOutput, SampleOutput
 from skyrl_tx.engine.activity import DeviceTime
-from skyrl_tx.engine.extension import Bound, ResultObserver
+from skyrl_tx.engine.extension import ResultObserver, RowLimit
 from skyrl_tx.engine.request_log import ObserverRows, QueuedRequest
 from skyrl_tx.engine.residency import LiveModel
 from skyrl_tx.store import samplers
@@ -31,21 +31,23 @@ class ResultObservers:
         default_factory=OrderedDict[tuple[SamplingSessionId | None, SamplerId], Origin]
     )
 
-    def bounds(self) -> list[Bound[Any]]:
+    def list_row_limits(self) -> list[RowLimit[Any]]:
         """Return the limits of the rows that observers write."""
-        return [bound for observer in self.observers for bound in observer.bounds]
+        return [bound for observer in self.observers for bound in observer.row_limits]
 
     def observe_pass(
         self, queued: QueuedRequest, model: LiveModel, output: ForwardBackwardOutput, num_tokens: int, time: DeviceTime
     ) -> ObserverRows | None:
         """Return the rows about a forward_backward or a forward."""
-        return _join(observer.observe_pass(queued, model, output, num_tokens, time) for observer in self.observers)
+        return _combine_rows(
+            observer.observe_pass(queued, model, output, num_tokens, time) for observer in self.observers
+        )
 
     def observe_step(
         self, queued: QueuedRequest, model: LiveModel, output: OptimStepOutput, time: DeviceTime
     ) -> ObserverRows | None:
         """Return the rows about an optimizer step, which `model` has counted."""
-        return _join(observer.observe_step(queued, model, output, time) for observer in self.observers)
+        return _combine_rows(observer.observe_step(queued, model, output, time) for observer in self.observers)
 
     def observe_sample(
         self, queued: QueuedRequest, request: Sample, output: SampleOutput, now: float, device_s: float
@@ -54,13 +56,13 @@ class ResultObservers:
         if not self.observers:
             return None
         origin = self._find_origin(queued.sampling_session_id, request.sampler)
-        return _join(
+        return _combine_rows(
             observer.observe_sample(queued, request, output, origin, now, device_s) for observer in self.observers
         )
 
     def observe_save(self, queued: QueuedRequest, model_id: ModelId) -> ObserverRows | None:
         """Return the rows about a save with a name."""
-        return _join(observer.observe_save(queued, model_id) for observer in self.observers)
+        return _combine_rows(observer.observe_save(queued, model_id) for observer in self.observers)
 
     def note_sampler(self, sampler: SamplerId, model: LiveModel) -> None:
         """Remember the step of an ephemeral sampler, because in-flight sessions forget it at the next save."""
@@ -71,7 +73,7 @@ class ResultObservers:
             return BASE_WEIGHTS
         origin = self._origins.get((name, sampler)) or self._origins.get((None, sampler))
         if origin is None:
-            origin = self.store.read(lambda tx: samplers.origin(tx, name, sampler))
+            origin = self.store.read(lambda tx: samplers.find_origin(tx, name, sampler))
             self._remember_origin(name, sampler, origin)
         return origin
 
@@ -81,7 +83,7 @@ class ResultObservers:
         self._origins[name, sampler] = origin
 
 
-def _join(rows: Iterable[ObserverRows | None]) -> ObserverRows | None:
+def _combine_rows(rows: Iterable[ObserverRows | None]) -> ObserverRows | None:
     """Return what writes all of these rows, or None if there are none."""
     present = [write for write in rows if write is not None]
     if len(present) < 2:

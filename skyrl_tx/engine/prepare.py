@@ -14,7 +14,6 @@ from msgspec import UnsetType
 from skyrl_tx.contract.arrays import NumberArray, max_targets
 from skyrl_tx.contract.batches import PassExample, SampleRequest
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.contract.custom_loss import CUSTOM, LOGPROBS, MAX_ELEMENTS, MAX_EXACT, CustomLoss, CustomLossInput, Needs
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, RequestId, checkpoint_name
 from skyrl_tx.contract.losses import TARGET_TOKENS, LossInput, LossSpec
@@ -35,14 +34,23 @@ from skyrl_tx.contract.requests import (
     SaveWeights,
 )
 from skyrl_tx.contract.results import ForwardBackwardOutput, PassResult
+from skyrl_tx.contract.custom_loss import (
+    CUSTOM,
+    LOGPROBS,
+    MAX_ELEMENTS,
+    MAX_EXACT,
+    CustomLoss,
+    CustomLossInput,
+    Needs,
+)
 
 
-def pass_examples(
+def make_pass_examples(
     request_id: RequestId, model_id: ModelId, request: ModelPass, capabilities: Capabilities
 ) -> Iterator[PassExample]:
     """Yield a valid request's examples, in the contract's dtypes, with all loss inputs and loss config values."""
     if not isinstance(request.custom, UnsetType):
-        yield from _custom_examples(request_id, model_id, request, request.custom)
+        yield from _make_custom_examples(request_id, model_id, request, request.custom)
         return
     spec = capabilities.losses[request.loss]
     config = {name: float(request.loss_config.get(name, default)) for name, default in spec.config.items()}
@@ -52,12 +60,12 @@ def pass_examples(
             model_id=model_id,
             tokens=np.ascontiguousarray(datum.tokens, np.int32),
             loss=request.loss,
-            loss_inputs=_loss_inputs(datum, spec),
+            loss_inputs=_fill_loss_inputs(datum, spec),
             loss_config=config,
         )
 
 
-def _custom_examples(
+def _make_custom_examples(
     request_id: RequestId, model_id: ModelId, request: ModelPass, loss: CustomLoss
 ) -> Iterator[PassExample]:
     """Yield the examples of a valid request with a custom loss, in the contract's dtypes."""
@@ -79,7 +87,7 @@ def _custom_examples(
         )
 
 
-def _loss_inputs(datum: Datum, spec: LossSpec) -> Mapping[str, NumberArray]:
+def _fill_loss_inputs(datum: Datum, spec: LossSpec) -> Mapping[str, NumberArray]:
     # Absent inputs take the shape of the present ones. Targets are always present.
     shape = next((array.shape for array in datum.loss_inputs.values()), datum.tokens.shape)
     inputs: dict[str, NumberArray] = {}
@@ -90,7 +98,7 @@ def _loss_inputs(datum: Datum, spec: LossSpec) -> Mapping[str, NumberArray]:
     return inputs
 
 
-def pass_output(results: Sequence[PassResult], num_tokens: int) -> ForwardBackwardOutput:
+def combine_pass_results(results: Sequence[PassResult], num_tokens: int) -> ForwardBackwardOutput:
     """Combine the results of one request's examples. Each metric's suffix names how the SDK combines it over chunks.
 
     The SDK weights means by the number of datums in a chunk, but means here are over positions. So each mean comes with
@@ -120,7 +128,7 @@ def pass_output(results: Sequence[PassResult], num_tokens: int) -> ForwardBackwa
     return ForwardBackwardOutput(logprobs=tuple(result.logprobs for result in results), metrics=metrics)
 
 
-def sample_request(
+def make_sample_request(
     request_id: RequestId, request: Sample, capabilities: Capabilities, cache_scope: str = ""
 ) -> SampleRequest:
     """Convert a valid request. `max_tokens` null becomes what fits in the context."""
@@ -138,7 +146,7 @@ def sample_request(
     )
 
 
-def sample_part(request: SampleRequest, first: int, end: int) -> SampleRequest:
+def slice_sample_request(request: SampleRequest, first: int, end: int) -> SampleRequest:
     """Return the samples from `first` to `end` of a request. Only the first part has the prompt options."""
     options = PromptOptions(sample_topk=request.options.sample_topk) if first else request.options
     return replace(request, first_index=first, num_samples=end - first, options=options)
@@ -205,10 +213,10 @@ def check_pass(request: ModelPass, capabilities: Capabilities) -> None:
         return
     spec = capabilities.losses.get(request.loss)
     if spec is None:
-        raise UserError(f"loss_fn {request.loss!r} is not one of {_listed(capabilities.losses)}")
+        raise UserError(f"loss_fn {request.loss!r} is not one of {_join_names(capabilities.losses)}")
     for name, value in request.loss_config.items():
         if name not in spec.config:
-            raise UserError(f"loss_fn_config.{name}: {spec.name} takes {_listed(spec.config)}")
+            raise UserError(f"loss_fn_config.{name}: {spec.name} takes {_join_names(spec.config)}")
         if isinstance(value, str) or not abs(value) <= _MAX_FLOAT32:
             raise UserError(f"loss_fn_config.{name} {value!r} must be a finite number (float32)")
     for index, datum in enumerate(request.data):
@@ -248,7 +256,7 @@ def check_sample(request: Sample, capabilities: Capabilities) -> None:
 
 def _check_custom_pass(request: ModelPass, loss: CustomLoss, capabilities: Capabilities) -> None:
     if not capabilities.offers_custom_losses:
-        raise UserError(f"loss_fn {request.loss!r} is not one of {_listed(capabilities.losses)}")
+        raise UserError(f"loss_fn {request.loss!r} is not one of {_join_names(capabilities.losses)}")
     needs = loss.needs()
     for index, datum in enumerate(request.data):
         targets = {name: array for name, array in datum.loss_inputs.items() if name == TARGET_TOKENS}
@@ -318,12 +326,12 @@ def _check_custom_input(field: str, array: NumberArray, expected: CustomLossInpu
 
 def _check_base_model(name: str, base_models: Collection[str]) -> None:
     if name not in base_models:
-        raise UserError(f"base_model {name[:200]!r} is not served here; served is {_listed(base_models)}")
+        raise UserError(f"base_model {name[:200]!r} is not served here; served is {_join_names(base_models)}")
 
 
 def _check_spec(spec: ModelSpec, capabilities: Capabilities) -> None:
     if spec.optimizer not in capabilities.optimizers:
-        raise UserError(f"optimizer {spec.optimizer!r} is not one of {_listed(capabilities.optimizers)}")
+        raise UserError(f"optimizer {spec.optimizer!r} is not one of {_join_names(capabilities.optimizers)}")
     lora: LoraSpec = spec.lora
     if not 1 <= lora.rank <= capabilities.max_lora_rank:
         raise UserError(f"lora_config.rank {lora.rank} must be from 1 to {capabilities.max_lora_rank}")
@@ -357,7 +365,7 @@ def _check_datum(field: str, datum: Datum, spec: LossSpec, capabilities: Capabil
         raise UserError(f"{field}.model_input has {length} tokens; an example in training has at most {most}")
     for name in datum.loss_inputs:
         if name not in spec.inputs:
-            raise UserError(f"{field}.loss_fn_inputs[{name!r}]: {spec.name} takes {_listed(spec.inputs)}")
+            raise UserError(f"{field}.loss_fn_inputs[{name!r}]: {spec.name} takes {_join_names(spec.inputs)}")
     shapes: dict[str, tuple[int, ...]] = {}
     for name, expected in spec.inputs.items():
         array = datum.loss_inputs.get(name)
@@ -445,5 +453,5 @@ def _check_options(options: PromptOptions, length: int, capabilities: Capabiliti
         _check_vocabulary("target_prompt_logprobs", targets, capabilities.vocab_size, lowest=-1)
 
 
-def _listed(names: Collection[str]) -> str:
+def _join_names(names: Collection[str]) -> str:
     return ", ".join(sorted(names)) or "nothing"

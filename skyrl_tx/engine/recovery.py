@@ -30,15 +30,15 @@ from skyrl_tx.store.tables import SnapshotRow
 
 _log = logging.getLogger(__name__)
 _FINGERPRINT = "fingerprint."
-_BASE = "base_model_hash"
+_BASE_MODEL_HASH = "base_model_hash"
 
 
-def artifact_metadata(capabilities: Capabilities) -> Mapping[str, str]:
+def make_artifact_metadata(capabilities: Capabilities) -> Mapping[str, str]:
     """Return the metadata of every artifact: the base model and the software that computed it."""
-    return {**_fingerprint_metadata(capabilities.fingerprint), _BASE: capabilities.base_model_hash}
+    return {**_make_fingerprint_metadata(capabilities.fingerprint), _BASE_MODEL_HASH: capabilities.base_model_hash}
 
 
-def _fingerprint_metadata(fingerprint: Mapping[str, str]) -> dict[str, str]:
+def _make_fingerprint_metadata(fingerprint: Mapping[str, str]) -> dict[str, str]:
     return {_FINGERPRINT + name: value for name, value in plain_text(fingerprint).items()}
 
 
@@ -65,7 +65,7 @@ class Recovery:
     replay: Callable[["Recovery", LoggedRequest], None]
     """Repeats the effect of a request on the restored model, without committing a result again."""
 
-    def check_base(self, base_model: str) -> None:
+    def check_base_model(self, base_model: str) -> None:
         """Raise UserError if the database has models of other base weights, or with adapters of another form."""
         here = self.capabilities.base_model_hash
         others = self.store.read(lambda tx: models.list_on_other_base(tx, here)) if here else []
@@ -73,22 +73,22 @@ class Recovery:
             return
         found = f"{len(others)} models in this data directory, the first {others[0].model_id}, "
         theirs = others[0].base_model_hash or ""
-        if forms := _other_form(theirs, here):
+        if forms := _compare_adapter_forms(theirs, here):
             raise UserError(
                 f"{found}have adapters of {forms[0]}, but this server makes adapters of {forms[1]}; start it with "
-                f"{_flag(forms[0])}, or add --fresh to leave them behind"
+                f"{_format_flag(forms[0])}, or add --fresh to leave them behind"
             )
         raise UserError(
-            f"{found}are trained on other weights than those of {base_model}: theirs have the hash {_short(theirs)}, "
-            f"these {_short(here)}; serve the model that they are trained on, or add --fresh to leave them behind"
+            f"{found}are trained on other weights than those of {base_model}: theirs have the hash {_shorten_hash(theirs)}, "
+            f"these {_shorten_hash(here)}; serve the model that they are trained on, or add --fresh to leave them behind"
         )
 
-    def writer(self, write: Callable[[Path], None], extra: Mapping[str, str]) -> Callable[[], Artifact]:
+    def make_writer(self, write: Callable[[Path], None], extra: Mapping[str, str]) -> Callable[[], Artifact]:
         """Return a function that creates an artifact from what `write` writes, for the background thread.
 
         The backend is asked now, because only the loop's thread may call it.
         """
-        metadata = {**self.metadata, **_fingerprint_metadata(self.backend.fingerprint_changes()), **extra}
+        metadata = {**self.metadata, **_make_fingerprint_metadata(self.backend.fingerprint_changes()), **extra}
         return lambda: self.artifacts.create(write, metadata)
 
     def restore(self, model_id: ModelId, spec: ModelSpec) -> int:
@@ -108,7 +108,7 @@ class Recovery:
             if snapshot is not None:
                 self.backend.restore(model_id, spec, snapshot, ALL_PARTS)
                 failpoint("replay.restored")
-            for record in self._log_since(model_id, contained):
+            for record in self._iterate_log(model_id, contained):
                 queued = QueuedRequest.from_row(record)
                 self.replay(self, LoggedRequest(queued, model_id, record.effect_order or 0, record.failed))
                 failpoint("replay.effect")
@@ -124,20 +124,20 @@ class Recovery:
             _log.info(restored, model_id, num_replayed, elapsed, extra={"model_id": model_id})
         return contained
 
-    def _log_since(self, model_id: ModelId, effect_order: int) -> Iterator[futures.PendingRequest]:
+    def _iterate_log(self, model_id: ModelId, effect_order: int) -> Iterator[futures.PendingRequest]:
         """Yield a model's log records after a log sequence number.
 
         They are read one by one: after days without a snapshot, all of them together may not fit in memory.
         """
         after = effect_order
-        while page := self.store.read(partial(futures.log_since, model_id=model_id, effect_order=after, limit=1)):
+        while page := self.store.read(partial(futures.read_log, model_id=model_id, effect_order=after, limit=1)):
             yield page[0]
             after = page[0].effect_order or 0
 
-    def sequence_cursor(self, model_id: ModelId) -> SequenceCursor:
+    def read_sequence_cursor(self, model_id: ModelId) -> SequenceCursor:
         """Return a model's position in its sequence, from its requests with results."""
-        last = self.store.read(lambda tx: futures.last_answered_seq(tx, model_id))
-        barrier = self.store.read(lambda tx: futures.last_answered_seq(tx, model_id, codec.BARRIER_KINDS))
+        last = self.store.read(lambda tx: futures.get_last_answered_seq(tx, model_id))
+        barrier = self.store.read(lambda tx: futures.get_last_answered_seq(tx, model_id, codec.BARRIER_KINDS))
         return SequenceCursor(last + 1, barrier)
 
     def _open_newest(self, row: SnapshotRow, files: ExitStack) -> tuple[Snapshot | None, int]:
@@ -146,9 +146,9 @@ class Recovery:
         Raises ServerError if the files are bad and the log no longer has its first records.
         """
         try:
-            return self.open(row.artifact_id, files), row.effect_order
+            return self.open_weights(row.artifact_id, files), row.effect_order
         except ServerError as error:
-            kept = [record.effect_order for record in self._log_since(row.model_id, 0) if record.body]
+            kept = [record.effect_order for record in self._iterate_log(row.model_id, 0) if record.body]
             if kept[: row.effect_order] != list(range(1, row.effect_order + 1)):
                 written_at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(row.created_at))
                 raise ServerError(
@@ -160,14 +160,14 @@ class Recovery:
             _log.error(bad, row.model_id, error.message, extra={"model_id": row.model_id})
             return None, 0
 
-    def open(self, artifact_id: ArtifactId, files: ExitStack) -> Snapshot:
+    def open_weights(self, artifact_id: ArtifactId, files: ExitStack) -> Snapshot:
         """Open weights, whose files stay until `files` is closed.
 
         Raises ServerError if files are missing or damaged, UserError if they do not fit, and StoreUnreachable, which
         ends the engine, if the object store does not respond: the weights are not lost.
         """
         try:
-            files.enter_context(self.artifacts.held(artifact_id))
+            files.enter_context(self.artifacts.keep_local(artifact_id))
             artifact = self.artifacts.open(artifact_id)
         except ArtifactsUnreachable as error:
             raise StoreUnreachable(str(error)) from error
@@ -176,15 +176,15 @@ class Recovery:
             reason = error.strerror if isinstance(error, OSError) else error  # without the path: clients read this
             raise ServerError(f"weights cannot be read: {reason}") from error
         here = self.capabilities.base_model_hash
-        if here and (theirs := artifact.metadata.get(_BASE)) and theirs != here:
-            if forms := _other_form(theirs, here):
+        if here and (theirs := artifact.metadata.get(_BASE_MODEL_HASH)) and theirs != here:
+            if forms := _compare_adapter_forms(theirs, here):
                 raise UserError(
                     f"these weights have adapters of {forms[0]}, but this server has adapters of {forms[1]}; "
-                    f"load them on a server with {_flag(forms[0])}"
+                    f"load them on a server with {_format_flag(forms[0])}"
                 )
             raise UserError(
                 f"these weights belong to another base model than the one that is served: theirs has the hash "
-                f"{_short(theirs)}, this one {_short(here)}"
+                f"{_shorten_hash(theirs)}, this one {_shorten_hash(here)}"
             )
         snapshot = self.backend.open_snapshot(artifact.path)
         for name, value in {**self.capabilities.fingerprint, **self.backend.fingerprint_changes()}.items():
@@ -197,23 +197,23 @@ class Recovery:
         """Load a training checkpoint into a model. Raises UserError naming its path if it does not fit."""
         parts = {StatePart.WEIGHTS, StatePart.OPTIMIZER} if request.optimizer else {StatePart.WEIGHTS}
         with ExitStack() as files:
-            source = self.open(request.artifact_id, files)
+            source = self.open_weights(request.artifact_id, files)
             try:
                 self.backend.restore(model_id, spec, source, parts)
             except UserError as error:
                 raise UserError(f"path {request.path!r}: {error.message}") from error
 
 
-def _other_form(theirs: str, here: str) -> tuple[str, str] | None:
+def _compare_adapter_forms(theirs: str, here: str) -> tuple[str, str] | None:
     """Return the settings of both forms of adapters, if the base weights are the same."""
     (their_weights, their_form), (weights, form) = split_hash(theirs), split_hash(here)
     return (their_form, form) if their_weights == weights else None
 
 
-def _flag(form: str) -> str:
+def _format_flag(form: str) -> str:
     name, _, value = form.partition("=")
     return f"--backend-config.{name.replace('_', '-')} {value}"
 
 
-def _short(base_model_hash: str) -> str:
+def _shorten_hash(base_model_hash: str) -> str:
     return base_model_hash[:12]

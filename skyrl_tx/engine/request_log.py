@@ -19,7 +19,7 @@ from skyrl_tx.contract.errors import ServerError
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import ModelPass, ModelSpec, Rejected, Request, Sample
 from skyrl_tx.contract.results import Failure, OptimStepOutput, Result
-from skyrl_tx.engine.meters import EngineMeters
+from skyrl_tx.engine.meters import EngineMetrics
 from skyrl_tx.process.failpoints import failpoint
 from skyrl_tx.store import futures, models
 from skyrl_tx.store.database import Store, StoreError
@@ -120,7 +120,7 @@ class DeliveryAttempts:
             for request_id in request_ids:
                 self._counted.pop(request_id, None)
 
-    def started_at(self, request_id: RequestId) -> float:
+    def get_start_time(self, request_id: RequestId) -> float:
         """Return when the counted attempt of a request began, in seconds since the epoch; 0 if none is counted."""
         return self._counted.get(request_id, 0.0)
 
@@ -162,7 +162,7 @@ class RequestLog:
 
     store: Store
     attempts: DeliveryAttempts
-    meters: EngineMeters = field(default_factory=EngineMeters)
+    meters: EngineMetrics = field(default_factory=EngineMetrics)
     on_result: Callable[[QueuedRequest, Result], None] | None = None
     """Called for each request that gets its result."""
     _pending: deque[Future[None]] = field(default_factory=deque[Future[None]])
@@ -183,26 +183,26 @@ class RequestLog:
         if the request was completed before, by a cancellation.
         """
         failpoint("engine.result")
-        written = self.store.write_soon(self._transaction(queued, result, rows, observed, effect_order))
-        self._count(queued, result)
+        written = self.store.write_soon(self._make_transaction(queued, result, rows, observed, effect_order))
+        self._count_result(queued, result)
         written.add_done_callback(lambda _: None if written.exception() else self.attempts.forget([queued.request_id]))
         self._pending.append(written)
         failpoint("engine.answer")
 
     def commit_and_wait(self, queued: QueuedRequest, result: Result, rows: Rows, observed: ObserverRows | None) -> None:
         """Like `commit`, but wait. Raises what `rows` raises; nothing is committed then."""
-        self.store.write(self._transaction(queued, result, rows, observed))
-        self._count(queued, result)
+        self.store.write(self._make_transaction(queued, result, rows, observed))
+        self._count_result(queued, result)
         self.attempts.forget([queued.request_id])
 
-    def _count(self, queued: QueuedRequest, result: Result) -> None:
-        self.meters.completed(
+    def _count_result(self, queued: QueuedRequest, result: Result) -> None:
+        self.meters.record_completion(
             queued.kind,
             queued.owner,
             queued.request,
             result,
             created_at=queued.created_at,
-            started_at=self.attempts.started_at(queued.request_id),
+            started_at=self.attempts.get_start_time(queued.request_id),
         )
         if self.on_result is not None:
             self.on_result(queued, result)
@@ -217,7 +217,7 @@ class RequestLog:
         while self._pending:
             self._pending.popleft().result()
 
-    def _transaction(
+    def _make_transaction(
         self,
         queued: QueuedRequest,
         result: Result,
@@ -234,7 +234,7 @@ class RequestLog:
                 _log.debug("%s %s failed: %s", queued.kind, queued.request_id, result)
             if effect_order is not None:
                 assert model_id is not None
-                counted = models.next_effect_order(tx, model_id, is_step=is_step)
+                counted = models.assign_effect_order(tx, model_id, is_step=is_step)
                 assert counted == effect_order, f"log record {effect_order} of {model_id} is no. {counted} on disk"
             if futures.complete(tx, queued.request_id, data, failed=failed, effect_order=effect_order, now=now):
                 if observed is not None:

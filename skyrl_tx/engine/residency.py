@@ -38,7 +38,7 @@ _UNUSABLE = {
 }
 
 
-class PlacesBusy(ServerError):
+class SlotsBusy(ServerError):
     """All models on the device are in use, so that no other one can be restored now."""
 
 
@@ -64,14 +64,14 @@ class LiveModel:
     """Time to write the newest snapshot. Infinite if it failed, so that only its age starts the next one."""
     last_used: float = 0.0
 
-    def next_effect_order(self) -> int:
+    def assign_effect_order(self) -> int:
         """Assign the next log sequence number."""
         self.effect_order += 1
         return self.effect_order
 
 
 @dataclass(slots=True)
-class Models:
+class ModelCache:
     """Models in training, on the device or evicted."""
 
     backend: AbstractBackend
@@ -88,7 +88,7 @@ class Models:
     def get(self, model_id: ModelId, *, creating: bool = False) -> LiveModel:
         """Look a model up. Raises UserError if it cannot be used."""
         if model_id not in self._models:
-            self._models[model_id] = self._read(model_id, creating)
+            self._models[model_id] = self._read_model(model_id, creating)
         return self._models[model_id]
 
     def ensure_resident(self, model_ids: Collection[ModelId]) -> None:
@@ -110,14 +110,14 @@ class Models:
     def free_slot(self, keep: Collection[ModelId] = ()) -> None:
         """Free an adapter slot if all are taken, by evicting the least recently used model.
 
-        Raises PlacesBusy if all models are busy or in `keep`.
+        Raises SlotsBusy if all models are busy or in `keep`.
         """
-        resident = self.resident()
+        resident = self.list_resident()
         if len(resident) < self.max_models:
             return
         candidates = [model for model in resident if model.model_id not in self.busy and model.model_id not in keep]
         if not candidates:
-            raise PlacesBusy(f"all {self.max_models} model slots are in use")
+            raise SlotsBusy(f"all {self.max_models} model slots are in use")
         self.evict(min(candidates, key=lambda model: model.last_used))
 
     def evict(self, model: LiveModel) -> None:
@@ -138,14 +138,14 @@ class Models:
             if not model.is_resident and not is_needed(model.model_id):
                 del self._models[model.model_id]
 
-    def resident(self) -> list[LiveModel]:
+    def list_resident(self) -> list[LiveModel]:
         """Models on the device."""
         return [model for model in self._models.values() if model.is_resident]
 
     def start_due_snapshots(self, settings: EngineSettings) -> None:
         """Start snapshots of changed models whose newest one is too old, or behind by many requests."""
         now = time.monotonic()
-        for model in self.resident():
+        for model in self.list_resident():
             num_behind, age_s = model.effect_order - model.snapshot_order, now - model.snapshot_at
             may_start = age_s * settings.snapshot_max_share >= model.snapshot_took_s
             is_far_behind = num_behind >= settings.snapshot_interval_requests and may_start
@@ -158,7 +158,7 @@ class Models:
             self._start_snapshot(model)
         self.background_writer.wait_for(model.model_id)
 
-    def _read(self, model_id: ModelId, creating: bool) -> LiveModel:
+    def _read_model(self, model_id: ModelId, creating: bool) -> LiveModel:
         self.request_log.wait_for_commits()
         row = self.store.read(lambda tx: models.get(tx, model_id))
         if row is None:
@@ -170,7 +170,7 @@ class Models:
         return LiveModel(
             model_id=model_id,
             session_id=row.session_id,
-            owner=self.store.read(lambda tx: models.owner(tx, model_id)) or "",
+            owner=self.store.read(lambda tx: models.get_owner(tx, model_id)) or "",
             base_model=row.base_model,
             spec=spec,
             effect_order=row.effect_order,
@@ -188,7 +188,7 @@ class Models:
             _log.error(
                 "snapshot of model %s after request %d failed", model_id, effect_order, exc_info=error, extra=extra
             )
-            self.request_log.meters.snapshot_ended(failed=True)
+            self.request_log.meters.count_snapshot(failed=True)
             model.snapshot_order = min(before, model.snapshot_order)
             model.snapshot_took_s = math.inf
 
@@ -218,11 +218,11 @@ class Models:
             replaced = self.store.write(
                 lambda tx: models.put_snapshot(tx, model_id, artifact_id, effect_order, time.time())
             )
-            self.request_log.meters.snapshot_ended(failed=False)
+            self.request_log.meters.count_snapshot(failed=False)
             if replaced is not None:
                 self._start_removal(replaced)
 
-        run = manifests.run_metadata(
+        run = manifests.make_run_metadata(
             model_id=model_id,
             owner=model.owner,
             base_model=model.base_model,
@@ -231,7 +231,7 @@ class Models:
             step=model.num_steps,
         )
         extra = {**run, "effect_order": str(effect_order)}
-        self.background_writer.submit(self.recovery.writer(snapshot.write, extra), on_written, model_id=model_id)
+        self.background_writer.submit(self.recovery.make_writer(snapshot.write, extra), on_written, model_id=model_id)
 
     def _start_removal(self, replaced: ArtifactId) -> None:
         def on_removed(removed: Future[bool]) -> None:
@@ -250,14 +250,14 @@ class _SamplerSlot:
 
 
 @dataclass(slots=True)
-class Samplers:
+class SamplerCache:
     """The sampler pool: a cache of frozen weights on the device. Samplers in use are pinned."""
 
     backend: AbstractBackend
     max_samplers: int
     recovery: Recovery
     ephemeral_samplers: EphemeralSamplers
-    models: Models
+    models: ModelCache
     _slots: dict[SamplerId, _SamplerSlot] = field(default_factory=dict[SamplerId, _SamplerSlot])
     """The least recently used first."""
     _pins: Counter[SamplerId] = field(default_factory=Counter[SamplerId])
@@ -275,22 +275,22 @@ class Samplers:
         """Load an acquired sampler's weights to the device, if they are not there. Raises what prevents it."""
         if not self._slots[sampler].is_loaded:
             with ExitStack() as files:
-                self.backend.load_sampler(sampler, self._weights(sampler, files))
+                self.backend.load_sampler(sampler, self._open_weights(sampler, files))
             self._slots[sampler].is_loaded = True
             self.models.request_log.meters.sampler_loads.inc()
 
-    def _weights(self, sampler: SamplerId, files: ExitStack) -> Snapshot:
+    def _open_weights(self, sampler: SamplerId, files: ExitStack) -> Snapshot:
         """Return a sampler's weights. If the last engine of its model ended before it wrote them, replay the model."""
-        if (pending := self.ephemeral_samplers.pending_snapshot(sampler)) is not None:
+        if (pending := self.ephemeral_samplers.get_pending_snapshot(sampler)) is not None:
             return pending
         try:
-            return self.recovery.open(ArtifactId(sampler), files)
+            return self.recovery.open_weights(ArtifactId(sampler), files)
         except ServerError:
-            model_id = self.ephemeral_samplers.lost_model(sampler)
+            model_id = self.ephemeral_samplers.find_lost_model(sampler)
             if model_id is None:
                 raise
             self.models.ensure_resident([model_id])
-            if (recreated := self.ephemeral_samplers.pending_snapshot(sampler)) is None:
+            if (recreated := self.ephemeral_samplers.get_pending_snapshot(sampler)) is None:
                 raise
             return recreated
 
@@ -321,7 +321,7 @@ class Samplers:
         """The number of samplers on the device, or about to be loaded."""
         return len(self._slots)
 
-    def idle(self) -> dict[SamplerId, set[SessionId]]:
+    def find_idle(self) -> dict[SamplerId, set[SessionId]]:
         """Samplers that no running sample pins, and the client sessions that used them."""
         return {sampler: slot.used_by for sampler, slot in self._slots.items() if sampler not in self._pins}
 
@@ -334,7 +334,7 @@ class Samplers:
     def _free_slot(self) -> bool:
         if len(self._slots) < self.max_samplers:
             return True
-        idle = next(iter(self.idle()), None)
+        idle = next(iter(self.find_idle()), None)
         if idle is None:
             return False
         self.evict(idle)

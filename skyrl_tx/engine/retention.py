@@ -18,7 +18,7 @@ def _expire_checkpoints(tx: Session, clock: RetentionClock) -> None:
 
 def _release_samplers(tx: Session, clock: RetentionClock) -> None:
     settings = clock.settings
-    before = clock.before(settings.sampler_retention_s)
+    before = clock.compute_cutoff(settings.sampler_retention_s)
     samplers.release_unused(tx, before, max_bytes=settings.max_ephemeral_sampler_bytes)
 
 
@@ -42,11 +42,11 @@ def _prune_requests(tx: Session, clock: RetentionClock) -> int:
 
 
 def _prune_sampling_sessions(tx: Session, clock: RetentionClock) -> int:
-    return pruning.delete_sampling_sessions(tx, clock.before(clock.settings.session_retention_s))
+    return pruning.delete_sampling_sessions(tx, clock.compute_cutoff(clock.settings.session_retention_s))
 
 
 def _prune_sessions(tx: Session, clock: RetentionClock) -> int:
-    return pruning.delete_finished_sessions(tx, clock.before(clock.settings.run_retention_s))
+    return pruning.delete_finished_sessions(tx, clock.compute_cutoff(clock.settings.run_retention_s))
 
 
 _CORE_RULES = (
@@ -82,7 +82,7 @@ class Retention:
 
     def prune(self, tx: Session, clock: RetentionClock) -> int:
         """Remove some rows past their retention. Returns the largest number of rows of one rule."""
-        ended = pruning.delete_ended_models(tx, clock.before(clock.settings.run_retention_s), self.remove_runs)
+        ended = pruning.delete_ended_models(tx, clock.compute_cutoff(clock.settings.run_retention_s), self.remove_runs)
         return max(ended, *(rule.prune(tx, clock) for rule in self.rules if rule.prune is not None))
 
     def remove_runs(self, tx: Session, model_ids: Sequence[ModelId]) -> None:

@@ -46,10 +46,10 @@ class SampleAssembler:
         """Number of samples that have not ended."""
         return sum(sequence.stop_reason is None for sequence in self._sequences)
 
-    def output(self) -> SampleOutput:
+    def build_output(self) -> SampleOutput:
         """Return the output of all samples, once complete."""
         return SampleOutput(
-            sequences=tuple(sequence.joined() for sequence in self._sequences),
+            sequences=tuple(sequence.join() for sequence in self._sequences),
             prompt=self._prompt,
             target_cells=self.request.options.target_cells,
         )
@@ -78,7 +78,7 @@ class _Sequence:
             self._num_dropped = len(delta.tokens) - num_kept
         return num_kept is not None
 
-    def joined(self) -> SampledSequence:
+    def join(self) -> SampledSequence:
         assert self.stop_reason is not None
         tokens = np.concatenate([delta.tokens for delta in self._deltas])
         end = len(tokens) - self._num_dropped
@@ -115,14 +115,14 @@ class StopStringMatcher:
             return None
         if self._matches(self._window + tokens):
             return next(n for n in range(1, len(tokens) + 1) if self._matches(self._window + tokens[:n]))
-        self._window = self._tail(self._window + tokens)
+        self._window = self._take_tail(self._window + tokens)
         return None
 
     def _matches(self, tokens: list[int]) -> bool:
         text = self._text_of(tokens)
         return any(stop in text for stop in self._stop_strings)
 
-    def _tail(self, tokens: list[int]) -> list[int]:
+    def _take_tail(self, tokens: list[int]) -> list[int]:
         """Return the last tokens, with enough text for the start of any later match."""
         needed = self._longest + _MARGIN_CHARS
         count = needed // _CHARS_PER_TOKEN + 1

@@ -35,27 +35,27 @@ class QueueKey(NamedTuple):
     decodes: bool
 
 
-def owner_key(queued: QueuedRequest) -> OwnerKey:
+def get_owner_key(queued: QueuedRequest) -> OwnerKey:
     """Return whose share of the capacity a sample request takes."""
-    return OwnerKey(queued.owner, decodes=_decodes(queued))
+    return OwnerKey(queued.owner, decodes=_needs_decoding(queued))
 
 
-def queue_key(queued: QueuedRequest) -> QueueKey:
+def get_queue_key(queued: QueuedRequest) -> QueueKey:
     """Return the queue of a sample request."""
-    return QueueKey(queued.session_id, decodes=_decodes(queued))
+    return QueueKey(queued.session_id, decodes=_needs_decoding(queued))
 
 
-def sample_of(queued: QueuedRequest) -> Sample:
+def get_sample(queued: QueuedRequest) -> Sample:
     """Return the body of a sample request."""
     assert isinstance(queued.request, Sample)
     return queued.request
 
 
-def _decodes(queued: QueuedRequest) -> bool:
-    return sample_of(queued).params.max_tokens != 1
+def _needs_decoding(queued: QueuedRequest) -> bool:
+    return get_sample(queued).params.max_tokens != 1
 
 
-class _Turns:
+class _OwnerQueues:
     """The queues of one owner and kind, the least recently served first, with the number of its last turn."""
 
     def __init__(self, last_turn: int) -> None:
@@ -63,15 +63,15 @@ class _Turns:
         self.queues: dict[QueueKey, deque[QueuedRequest]] = {}
 
 
-class _Place(NamedTuple):
+class _OwnerRank(NamedTuple):
     """The numbers that decide when an owner is next: open samples for its weight, virtual time, last turn."""
 
     is_last: bool
     num_open: int
     at: VirtualTime
-    turns: _Turns
+    turns: _OwnerQueues
 
-    def order(self) -> tuple[bool, int, VirtualTime, int]:
+    def get_sort_key(self) -> tuple[bool, int, VirtualTime, int]:
         """Return what places are sorted by."""
         return self.is_last, self.num_open, self.at, self.turns.last_turn
 
@@ -88,7 +88,7 @@ class SampleQueue:
 
     def __init__(self, admission: Admission | None = None) -> None:
         self._admission = admission or Admission()
-        self._owners: dict[OwnerKey, _Turns] = {}
+        self._owners: dict[OwnerKey, _OwnerQueues] = {}
         self._fair_share = {decodes: FairShare(lambda: self._admission.weights) for decodes in (True, False)}
         self._turn_numbers = count(1)
         self._num_passed: Counter[QueueKey] = Counter()  # requests that started before a blocked queue's head
@@ -103,17 +103,17 @@ class SampleQueue:
 
     def add(self, queued: QueuedRequest) -> None:
         """Add a request at the end of its queue."""
-        self._queue(queued).append(queued)
+        self._get_queue(queued).append(queued)
 
     def add_first(self, queued: QueuedRequest) -> None:
         """Add a request at the head of its queue, to run it again."""
-        self._queue(queued).appendleft(queued)
+        self._get_queue(queued).appendleft(queued)
 
-    def heads(self) -> Iterator[tuple[QueuedRequest, int]]:
+    def iterate_heads(self) -> Iterator[tuple[QueuedRequest, int]]:
         """Yield the head of each queue, with the number of its requests."""
         return ((queue[0], len(queue)) for turns in self._owners.values() for queue in turns.queues.values())
 
-    def queues(self) -> Iterator[Sequence[QueuedRequest]]:
+    def iterate_queues(self) -> Iterator[Sequence[QueuedRequest]]:
         """Yield the requests of each queue, which are of one session."""
         return (queue for turns in self._owners.values() for queue in turns.queues.values())
 
@@ -124,12 +124,12 @@ class SampleQueue:
 
     def block(self, queued: QueuedRequest) -> None:
         """Skip this head's queue for the rest of the round: its sampler has no slot."""
-        self._blocked.add(queue_key(queued))
-        owner = owner_key(queued)
-        if not self._fair_share[owner.decodes].time_of(owner.owner).is_last:
-            self._passed.add(queue_key(queued))
+        self._blocked.add(get_queue_key(queued))
+        owner = get_owner_key(queued)
+        if not self._fair_share[owner.decodes].get_virtual_time(owner.owner).is_last:
+            self._passed.add(get_queue_key(queued))
 
-    def next(
+    def choose_next(
         self,
         running: Collection[RequestId],
         *,
@@ -152,7 +152,7 @@ class SampleQueue:
             may_join: Whether a request may start next to those that run.
         """
         can_start = all(self._num_passed[key] < STARVATION_BOUND for key in self._passed)
-        for turns in self._order(num_open, has_capacity):
+        for turns in self._sort_owners(num_open, has_capacity):
             for key, queue in turns.queues.items():
                 if key in self._blocked:
                     continue
@@ -164,7 +164,7 @@ class SampleQueue:
                     continue
                 decision = self._admission.may_start(head)
                 if isinstance(decision, Wait):
-                    self._arrive(owner_key(head))  # a wait for a quota saves up nothing
+                    self._record_arrival(get_owner_key(head))  # a wait for a quota saves up nothing
                     continue
                 return Turn(head, decision.reason if isinstance(decision, Fail) else None)
         return None
@@ -173,9 +173,9 @@ class SampleQueue:
         """Whether a request that has not started waits because of a quota."""
         return self._admission.is_counting and isinstance(self._admission.may_start(queued), Wait)
 
-    def note_start(self, queued: QueuedRequest) -> None:
+    def record_start(self, queued: QueuedRequest) -> None:
         """Record that a head starts its first samples: it passes the blocked queues."""
-        self._num_passed.pop(queue_key(queued), None)
+        self._num_passed.pop(get_queue_key(queued), None)
         self._num_passed.update(self._passed)
 
     def end_turn(self, queued: QueuedRequest, *, has_more: bool, num_tokens: int = 1) -> None:
@@ -183,7 +183,7 @@ class SampleQueue:
 
         `num_tokens` is what the samples that started may take.
         """
-        turns, key, owner = self._owners[owner_key(queued)], queue_key(queued), owner_key(queued)
+        turns, key, owner = self._owners[get_owner_key(queued)], get_queue_key(queued), get_owner_key(queued)
         self._fair_share[owner.decodes].charge(owner.owner, num_tokens)
         turns.last_turn = next(self._turn_numbers)
         queue = turns.queues.pop(key)
@@ -192,12 +192,12 @@ class SampleQueue:
         if queue:
             turns.queues[key] = queue
         elif not turns.queues:
-            del self._owners[owner_key(queued)]
+            del self._owners[get_owner_key(queued)]
 
     def remove(self, request_ids: Collection[RequestId]) -> list[QueuedRequest]:
         """Remove requests and return those that were here."""
         removed = [queued for queued in self if queued.request_id in request_ids]
-        for owner, key in {(owner_key(queued), queue_key(queued)) for queued in removed}:
+        for owner, key in {(get_owner_key(queued), get_queue_key(queued)) for queued in removed}:
             queues = self._owners[owner].queues
             kept = deque(queued for queued in queues[key] if queued.request_id not in request_ids)
             if kept:
@@ -208,37 +208,42 @@ class SampleQueue:
                     del self._owners[owner]
         return removed
 
-    def _queue(self, queued: QueuedRequest) -> deque[QueuedRequest]:
+    def _get_queue(self, queued: QueuedRequest) -> deque[QueuedRequest]:
         """Return the queue of a request; a new one is the last in its order."""
-        owner = owner_key(queued)
+        owner = get_owner_key(queued)
         if owner not in self._owners:
-            self._owners[owner] = _Turns(next(self._turn_numbers))
-            self._arrive(owner)
-        return self._owners[owner].queues.setdefault(queue_key(queued), deque())
+            self._owners[owner] = _OwnerQueues(next(self._turn_numbers))
+            self._record_arrival(owner)
+        return self._owners[owner].queues.setdefault(get_queue_key(queued), deque())
 
-    def _arrive(self, owner: OwnerKey) -> None:
-        self._fair_share[owner.decodes].arrive(owner.owner)
+    def _record_arrival(self, owner: OwnerKey) -> None:
+        self._fair_share[owner.decodes].record_arrival(owner.owner)
 
-    def _order(self, num_open: Mapping[OwnerKey, int], has_capacity: Callable[[bool], bool]) -> list[_Turns]:
+    def _sort_owners(
+        self, num_open: Mapping[OwnerKey, int], has_capacity: Callable[[bool], bool]
+    ) -> list[_OwnerQueues]:
         """Return the owners' turns of the kinds with capacity, in order."""
-        of_kind: list[list[_Place]] = []
+        of_kind: list[list[_OwnerRank]] = []
         for decodes in (True, False):
             if has_capacity(decodes):
                 share = self._fair_share[decodes]
                 waiting = [
-                    (share.weight_of(key.owner), key, turns)
+                    (share.get_weight(key.owner), key, turns)
                     for key, turns in self._owners.items()
                     if key.decodes == decodes
                 ]
                 least = min((weight for weight, _, _ in waiting if weight), default=1)
                 # Open samples in units of what the owner with the least weight has of one.
                 owners = [
-                    _Place(
-                        weight == 0, num_open.get(key, 0) * least // (weight or least), share.time_of(key.owner), turns
+                    _OwnerRank(
+                        weight == 0,
+                        num_open.get(key, 0) * least // (weight or least),
+                        share.get_virtual_time(key.owner),
+                        turns,
                     )
                     for weight, key, turns in waiting
                 ]
-                owners.sort(key=_Place.order)
+                owners.sort(key=_OwnerRank.get_sort_key)
                 of_kind += [owners] if owners else []
         of_kind.sort(key=lambda owners: owners[0].turns.last_turn)
         places = [place for owners in of_kind for place in owners]

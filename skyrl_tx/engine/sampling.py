@@ -18,9 +18,9 @@ from skyrl_tx.engine import prepare
 from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
 from skyrl_tx.engine.request_log import QueuedRequest
-from skyrl_tx.engine.residency import PlacesBusy
+from skyrl_tx.engine.residency import SlotsBusy
 from skyrl_tx.engine.sample_output import SampleAssembler
-from skyrl_tx.engine.sample_queue import OwnerKey, SampleQueue, owner_key, sample_of
+from skyrl_tx.engine.sample_queue import OwnerKey, SampleQueue, get_owner_key, get_sample
 from skyrl_tx.process.failpoints import failpoint
 from skyrl_tx.store import completions, partials, samplers, stability
 from skyrl_tx.store.engine_state import REQUEST_BYTES
@@ -53,7 +53,7 @@ class _Running:
         """Number of samples that have started and not ended."""
         return self.assembler.num_open - self.num_left
 
-    def partial(self, delta: SampleDelta) -> partials.Partial:
+    def take_partial(self, delta: SampleDelta) -> partials.Partial:
         """Return the new tokens of a streamed sample."""
         start = self.num_streamed[delta.index]
         self.num_streamed[delta.index] += delta.tokens.size
@@ -85,7 +85,7 @@ class SamplingExecutor:
         """Position of the last request that was added."""
         self.num_bytes = 0
         """Memory of the waiting requests."""
-        self.num_held_bytes: Counter[str] = Counter()
+        self.num_open_bytes_by_owner: Counter[str] = Counter()
         """Estimated memory of each owner's requests without a result, as back-pressure counts it."""
 
     def add(self, queued: QueuedRequest) -> None:
@@ -108,7 +108,7 @@ class SamplingExecutor:
         self._queue.add(queued)
         self.newest = max(self.newest, queued.position)
         self.num_bytes += queued.num_bytes
-        self.num_held_bytes[queued.owner] += queued.num_bytes + REQUEST_BYTES
+        self.num_open_bytes_by_owner[queued.owner] += queued.num_bytes + REQUEST_BYTES
 
     @property
     def num_waiting(self) -> int:
@@ -118,49 +118,49 @@ class SamplingExecutor:
     @property
     def num_paused(self) -> int:
         """The number of requests with samples that have not started because of a quota."""
-        return sum(count for head, count in self._queue.heads() if self._is_paused(head))
+        return sum(count for head, count in self._queue.iterate_heads() if self._is_paused(head))
 
     @property
     def num_running(self) -> int:
         """The number of requests with a started sample."""
         return len(self._running)
 
-    def movable(self, position: int) -> list[QueuedRequest]:
+    def find_movable(self, position: int) -> list[QueuedRequest]:
         """Return the requests up to a position that another engine can start in place of this one, oldest first.
 
         None of their samples has started, no quota holds them back, and their weights are in files.
         """
         found: list[QueuedRequest] = []
-        for queue in self._queue.queues():
+        for queue in self._queue.iterate_queues():
             if not self._is_paused(queue[0]):
                 found += [each for each in queue if each.position <= position and self._is_movable(each)]
         return sorted(found, key=lambda queued: queued.position)
 
     def _is_movable(self, queued: QueuedRequest) -> bool:
-        sampler = sample_of(queued).sampler
+        sampler = get_sample(queued).sampler
         if queued.attempts or queued.request_id in self._running or queued.request_id in self._isolated:
             return False
-        return sampler is None or self._context.ephemeral_samplers.is_in_files(sampler)
+        return sampler is None or self._context.ephemeral_samplers.is_written(sampler)
 
     def forget_given(self, request_ids: Collection[RequestId]) -> None:
         """Forget waiting requests that another engine has now."""
         self._remove(request_ids)
 
-    def sessions(self) -> set[SessionId]:
+    def list_sessions(self) -> set[SessionId]:
         """Return the sessions with waiting or running samples."""
-        return {queued.session_id for queued in self._requests()}
+        return {queued.session_id for queued in self._list_requests()}
 
     def end_session(self, session_id: SessionId, reason: str) -> None:
         """Fail all samples of a session."""
-        request_ids = {queued.request_id for queued in self._requests() if queued.session_id == session_id}
+        request_ids = {queued.request_id for queued in self._list_requests() if queued.session_id == session_id}
         for queued in self._remove(request_ids):
             self._context.fail(queued, UserError(reason))
 
-    def samplers_in_use(self) -> set[SamplerId]:
+    def list_samplers_in_use(self) -> set[SamplerId]:
         """Return the samplers of all waiting and running requests."""
-        return {sampler for queued in self._requests() if (sampler := sample_of(queued).sampler) is not None}
+        return {sampler for queued in self._list_requests() if (sampler := get_sample(queued).sampler) is not None}
 
-    def step(self) -> bool:
+    def run_slice(self) -> bool:
         """Start samples as capacity allows and decode one slice. Returns whether any sample was running."""
         self._remove_cancelled()
         self._admit()
@@ -168,7 +168,7 @@ class SamplingExecutor:
             return False
         clock, taken = self._context.device_clock, DeviceTime("slice")
         try:
-            with clock.dispatching(taken), clock.completing(taken):
+            with clock.measure_dispatch(taken), clock.measure_completion(taken):
                 deltas = self._context.backend.step_sample()
         except FATAL_ERRORS:
             raise
@@ -178,7 +178,7 @@ class SamplingExecutor:
         if self._num_live:
             self._clock_s += taken.device_s / self._num_live
         failpoint("sample.slice")
-        self._collect(deltas)
+        self._process_deltas(deltas)
         return True
 
     def stop(self) -> None:
@@ -187,7 +187,7 @@ class SamplingExecutor:
         self._drop_all()
         self._context.attempts.undo(request_ids)
 
-    def _requests(self) -> list[QueuedRequest]:
+    def _list_requests(self) -> list[QueuedRequest]:
         """All requests; those with started and waiting samples occur twice."""
         return [*self._queue, *(running.queued for running in self._running.values())]
 
@@ -195,14 +195,14 @@ class SamplingExecutor:
         """Drop cancelled requests. The API has already stored their results."""
         if not self._running and not self._queue:
             return
-        store, engine = self._context.store, self._context.store.engine
-        cancelled = store.read(lambda tx: completions.cancelled_since(tx, self._last_cancellation, engine))
+        store, engine = self._context.store, self._context.store.engine_number
+        cancelled = store.read(lambda tx: completions.list_cancelled(tx, self._last_cancellation, engine))
         if not cancelled:
             return
         self._last_cancellation = position = cancelled[-1][0]
         store.write_soon(lambda tx: completions.forget_cancellations(tx, position, engine=engine))
         for queued in self._remove({request_id for _, request_id in cancelled}):
-            self._context.request_log.meters.cancelled(sample_of(queued).num_samples)
+            self._context.request_log.meters.count_cancelled(get_sample(queued).num_samples)
 
     def _remove(self, request_ids: Collection[RequestId]) -> list[QueuedRequest]:
         """Drop requests, waiting or running, and return those that were here."""
@@ -224,16 +224,16 @@ class SamplingExecutor:
         num_open: Counter[OwnerKey] = Counter()  # samples in the backend
         num_open_of_kind: Counter[bool] = Counter()
         for running in self._running.values():
-            num_open[owner_key(running.queued)] += running.num_open
-            num_open_of_kind[owner_key(running.queued).decodes] += running.num_open
+            num_open[get_owner_key(running.queued)] += running.num_open
+            num_open_of_kind[get_owner_key(running.queued).decodes] += running.num_open
 
         def has_capacity(decodes: bool) -> bool:
             return num_open_of_kind[decodes] < self._max_open
 
         self._queue.start_round()
         while True:
-            turn = self._queue.next(
-                self._running, num_open=num_open, has_capacity=has_capacity, may_join=self._may_join
+            turn = self._queue.choose_next(
+                self._running, num_open=num_open, has_capacity=has_capacity, may_join=self._can_join
             )
             if turn is None:
                 break
@@ -244,26 +244,26 @@ class SamplingExecutor:
                 continue
             running = self._running.get(queued.request_id)
             if running is None:
-                sampler = sample_of(queued).sampler
+                sampler = get_sample(queued).sampler
                 if sampler is not None and not self._context.samplers.acquire(sampler, queued.session_id):
                     self._queue.block(queued)
                     continue
-                running = self._start(queued)
+                running = self._start_request(queued)
                 started.append(queued)
             first_samples.setdefault(queued.request_id, running.num_started)
             count = min(running.num_left, self._max_per_turn)
             running.num_started += count
-            num_open[owner_key(queued)] += count
-            num_open_of_kind[owner_key(queued).decodes] += count
+            num_open[get_owner_key(queued)] += count
+            num_open_of_kind[get_owner_key(queued).decodes] += count
             num_tokens = count * (running.num_tokens // running.assembler.request.num_samples)
             self._queue.end_turn(queued, has_more=running.num_left > 0, num_tokens=num_tokens)
-        self._hand_over(started, first_samples)
+        self._submit_samples(started, first_samples)
 
     def _is_paused(self, queued: QueuedRequest) -> bool:
         """Whether a request waits because of a quota. The samples of one that runs do not."""
         return queued.request_id not in self._running and self._queue.is_paused(queued)
 
-    def _may_join(self, queued: QueuedRequest) -> bool:
+    def _can_join(self, queued: QueuedRequest) -> bool:
         """Whether a request may start next to those that run."""
         if not self._running:
             return True
@@ -272,20 +272,22 @@ class SamplingExecutor:
         capabilities = self._context.capabilities
         return capabilities.sample_slots > 0 or self._num_running_tokens < capabilities.max_sample_tokens
 
-    def _start(self, queued: QueuedRequest) -> _Running:
+    def _start_request(self, queued: QueuedRequest) -> _Running:
         """Make a queue's head a running request. None of its samples is in the backend yet."""
         if self._context.admission.is_counting:
-            self._context.admission.started(queued)
-        self._queue.note_start(queued)
+            self._context.admission.record_start(queued)
+        self._queue.record_start(queued)
         cache_scope = "" if self._context.settings.share_prefix_cache else queued.owner
-        request = prepare.sample_request(queued.request_id, sample_of(queued), self._context.capabilities, cache_scope)
+        request = prepare.make_sample_request(
+            queued.request_id, get_sample(queued), self._context.capabilities, cache_scope
+        )
         running = _Running(queued, SampleAssembler(request, self._context.backend.text_of))
         self._running[queued.request_id] = running
         self.num_bytes -= queued.num_bytes
         self._num_running_tokens += running.num_tokens
         return running
 
-    def _hand_over(self, started: list[QueuedRequest], first_samples: Mapping[RequestId, int]) -> None:
+    def _submit_samples(self, started: list[QueuedRequest], first_samples: Mapping[RequestId, int]) -> None:
         """Count the attempts of `started`, and pass each request's new samples to the backend."""
         if started:
             self._context.attempts.count([queued.request_id for queued in started])
@@ -293,14 +295,14 @@ class SamplingExecutor:
             running = self._running[request_id]
             self._count_live(running, running.num_started - first)
             request = running.assembler.request
-            part = prepare.sample_part(request, first, running.num_started)
+            part = prepare.slice_sample_request(request, first, running.num_started)
             try:
                 if request.sampler is not None:
                     self._context.samplers.load(request.sampler)
                 self._context.backend.begin_sample(PreparedSampleBatch(requests=(part,)))
             except FATAL_ERRORS:
                 raise
-            except PlacesBusy:  # the sampler's model must be restored first, and no place is free
+            except SlotsBusy:  # the sampler's model must be restored first, and no place is free
                 self._put_back([running])
             except Exception as error:
                 self._finish(running, error)
@@ -329,7 +331,7 @@ class SamplingExecutor:
             self._queue.add_first(running.queued)
             self.num_bytes += running.queued.num_bytes
 
-    def _collect(self, deltas: Sequence[SampleDelta]) -> None:
+    def _process_deltas(self, deltas: Sequence[SampleDelta]) -> None:
         streamed: list[partials.Partial] = []
         for delta in deltas:
             running = self._running.get(delta.request_id)
@@ -348,7 +350,7 @@ class SamplingExecutor:
                 if is_stopped:  # by a stop string: free its slot
                     self._context.backend.end_sample(delta.request_id, delta.index)
                 elif running.queued.is_streamed and delta.tokens.size:  # the tokens of a stop are in the result
-                    streamed.append(running.partial(delta))
+                    streamed.append(running.take_partial(delta))
             except FATAL_ERRORS:
                 raise
             except Exception as error:
@@ -367,8 +369,8 @@ class SamplingExecutor:
             self._context.fail(queued, error)
             return
 
-        request, output = sample_of(queued), running.assembler.output()
-        self._context.request_log.meters.sampled(
+        request, output = get_sample(queued), running.assembler.build_output()
+        self._context.request_log.meters.observe_sample_latency(
             created_at=queued.created_at,
             first_token_at=running.first_token_at,
             num_steps=max(sequence.tokens.size for sequence in output.sequences),
@@ -381,7 +383,7 @@ class SamplingExecutor:
             if name is not None:
                 samplers.record_use(tx, name, now)
             if queued.is_streamed:
-                partials.delete_of(tx, queued.request_id)
+                partials.delete_by_request(tx, queued.request_id)
             if request.is_recorded:
                 stability.record(tx, queued.session_id, request.prompt.size, logprobs, now)
 
@@ -390,9 +392,9 @@ class SamplingExecutor:
 
     def _forget(self, queued: QueuedRequest) -> None:
         """Count a request no longer: it has a result."""
-        self.num_held_bytes[queued.owner] -= queued.num_bytes + REQUEST_BYTES
-        if not self.num_held_bytes[queued.owner]:
-            del self.num_held_bytes[queued.owner]
+        self.num_open_bytes_by_owner[queued.owner] -= queued.num_bytes + REQUEST_BYTES
+        if not self.num_open_bytes_by_owner[queued.owner]:
+            del self.num_open_bytes_by_owner[queued.owner]
 
     def _drop_all(self) -> None:
         for running in list(self._running.values()):

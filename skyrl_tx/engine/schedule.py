@@ -28,7 +28,7 @@ neither an owner nor a session can occupy the device alone.
 ReadBodies = Callable[[Sequence[QueuedRequest]], Sequence[QueuedRequest]]
 """Reads the deferred bodies of requests."""
 _MAX_BATCH_REQUESTS = 32
-_OTHER_TOKENS = 256
+_NON_PASS_TOKENS = 256
 """The tokens for which a request counts that is no pass, such as an optimizer step."""
 
 
@@ -39,7 +39,7 @@ class SequenceCursor:
     next_seq: int = 1
     barrier_seq: int = 0
 
-    def after(self, queued: QueuedRequest) -> "SequenceCursor":
+    def advance(self, queued: QueuedRequest) -> "SequenceCursor":
         """Return the cursor once this request has started."""
         seq = queued.seq_id or 0
         barrier_seq = max(self.barrier_seq, seq) if queued.is_barrier else self.barrier_seq
@@ -47,7 +47,7 @@ class SequenceCursor:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ScheduledBatch:
     """The next thing to run: a batch of passes of one direction, or one request of another kind.
 
     `refusal` is set if the only request arrived after a later barrier took effect, and `failure` if admission lets it
@@ -132,7 +132,7 @@ class Schedule:
         queue.add(queued)
         self._owners.setdefault(queue.owner, 0)
         if self.is_shared and not self._num_requests[queue.owner]:
-            self._arrive(queue.owner)
+            self._record_arrival(queue.owner)
         self._num_requests[queue.owner] += 1
         self.num_bytes_by_owner[queue.owner] += queued.num_bytes
 
@@ -145,7 +145,7 @@ class Schedule:
         num_running: int = 0,
         sessions_with_long: Collection[SessionId] = (),
         owners_with_long: Collection[str] = (),
-    ) -> Step | None:
+    ) -> ScheduledBatch | None:
         """Remove and return the next step, or None if nothing can run.
 
         Args:
@@ -158,16 +158,16 @@ class Schedule:
         """
         if num_running and len(busy) >= self.max_models:
             return None
-        turns = self._turns({*blocked, *busy})
+        turns = self._order_queues({*blocked, *busy})
         for queue in turns:
-            first = self._head(queue, now)
+            first = self._find_runnable(queue, now)
             if first is None:
-                self._save_up_nothing(queue)
+                self._drop_unused_share(queue)
                 continue
 
             # A request that arrived too late ends now.
-            if refusal := queue.refusal_of(first):
-                return Step((self._serve(queue, first),), refusal)
+            if refusal := queue.explain_refusal(first):
+                return ScheduledBatch((self._take_request(queue, first),), refusal)
 
             # A pass needs a place among the running batches.
             is_long = first.num_tokens > self.max_pass_tokens
@@ -181,14 +181,14 @@ class Schedule:
             # With a place, admission decides whether the request starts.
             decision = self.admission.may_start(first)
             if isinstance(decision, Wait):
-                self._save_up_nothing(queue)
+                self._drop_unused_share(queue)
                 continue
             if isinstance(decision, Fail):
-                return Step((self._serve(queue, first),), failure=decision.reason)
+                return ScheduledBatch((self._take_request(queue, first),), failure=decision.reason)
             if first.model_pass is None:
-                return Step((self._start(queue, first),))
-            requests = self._fill(queue, first, turns, now, self.max_models - len(busy))
-            return Step(tuple(requests), is_long=is_long)
+                return ScheduledBatch((self._start_request(queue, first),))
+            requests = self._fill_batch(queue, first, turns, now, self.max_models - len(busy))
+            return ScheduledBatch(tuple(requests), is_long=is_long)
         return None
 
     @property
@@ -209,27 +209,27 @@ class Schedule:
         firsts = ((queue.first, len(queue)) for queue in self._waiting.values())
         return sum(count for first, count in firsts if first is not None and self._is_paused(first))
 
-    def next_deadline(self) -> float | None:
+    def get_next_deadline(self) -> float | None:
         """Return the time at which the next gap timeout ends, or None if there is no sequence gap."""
         return min(
             (queue.gap_since + self.gap_timeout_s for queue in self._waiting.values() if queue.gap_since is not None),
             default=None,
         )
 
-    def _save_up_nothing(self, queue: "_ModelQueue") -> None:
+    def _drop_unused_share(self, queue: "_ModelQueue") -> None:
         """Note that an owner waits for a quota or a gap: it gets no larger share of the device later."""
         if self.is_shared:
-            self._arrive(queue.owner)
+            self._record_arrival(queue.owner)
 
     def _is_paused(self, queued: QueuedRequest) -> bool:
         """Whether a pass waits because of a quota, also one whose body has not been read."""
         return queued.kind == "model_pass" and isinstance(self.admission.may_start(queued), Wait)
 
-    def _arrive(self, owner: str) -> None:
-        self.fair_share.arrive(owner)
+    def _record_arrival(self, owner: str) -> None:
+        self.fair_share.record_arrival(owner)
         self.on_arrival(owner)
 
-    def _turns(self, excluded: Collection[ModelId]) -> list["_ModelQueue"]:
+    def _order_queues(self, excluded: Collection[ModelId]) -> list["_ModelQueue"]:
         """Queues with requests: one of each owner, then a second one, and so on.
 
         Owners come in the order of their virtual times, an owner's queues with the least recently served one first.
@@ -243,13 +243,13 @@ class Schedule:
         places: list[tuple[bool, int, VirtualTime, int]] = []
         for queue in waiting:
             owner = queue.owner
-            at = self.fair_share.time_of(owner)
+            at = self.fair_share.get_virtual_time(owner)
             places.append((at.is_last, num_before[owner], at, self._owners[owner]))
             num_before[queue.owner] += 1
         order = sorted(range(len(waiting)), key=places.__getitem__)
         return [waiting[index] for index in order]
 
-    def _fill(
+    def _fill_batch(
         self, lead: "_ModelQueue", first: QueuedRequest, turns: list["_ModelQueue"], now: float, max_models: int
     ) -> Iterator[QueuedRequest]:
         """Yield `first` and further passes of the same direction, within the batch's budget.
@@ -264,9 +264,9 @@ class Schedule:
             if num_models == max_models or budget <= 0 or not num_left:
                 return
             is_taken = False
-            while (queued := self._head(queue, now)) is not None:
+            while (queued := self._find_runnable(queue, now)) is not None:
                 is_same = queued.model_pass is not None and queued.model_pass.backward == first.model_pass.backward
-                if not is_same or queue.refusal_of(queued):
+                if not is_same or queue.explain_refusal(queued):
                     break
                 if queued is not first:
                     if queued.num_tokens > budget or not num_left:
@@ -276,23 +276,23 @@ class Schedule:
                 budget -= queued.num_tokens
                 num_left -= 1
                 is_taken = True
-                yield self._start(queue, queued)
+                yield self._start_request(queue, queued)
             num_models += is_taken
 
-    def _head(self, queue: "_ModelQueue", now: float) -> QueuedRequest | None:
+    def _find_runnable(self, queue: "_ModelQueue", now: float) -> QueuedRequest | None:
         """Return the queue's first request that may run, after reading deferred bodies of it and its successors."""
-        head = queue.head(now, self.gap_timeout_s)
+        head = queue.find_runnable(now, self.gap_timeout_s)
         if head is None or not head.num_deferred_bytes:
             return head
         if self.admission.is_counting and self._is_paused(head):  # its body stays on disk
             return None
-        deferred = queue.deferred_near(head, _MAX_BATCH_REQUESTS, self.max_read_bytes // len(self._waiting))
+        deferred = queue.find_deferred(head, _MAX_BATCH_REQUESTS, self.max_read_bytes // len(self._waiting))
         for before, after in zip(deferred, self.read_bodies(deferred), strict=True):
             queue.replace(before, after)
             self.num_bytes_by_owner[queue.owner] += after.num_bytes - before.num_bytes
-        return queue.head(now, self.gap_timeout_s)
+        return queue.find_runnable(now, self.gap_timeout_s)
 
-    def _serve(self, queue: "_ModelQueue", queued: QueuedRequest) -> QueuedRequest:
+    def _take_request(self, queue: "_ModelQueue", queued: QueuedRequest) -> QueuedRequest:
         self._num_served += 1
         queue.last_served = self._owners[queue.owner] = self._num_served
         queue.remove_head(queued)
@@ -302,13 +302,13 @@ class Schedule:
         self.num_bytes_by_owner[queue.owner] -= queued.num_bytes
         self._num_requests[queue.owner] -= 1
         if self.is_shared:
-            self.fair_share.charge(queue.owner, queued.num_tokens or _OTHER_TOKENS)
+            self.fair_share.charge(queue.owner, queued.num_tokens or _NON_PASS_TOKENS)
         return queued
 
-    def _start(self, queue: "_ModelQueue", queued: QueuedRequest) -> QueuedRequest:
+    def _start_request(self, queue: "_ModelQueue", queued: QueuedRequest) -> QueuedRequest:
         if self.admission.is_counting:
-            self.admission.started(queued)
-        return self._serve(queue, queued)
+            self.admission.record_start(queued)
+        return self._take_request(queue, queued)
 
 
 class _ModelQueue:
@@ -343,17 +343,17 @@ class _ModelQueue:
         else:
             self._unnumbered.append(queued)
 
-    def head(self, now: float, gap_timeout_s: float) -> QueuedRequest | None:
+    def find_runnable(self, now: float, gap_timeout_s: float) -> QueuedRequest | None:
         """Return the first request that may run. Requests without a number run in order of arrival."""
         numbered = self._numbered[0] if self._numbered else None
-        if numbered is not None and not self._may_run(numbered, now, gap_timeout_s):
+        if numbered is not None and not self._can_run(numbered, now, gap_timeout_s):
             numbered = None
         unnumbered = self._unnumbered[0] if self._unnumbered else None
         if numbered is not None and unnumbered is not None:
             return min(numbered, unnumbered, key=lambda queued: queued.position)
         return numbered or unnumbered
 
-    def deferred_near(self, head: QueuedRequest, max_requests: int, max_bytes: int) -> list[QueuedRequest]:
+    def find_deferred(self, head: QueuedRequest, max_requests: int, max_bytes: int) -> list[QueuedRequest]:
         """Return the head and its successors with deferred bodies, as far as `max_bytes` allow."""
         successors = (*self._numbered[:max_requests], *islice(self._unnumbered, max_requests))
         found = [head]
@@ -371,7 +371,7 @@ class _ModelQueue:
                     queue[index] = after
                     return
 
-    def refusal_of(self, queued: QueuedRequest) -> str | None:
+    def explain_refusal(self, queued: QueuedRequest) -> str | None:
         """Return why a request arrived too late, or None."""
         if not queued.seq_id or queued.seq_id > self._cursor.barrier_seq:
             return None
@@ -383,14 +383,14 @@ class _ModelQueue:
     def remove_head(self, queued: QueuedRequest) -> None:
         """Remove the request that `head` returned, and advance the cursor."""
         self.gap_since = None
-        self._cursor = self._cursor.after(queued)
+        self._cursor = self._cursor.advance(queued)
         if self._numbered and self._numbered[0] is queued:
             del self._numbered[0]
             self._num_barriers -= queued.is_barrier
         else:
             self._unnumbered.popleft()
 
-    def _may_run(self, queued: QueuedRequest, now: float, gap_timeout_s: float) -> bool:
+    def _can_run(self, queued: QueuedRequest, now: float, gap_timeout_s: float) -> bool:
         assert queued.seq_id is not None
         # A barrier in this queue has a number at or above the first request's, so the missing ones will never arrive.
         if queued.seq_id <= self._cursor.next_seq or self._num_barriers:

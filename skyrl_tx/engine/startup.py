@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from skyrl_tx.contract.errors import RequestError
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import Sample
-from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext, internal_error
+from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext, report_internal_error
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.sampling import SamplingExecutor
 from skyrl_tx.engine.schedule import Schedule
@@ -27,7 +27,7 @@ def recreate_lost_samplers(context: EngineContext) -> None:
 
     The replay is a delivery attempt of the saves, so that a save whose replay crashes engines is given up.
     """
-    for model_id, saves in sorted(context.ephemeral_samplers.lost().items()):
+    for model_id, saves in sorted(context.ephemeral_samplers.find_lost().items()):
         if (reason := _replay_saves(context, model_id, saves)) is not None:
             lost = "%d ephemeral samplers of model %s are lost: %s"
             _log.error(lost, len(saves), model_id, reason, extra={"model_id": model_id})
@@ -37,7 +37,7 @@ def recreate_lost_samplers(context: EngineContext) -> None:
 
 def _replay_saves(context: EngineContext, model_id: ModelId, saves: Collection[RequestId]) -> str | None:
     """Replay a model with its ephemeral saves. Returns why that failed, or None."""
-    crashes, reason = context.store.read(lambda tx: futures.max_crashes(tx, saves)), None
+    crashes, reason = context.store.read(lambda tx: futures.get_max_crashes(tx, saves)), None
     if crashes >= context.settings.max_attempts:
         return f"the engine crashed {crashes} times while it restored them"
     context.attempts.count(saves)
@@ -48,7 +48,7 @@ def _replay_saves(context: EngineContext, model_id: ModelId, saves: Collection[R
     except RequestError as error:
         reason = error.message
     except Exception as error:  # any error concerns this model only
-        reason = internal_error(f"restoring model {model_id}", error).message
+        reason = report_internal_error(f"restoring model {model_id}", error).message
     context.attempts.undo(saves)
     return reason
 
@@ -61,7 +61,9 @@ def replay_quarantined(
     Returns early when the engine stops.
     """
     store = context.store
-    quarantined = [QueuedRequest.from_row(row) for row in store.read(lambda tx: futures.in_flight(tx, store.engine))]
+    quarantined = [
+        QueuedRequest.from_row(row) for row in store.read(lambda tx: futures.list_in_flight(tx, store.engine_number))
+    ]
     if not quarantined:
         return
     _log.warning("%d requests were running at the last crash; each runs alone now", len(quarantined))
@@ -74,28 +76,28 @@ def replay_quarantined(
         if is_stopping():
             return
         sampling.add(queued)
-        while sampling.step():
+        while sampling.run_slice():
             if is_stopping():
                 return
         _wait_for_writes(context)
     for model_id, requests in by_model.items():
-        schedule = _schedule_of(context, model_id, requests)
+        schedule = _make_schedule(context, model_id, requests)
         while not is_stopping() and (step := schedule.take(0.0)) is not None:
-            training.start_step(step)
-            while training.step():
+            training.start_scheduled(step)
+            while training.run_micro_batch():
                 pass
             _wait_for_writes(context)
 
 
-def _schedule_of(context: EngineContext, model_id: ModelId, requests: list[QueuedRequest]) -> Schedule:
+def _make_schedule(context: EngineContext, model_id: ModelId, requests: list[QueuedRequest]) -> Schedule:
     """Schedule a model's quarantined requests one by one, after those that precede them and arrived since.
 
     A sequence gap before a quarantined request does not delay it: the crashed engine had waited already.
     """
     last_seq = max(queued.seq_id or 0 for queued in requests)
-    preceding = context.store.read(lambda tx: futures.not_started_before(tx, model_id, last_seq))
+    preceding = context.store.read(lambda tx: futures.list_not_started(tx, model_id, last_seq))
     schedule = Schedule(gap_timeout_s=0.0, max_pass_tokens=1, max_models=1, max_batch_requests=1)
-    schedule.add_model(model_id, context.recovery.sequence_cursor(model_id))
+    schedule.add_model(model_id, context.recovery.read_sequence_cursor(model_id))
     for queued in (*map(QueuedRequest.from_row, preceding), *requests):
         schedule.add(queued)
     return schedule

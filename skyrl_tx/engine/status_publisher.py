@@ -89,12 +89,12 @@ class StatusPublisher:
 
     def _publish(self) -> None:
         status, capabilities, load, meters = self._status, self._capabilities, self.sample_load, self.meters
-        pauses, activity, detail = self.pauses, self._watchdog.shown_activity(), self._watchdog.overdue
+        pauses, activity, detail = self.pauses, self._watchdog.describe_activity(), self._watchdog.overdue
 
         def work(tx: Session) -> None:
-            now = engine_state.shared_time(tx)
+            now = engine_state.get_shared_time(tx)
             row = EngineStateRow(
-                number=self._store.engine,
+                number=self._store.engine_number,
                 host=socket.gethostname(),
                 boot_id=self._boot_id,
                 pid=os.getpid(),

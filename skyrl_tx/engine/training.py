@@ -17,7 +17,7 @@ from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
 from skyrl_tx.engine.fair_share import FairShare
 from skyrl_tx.engine.handlers import handle, refuse
 from skyrl_tx.engine.request_log import QueuedRequest
-from skyrl_tx.engine.schedule import Step
+from skyrl_tx.engine.schedule import ScheduledBatch
 from skyrl_tx.process.failpoints import failpoint
 
 _log = logging.getLogger(__name__)
@@ -45,17 +45,17 @@ class _Batch:
     session_id: SessionId
     is_long: bool
     groups: deque[Sequence[_PreparedPass]]
-    on_device: Pass | None = None
+    running_pass: Pass | None = None
     taken: DeviceTime = field(default_factory=lambda: DeviceTime("pass"))
     """The time of the device that the first group has taken."""
 
     @property
     def is_waiting(self) -> bool:
         """Whether the next step waits for the compiler."""
-        return self.on_device is not None and self.on_device.is_waiting
+        return self.running_pass is not None and self.running_pass.is_waiting
 
 
-_OTHER_COST = 0.25
+_NON_PASS_COST = 0.25
 """The micro-batches for which a request counts that is no pass: an optimizer step does not read the base weights."""
 
 
@@ -77,24 +77,24 @@ class TrainingExecutor:
             self._fair_share.reset()
         self._is_shared = is_shared
 
-    def arrive(self, owner: str) -> None:
+    def record_arrival(self, owner: str) -> None:
         """Note that an owner's requests wait, and none waited before.
 
         An owner whose batches all wait for its optimizer steps keeps its place.
         """
         if owner not in self._batches:
-            self._fair_share.arrive(owner)
+            self._fair_share.record_arrival(owner)
 
     def has_turn_before(self, owner: str) -> bool:
         """Whether running batches have a turn before the next request of an owner that is no pass."""
         if not self._batches or not self._is_shared:
             return bool(self._batches)
-        return min(map(self._fair_share.time_of, self._batches)) < self._fair_share.time_of(owner)
+        return min(map(self._fair_share.get_virtual_time, self._batches)) < self._fair_share.get_virtual_time(owner)
 
     @property
     def is_waiting(self) -> bool:
         """Whether there are running batches, and all wait for the compiler."""
-        return bool(self._batches) and all(self._first_able(owner) is None for owner in self._batches)
+        return bool(self._batches) and all(self._find_runnable_batch(owner) is None for owner in self._batches)
 
     @property
     def num_running(self) -> int:
@@ -116,7 +116,7 @@ class TrainingExecutor:
         """Owners with a running long pass."""
         return {owner for owner, batches in self._batches.items() if any(batch.is_long for batch in batches)}
 
-    def start_step(self, step: Step) -> None:
+    def start_scheduled(self, step: ScheduledBatch) -> None:
         """Start a batch of passes, or execute one request of another kind."""
         first = step.requests[0]
         _log.debug("%s: %d requests, first %s of %s", first.kind, len(step.requests), first.request_id, first.model_id)
@@ -129,27 +129,27 @@ class TrainingExecutor:
             self._start_batch(step.requests, is_long=step.is_long)
         else:
             if self._is_shared:
-                self._fair_share.charge(first.owner, _OTHER_COST)
+                self._fair_share.charge(first.owner, _NON_PASS_COST)
             handle(self._context, first)
 
-    def step(self) -> bool:
+    def run_micro_batch(self) -> bool:
         """Dispatch one micro-batch of the next batch, and commit its results at its end. Returns whether any ran.
 
         While all batches wait for the compiler, one of them waits for a short time.
         """
         if not self._batches:
             return False
-        able = {owner: batch for owner in self._batches if (batch := self._first_able(owner)) is not None}
+        able = {owner: batch for owner in self._batches if (batch := self._find_runnable_batch(owner)) is not None}
         candidates = able or {owner: batches[0] for owner, batches in self._batches.items()}
         if self._is_shared:
-            owner = min(candidates, key=self._fair_share.time_of)
+            owner = min(candidates, key=self._fair_share.get_virtual_time)
             if able:
                 self._fair_share.charge(owner, 1.0)  # micro-batches have a constant number of tokens
         else:
             owner = next(iter(candidates))
         batches, batch = self._batches.pop(owner), candidates[owner]
         batches.remove(batch)
-        self._advance(batch)
+        self._advance_batch(batch)
         if batch.groups:
             batches.append(batch)
         else:
@@ -158,7 +158,7 @@ class TrainingExecutor:
             self._batches[owner] = batches
         return True
 
-    def _first_able(self, owner: str) -> _Batch | None:
+    def _find_runnable_batch(self, owner: str) -> _Batch | None:
         """Return an owner's next batch that does not wait for the compiler; None if all wait."""
         return next((batch for batch in self._batches[owner] if not batch.is_waiting), None)
 
@@ -173,31 +173,31 @@ class TrainingExecutor:
             batch = _Batch(models, first.owner, first.session_id, is_long, deque([group]))
             self._batches.setdefault(first.owner, deque()).append(batch)
 
-    def _advance(self, batch: _Batch) -> None:
+    def _advance_batch(self, batch: _Batch) -> None:
         requests, clock = batch.groups[0], self._context.device_clock
         results: list[PassResult] | Exception
         try:
-            if batch.on_device is None:
+            if batch.running_pass is None:
                 batch.taken = DeviceTime("pass")
                 # After the attempts are counted, because restoring a model can crash the engine too.
                 self._context.models.ensure_resident({request.model_id for request in requests})
                 examples = tuple(example for request in requests for example in request.examples)
                 prepared = PreparedModelPassBatch(examples=examples)
-                batch.on_device = self._context.backend.begin_pass(prepared, backward=requests[0].backward)
-            with clock.dispatching(batch.taken):
-                is_dispatched = batch.on_device.step()
+                batch.running_pass = self._context.backend.begin_pass(prepared, backward=requests[0].backward)
+            with clock.measure_dispatch(batch.taken):
+                is_dispatched = batch.running_pass.step()
             failpoint("engine.dispatched")
             if not is_dispatched:
                 return
-            with clock.completing(batch.taken):
-                results = batch.on_device.results()
+            with clock.measure_completion(batch.taken):
+                results = batch.running_pass.results()
         except FATAL_ERRORS:
             raise
         except Exception as error:
-            if batch.on_device is not None:
-                batch.on_device.abort()
+            if batch.running_pass is not None:
+                batch.running_pass.abort()
             results = error
-        batch.on_device = None
+        batch.running_pass = None
         batch.groups.popleft()
         if not isinstance(results, Exception):
             self._commit(requests, results, batch.taken)
@@ -214,7 +214,9 @@ class TrainingExecutor:
             queued.check_crashes(self._context.settings.max_attempts)
             self._context.models.get(queued.model_id)
             prepare.check_pass(request, self._context.capabilities)
-            examples = prepare.pass_examples(queued.request_id, queued.model_id, request, self._context.capabilities)
+            examples = prepare.make_pass_examples(
+                queued.request_id, queued.model_id, request, self._context.capabilities
+            )
         except Exception as error:
             self._context.fail(queued, error)
             return None
@@ -226,9 +228,9 @@ class TrainingExecutor:
         per_token_s = taken.device_s / sum(sizes)
         for request, num_tokens in zip(requests, sizes, strict=True):
             end = start + len(request.examples)
-            output = prepare.pass_output(results[start:end], num_tokens)
+            output = prepare.combine_pass_results(results[start:end], num_tokens)
             model = self._context.models.get(request.model_id)
-            effect_order = model.next_effect_order() if request.backward else None
+            effect_order = model.assign_effect_order() if request.backward else None
             share = replace(taken, device_s=per_token_s * num_tokens)
             observed = self._context.observers.observe_pass(request.queued, model, output, num_tokens, share)
             # One transaction each: in a common one the first client would wait for the last result.

@@ -56,7 +56,7 @@ class Watchdog:
         """Which activity exceeds its limit, for clients; empty if none does."""
         return self._overdue if self._activity.current is self._watched else ""
 
-    def shown_activity(self) -> tuple[str, float] | None:
+    def describe_activity(self) -> tuple[str, float] | None:
         """Return the name of the current activity and its age in seconds, for clients; None while the loop is idle."""
         current = self._activity.current
         if current is None:

@@ -23,7 +23,7 @@ class App:
 
     name: str
     settings: type[BaseModel] | None = None
-    """Its fields are settings of the server. `ApiSettings.for_app` returns an instance."""
+    """Its fields are settings of the server. `ApiSettings.get_app_settings` returns an instance."""
     server: Callable[[], ServerExtension] | None = None
     """Returns routers, pages and error forms for the API process."""
     engine: Callable[[], EngineExtension] | None = None

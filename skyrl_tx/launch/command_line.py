@@ -19,13 +19,13 @@ from skyrl_tx.artifacts import (
     ArtifactMissing,
     ArtifactStore,
     ArtifactsUnreachable,
-    PlaceRefused,
+    InvalidLocation,
     open_artifacts,
 )
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import CheckpointPath
 from skyrl_tx.launch.command import CommandError
-from skyrl_tx.launch.settings import ENVIRONMENT_PREFIX, default_data_dir
+from skyrl_tx.launch.settings import ENVIRONMENT_PREFIX, get_default_data_dir
 from skyrl_tx.store import audit, checkpoints
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.dialect import DATABASE_NAME
@@ -35,12 +35,12 @@ from skyrl_tx.store.tables import CheckpointRow
 Record = dict[str, object]
 
 
-def absolute_path(text: str) -> Path:
+def parse_path(text: str) -> Path:
     """Convert the value of a flag or an argument."""
     return Path(text).expanduser().absolute()
 
 
-def duration_s(text: str) -> float:
+def parse_duration_s(text: str) -> float:
     """Convert a duration such as 45s, 90m, 12h or 30d, or a number of seconds. Raises ArgumentTypeError for others."""
     found = re.fullmatch(r"(\d{1,9})([smhd]?)", text)
     if found is None:
@@ -54,7 +54,7 @@ def add_since(parser: argparse.ArgumentParser, days: int) -> None:
     """Add the flag --since, a duration in seconds; `days` is the default."""
     parser.add_argument(
         "--since",
-        type=duration_s,
+        type=parse_duration_s,
         default=days * 86_400.0,
         metavar="TIME",
         help=f"how far back, for example 12h or 30d (default: {days}d)",
@@ -76,8 +76,8 @@ def finish_parser(parser: argparse.ArgumentParser, run: Callable[[argparse.Names
 
     parser.add_argument(
         "--data-dir",
-        type=absolute_path,
-        default=os.environ.get(f"{ENVIRONMENT_PREFIX}DATA_DIR") or str(default_data_dir()),
+        type=parse_path,
+        default=os.environ.get(f"{ENVIRONMENT_PREFIX}DATA_DIR") or str(get_default_data_dir()),
         help="the server's data directory (default: $SKYRL_TX_DATA_DIR, or the default of `serve`)",
     )
     parser.add_argument(
@@ -105,7 +105,7 @@ def finish_list_parser(
         if arguments.json:
             print(json.dumps(records, indent=2))
         else:
-            print("\n".join(table(records)) if records else nothing)
+            print("\n".join(format_table(records)) if records else nothing)
 
     parser.add_argument("--json", action="store_true", help="print JSON")
     finish_parser(parser, run)
@@ -133,11 +133,11 @@ def open_artifact_store(arguments: argparse.Namespace) -> ArtifactStore:
     """Open the artifacts of a data directory. Raises CommandError."""
     try:
         return open_artifacts(arguments.data_dir, arguments.artifacts or None)
-    except PlaceRefused as error:
+    except InvalidLocation as error:
         raise CommandError(str(error)) from error
 
 
-def confirmed(question: str) -> bool:
+def confirm(question: str) -> bool:
     """Ask for confirmation. Raises CommandError without a terminal."""
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
@@ -149,10 +149,10 @@ def record_audit(
     tx: Session, event: audit.Event, *, path: CheckpointPath | None = None, **details: audit.Detail
 ) -> None:
     """Add an entry about a command to the audit log, with the account that runs it."""
-    audit.record(tx, event, audit.OPERATOR, time.time(), path=path, os_user=os_user(), **details)
+    audit.record(tx, event, audit.OPERATOR, time.time(), path=path, os_user=get_os_user(), **details)
 
 
-def os_user() -> str:
+def get_os_user() -> str:
     """Return the account that runs the command, for the audit log; its number if it has no name."""
     try:
         return getpass.getuser()
@@ -160,7 +160,7 @@ def os_user() -> str:
         return str(os.getuid())
 
 
-def in_units(num_bytes: int) -> str:
+def format_bytes(num_bytes: int) -> str:
     """Return a size for people."""
     size, unit = float(num_bytes), "B"
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -187,7 +187,7 @@ class Progress:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + self._period_s
             self._has_printed = True
-            line = f"{self._what}: {in_units(self._done)} of {in_units(self._total)}"
+            line = f"{self._what}: {format_bytes(self._done)} of {format_bytes(self._total)}"
             print(line, end="\r" if self._is_terminal else "\n", file=sys.stderr, flush=True)
 
     def close(self) -> None:
@@ -196,21 +196,21 @@ class Progress:
             print(file=sys.stderr)
 
 
-def when(seconds: float | None) -> str | None:
+def format_time(seconds: float | None) -> str | None:
     """Return a time as text in UTC."""
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
-def table(records: Sequence[Record]) -> Iterator[str]:
+def format_table(records: Sequence[Record]) -> Iterator[str]:
     """Yield the lines of a table of records with equal keys."""
-    rows = [[_text(value) for value in record.values()] for record in records]
+    rows = [[_format_cell(value) for value in record.values()] for record in records]
     rows.insert(0, [name.upper().replace("_", " ") for name in records[0]])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
-def _text(value: object) -> str:
+def _format_cell(value: object) -> str:
     match value:
         case None:
             return "-"

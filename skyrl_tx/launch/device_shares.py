@@ -15,26 +15,28 @@ _ONE_CHIP = {
 """Variables of a process that uses one chip of several (docs.cloud.google.com/tpu, libtpu)."""
 
 
-def device_shares(num_engines: int, environment: Mapping[str, str], devices: Path) -> list[Mapping[str, str]]:
+def assign_devices(num_engines: int, environment: Mapping[str, str], devices: Path) -> list[Mapping[str, str]]:
     """Return the environment variables of each engine that let it see its own accelerators only.
 
     A machine without any shares nothing out. `devices` is `/dev`. Raises CannotServe if there are no equal parts.
     """
     if num_engines == 1:
         return [{}]
-    if gpus := _visible(environment.get(_GPUS), devices, r"nvidia(\d+)"):
+    if gpus := _list_visible_devices(environment.get(_GPUS), devices, r"nvidia(\d+)"):
         size, rest = divmod(len(gpus), num_engines)
         if not size or rest:
             raise CannotServe(f"--engines {num_engines}: {len(gpus)} GPUs are not shared out in equal parts")
         return [{_GPUS: ",".join(gpus[start : start + size])} for start in range(0, len(gpus), size)]
-    if chips := _visible(environment.get(_CHIPS), devices, r"accel(\d+)") or _visible(None, devices / "vfio", r"(\d+)"):
+    if chips := _list_visible_devices(environment.get(_CHIPS), devices, r"accel(\d+)") or _list_visible_devices(
+        None, devices / "vfio", r"(\d+)"
+    ):
         if len(chips) != num_engines:
             raise CannotServe(f"--engines {num_engines}: there are {len(chips)} TPU chips, and an engine gets one")
         return [{_CHIPS: chip, **_ONE_CHIP} for chip in chips]
     return [{} for _ in range(num_engines)]
 
 
-def _visible(chosen: str | None, devices: Path, pattern: str) -> list[str]:
+def _list_visible_devices(chosen: str | None, devices: Path, pattern: str) -> list[str]:
     """Return the names of the devices that were chosen by a variable, by default the numbers of those that exist."""
     if chosen is not None:
         return [name.strip() for name in chosen.split(",") if name.strip()]

@@ -32,10 +32,10 @@ from skyrl_tx.contract.backend import AbstractBackend, BackendSpec
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import BackendLost, RequestError
 from skyrl_tx.engine.engine import Engine
-from skyrl_tx.engine.meters import EngineMeters
+from skyrl_tx.engine.meters import EngineMetrics
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.launch.app import App, load_engine_extensions
-from skyrl_tx.process.exposition import MetricsSocket, render, served_at, socket_path
+from skyrl_tx.process.exposition import MetricsSocket, get_socket_path, render, serve_http
 from skyrl_tx.process.setup import (
     CannotServe,
     LogFormat,
@@ -49,7 +49,7 @@ from skyrl_tx.process.threads import EXIT_STATUS, ServiceThread, end_process_on_
 from skyrl_tx.store import engine_state, futures
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreInUse, StoreUnreachable
-from skyrl_tx.store.notices import recorded_notices
+from skyrl_tx.store.notices import record_notices
 from skyrl_tx.store.writer import RetryPolicy
 
 _log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class EngineEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class EnginePlace:
+class EngineLocation:
     """The machine and the process in which an engine runs.
 
     A container that starts again has the host name and the process id of before, so `boot_id` says which run it is.
@@ -140,8 +140,8 @@ class EngineProcess:
         enable_huge_pages(os.environ)  # inherited by the child
         spawn = multiprocessing.get_context("spawn")
         self._pipe, child_end = spawn.Pipe()
-        self._num_memory_kills = _num_memory_kills()
-        self._boot_id = engine_state.new_boot_id()
+        self._count_memory_kills = _count_memory_kills()
+        self._boot_id = engine_state.make_boot_id()
         arguments = launch, child_end, self._boot_id
         self._process = spawn.Process(target=_run_child, args=arguments, name="skyrl-tx engine")
         # Ctrl-C in a terminal signals the whole process group. SIGINT is blocked in the child: the parent stops it.
@@ -152,13 +152,13 @@ class EngineProcess:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         # Only the child holds its end now, so that the pipe breaks when either process ends, in whatever way.
         child_end.close()
-        _log.info("engine process %d started", self.place.pid)
+        _log.info("engine process %d started", self.location.pid)
 
     @property
-    def place(self) -> EnginePlace:
+    def location(self) -> EngineLocation:
         """The machine, the process id and the run of the child."""
         assert self._process.pid is not None  # it has been started
-        return EnginePlace(socket.gethostname(), self._process.pid, self._boot_id)
+        return EngineLocation(socket.gethostname(), self._process.pid, self._boot_id)
 
     async def wait(self, on_ready: Callable[[Capabilities], None]) -> EngineEnd:
         """Wait for the end of the child and return its reason; calls `on_ready` when the engine is ready."""
@@ -170,7 +170,7 @@ class EngineProcess:
                 end = message
         await asyncio.to_thread(self._process.join)
         self._pipe.close()
-        return end or _end_by_exit(self._process.exitcode or 0, _num_memory_kills() > self._num_memory_kills)
+        return end or _end_from_exit_code(self._process.exitcode or 0, _count_memory_kills() > self._count_memory_kills)
 
     def request_stop(self) -> None:
         """Ask the engine to finish its step, take its snapshots and exit."""
@@ -197,7 +197,7 @@ async def _receive(pipe: Connection) -> Capabilities | EngineEnd | None:
         return None
 
 
-def _end_by_exit(exit_code: int, was_memory_exhausted: bool) -> EngineEnd:
+def _end_from_exit_code(exit_code: int, was_memory_exhausted: bool) -> EngineEnd:
     """Return the end of a process that sent no reason: its exit code, or a signal's negative number."""
     if exit_code == EXIT_STATUS:
         message = "one of its threads ended; its log says why"
@@ -215,7 +215,7 @@ def _end_by_exit(exit_code: int, was_memory_exhausted: bool) -> EngineEnd:
     return EngineEnd(message=message, is_final=False, is_crash=is_crash, was_killed=not is_crash)
 
 
-def _num_memory_kills() -> int:
+def _count_memory_kills() -> int:
     """Return how many processes the kernel has killed because memory was exhausted; 0 where it does not tell."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()  # the counter includes kills within a cgroup
@@ -226,11 +226,11 @@ def _num_memory_kills() -> int:
 
 def run_in_foreground(launch: EngineLaunch, on_ready: Callable[[Capabilities], None]) -> None:
     """Run the engine in this process until a signal; a second one exits at once. Raises CannotServe."""
-    boot_id = engine_state.new_boot_id()
+    boot_id = engine_state.make_boot_id()
     try:
         _run(launch, boot_id, on_ready, _end_in_foreground, second_signal_exits=True)
     except Exception as error:
-        end = _end_by(error)
+        end = _end_from_error(error)
         if end.is_crash:
             with closing(open_store(launch.settings, threading.Event())) as store:
                 store.write(lambda tx: record_end(tx, boot_id, is_crash=True))
@@ -245,8 +245,8 @@ def record_end(tx: Session, boot_id: str, *, is_crash: bool) -> None:
 
     A run that has published no status has run nothing. One whose number another engine has now counts for nothing.
     """
-    if (number := engine_state.number_of(tx, boot_id)) is not None:
-        futures.record_end(tx, is_crash=is_crash, engine=number)
+    if (number := engine_state.find_number(tx, boot_id)) is not None:
+        futures.record_engine_end(tx, is_crash=is_crash, engine=number)
 
 
 def _run_child(launch: EngineLaunch, parent: Connection, boot_id: str) -> None:
@@ -266,7 +266,7 @@ def _run_child(launch: EngineLaunch, parent: Connection, boot_id: str) -> None:
         if launch.hosts.rank > 0:
             parent.send(EngineEnd(message="host 0 has stopped", is_final=False, is_crash=False))
     except Exception as error:
-        parent.send(_end_by(error))
+        parent.send(_end_from_error(error))
         if launch.hosts.size > 1:
             os._exit(1)  # at its exit JAX would wait for the other hosts
         sys.exit(1)
@@ -312,13 +312,15 @@ def _run(
             on_ready,
             on_stuck,
             boot_id=boot_id,
-            over_hosts=partial(_over_hosts, launch),
+            over_hosts=partial(_wrap_for_hosts, launch),
             apps=launch.apps,
             second_signal_exits=second_signal_exits,
         )
 
 
-def _over_hosts(launch: EngineLaunch, backend: AbstractBackend, on_lost: Callable[[str], object]) -> AbstractBackend:
+def _wrap_for_hosts(
+    launch: EngineLaunch, backend: AbstractBackend, on_lost: Callable[[str], object]
+) -> AbstractBackend:
     """Return the backend as rank 0 of several hosts; as it is on one host."""
     if launch.hosts.size == 1:
         return backend
@@ -341,7 +343,9 @@ def _follow(hosts: HostsSettings, on_ready: Callable[[Capabilities], None]) -> N
 def _end_in_foreground(store: Store, reason: str) -> None:
     """Record the crash, which no parent does, and end this process."""
     with suppress(StoreError, TimeoutError):  # the next engine finds out by itself
-        store.write_soon(lambda tx: futures.record_end(tx, is_crash=True, engine=store.engine)).result(_RECORD_S)
+        store.write_soon(lambda tx: futures.record_engine_end(tx, is_crash=True, engine=store.engine_number)).result(
+            _RECORD_S
+        )
     _end_stuck_process(reason)
 
 
@@ -379,7 +383,7 @@ def _interpreter_watchdog(timeout_s: float) -> Generator[None]:
             faulthandler.cancel_dump_traceback_later()
 
 
-def _end_by(error: Exception) -> EngineEnd:
+def _end_from_error(error: Exception) -> EngineEnd:
     """Return the end that an error causes, with a message of one line; logs the traceback of an unexpected error."""
     message = " ".join(str(error).split())
     if isinstance(error, _EXPECTED_ERRORS) and message:
@@ -415,7 +419,7 @@ def run_engine(
     Raises EngineLost, and other errors if the engine cannot start.
     """
     stop = threading.Event()
-    meters = EngineMeters(with_owners=settings.metrics_owners)
+    meters = EngineMetrics(with_owners=settings.metrics_owners)
     store = open_store(settings, stop)
 
     def on_signal(number: int) -> None:
@@ -424,7 +428,11 @@ def run_engine(
         stop.set()
         store.wake()
 
-    with closing(store), _served_at_port(settings, meters), handle_signals({signal.SIGTERM, signal.SIGINT}, on_signal):
+    with (
+        closing(store),
+        _serve_metrics_port(settings, meters),
+        handle_signals({signal.SIGTERM, signal.SIGINT}, on_signal),
+    ):
         try:
             backend = over_hosts(
                 spec.load()(settings.base_model, backend_config), lambda reason: on_stuck(store, reason)
@@ -441,18 +449,18 @@ def run_engine(
                 store,
                 artifacts,
                 meters,
-                boot_id or engine_state.new_boot_id(),
+                boot_id or engine_state.make_boot_id(),
                 load_engine_extensions(apps),
             )
-            path = socket_path(settings.data_dir, store.engine)
-            with _served_metrics(path, engine.meters), recorded_notices(store, "engine"):
+            path = get_socket_path(settings.data_dir, store.engine_number)
+            with _serve_metrics_socket(path, engine.meters), record_notices(store, "engine"):
                 engine.run(stop, on_ready, lambda reason: on_stuck(store, reason))
         except (BackendLost, StoreError, ArtifactsUnreachable) as error:
             raise EngineLost(f"backend, database or object store lost: {error}") from error
 
 
 @contextmanager
-def _served_metrics(path: Path, meters: EngineMeters) -> Generator[None]:
+def _serve_metrics_socket(path: Path, meters: EngineMetrics) -> Generator[None]:
     """Serve the engine's metrics to the API. An engine that cannot runs without."""
     try:
         served = MetricsSocket(path, lambda is_openmetrics: render(meters.registry, is_openmetrics=is_openmetrics))
@@ -467,14 +475,14 @@ def _served_metrics(path: Path, meters: EngineMeters) -> Generator[None]:
 
 
 @contextmanager
-def _served_at_port(settings: EngineSettings, meters: EngineMeters) -> Generator[None]:
+def _serve_metrics_port(settings: EngineSettings, meters: EngineMetrics) -> Generator[None]:
     """Serve the engine's metrics at a port, if one is set. Raises OSError if it cannot be used."""
     if not settings.metrics_port:
         yield
         return
     with ExitStack() as stack:
         try:
-            stack.enter_context(served_at(settings.metrics_host, settings.metrics_port, meters.registry))
+            stack.enter_context(serve_http(settings.metrics_host, settings.metrics_port, meters.registry))
         except OSError as error:
             where = f"--metrics-host {settings.metrics_host} --metrics-port {settings.metrics_port}"
             raise OSError(f"{where}: {error.strerror or error}") from error
@@ -486,7 +494,7 @@ def open_store(settings: EngineSettings, stop: threading.Event) -> Store:
     store: Store | None = None
 
     def report(tx: Session, detail: str) -> None:
-        engine_state.report_waiting(tx, 1 if store is None else store.engine, detail)
+        engine_state.report_waiting(tx, 1 if store is None else store.engine_number, detail)
 
     retry, url = RetryPolicy(until=stop, report=report), settings.store_url
     while True:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from pydantic import BaseModel
 
-from skyrl_tx.backends.registry import find_spec, installed_names
+from skyrl_tx.backends.registry import find_spec, list_installed
 from skyrl_tx.contract.capabilities import Capabilities
 
 if TYPE_CHECKING:
-    from skyrl_tx.launch.engine_process import EngineEnd, EngineLaunch, EnginePlace
+    from skyrl_tx.launch.engine_process import EngineEnd, EngineLaunch, EngineLocation
 
 GROUP = "skyrl_tx.launchers"
 BUILT_IN = ("flags", "lws")
@@ -24,7 +24,7 @@ class RunningEngine(Protocol):
     """One life of an engine, which has been started, such as `EngineProcess`."""
 
     @property
-    def place(self) -> EnginePlace | None:
+    def location(self) -> EngineLocation | None:
         """The machine and process in which it runs; None as long as that is open."""
         ...
 
@@ -62,6 +62,6 @@ def find_launcher(name: str) -> LauncherSpec:
     return find_spec(GROUP, "launcher", name, LauncherSpec)
 
 
-def installed_launchers() -> Mapping[str, LauncherSpec]:
+def list_launchers() -> Mapping[str, LauncherSpec]:
     """Return the specs of all installed launchers by name."""
-    return {name: find_launcher(name) for name in installed_names(GROUP)}
+    return {name: find_launcher(name) for name in list_installed(GROUP)}

@@ -14,16 +14,16 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliSuppress, InitSettingsSource, SettingsConfigDict
 from pydantic_settings import PydanticBaseSettingsSource as Source
 
-from skyrl_tx.artifacts import checked_url
+from skyrl_tx.artifacts import normalize_url
 from skyrl_tx.backends.hosts.settings import HostsFlags, HostsSettings, from_leader_worker_set
-from skyrl_tx.backends.registry import GROUP as BACKEND_GROUP
-from skyrl_tx.backends.registry import SAMPLER_GROUP, find_backend, find_sampler, installed_names
+from skyrl_tx.backends.registry import BACKEND_GROUP as BACKEND_GROUP
+from skyrl_tx.backends.registry import SAMPLER_GROUP, find_backend, find_sampler, list_installed
 from skyrl_tx.contract.backend import BackendSpec
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.sampler import SamplerSpec
 from skyrl_tx.engine.settings import EngineFlags, EngineSettings
 from skyrl_tx.launch.command import CommandError
-from skyrl_tx.launch.launcher import BUILT_IN, find_launcher, installed_launchers
+from skyrl_tx.launch.launcher import BUILT_IN, find_launcher, list_launchers
 from skyrl_tx.launch.removed_settings import drop_values, is_removed
 from skyrl_tx.process import failpoints
 from skyrl_tx.process.setup import LogFormat, LogLevel
@@ -43,7 +43,7 @@ class SettingsError(CommandError):
         super().__init__(message, status=2)
 
 
-def default_data_dir() -> Path:
+def get_default_data_dir() -> Path:
     """Return the data directory by the XDG base directory specification."""
     home = os.environ.get("XDG_DATA_HOME")
     return (Path(home) if home else Path.home() / ".local" / "share") / "skyrl_tx"
@@ -68,7 +68,7 @@ class ServerSettings(BaseSettings, ApiFlags, EngineFlags):  # pyright: ignore[re
     """YAML file with any of these settings."""
     base_model: str
     """Model to serve: a hub id, a local directory, or built in: 'tiny', 'tiny-qwen3_5'."""
-    data_dir: Path = Field(default_factory=default_data_dir)
+    data_dir: Path = Field(default_factory=get_default_data_dir)
     """Directory of the database and all weights, mode 0700.
     Default: $XDG_DATA_HOME/skyrl_tx, or ~/.local/share/skyrl_tx."""
     backend: str = DEFAULT_BACKEND
@@ -99,25 +99,25 @@ class ServerSettings(BaseSettings, ApiFlags, EngineFlags):  # pyright: ignore[re
 
     @field_validator("data_dir", "config", "ssl_certfile", "ssl_keyfile", "chat_template")
     @classmethod
-    def _absolute(cls, path: Path | None) -> Path | None:
+    def _make_absolute(cls, path: Path | None) -> Path | None:
         return path.expanduser().absolute() if path else None
 
     @field_validator("artifacts")
     @classmethod
-    def _known_place(cls, url: str | None) -> str | None:
-        return checked_url(url) if url else None
+    def _check_artifacts_url(cls, url: str | None) -> str | None:
+        return normalize_url(url) if url else None
 
     @model_validator(mode="after")
-    def _has_sampler(self) -> Self:
+    def _check_sampler_settings(self) -> Self:
         """Refuse settings that only a sampler has, unless they are the defaults."""
         for name in _WITH_SAMPLER:
             if self.sampler is None and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{_flag(name)}: --sampler is not set")
+                raise ValueError(f"{_format_flag(name)}: --sampler is not set")
         return self
 
     @field_validator("launcher")
     @classmethod
-    def _known_launcher(cls, name: str) -> str:
+    def _check_launcher(cls, name: str) -> str:
         if name not in BUILT_IN:
             try:
                 find_launcher(name)
@@ -131,7 +131,7 @@ class ServerSettings(BaseSettings, ApiFlags, EngineFlags):  # pyright: ignore[re
         return self.launcher not in BUILT_IN
 
     @property
-    def joined_hosts(self) -> HostsSettings:
+    def host_settings(self) -> HostsSettings:
         """The hosts, as the launcher says. Raises SettingsError if it does not.
 
         A launcher draws address and key for each start of an engine: here are none.
@@ -140,24 +140,24 @@ class ServerSettings(BaseSettings, ApiFlags, EngineFlags):  # pyright: ignore[re
             for name in "rank", "address":
                 if getattr(self.hosts, name):
                     raise SettingsError(f"--hosts.{name}: --launcher {self.launcher} sets it on each host")
-            return self._complete(self.hosts)
+            return self._complete_hosts(self.hosts)
         try:
             found = from_leader_worker_set(self.hosts, os.environ) if self.launcher == "lws" else self.hosts
             found.check_joinable()
         except ValueError as error:
             raise SettingsError(f"--{error}") from error
-        return self._complete(found)
+        return self._complete_hosts(found)
 
-    def _complete(self, hosts: HostsFlags) -> HostsSettings:
+    def _complete_hosts(self, hosts: HostsFlags) -> HostsSettings:
         """Return the settings of hosts with the limit of one call, which is that of one host."""
         return HostsSettings.model_validate({**hosts.model_dump(), "silence_s": self.step_timeout_s or math.inf})
 
-    def for_api(self) -> ApiSettings:
+    def make_api_settings(self) -> ApiSettings:
         """Return the API's settings, with those of apps."""
         apps = [kind.model_validate(self.model_dump(include=set(kind.model_fields))) for kind in self.app_settings]
         return ApiSettings.model_validate({**self.model_dump(include=set(ApiFlags.model_fields)), "apps": apps})
 
-    def for_engine(self) -> EngineSettings:
+    def make_engine_settings(self) -> EngineSettings:
         """Return the engine's settings."""
         return EngineSettings.model_validate(self.model_dump(include=set(EngineFlags.model_fields)))
 
@@ -209,11 +209,11 @@ class ShortFlag:
     info: FieldInfo
 
 
-def short_flags() -> dict[str, ShortFlag]:
+def list_short_flags() -> dict[str, ShortFlag]:
     """Return the short names of all installed backends and samplers."""
     specs: list[tuple[Literal["backend", "sampler"], str, BackendSpec | SamplerSpec]] = [
-        *(("backend", name, find_backend(name)) for name in installed_names(BACKEND_GROUP)),
-        *(("sampler", name, find_sampler(name)) for name in installed_names(SAMPLER_GROUP)),
+        *(("backend", name, find_backend(name)) for name in list_installed(BACKEND_GROUP)),
+        *(("sampler", name, find_sampler(name)) for name in list_installed(SAMPLER_GROUP)),
     ]
     return {
         flag: ShortFlag(kind, name, field, spec.config.model_fields[field])
@@ -222,7 +222,7 @@ def short_flags() -> dict[str, ShortFlag]:
     }
 
 
-def settings_class(
+def make_settings_class(
     spec: BackendSpec,
     file_values: Mapping[str, Any],
     sampler: SamplerSpec | None = None,
@@ -234,7 +234,7 @@ def settings_class(
 
     `file_values` rank below flags and environment. `on_removed` receives the names of removed settings in both.
     """
-    shorts = short_flags()
+    shorts = list_short_flags()
 
     class WithParts(ServerSettings):
         app_settings = tuple(apps)
@@ -251,8 +251,8 @@ def settings_class(
             values, removed = drop_values(values, partial(has_setting, cls))
             on_removed(removed)
             return values | {
-                "backend_config": _backend_values(spec, values, shorts),
-                "sampler_config": _sampler_values(sampler, values, shorts),
+                "backend_config": _merge_backend_values(spec, values, shorts),
+                "sampler_config": _merge_sampler_values(sampler, values, shorts),
             }
 
     about = "settings of the sampler"
@@ -263,7 +263,7 @@ def settings_class(
     )
     launchers = {
         name: (launcher.config, Field(default_factory=launcher.config, description=f"with --launcher {name}"))
-        for name, launcher in installed_launchers().items()
+        for name, launcher in list_launchers().items()
     }
     aliases: dict[str, Any] = {
         name: (
@@ -295,21 +295,23 @@ def has_setting(settings: type[BaseModel], name: str) -> bool:
     return isinstance(inner, type) and issubclass(inner, BaseModel) and has_setting(inner, rest)
 
 
-def _backend_values(spec: BackendSpec, values: Mapping[str, Any], shorts: Mapping[str, ShortFlag]) -> dict[str, Any]:
+def _merge_backend_values(
+    spec: BackendSpec, values: Mapping[str, Any], shorts: Mapping[str, ShortFlag]
+) -> dict[str, Any]:
     """Return the backend's settings with those of short flags merged in; raises ValueError for unknown names."""
     given = dict(values.get("backend_config") or {})
     for name, short in shorts.items():
         if short.kind == "backend" and values.get(name) is not None:
             if name not in spec.flags:
                 raise ValueError(
-                    f"{_flag(name)}: backend {values.get('backend', DEFAULT_BACKEND)!r} has no such setting"
+                    f"{_format_flag(name)}: backend {values.get('backend', DEFAULT_BACKEND)!r} has no such setting"
                 )
             given[spec.flags[name]] = values[name]
     _check_names("backend", spec.config, given)
     return given
 
 
-def _sampler_values(
+def _merge_sampler_values(
     sampler: SamplerSpec | None, values: Mapping[str, Any], shorts: Mapping[str, ShortFlag]
 ) -> dict[str, Any] | None:
     """Return the sampler's settings with those of short flags merged in; raises ValueError for unknown names."""
@@ -317,11 +319,11 @@ def _sampler_values(
     set_shorts = [name for name, short in shorts.items() if short.kind == "sampler" and values.get(name) is not None]
     if sampler is None:
         for name in (*(["sampler_config"] if given else []), *set_shorts):
-            raise ValueError(f"{_flag(name)}: --sampler is not set")
+            raise ValueError(f"{_format_flag(name)}: --sampler is not set")
         return None
     for name in set_shorts:
         if name not in sampler.flags:
-            raise ValueError(f"{_flag(name)}: sampler {values.get('sampler')!r} has no such setting")
+            raise ValueError(f"{_format_flag(name)}: sampler {values.get('sampler')!r} has no such setting")
         given[sampler.flags[name]] = values[name]
     given = dict(sampler.with_launcher(str(values.get("launcher")), given))
     _check_names("sampler", sampler.config, given)
@@ -334,7 +336,7 @@ def _check_names(kind: str, config: type[BaseModel], given: Mapping[str, Any]) -
             raise ValueError(f"--{kind}-config.{name.replace('_', '-')}: the {kind} has no such setting")
 
 
-def _flag(name: str) -> str:
+def _format_flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
@@ -358,7 +360,7 @@ def check_environment(environment: Mapping[str, str], apps: Sequence[type[BaseMo
 
     Raises SettingsError for a variable with our prefix that is no setting and never was.
     """
-    known = {*ServerSettings.model_fields, *short_flags(), *installed_launchers()}
+    known = {*ServerSettings.model_fields, *list_short_flags(), *list_launchers()}
     known |= {name for app in apps for name in app.model_fields}
     removed: list[str] = []
     for name in sorted(environment):
@@ -372,7 +374,7 @@ def check_environment(environment: Mapping[str, str], apps: Sequence[type[BaseMo
     return removed
 
 
-def describe(error: ValidationError) -> str:
+def describe_validation_error(error: ValidationError) -> str:
     """Return one line per invalid setting, each starting with its flag."""
     lines: list[str] = []
     for detail in error.errors():

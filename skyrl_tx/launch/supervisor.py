@@ -16,28 +16,28 @@ from pathlib import Path
 from sqlmodel import Session
 
 from skyrl_tx import __version__
-from skyrl_tx.artifacts import ArtifactsUnreachable, PlaceRefused, open_artifacts
+from skyrl_tx.artifacts import ArtifactsUnreachable, InvalidLocation, open_artifacts
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.launch.app import App, load_server_extensions
-from skyrl_tx.launch.device_shares import device_shares
+from skyrl_tx.launch.device_shares import assign_devices
 from skyrl_tx.launch.engine_process import (
     EngineEnd,
     EngineLaunch,
-    EnginePlace,
+    EngineLocation,
     EngineProcess,
     record_end,
     run_in_foreground,
 )
 from skyrl_tx.launch.launcher import EngineStarts, RunningEngine, find_launcher
 from skyrl_tx.launch.settings import ServerSettings, SettingsError
-from skyrl_tx.process.setup import CannotServe, check_certificate, listen, tune_garbage_collection, url_of
+from skyrl_tx.process.setup import CannotServe, check_certificate, get_url, listen, tune_garbage_collection
 from skyrl_tx.process.signals import handle_signals
 from skyrl_tx.server.app import ApiServer
 from skyrl_tx.store import checkpoints, futures, keys, models
 from skyrl_tx.store.database import Store, StoreError, StoreInUse
 from skyrl_tx.store.errors import StoreBlocked, StoreUnreachable
-from skyrl_tx.store.notices import recorded_notices
+from skyrl_tx.store.notices import record_notices
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class SupervisedApi(ApiServer):
     """The API on a socket, with signals handled by the supervisor."""
 
     def __init__(self, settings: ServerSettings, store: Store, apps: Sequence[App] = ()) -> None:
-        super().__init__(settings.for_api(), store, load_server_extensions(apps))
+        super().__init__(settings.make_api_settings(), store, load_server_extensions(apps))
         self.config.timeout_graceful_shutdown = _GRACE_S
 
     @contextlib.contextmanager
@@ -76,7 +76,7 @@ class RestartPolicy:
         self._first_delay_s = first_delay_s
         self._starts_without_progress = 0
 
-    def next_delay_s(self, *, made_progress: bool) -> float | None:
+    def compute_next_delay_s(self, *, made_progress: bool) -> float | None:
         """Return the seconds to wait before the next start, or None to give up."""
         self._starts_without_progress = 1 if made_progress else self._starts_without_progress + 1
         if self._starts_without_progress >= self._max_starts:
@@ -115,20 +115,20 @@ class EngineSupervisor:
             started_at = time.time()
             self._is_ready = False
             self._engine = self._start()
-            end = await self._engine.wait(self._ready)
+            end = await self._engine.wait(self._handle_ready)
             if self._stopping.is_set():
                 return
             if end.is_final and not self.was_ready:
                 raise CannotServe(end.message)
-            made_progress = await self._made_progress(end, started_at) or end.was_killed or end.was_unreachable
-            delay_s = self._restarts.next_delay_s(made_progress=made_progress)
+            made_progress = await self._check_progress(end, started_at) or end.was_killed or end.was_unreachable
+            delay_s = self._restarts.compute_next_delay_s(made_progress=made_progress)
             if delay_s is None:
                 raise CannotServe(f"the engine crashes repeatedly, giving up; last: {end.message}")
             _log.warning("engine exited: %s; restarting it in %.2f s", end.message, delay_s)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay_s)
 
-    async def _made_progress(self, end: EngineEnd, started_at: float) -> bool:
+    async def _check_progress(self, end: EngineEnd, started_at: float) -> bool:
         """Record the end and return whether the engine made progress, as does one that loses the database."""
         was_unavailable = False
         while not self._stopping.is_set():
@@ -145,9 +145,9 @@ class EngineSupervisor:
         return True
 
     @property
-    def place(self) -> EnginePlace | None:
+    def location(self) -> EngineLocation | None:
         """The machine and process in which the engine runs now, or ran last."""
-        return None if self._engine is None else self._engine.place
+        return None if self._engine is None else self._engine.location
 
     def stop(self) -> None:
         """Let the engine finish its step and exit."""
@@ -171,7 +171,7 @@ class EngineSupervisor:
         if self._engine is not None:
             self._engine.kill()
 
-    def _ready(self, ready: Capabilities) -> None:
+    def _handle_ready(self, ready: Capabilities) -> None:
         if not self.was_ready:
             self._on_ready(ready)
         self.was_ready = self._is_ready = True
@@ -261,13 +261,13 @@ async def _supervise(engines: Sequence[EngineSupervisor]) -> None:
 def serve(settings: ServerSettings, apps: Sequence[App]) -> int:
     """Run the API and the engine until a signal; raises CannotServe."""
     check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
-    launch = launch_of(settings, apps)
+    launch = make_engine_launch(settings, apps)
     if launch.hosts.rank > 0:
         raise CannotServe(f"host {launch.hosts.rank} of {launch.hosts.size} serves no API: run `skyrl-tx engine` here")
     with (
         contextlib.closing(listen(settings.host, settings.port)) as listener,
         contextlib.closing(_open_store(settings)) as store,
-        _starts(settings, launch) as starts,
+        _open_launcher(settings, launch) as starts,
     ):
         if settings.engines == 1 or settings.fresh:
             _refuse_second_engine(store)
@@ -275,8 +275,8 @@ def serve(settings: ServerSettings, apps: Sequence[App]) -> int:
         if settings.fresh:
             _abandon_models(store)
         _log.info("skyrl_tx %s loads %s with backend %s", __version__, settings.base_model, settings.backend)
-        requires_key = not settings.no_auth and store.read(keys.any_made)
-        url, num_ready = url_of(listener, settings.scheme), itertools.count(1)
+        requires_key = not settings.no_auth and store.read(keys.has_any)
+        url, num_ready = get_url(listener, settings.scheme), itertools.count(1)
 
         def on_ready(ready: Capabilities) -> None:
             if (number := next(num_ready)) == 1:
@@ -284,20 +284,20 @@ def serve(settings: ServerSettings, apps: Sequence[App]) -> int:
             if settings.engines > 1:
                 _log.info("%d of %d engines are ready", number, settings.engines)
 
-        engines = [_supervised(start, store, on_ready) for start in starts]
+        engines = [_make_supervisor(start, store, on_ready) for start in starts]
         tune_garbage_collection(full_after=_FULL_COLLECTION_AFTER)
-        with recorded_notices(store, "api"):
+        with record_notices(store, "api"):
             asyncio.run(run_servers(SupervisedApi(settings, store, apps), listener, engines))
     return 0
 
 
 @contextlib.contextmanager
-def _starts(settings: ServerSettings, launch: EngineLaunch) -> Generator[EngineStarts]:
+def _open_launcher(settings: ServerSettings, launch: EngineLaunch) -> Generator[EngineStarts]:
     """Yield what starts each engine: as a child of this process, or where a launcher says. Raises CannotServe."""
     if settings.metrics_port:
         raise CannotServe("--metrics-port is for an engine alone: `skyrl-tx engine` on its own machine")
     if not settings.has_remote_engines:
-        shares = device_shares(settings.engines, os.environ, Path("/dev"))
+        shares = assign_devices(settings.engines, os.environ, Path("/dev"))
         yield [partial(EngineProcess, replace(launch, environment=environment)) for environment in shares]
         return
     start_engines = find_launcher(settings.launcher).load()
@@ -305,7 +305,7 @@ def _starts(settings: ServerSettings, launch: EngineLaunch) -> Generator[EngineS
         yield starts
 
 
-def _supervised(
+def _make_supervisor(
     start: Callable[[], RunningEngine], store: Store, on_ready: Callable[[Capabilities], None]
 ) -> EngineSupervisor:
     """Return the supervisor of one engine."""
@@ -314,9 +314,9 @@ def _supervised(
         """Record the end of the engine; return whether a request was completed after `since`."""
 
         def work(tx: Session) -> bool:
-            if supervisor.place is not None:
-                record_end(tx, supervisor.place.boot_id, is_crash=end.is_crash)
-            return futures.any_answered_since(tx, since)
+            if supervisor.location is not None:
+                record_end(tx, supervisor.location.boot_id, is_crash=end.is_crash)
+            return futures.has_answered_since(tx, since)
 
         return store.write(work)
 
@@ -331,25 +331,25 @@ def serve_api(settings: ServerSettings, apps: Sequence[App] = ()) -> int:
         contextlib.closing(listen(settings.host, settings.port)) as listener,
         contextlib.closing(_open_store(settings)) as store,
     ):
-        url = url_of(listener, settings.scheme)
+        url = get_url(listener, settings.scheme)
         _open_artifacts(settings)
         _log.info("skyrl_tx %s, the API alone at %s, data in %s", __version__, url, settings.data_dir)
         tune_garbage_collection(full_after=_FULL_COLLECTION_AFTER)
-        with recorded_notices(store, "api"):
+        with record_notices(store, "api"):
             asyncio.run(run_servers(SupervisedApi(settings, store, apps), listener, []))
     return 0
 
 
 def serve_engine(settings: ServerSettings, apps: Sequence[App]) -> int:
     """Run the engine alone until a signal; raises CannotServe."""
-    launch = launch_of(settings, apps)
+    launch = make_engine_launch(settings, apps)
     if launch.hosts.rank > 0:
         return _follow(launch)
     _log.info("skyrl_tx %s, the engine alone, data in %s", __version__, settings.data_dir)
     if settings.has_remote_engines:
-        with contextlib.closing(_open_database(settings)) as store, _starts(settings, launch) as starts:
+        with contextlib.closing(_open_database(settings)) as store, _open_launcher(settings, launch) as starts:
             is_ready = partial(_log_ready, settings, url=None)
-            asyncio.run(_run_alone([_supervised(start, store, is_ready) for start in starts]))
+            asyncio.run(_run_alone([_make_supervisor(start, store, is_ready) for start in starts]))
         return 0
     run_in_foreground(launch, lambda ready: _log_ready(settings, ready, None))
     return 0
@@ -363,7 +363,7 @@ def _follow(launch: EngineLaunch) -> int:
         lambda: EngineProcess(launch),
         RestartPolicy(_MAX_STARTS),
         on_ready=lambda _: _log.info("host %d is ready", hosts.rank),
-        record_end=lambda _end, _since: True,  # rank 0 counts crashes, and gives up
+        record_end=lambda _end, _started_at: True,  # rank 0 counts crashes, and gives up
     )
 
     async def run() -> None:
@@ -377,16 +377,16 @@ def _follow(launch: EngineLaunch) -> int:
     return 0
 
 
-def launch_of(settings: ServerSettings, apps: Sequence[App] = ()) -> EngineLaunch:
+def make_engine_launch(settings: ServerSettings, apps: Sequence[App] = ()) -> EngineLaunch:
     """Return the arguments of the engine process."""
-    hosts = _hosts_of(settings)
+    hosts = _resolve_hosts(settings)
     if hosts.size > 1 and settings.sampler is not None:
         raise CannotServe(
             f"--sampler {settings.sampler}: it cannot be used with --hosts.size {hosts.size}: every host repeats each "
             "call of the backend, so each would send every sample to the sampler; use one host, or no sampler"
         )
     return EngineLaunch(
-        settings=settings.for_engine(),
+        settings=settings.make_engine_settings(),
         backend=settings.backend,
         backend_config=settings.backend_config,
         sampler=settings.sampler,
@@ -400,9 +400,9 @@ def launch_of(settings: ServerSettings, apps: Sequence[App] = ()) -> EngineLaunc
     )
 
 
-def _hosts_of(settings: ServerSettings) -> HostsSettings:
+def _resolve_hosts(settings: ServerSettings) -> HostsSettings:
     try:
-        return settings.joined_hosts
+        return settings.host_settings
     except SettingsError as error:
         raise CannotServe(str(error)) from error
 
@@ -417,8 +417,8 @@ def _open_database(settings: ServerSettings) -> Store:
 def _open_store(settings: ServerSettings) -> Store:
     """Open the database for an API. Raises CannotServe if others reach the API and there are no keys."""
     store = _open_database(settings)
-    api = settings.for_api()
-    if not (api.is_loopback or api.no_auth or store.read(lambda tx: keys.any_usable(tx, time.time()))):
+    api = settings.make_api_settings()
+    if not (api.is_loopback or api.no_auth or store.read(lambda tx: keys.has_usable(tx, time.time()))):
         store.close()
         raise CannotServe(
             f"--host {settings.host} is reachable by others and there are no API keys: create one with\n"
@@ -427,7 +427,7 @@ def _open_store(settings: ServerSettings) -> Store:
         )
     if api.no_auth and not api.is_loopback:
         _log.warning("--no-auth: everyone who can reach --host %s is an admin", settings.host)
-    elif api.no_auth or not store.read(keys.any_made):
+    elif api.no_auth or not store.read(keys.has_any):
         _log.info("no API key is required: every user of this machine is an admin; see `skyrl-tx keys create`")
     return store
 
@@ -436,7 +436,7 @@ def _open_artifacts(settings: ServerSettings) -> None:
     """Raise CannotServe if the place of the artifacts is refused; record it otherwise."""
     try:
         open_artifacts(settings.data_dir, settings.artifacts)
-    except (PlaceRefused, ArtifactsUnreachable) as error:
+    except (InvalidLocation, ArtifactsUnreachable) as error:
         raise CannotServe(str(error)) from error
 
 

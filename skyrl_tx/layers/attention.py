@@ -11,14 +11,21 @@ from functools import reduce
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.layers.flash_attention import LOWEST, Stats, flash_attention, fold, joined, no_keys
+from skyrl_tx.layers.flash_attention import (
+    MASKED_SCORE,
+    SoftmaxStats,
+    add_keys,
+    flash_attention,
+    make_empty_stats,
+    merge_stats,
+)
 from skyrl_tx.layers.kv_cache import KeyValues, Pages
-from skyrl_tx.layers.stable_bits import exp_apart, sum_last
+from skyrl_tx.layers.stable_bits import exp_unfused, sum_last_dim
 
 DENSE_LENGTH = 64
 """Up to this many tokens all scores are computed at once; above, blocks are faster and use memory linear in T."""
 
-PAST_BLOCK = 256
+PAST_BLOCK_KEYS = 256
 """Keys per block of the past."""
 
 
@@ -50,7 +57,7 @@ def causal_attention(
     q_BKGTH = jnp.transpose(q_BTNH.reshape(B, T, K, N // K, H), (0, 2, 3, 1, 4))
     k_BKTH, v_BKTH = (jnp.swapaxes(x, 1, 2) for x in (k_BTKH, v_BTKH))
     attend = dense_attention if T <= DENSE_LENGTH else flash_attention
-    out_BKGTH = attend(q_BKGTH, k_BKTH, v_BKTH, start_BT, _by_group(sinks_N, K))
+    out_BKGTH = attend(q_BKGTH, k_BKTH, v_BKTH, start_BT, _group_sinks(sinks_N, K))
     return jnp.transpose(out_BKGTH, (0, 3, 1, 2, 4)).reshape(B, T, N, v_BTKH.shape[3])
 
 
@@ -62,7 +69,7 @@ def dense_attention(
     sinks_KG: jax.Array | None = None,
 ) -> jax.Array:
     """Return what `flash_attention` returns, from all scores at once."""
-    scores = _scores("bkgth,bkuh->bkgtu", q_BKGTH, k_BKUH)
+    scores = _compute_scores("bkgth,bkuh->bkgtu", q_BKGTH, k_BKUH)
     visible_BTU = jnp.tri(q_BKGTH.shape[3], dtype=jnp.bool_)[None]
     if start_BT is not None:
         visible_BTU &= jnp.arange(k_BKUH.shape[2]) >= start_BT[:, :, None]
@@ -85,7 +92,7 @@ def paged_attention(
     sinks_N: jax.Array | None = None,
     *,
     window: int | None = None,
-    kernel: Callable[..., Stats] | None = None,
+    kernel: Callable[..., SoftmaxStats] | None = None,
 ) -> jax.Array:
     """Return attention of new tokens at `position_BT` over the past of their rows and over new keys, [B, T, N, H].
 
@@ -98,17 +105,17 @@ def paged_attention(
     B, T, N, H = q_BTNH.shape
     K = new.k.shape[1]
     q_BKGTH = jnp.transpose(q_BTNH.reshape(B, T, K, N // K, H), (0, 2, 3, 1, 4))
-    carry = no_keys(q_BKGTH, H, _by_group(sinks_N, K))
+    carry = make_empty_stats(q_BKGTH, H, _group_sinks(sinks_N, K))
     if kernel is None:
-        carry = _fold_past(carry, q_BKGTH, past, start_B, position_BT, window)
+        carry = _add_past(carry, q_BKGTH, past, start_B, position_BT, window)
     else:
-        carry = joined(carry, kernel(q_BKGTH, past, start_B, position_BT[:, 0]))
-    scores = jnp.where(seen_TU, _scores("bkgth,bkuh->bkgtu", q_BKGTH, new.k), LOWEST)
-    _, total, out = fold(carry, scores, new.values)
+        carry = merge_stats(carry, kernel(q_BKGTH, past, start_B, position_BT[:, 0]))
+    scores = jnp.where(seen_TU, _compute_scores("bkgth,bkuh->bkgtu", q_BKGTH, new.k), MASKED_SCORE)
+    _, total, out = add_keys(carry, scores, new.values)
     return jnp.transpose(out / total[..., None], (0, 3, 1, 2, 4)).reshape(B, T, N, H)
 
 
-def step_attention(
+def decode_attention(
     q_SNH: jax.Array,
     past: Pages,
     start_S: jax.Array,
@@ -116,7 +123,7 @@ def step_attention(
     num_recent: jax.Array,
     sinks_N: jax.Array | None = None,
     *,
-    kernel: Callable[..., Stats],
+    kernel: Callable[..., SoftmaxStats],
 ) -> jax.Array:
     """Return what `paged_attention` returns for the last of the recent tokens of rows, [S, N, H].
 
@@ -127,42 +134,46 @@ def step_attention(
     q_SKGH = q_SNH.reshape(S, K, N // K, H)
     found = kernel(q_SKGH, past, start_S, recent, num_recent)
     if sinks_N is not None:
-        no_key = jax.tree.map(lambda x: x[:, :, :, 0], no_keys(q_SKGH[:, :, :, None], H, _by_group(sinks_N, K)))
-        found = joined(no_key, found)
+        no_key = jax.tree.map(
+            lambda x: x[:, :, :, 0], make_empty_stats(q_SKGH[:, :, :, None], H, _group_sinks(sinks_N, K))
+        )
+        found = merge_stats(no_key, found)
     _, total, out = found
     return (out / total[..., None]).reshape(S, N, H)
 
 
-def past_in_blocks(
+def attend_past_in_blocks(
     q_BKGTH: jax.Array, past: Pages, start_B: jax.Array, first_B: jax.Array, *, window: int | None
-) -> Stats:
-    """Return what kernels return of the past (`kernels.choice.Past`), by the loop that is used without one."""
+) -> SoftmaxStats:
+    """Return what kernels return of the past (`kernels.choice.AttendPast`), by the loop that is used without one."""
     position_BT = first_B[:, None] + jnp.arange(q_BKGTH.shape[3])
-    return _fold_past(no_keys(q_BKGTH, q_BKGTH.shape[4], None), q_BKGTH, past, start_B, position_BT, window)
+    return _add_past(make_empty_stats(q_BKGTH, q_BKGTH.shape[4], None), q_BKGTH, past, start_B, position_BT, window)
 
 
-def _fold_past(
-    carry: Stats, q_BKGTH: jax.Array, past: Pages, start_B: jax.Array, position_BT: jax.Array, window: int | None
-) -> Stats:
+def _add_past(
+    carry: SoftmaxStats, q_BKGTH: jax.Array, past: Pages, start_B: jax.Array, position_BT: jax.Array, window: int | None
+) -> SoftmaxStats:
     page_size = past.stack.k.shape[3]
-    num_pages = math.gcd(past.page_BM.shape[1], max(PAST_BLOCK // page_size, 1))
+    num_pages = math.gcd(past.page_BM.shape[1], max(PAST_BLOCK_KEYS // page_size, 1))
     size = num_pages * page_size
 
-    def past_block(j: jax.Array, carry: Stats) -> Stats:
-        block, position_U = past.block(j, num_pages), j * size + jnp.arange(size)
+    def add_past_block(j: jax.Array, carry: SoftmaxStats) -> SoftmaxStats:
+        block, position_U = past.read_block(j, num_pages), j * size + jnp.arange(size)
         seen_BU = position_U < start_B[:, None]
         visible_BTU = seen_BU[:, None]
         if window is not None:
             visible_BTU &= position_U > position_BT[:, :, None] - window
-        scores = jnp.where(visible_BTU[:, None, None], _scores("bkgth,bkuh->bkgtu", q_BKGTH, block.k), LOWEST)
+        scores = jnp.where(
+            visible_BTU[:, None, None], _compute_scores("bkgth,bkuh->bkgtu", q_BKGTH, block.k), MASKED_SCORE
+        )
         # Positions that were never written may hold NaN, and 0 * NaN is NaN.
-        return fold(carry, scores, jnp.where(seen_BU[:, None, :, None], block.values, 0))
+        return add_keys(carry, scores, jnp.where(seen_BU[:, None, :, None], block.values, 0))
 
     first = 0 if window is None else jnp.maximum(position_BT.min() - (window - 1), 0) // size
-    return jax.lax.fori_loop(first, (start_B.max() + size - 1) // size, past_block, carry)
+    return jax.lax.fori_loop(first, (start_B.max() + size - 1) // size, add_past_block, carry)
 
 
-def cached_attention(
+def attend_segments(
     q_SNH: jax.Array,
     past: Sequence[KeyValues],
     recent: KeyValues,
@@ -185,31 +196,31 @@ def cached_attention(
     seen_T = jnp.arange(recent.values.shape[2]) < num_recent
     if window is not None:
         seen_T &= jnp.arange(recent.values.shape[2]) >= num_recent - window
-    scored = [(jnp.where(seen_T, _scores("skgh,skth->skgt", q_SKGH, recent.k), -jnp.inf), recent.values)]
+    scored = [(jnp.where(seen_T, _compute_scores("skgh,skth->skgt", q_SKGH, recent.k), -jnp.inf), recent.values)]
     first = 0
     for segment in past:
         seen_SC = first + jnp.arange(segment.values.shape[2]) < start_S[:, None]
         if window is not None:
             seen_SC &= first + jnp.arange(segment.values.shape[2]) >= start_S[:, None] + num_recent - window
-        scores = _scores("skgh,skch->skgc" if segment.v is None else "skgh,skhc->skgc", q_SKGH, segment.k)
+        scores = _compute_scores("skgh,skch->skgc" if segment.v is None else "skgh,skhc->skgc", q_SKGH, segment.k)
         scored.append((jnp.where(seen_SC[:, None, None], scores, -jnp.inf), segment.values))
         first += segment.values.shape[2]
     highest = reduce(jnp.maximum, [scores.max(-1, keepdims=True) for scores, _ in scored])
     out, total = jnp.float32(0), jnp.float32(0)
-    if (sinks_KG := _by_group(sinks_N, K)) is not None:
+    if (sinks_KG := _group_sinks(sinks_N, K)) is not None:
         highest = jnp.maximum(highest, sinks_KG[:, :, None])
         total = jnp.exp(sinks_KG[:, :, None] - highest)
     for scores, v in scored:
-        weights = exp_apart(scores - highest)  # the same exp for any number of slots
+        weights = exp_unfused(scores - highest)  # the same exp for any number of slots
         out += jnp.einsum("skgc,skch->skgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        total += sum_last(weights)[..., None]
+        total += sum_last_dim(weights)[..., None]
     return (out / total).reshape(S, N, H)
 
 
-def _by_group(sinks_N: jax.Array | None, num_kv_heads: int) -> jax.Array | None:
+def _group_sinks(sinks_N: jax.Array | None, num_kv_heads: int) -> jax.Array | None:
     return None if sinks_N is None else sinks_N.reshape(num_kv_heads, -1)
 
 
-def _scores(equation: str, q: jax.Array, k: jax.Array) -> jax.Array:
+def _compute_scores(equation: str, q: jax.Array, k: jax.Array) -> jax.Array:
     scores = jnp.einsum(equation, q.astype(k.dtype), k, preferred_element_type=jnp.float32)
     return scores / math.sqrt(q.shape[-1])

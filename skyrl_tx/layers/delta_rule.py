@@ -17,8 +17,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.layers.recurrence import ChunkMasks, into_chunks, read_masks
-from skyrl_tx.layers.stable_bits import steady
+from skyrl_tx.layers.recurrence import ChunkMasks, get_chunk_masks, split_chunks
+from skyrl_tx.layers.stable_bits import apply_batch_invariant
 
 
 def delta_rule(
@@ -41,48 +41,50 @@ def delta_rule(
     length, (*_, G, E) = q_BTKD.shape[1], v_BTKGE.shape
     q, k = (jnp.repeat(each, G, axis=2) for each in (q_BTKD, k_BTKD))
     heads = (each.reshape(*each.shape[:2], -1, *each.shape[4:]) for each in (v_BTKGE, beta_BTKG, decay_BTKG))
-    q, k, v, beta, decay = (jnp.moveaxis(into_chunks(each), 2, 3) for each in (q, k, *heads))
+    q, k, v, beta, decay = (jnp.moveaxis(split_chunks(each), 2, 3) for each in (q, k, *heads))
     state_BHDE = state_BKGDE.reshape(state_BKGDE.shape[0], -1, *state_BKGDE.shape[3:])
     chunks = q, k, v, beta, jnp.cumsum(decay, axis=-1), masks
     # The backward pass computes chunks again: what it would keep of them is larger than all other activations.
     if together:
-        state_BHDE, o = jax.lax.scan(jax.checkpoint(_some_chunks, prevent_cse=False), state_BHDE, _groups(chunks))
+        state_BHDE, o = jax.lax.scan(
+            jax.checkpoint(_run_chunk_group, prevent_cse=False), state_BHDE, _group_chunks(chunks)
+        )
         o_NBHCE = o.reshape(-1, *o.shape[2:])
     else:
-        state_BHDE, o_NBHCE = jax.lax.scan(jax.checkpoint(_one_chunk, prevent_cse=False), state_BHDE, chunks)
+        state_BHDE, o_NBHCE = jax.lax.scan(jax.checkpoint(_run_chunk, prevent_cse=False), state_BHDE, chunks)
     o = jnp.moveaxis(o_NBHCE, (0, 3), (1, 2))
     o = o.reshape(o.shape[0], -1, o.shape[3] // G, G, E)[:, :length]
     return o, state_BHDE.reshape(state_BKGDE.shape)
 
 
-TOGETHER = 32
+CHUNKS_PER_GROUP = 32
 """Chunks that are computed together, at most: bounds the memory of what they have at the same time."""
 
 _Chunks = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, ChunkMasks | None]
 """Queries, keys, values, betas, sums of decays from the begin of the chunk on, and masks, of all chunks or of one."""
 
 
-def _groups(chunks: _Chunks) -> _Chunks:
+def _group_chunks(chunks: _Chunks) -> _Chunks:
     """Return chunks in groups of up to TOGETHER, with a leading dim; the last may have some that change no state."""
     num_chunks = chunks[0].shape[0]
-    number = -(-num_chunks // TOGETHER)
+    number = -(-num_chunks // CHUNKS_PER_GROUP)
     size = -(-num_chunks // number)
 
-    def grouped(leaf: jax.Array) -> jax.Array:
+    def group_leaf(leaf: jax.Array) -> jax.Array:
         padding = [(0, number * size - num_chunks)] + [(0, 0)] * (leaf.ndim - 1)
         return jnp.pad(leaf, padding, constant_values=leaf.dtype == bool).reshape(number, size, *leaf.shape[1:])
 
-    return jax.tree.map(grouped, chunks)
+    return jax.tree.map(group_leaf, chunks)
 
 
-def _some_chunks(state_BHDE: jax.Array, chunks: _Chunks) -> tuple[jax.Array, jax.Array]:
+def _run_chunk_group(state_BHDE: jax.Array, chunks: _Chunks) -> tuple[jax.Array, jax.Array]:
     """Return the state after some chunks, and their outputs [N, B, H, C, E].
 
     What a chunk teaches is linear in the state before it: `fresh` less `erased` times the state. Both are solutions of
     the same triangular system, so only two products are left to do in the order of chunks.
     """
     q, k, v, beta, total, masks = chunks
-    reads_NBij, continues_NBC = read_masks(masks, q.shape[3])
+    reads_NBij, continues_NBC = get_chunk_masks(masks, q.shape[3])
     if masks is None:
         reads_NBij, continues_NBC = reads_NBij[None], continues_NBC[None]
     # Masked before exp, so that no gradient is infinite.
@@ -95,22 +97,24 @@ def _some_chunks(state_BHDE: jax.Array, chunks: _Chunks) -> tuple[jax.Array, jax
     solved = _solve(forgets, beta[..., None] * jnp.concatenate([v, before * k], axis=-1))
     fresh, erased = jnp.split(solved, [v.shape[-1]], axis=-1)
 
-    def one(state: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def advance_state(state: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         fresh, erased, last_k, kept = chunk
         learned = fresh - multiply("bhid,bhde->bhie", erased, state)
         return state * kept + multiply("bhjd,bhje->bhde", last_k, learned), (learned, state)
 
     last_k = k * between[..., -1, :, None]
-    state_BHDE, (learned, states) = jax.lax.scan(one, state_BHDE, (fresh, erased, last_k, before[..., -1:, :]))
+    state_BHDE, (learned, states) = jax.lax.scan(
+        advance_state, state_BHDE, (fresh, erased, last_k, before[..., -1:, :])
+    )
     reads = multiply("nbhid,nbhjd->nbhij", q, k) * between
     o_NBHCE = multiply("nbhid,nbhde->nbhie", before * q, states) + multiply("nbhij,nbhje->nbhie", reads, learned)
     return state_BHDE, o_NBHCE
 
 
-def _one_chunk(state_BHDE: jax.Array, inputs: _Chunks) -> tuple[jax.Array, jax.Array]:
+def _run_chunk(state_BHDE: jax.Array, inputs: _Chunks) -> tuple[jax.Array, jax.Array]:
     """Return the state after a chunk, and the chunk's outputs [B, H, C, E]."""
     q_BHCD, k_BHCD, v_BHCE, beta_BHC, total_BHC, masks = inputs
-    reads_Bij, continues_BC = read_masks(masks, q_BHCD.shape[2])
+    reads_Bij, continues_BC = get_chunk_masks(masks, q_BHCD.shape[2])
 
     # Masked before exp, so that no gradient is infinite.
     between = total_BHC[..., :, None] - total_BHC[..., None, :]
@@ -134,12 +138,12 @@ def _one_chunk(state_BHDE: jax.Array, inputs: _Chunks) -> tuple[jax.Array, jax.A
 
 @jax.custom_vjp
 def _solve(below_ij: jax.Array, known_jE: jax.Array) -> jax.Array:
-    """Return X of (I + `below`) X = `known`; `below` is as in `_inverse`."""
-    return _inverse(below_ij) @ known_jE
+    """Return X of (I + `below`) X = `known`; `below` is as in `_invert`."""
+    return _invert(below_ij) @ known_jE
 
 
 def _solve_forward(below_ij: jax.Array, known_jE: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    inverse = _inverse(below_ij)
+    inverse = _invert(below_ij)
     solved = inverse @ known_jE
     return solved, (inverse, solved)
 
@@ -153,7 +157,7 @@ def _solve_backward(kept: tuple[jax.Array, jax.Array], d_solved: jax.Array) -> t
 _solve.defvjp(_solve_forward, _solve_backward)
 
 
-def _inverse(below_ij: jax.Array) -> jax.Array:
+def _invert(below_ij: jax.Array) -> jax.Array:
     """Return the inverse of I + `below` [..., C, C], which is strictly lower triangular; C is a power of two.
 
     Blocks of the inverse are merged from the diagonal on: [[F, 0], [X, G]] has the inverse [[F', 0], [-G' X F', G']].
@@ -163,15 +167,15 @@ def _inverse(below_ij: jax.Array) -> jax.Array:
     """
     index = jnp.arange(below_ij.shape[-1])
 
-    def corners(level: jax.Array | int) -> jax.Array:
+    def select_corners(level: jax.Array | int) -> jax.Array:
         block = index >> level
         return jnp.where((block[:, None] != block) & (block[:, None] >> 1 == block >> 1), below_ij, 0.0)
 
-    def merge(level: jax.Array, inverse: jax.Array) -> jax.Array:
-        return inverse - inverse @ corners(level) @ inverse
+    def merge_blocks(level: jax.Array, inverse: jax.Array) -> jax.Array:
+        return inverse - inverse @ select_corners(level) @ inverse
 
-    first = jnp.eye(index.size, dtype=below_ij.dtype) - corners(0)
-    return jax.lax.fori_loop(1, index.size.bit_length() - 1, merge, first)
+    first = jnp.eye(index.size, dtype=below_ij.dtype) - select_corners(0)
+    return jax.lax.fori_loop(1, index.size.bit_length() - 1, merge_blocks, first)
 
 
 def delta_step(
@@ -184,7 +188,7 @@ def delta_step(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the output of one token of each slot [S, K, G, E], and the state after it; all are float32."""
     inputs = q_SKD, k_SKD, v_SKGE, beta_SKG, decay_SKG, state_SKGDE
-    return steady(_delta_step, *inputs, width=math.prod(v_SKGE.shape[1:]))
+    return apply_batch_invariant(_delta_step, *inputs, width=math.prod(v_SKGE.shape[1:]))
 
 
 def _delta_step(

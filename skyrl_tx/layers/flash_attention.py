@@ -21,10 +21,10 @@ With gradient on CPU, 64 was measured 1.3 times as fast as 128 at 8 x 256 and 1 
 and equal at 16 x 128. Dense attention is slower than both from 128 tokens on.
 """
 
-LOWEST = -1e30
+MASKED_SCORE = -1e30
 """The score of a masked position."""
 
-Stats = tuple[jax.Array, jax.Array, jax.Array]
+SoftmaxStats = tuple[jax.Array, jax.Array, jax.Array]
 """The highest score of the keys so far, the sum of weights relative to it, and the weighted sum of values."""
 
 
@@ -41,7 +41,7 @@ def flash_attention(
     """Return attention of each position over itself and all earlier ones, float32 [B, K, G, T, H].
 
     With `start_BT`, ascending along T, a position attends to nothing before its start, so that a row may hold several
-    consecutive sequences. Blocks wholly before a start are not visited either. Sinks are constants: see `no_keys`.
+    consecutive sequences. Blocks wholly before a start are not visited either. Sinks are constants: see `make_empty_stats`.
     """
     T = q_BKGTH.shape[3]
     padded = -T % math.lcm(query_block, key_block)  # at the right, to which no real position attends
@@ -56,7 +56,7 @@ def flash_attention(
     return out[:, :, :, :T]
 
 
-def no_keys(q_BKGQH: jax.Array, value_dim: int, sinks_KG: jax.Array | None) -> Stats:
+def make_empty_stats(q_BKGQH: jax.Array, value_dim: int, sinks_KG: jax.Array | None) -> SoftmaxStats:
     """Return the statistics before any key. A sink of a head is the score of one more key, whose value is 0.
 
     Without sinks the highest score is finite, because a query may attend to nothing in the first blocks: its first real
@@ -64,12 +64,12 @@ def no_keys(q_BKGQH: jax.Array, value_dim: int, sinks_KG: jax.Array | None) -> S
     """
     zeros = jnp.zeros((*q_BKGQH.shape[:-1], value_dim), jnp.float32)
     if sinks_KG is None:
-        return jnp.full(zeros.shape[:-1], LOWEST), zeros[..., 0], zeros
+        return jnp.full(zeros.shape[:-1], MASKED_SCORE), zeros[..., 0], zeros
     highest = jnp.broadcast_to(sinks_KG[:, :, None].astype(jnp.float32), zeros.shape[:-1])
     return highest, jnp.ones_like(highest), zeros
 
 
-def fold(carry: Stats, scores_BKGQU: jax.Array, v_BKUH: jax.Array) -> Stats:
+def add_keys(carry: SoftmaxStats, scores_BKGQU: jax.Array, v_BKUH: jax.Array) -> SoftmaxStats:
     """Return the statistics with one more block of keys."""
     highest, total, out = carry
     higher = jnp.maximum(highest, scores_BKGQU.max(-1))
@@ -78,7 +78,7 @@ def fold(carry: Stats, scores_BKGQU: jax.Array, v_BKUH: jax.Array) -> Stats:
     return higher, total * rescale + weights.sum(-1), out * rescale[..., None] + added
 
 
-def joined(one: Stats, other: Stats) -> Stats:
+def merge_stats(one: SoftmaxStats, other: SoftmaxStats) -> SoftmaxStats:
     """Return the statistics of the keys of both."""
     higher = jnp.maximum(one[0], other[0])
     first, second = jnp.exp(one[0] - higher), jnp.exp(other[0] - higher)
@@ -109,21 +109,23 @@ def _forward(
 ):
     """Return the output and the residuals of the backward pass, with each query's logsumexp of scores [B, K, G, T]."""
 
-    def one_query_block(_: None, start: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
-        q_BKGQH = _block(q, start, query_block)
+    def run_query_block(_: None, start: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        q_BKGQH = _slice_block(q, start, query_block)
         start_BQ = jax.lax.dynamic_slice_in_dim(start_BT, start, query_block, axis=1)
 
-        def one_key_block(j: jax.Array, carry: Stats) -> Stats:
-            scores = _scores(q_BKGQH, _block(k, j * key_block, key_block), start, j * key_block, start_BQ)
-            return fold(carry, scores, _block(v, j * key_block, key_block))
+        def add_key_block(j: jax.Array, carry: SoftmaxStats) -> SoftmaxStats:
+            scores = _compute_scores(q_BKGQH, _slice_block(k, j * key_block, key_block), start, j * key_block, start_BQ)
+            return add_keys(carry, scores, _slice_block(v, j * key_block, key_block))
 
         first = start_BQ[:, 0].min() // key_block
-        last = _num_key_blocks(start, query_block, key_block)
-        highest, total, out = jax.lax.fori_loop(first, last, one_key_block, no_keys(q_BKGQH, v.shape[-1], sinks_KG))
+        last = _count_key_blocks(start, query_block, key_block)
+        highest, total, out = jax.lax.fori_loop(
+            first, last, add_key_block, make_empty_stats(q_BKGQH, v.shape[-1], sinks_KG)
+        )
         return None, (out / total[..., None], highest + jnp.log(total))
 
     starts = jnp.arange(0, q.shape[3], query_block, dtype=jnp.int32)
-    _, (outs, logsumexps) = jax.lax.scan(one_query_block, None, starts)
+    _, (outs, logsumexps) = jax.lax.scan(run_query_block, None, starts)
     out = mark_matmul(jnp.moveaxis(outs, 0, 3).reshape(*q.shape[:-1], v.shape[-1]))
     logsumexp = mark_matmul(jnp.moveaxis(logsumexps, 0, 3).reshape(q.shape[:-1]))
     return out, (q, k, v, start_BT, out, logsumexp)
@@ -133,16 +135,16 @@ def _backward(query_block: int, key_block: int, kept: tuple[jax.Array, ...], d_o
     q, k, v, start_BT, out, logsumexp = kept
     delta = (out * d_out).sum(-1, keepdims=True)
 
-    def one_query_block(carry: tuple[jax.Array, jax.Array], start: jax.Array):
-        q_BKGQH, d_out_BKGQH = _block(q, start, query_block), _block(d_out, start, query_block)
-        delta_BKGQ1 = _block(delta, start, query_block)
-        logsumexp_BKGQ1 = _block(logsumexp[..., None], start, query_block)
+    def run_query_block(carry: tuple[jax.Array, jax.Array], start: jax.Array):
+        q_BKGQH, d_out_BKGQH = _slice_block(q, start, query_block), _slice_block(d_out, start, query_block)
+        delta_BKGQ1 = _slice_block(delta, start, query_block)
+        logsumexp_BKGQ1 = _slice_block(logsumexp[..., None], start, query_block)
         start_BQ = jax.lax.dynamic_slice_in_dim(start_BT, start, query_block, axis=1)
 
-        def one_key_block(j: jax.Array, carry: Stats) -> Stats:
+        def add_key_block(j: jax.Array, carry: SoftmaxStats) -> SoftmaxStats:
             d_q, d_k, d_v = carry
-            k_BKUH, v_BKUH = (_block(x, j * key_block, key_block) for x in (k, v))
-            weights = jnp.exp(_scores(q_BKGQH, k_BKUH, start, j * key_block, start_BQ) - logsumexp_BKGQ1)
+            k_BKUH, v_BKUH = (_slice_block(x, j * key_block, key_block) for x in (k, v))
+            weights = jnp.exp(_compute_scores(q_BKGQH, k_BKUH, start, j * key_block, start_BQ) - logsumexp_BKGQ1)
             d_weights = _dot("bkgqh,bkuh->bkgqu", d_out_BKGQH.astype(v.dtype), v_BKUH)
             d_scores = (weights * (d_weights - delta_BKGQ1) / math.sqrt(q.shape[-1])).astype(k.dtype)
             d_q = d_q + _dot("bkgqu,bkuh->bkgqh", d_scores, k_BKUH)
@@ -151,13 +153,13 @@ def _backward(query_block: int, key_block: int, kept: tuple[jax.Array, ...], d_o
             return d_q, d_k, _add_block(d_v, d_v_BKUH, j * key_block)
 
         first = (jnp.zeros(q_BKGQH.shape, jnp.float32), *carry)
-        steps = _num_key_blocks(start, query_block, key_block)
-        d_q, d_k, d_v = jax.lax.fori_loop(start_BQ[:, 0].min() // key_block, steps, one_key_block, first)
+        steps = _count_key_blocks(start, query_block, key_block)
+        d_q, d_k, d_v = jax.lax.fori_loop(start_BQ[:, 0].min() // key_block, steps, add_key_block, first)
         return (d_k, d_v), d_q
 
     starts = jnp.arange(0, q.shape[3], query_block, dtype=jnp.int32)
     zeros = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
-    (d_k, d_v), d_qs = jax.lax.scan(one_query_block, zeros, starts)
+    (d_k, d_v), d_qs = jax.lax.scan(run_query_block, zeros, starts)
     d_q = jnp.moveaxis(d_qs, 0, 3).reshape(q.shape)
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None, None
 
@@ -165,30 +167,30 @@ def _backward(query_block: int, key_block: int, kept: tuple[jax.Array, ...], d_o
 _flash.defvjp(_forward, _backward)
 
 
-def _num_key_blocks(start: jax.Array, query_block: int, key_block: int) -> jax.Array:
+def _count_key_blocks(start: jax.Array, query_block: int, key_block: int) -> jax.Array:
     """Return the number of key blocks that are visible to queries from `start` on."""
     return (start + query_block + key_block - 1) // key_block
 
 
-def _scores(
+def _compute_scores(
     q_BKGQH: jax.Array, k_BKUH: jax.Array, query_start: jax.Array, key_start: jax.Array, start_BQ: jax.Array
 ) -> jax.Array:
     scores = _dot("bkgqh,bkuh->bkgqu", q_BKGQH.astype(k_BKUH.dtype), k_BKUH) / math.sqrt(q_BKGQH.shape[-1])
     query_Q1 = query_start + jnp.arange(q_BKGQH.shape[3])[:, None]
     key_U = key_start + jnp.arange(k_BKUH.shape[2])
     visible_BQU = (key_U <= query_Q1) & (key_U >= start_BQ[:, :, None])
-    return jnp.where(visible_BQU[:, None, None], scores, LOWEST)
+    return jnp.where(visible_BQU[:, None, None], scores, MASKED_SCORE)
 
 
 def _dot(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
 
 
-def _block(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
+def _slice_block(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
     """Return `size` positions of [..., T, H]."""
     return jax.lax.dynamic_slice_in_dim(x, start, size, axis=x.ndim - 2)
 
 
 def _add_block(x: jax.Array, added: jax.Array, start: jax.Array) -> jax.Array:
-    summed = _block(x, start, added.shape[-2]) + added
+    summed = _slice_block(x, start, added.shape[-2]) + added
     return jax.lax.dynamic_update_slice_in_dim(x, summed, start, axis=x.ndim - 2)

@@ -38,53 +38,53 @@ class TiledMap:
     adapter_W: jax.Array
     scale_W: jax.Array
 
-    def product(self, x_WPI: jax.Array, inner_WPR: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    def apply(self, x_WPI: jax.Array, inner_WPR: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         """Return the map of `x` in the weights' type."""
-        h_WPR = self._inner(x_WPI, inner_WPR)
-        added = None if self.b is None else self._added(h_WPR, self.b)
-        y_WPO = self._times(x_WPI, self.matrix_XIO, self.matrix_W, added, result=self.matrix_XIO.dtype)
+        h_WPR = self._compute_inner(x_WPI, inner_WPR)
+        added = None if self.b is None else self._make_added(h_WPR, self.b)
+        y_WPO = self._multiply_tiles(x_WPI, self.matrix_XIO, self.matrix_W, added, result=self.matrix_XIO.dtype)
         return y_WPO, h_WPR if self.b is None else None
 
-    def gradient(
+    def compute_gradient(
         self, x_WPI: jax.Array, inner_WPR: jax.Array | None, d_y_WPO: jax.Array, d_outer_WPR: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None, LoraPair]:
         """Return the gradient of `x` in the weights' type, and those of `inner` and of each tile's factors, float32."""
         dtype, a, b = self.matrix_XIO.dtype, self.a, self.b
         if b is not None:
-            d_outer_WPR = self._narrow(d_y_WPO, b, transposed=True)
+            d_outer_WPR = self._multiply_factor(d_y_WPO, b, transposed=True)
         assert d_outer_WPR is not None, "the gradient of scale (x A) must be given without B"
         d_h_WPR = d_outer_WPR * self.scale_W[:, None, None]
-        added = None if a is None else self._added(d_h_WPR, a)
-        d_x_WPI = self._times(d_y_WPO, self.matrix_XIO, self.matrix_W, added, transposed=True, result=dtype)
-        d_b = None if b is None else _outer_sums(self._inner(x_WPI, inner_WPR), d_y_WPO, dtype)
+        added = None if a is None else self._make_added(d_h_WPR, a)
+        d_x_WPI = self._multiply_tiles(d_y_WPO, self.matrix_XIO, self.matrix_W, added, transposed=True, result=dtype)
+        d_b = None if b is None else _sum_outer_products(self._compute_inner(x_WPI, inner_WPR), d_y_WPO, dtype)
         if a is None:
             return d_x_WPI, d_h_WPR, LoraPair(a=None, b=d_b)  # type: ignore[arg-type]
-        return d_x_WPI, None, LoraPair(a=_outer_sums(x_WPI, d_h_WPR, dtype), b=d_b)  # type: ignore[arg-type]
+        return d_x_WPI, None, LoraPair(a=_sum_outer_products(x_WPI, d_h_WPR, dtype), b=d_b)  # type: ignore[arg-type]
 
-    def _inner(self, x_WPI: jax.Array, inner_WPR: jax.Array | None) -> jax.Array:
+    def _compute_inner(self, x_WPI: jax.Array, inner_WPR: jax.Array | None) -> jax.Array:
         if self.a is not None:
-            inner_WPR = self._narrow(x_WPI, self.a)
+            inner_WPR = self._multiply_factor(x_WPI, self.a)
         assert inner_WPR is not None, "x A must be given without A"
         return inner_WPR * self.scale_W[:, None, None]
 
-    def _added(self, narrow_WPR: jax.Array, factor: jax.Array) -> AddedProducts | None:
+    def _make_added(self, narrow_WPR: jax.Array, factor: jax.Array) -> AddedProducts | None:
         return AddedProducts(narrow_WPR, factor, self.adapter_W) if narrow_WPR.shape[-1] else None
 
-    def _narrow(self, x_WPI: jax.Array, factor: jax.Array, *, transposed: bool = False) -> jax.Array:
+    def _multiply_factor(self, x_WPI: jax.Array, factor: jax.Array, *, transposed: bool = False) -> jax.Array:
         """Return the product with a factor of the adapter, float32 [W, P, R]."""
         rank = factor.shape[1 if transposed else 2]
         if rank == 0:
             return jnp.zeros((*x_WPI.shape[:2], 0), jnp.float32)
         x_WPI = x_WPI.astype(self.matrix_XIO.dtype)
-        return self._times(x_WPI, factor, self.adapter_W, None, transposed=transposed, result=jnp.float32)
+        return self._multiply_tiles(x_WPI, factor, self.adapter_W, None, transposed=transposed, result=jnp.float32)
 
-    def _times(
+    def _multiply_tiles(
         self, x_WPI: jax.Array, matrices: jax.Array, index_W: jax.Array, added: AddedProducts | None, **settings: Any
     ):
         return self.multiply(x_WPI, matrices, index_W, self.num_used, added, **settings)
 
 
-def _outer_sums(x_WPI: jax.Array, y_WPO: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _sum_outer_products(x_WPI: jax.Array, y_WPO: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Return the sums over the rows of each tile of outer products, multiplied in `dtype`: float32 [W, I, O]."""
     return jnp.einsum("wpi,wpo->wio", x_WPI.astype(dtype), y_WPO.astype(dtype), preferred_element_type=jnp.float32)
 
@@ -106,8 +106,8 @@ def forward(
     adds that of a map, by its name.
     """
     *others, (last, down) = maps.items()
-    mapped = tuple(add_bias(name, each.product(x_WPD, inner.get(name))[0]) for name, each in others)
-    y_WPD, outer_WPR = down.product(activate(*_in_float32(mapped)).astype(x_WPD.dtype), None)
+    mapped = tuple(add_bias(name, each.apply(x_WPD, inner.get(name))[0]) for name, each in others)
+    y_WPD, outer_WPR = down.apply(activate(*_to_float32(mapped)).astype(x_WPD.dtype), None)
     return (add_bias(last, y_WPD), outer_WPR), mapped
 
 
@@ -127,19 +127,21 @@ def backward(
     gradient of z for a share of 1, the gradient of the share is the sum of z g over F, but for biases.
     """
     *others, (last, down) = maps.items()
-    z_WPF, pull = jax.vjp(activate, *_in_float32(mapped))
+    z_WPF, pull = jax.vjp(activate, *_to_float32(mapped))
     weighted_WPF = (share_WP[..., None] * z_WPF).astype(x_WPD.dtype)
-    g_WPF, _, d_down = down.gradient(weighted_WPF, None, d_y_WPD, d_outer_WPR)
+    g_WPF, _, d_down = down.compute_gradient(weighted_WPF, None, d_y_WPD, d_outer_WPR)
     g_WPF = g_WPF.astype(jnp.float32)
     d_share_WP = (z_WPF * g_WPF).sum(axis=-1)
     d_x, d_inner, d_pairs = list[jax.Array](), dict[str, jax.Array](), dict[str, LoraPair]()
     for (name, each), d_WPF in zip(others, pull(share_WP[..., None] * g_WPF), strict=True):
-        by_map_WPD, d_WPR, d_pairs[name] = each.gradient(x_WPD, inner.get(name), d_WPF.astype(x_WPD.dtype), None)
+        by_map_WPD, d_WPR, d_pairs[name] = each.compute_gradient(
+            x_WPD, inner.get(name), d_WPF.astype(x_WPD.dtype), None
+        )
         d_x.append(by_map_WPD.astype(jnp.float32))
         if d_WPR is not None:
             d_inner[name] = d_WPR
     return (reduce(jnp.add, d_x).astype(x_WPD.dtype), d_inner), d_share_WP, {**d_pairs, last: d_down}
 
 
-def _in_float32(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def _to_float32(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     return tuple(each.astype(jnp.float32) for each in arrays)

@@ -10,16 +10,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.layers.lora import AdaptedMap, JoinedMap, LoraPair, RowAdapter
-from skyrl_tx.layers.stable_bits import exp_apart
+from skyrl_tx.layers.lora import AdaptedMap, ConcatenatedMap, LoraPair, RowAdapter
+from skyrl_tx.layers.stable_bits import exp_unfused
 
-LossOfPositions = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
+PositionLoss = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
 """(log-probabilities of positions, what else the loss reads there) -> the loss's derivative by each, and other outputs.
 
 The outputs are a tree of arrays [B, T, ...], as what the loss reads is.
 """
 
-CHUNK = 256  # positions whose logits exist at once; measured as fast as any larger, see the memory of [C, V] float32
+CHUNK_POSITIONS = (
+    256  # positions whose logits exist at once; measured as fast as any larger, see the memory of [C, V] float32
+)
 JOINED_CHUNKS = 4
 """How many of these GPUs compute at once: with 256 positions they read the unembedding as long as they multiply."""
 
@@ -28,7 +30,7 @@ def logits(hidden: jax.Array, unembed_VD: jax.Array, adapter: RowAdapter | None)
     """Return float32 logits [B, ..., V] of hidden states [B, ..., D]."""
     x = hidden.astype(unembed_VD.dtype)
     y = jnp.einsum("...d,vd->...v", x, unembed_VD, preferred_element_type=jnp.float32)
-    return y if adapter is None else y + adapter.delta(hidden, unembed_VD.dtype)
+    return y if adapter is None else y + adapter.compute_delta(hidden, unembed_VD.dtype)
 
 
 def target_logprobs(
@@ -37,14 +39,14 @@ def target_logprobs(
     targets: jax.Array,
     adapter: RowAdapter | None,
     *,
-    chunk: int = CHUNK,
+    chunk: int = CHUNK_POSITIONS,
 ) -> jax.Array:
     """Return log p(target) at each position, float32 in the shape of `targets` ([B, T] or [B, T, K]).
 
     Differentiable with respect to the hidden states and the adapter, whose gradient recomputes each chunk's logits.
     """
     run = partial(_target_logprobs, adapter=adapter, chunk=chunk)
-    return _by_platform(run, unembed_VD, hidden_BTD, targets)
+    return _run_by_platform(run, unembed_VD, hidden_BTD, targets)
 
 
 def _target_logprobs(
@@ -58,18 +60,18 @@ def _target_logprobs(
 ) -> jax.Array:
     unembed = None
     if adapter is not None and adapter.scale.ndim == 0:
-        unembed = _shared_map(hidden_BTD, unembed_VD, adapter, is_joined)
+        unembed = _adapt_unembedding(hidden_BTD, unembed_VD, adapter, is_joined)
         chunk *= JOINED_CHUNKS if is_joined else 1
 
     @jax.checkpoint
-    def of_chunk(pieces: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def score_chunk(pieces: tuple[jax.Array, jax.Array]) -> jax.Array:
         hidden, targets = pieces
         x = hidden.reshape(-1, hidden.shape[-1])
-        y = logits(hidden, unembed_VD, adapter).reshape(x.shape[0], -1) if unembed is None else unembed.product(x)
+        y = logits(hidden, unembed_VD, adapter).reshape(x.shape[0], -1) if unembed is None else unembed.apply(x)
         return _score(y, targets)[0]
 
-    chunks = jax.lax.map(of_chunk, (_cut(hidden_BTD, chunk), _cut(targets, chunk)))
-    return _join(chunks, *targets.shape[:2])
+    chunks = jax.lax.map(score_chunk, (_split_chunks(hidden_BTD, chunk), _split_chunks(targets, chunk)))
+    return _join_chunks(chunks, *targets.shape[:2])
 
 
 def loss_and_gradient(
@@ -77,22 +79,22 @@ def loss_and_gradient(
     unembed_VD: jax.Array,
     targets: jax.Array,
     adapter: RowAdapter,
-    loss: LossOfPositions,
+    loss: PositionLoss,
     inputs: Any,
     total: LoraPair,
     *,
-    chunk: int = CHUNK,
+    chunk: int = CHUNK_POSITIONS,
 ) -> tuple[Any, jax.Array, LoraPair]:
     """Return outputs of a loss, its gradient by the hidden states, and `total` plus that by the adapter.
 
     The gradient is taken with the logits of each chunk, so that they are computed once. This requires that the loss of
     a position depends on that position alone; `inputs` is a tree of arrays [B, T, ...], chunked alike.
     """
-    run = partial(_gradient, adapter=adapter, loss=loss, chunk=chunk)
-    return _by_platform(run, unembed_VD, hidden_BTD, targets, inputs, total)
+    run = partial(_compute_gradient, adapter=adapter, loss=loss, chunk=chunk)
+    return _run_by_platform(run, unembed_VD, hidden_BTD, targets, inputs, total)
 
 
-def _gradient(
+def _compute_gradient(
     unembed_VD: jax.Array,
     hidden_BTD: jax.Array,
     targets: jax.Array,
@@ -100,18 +102,18 @@ def _gradient(
     total: LoraPair,
     *,
     adapter: RowAdapter,
-    loss: LossOfPositions,
+    loss: PositionLoss,
     chunk: int,
     is_joined: bool,
 ) -> tuple[Any, jax.Array, LoraPair]:
-    cut = partial(_cut, chunk=chunk * (JOINED_CHUNKS if is_joined else 1))
-    unembed = _shared_map(hidden_BTD, unembed_VD, adapter, is_joined)
+    cut = partial(_split_chunks, chunk=chunk * (JOINED_CHUNKS if is_joined else 1))
+    unembed = _adapt_unembedding(hidden_BTD, unembed_VD, adapter, is_joined)
 
-    def one_chunk(total: LoraPair, pieces: Any) -> tuple[LoraPair, tuple[Any, jax.Array]]:
+    def add_chunk(total: LoraPair, pieces: Any) -> tuple[LoraPair, tuple[Any, jax.Array]]:
         hidden, targets, inputs = pieces
         x_CD = hidden.reshape(-1, hidden.shape[-1])
         targets_CK = targets.reshape(x_CD.shape[0], -1)
-        logprobs, exp_CV, total_C1 = _score(unembed.product(x_CD), targets)
+        logprobs, exp_CV, total_C1 = _score(unembed.apply(x_CD), targets)
         d_logprobs, outputs = loss(logprobs, inputs)
         d_logprobs_CK = d_logprobs.reshape(targets_CK.shape)
         # d log p(target) / d logits = one at the target, less the softmax everywhere
@@ -123,16 +125,16 @@ def _gradient(
             d_y_CV = d_y_CV + jnp.where(is_target_CVK, d_logprobs_CK[:, None], 0).sum(axis=-1)
         else:
             d_y_CV = d_y_CV.at[jnp.arange(x_CD.shape[0])[:, None], targets_CK].add(d_logprobs_CK)
-        d_x_CD, d_pair = unembed.gradient(x_CD, d_y_CV)
+        d_x_CD, d_pair = unembed.compute_gradient(x_CD, d_y_CV)
         return jax.tree.map(jnp.add, total, d_pair), (outputs, d_x_CD.reshape(hidden.shape))
 
     pieces = (cut(hidden_BTD), cut(targets), jax.tree.map(cut, inputs))
-    total, chunks = jax.lax.scan(one_chunk, total, pieces)
+    total, chunks = jax.lax.scan(add_chunk, total, pieces)
     num_rows, length = targets.shape[:2]
-    return *jax.tree.map(partial(_join, num_rows=num_rows, length=length), chunks), total
+    return *jax.tree.map(partial(_join_chunks, num_rows=num_rows, length=length), chunks), total
 
 
-def _by_platform(run: Callable[..., Any], unembed_VD: jax.Array, *arguments: Any) -> Any:
+def _run_by_platform(run: Callable[..., Any], unembed_VD: jax.Array, *arguments: Any) -> Any:
     """Run a function of the unembedding; on GPU, unless it is float32, with the factor of the adapter next to it.
 
     The logits of a chunk are the largest arrays of a pass. XLA for GPUs has a kernel for each product and each sum, and
@@ -144,25 +146,25 @@ def _by_platform(run: Callable[..., Any], unembed_VD: jax.Array, *arguments: Any
     return jax.lax.platform_dependent(unembed_VD, *arguments, cuda=on_gpu, default=elsewhere)
 
 
-def _shared_map(
+def _adapt_unembedding(
     hidden_BTD: jax.Array, unembed_VD: jax.Array, adapter: RowAdapter, is_joined: bool
-) -> AdaptedMap | JoinedMap:
+) -> AdaptedMap | ConcatenatedMap:
     """Return the unembedding with the adapter of all rows, for all positions: scored alike with or without gradient."""
     num_positions = hidden_BTD.shape[0] * hidden_BTD.shape[1]
-    adapted = AdaptedMap.of(unembed_VD, adapter.pair, adapter.scale, num_positions, is_transposed=True)
-    return JoinedMap.of(adapted) if is_joined else adapted
+    adapted = AdaptedMap.from_weight(unembed_VD, adapter.pair, adapter.scale, num_positions, is_transposed=True)
+    return ConcatenatedMap.from_adapted(adapted) if is_joined else adapted
 
 
 def _score(y_CV: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return log p(target) in the shape of `targets`, and the softmax's numerators [C, V] and denominators [C, 1]."""
     highest_C1 = jax.lax.stop_gradient(y_CV.max(axis=-1, keepdims=True))
-    exp_CV = exp_apart(y_CV - highest_C1)  # kept for the gradient, if there is one
+    exp_CV = exp_unfused(y_CV - highest_C1)  # kept for the gradient, if there is one
     total_C1 = exp_CV.sum(axis=-1, keepdims=True)
     chosen_CK = jnp.take_along_axis(y_CV, targets.reshape(y_CV.shape[0], -1), axis=-1, mode="promise_in_bounds")
     return (chosen_CK - highest_C1 - jnp.log(total_C1)).reshape(targets.shape), exp_CV, total_C1
 
 
-def _cut(x: jax.Array, chunk: int) -> jax.Array:
+def _split_chunks(x: jax.Array, chunk: int) -> jax.Array:
     """Cut [B, T, ...] along T, all rows together, into [chunks, B, about chunk / B, ...]; zeros fill the last."""
     B, T = x.shape[:2]
     step = max(1, min(T, chunk // B))
@@ -170,6 +172,6 @@ def _cut(x: jax.Array, chunk: int) -> jax.Array:
     return jnp.swapaxes(x.reshape(B, -1, step, *x.shape[2:]), 0, 1)
 
 
-def _join(chunks: jax.Array, num_rows: int, length: int) -> jax.Array:
-    """Undo `_cut`, for a result [B, T, ...] of `num_rows` rows of `length` positions."""
+def _join_chunks(chunks: jax.Array, num_rows: int, length: int) -> jax.Array:
+    """Undo `_split_chunks`, for a result [B, T, ...] of `num_rows` rows of `length` positions."""
     return jnp.swapaxes(chunks, 0, 1).reshape(num_rows, -1, *chunks.shape[3:])[:, :length]

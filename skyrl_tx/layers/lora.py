@@ -57,7 +57,7 @@ class RowSlots:
     slot_G: jax.Array  # int32
     group_M: jax.Array | None = None  # int32
 
-    def of_each(self, num_rows: int) -> jax.Array:
+    def expand_to_rows(self, num_rows: int) -> jax.Array:
         """Return the slot of each of `num_rows` rows."""
         if self.group_M is None:
             return jnp.repeat(self.slot_G, num_rows // self.slot_G.shape[0])
@@ -72,9 +72,9 @@ class RowAdapter:
     scale: jax.Array  # scalar, or [G]
     group_M: jax.Array | None = None
     joins: bool = struct.field(pytree_node=False, default=False)
-    """Whether a `JoinedMap` may be computed: on one device, as the dim that grows may be cut on several."""
+    """Whether a `ConcatenatedMap` may be computed: on one device, as the dim that grows may be cut on several."""
 
-    def delta(self, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    def compute_delta(self, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Return the update for `x` [B, ..., I]: float32 [B, ..., O], factors multiplied in `dtype`."""
         a, b = self.pair.a.astype(dtype), self.pair.b.astype(dtype)
         if self.scale.ndim == 0:
@@ -150,11 +150,11 @@ def linear(x: jax.Array, weight: jax.Array, adapter: RowAdapter | None, bias: ja
         y = multiply(x.astype(dtype), weight)
     elif adapter.scale.ndim == 0:
         flat_MI = x.reshape(-1, x.shape[-1]).astype(jnp.float32)  # in which its gradient is added up
-        flat_MO: jax.Array = _adapted(flat_MI, weight, adapter.pair, adapter.scale, adapter.joins)
+        flat_MO: jax.Array = _multiply_adapted(flat_MI, weight, adapter.pair, adapter.scale, adapter.joins)
         y = flat_MO.reshape(*x.shape[:-1], weight.shape[-1])
     else:
         x = x.astype(dtype)
-        y = multiply(x, weight) + adapter.delta(x, dtype)
+        y = multiply(x, weight) + adapter.compute_delta(x, dtype)
     y = mark_matmul(y.astype(dtype)).astype(jnp.float32)
     return y if bias is None else y + bias.astype(jnp.float32)
 
@@ -179,7 +179,7 @@ class AdaptedMap:
     result: Any = struct.field(pytree_node=False, default=jnp.float32)
 
     @classmethod
-    def of(
+    def from_weight(
         cls,
         weight: jax.Array,
         pair: LoraPair,
@@ -207,19 +207,19 @@ class AdaptedMap:
         """The weight in the order of inputs and outputs."""
         return self.weight.T if self.is_transposed else self.weight
 
-    def inner(self, x_MI: jax.Array) -> jax.Array:
+    def compute_inner(self, x_MI: jax.Array) -> jax.Array:
         """Return scale (x A) in the weight's type, which the second factor and its gradient read."""
-        return _inner(x_MI, self.pair, self.scale)
+        return _compute_inner(x_MI, self.pair, self.scale)
 
-    def product(self, x_MI: jax.Array, inner_MR: jax.Array | None = None) -> jax.Array:
+    def apply(self, x_MI: jax.Array, inner_MR: jax.Array | None = None) -> jax.Array:
         """Return the map of `x`, float32 [M, O], with the `inner` that is needed unless the update is merged."""
         y_MO = multiply(x_MI, self.weight_IO)
         if self.is_merged:
             return y_MO
-        inner_MR = self.inner(x_MI) if inner_MR is None else inner_MR
+        inner_MR = self.compute_inner(x_MI) if inner_MR is None else inner_MR
         return y_MO + multiply(inner_MR, self.pair.b, self.result).astype(jnp.float32)
 
-    def gradient(
+    def compute_gradient(
         self, x_MI: jax.Array, d_y_MO: jax.Array, inner_MR: jax.Array | None = None
     ) -> tuple[jax.Array, LoraPair]:
         """Return the gradients of `x` and of the pair, float32, given the gradient `d_y` of the product."""
@@ -227,13 +227,15 @@ class AdaptedMap:
         d_x_MI = multiply(d_y_MO, self.weight_IO.T, self.result).astype(jnp.float32)
         if not self.is_merged:
             d_x_MI = d_x_MI + multiply(d_h_MR, self.pair.a.T, self.result).astype(jnp.float32)
-        inner_MR = self.inner(x_MI) if inner_MR is None else inner_MR
+        inner_MR = self.compute_inner(x_MI) if inner_MR is None else inner_MR
         dtype = self.weight.dtype
-        return d_x_MI, LoraPair(a=_outer_sum(d_h_MR, x_MI, dtype).T, b=_outer_sum(inner_MR, d_y_MO, dtype))
+        return d_x_MI, LoraPair(
+            a=_sum_outer_products(d_h_MR, x_MI, dtype).T, b=_sum_outer_products(inner_MR, d_y_MO, dtype)
+        )
 
 
 @struct.dataclass
-class JoinedMap:
+class ConcatenatedMap:
     """An `AdaptedMap` whose second factor lies next to the weight, so that the update is a part of one sum.
 
     It takes a copy of the weight and one of the rows, which pay on GPUs: XLA has a kernel for each product there, and
@@ -245,33 +247,36 @@ class JoinedMap:
     scale: jax.Array
 
     @classmethod
-    def of(cls, adapted: AdaptedMap) -> "JoinedMap":
+    def from_adapted(cls, adapted: AdaptedMap) -> "ConcatenatedMap":
         """Join the two; the update of `adapted` must not be merged."""
         weight_KO = jnp.concatenate([adapted.weight_IO, adapted.pair.b])
         return cls(weight_KO=weight_KO, pair=adapted.pair, scale=adapted.scale)
 
     @staticmethod
-    def pays(num_rows: int, weight_IO: jax.Array) -> bool:
+    def is_faster(num_rows: int, weight_IO: jax.Array) -> bool:
         """Return whether the copies take less than adding the update: by bytes, for layers of Qwen3-0.6B and 8B."""
         inputs, outputs = weight_IO.shape
         return weight_IO.dtype != jnp.float32 and num_rows >= inputs and 2 * outputs >= inputs
 
-    def product(self, x_MI: jax.Array, inner_MR: jax.Array | None = None, result: Any = jnp.float32) -> jax.Array:
+    def apply(self, x_MI: jax.Array, inner_MR: jax.Array | None = None, result: Any = jnp.float32) -> jax.Array:
         """Return the map of `x` [M, O] in the type `result`, with `inner` as in `AdaptedMap`."""
         x_MI = x_MI.astype(self.weight_KO.dtype)
-        inner_MR = _inner(x_MI, self.pair, self.scale) if inner_MR is None else inner_MR
+        inner_MR = _compute_inner(x_MI, self.pair, self.scale) if inner_MR is None else inner_MR
         return multiply(jnp.concatenate([x_MI, inner_MR], axis=1), self.weight_KO, result)
 
-    def gradient(self, x_MI: jax.Array, d_y_MO: jax.Array) -> tuple[jax.Array, LoraPair]:
+    def compute_gradient(self, x_MI: jax.Array, d_y_MO: jax.Array) -> tuple[jax.Array, LoraPair]:
         """Return the gradients of `x` and of the pair, float32, given the gradient `d_y` of the product."""
         dtype = self.weight_KO.dtype
         d_x_MI, d_h_MR = jnp.split(multiply(d_y_MO, self.weight_KO.T), [x_MI.shape[1]], axis=1)
         d_h_MR = d_h_MR * self.scale
-        d_a_RI, d_b_RO = _outer_sum(d_h_MR, x_MI, dtype), _outer_sum(_inner(x_MI, self.pair, self.scale), d_y_MO, dtype)
+        d_a_RI, d_b_RO = (
+            _sum_outer_products(d_h_MR, x_MI, dtype),
+            _sum_outer_products(_compute_inner(x_MI, self.pair, self.scale), d_y_MO, dtype),
+        )
         return d_x_MI + multiply(d_h_MR, self.pair.a.T), LoraPair(a=d_a_RI.T, b=d_b_RO)
 
 
-def _inner(x_MI: jax.Array, pair: LoraPair, scale: jax.Array) -> jax.Array:
+def _compute_inner(x_MI: jax.Array, pair: LoraPair, scale: jax.Array) -> jax.Array:
     return (multiply(x_MI, pair.a) * scale).astype(pair.a.dtype)
 
 
@@ -287,12 +292,12 @@ class ExpertMap:
     b_RO: jax.Array | None
     scale: jax.Array
 
-    def product(self, x_PI: jax.Array, inner_PR: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
+    def apply(self, x_PI: jax.Array, inner_PR: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
         """Return the map of `x`, float32."""
-        y_PO, h_PR = multiply(x_PI, self.weight_IO), self._inner(x_PI, inner_PR)
+        y_PO, h_PR = multiply(x_PI, self.weight_IO), self._compute_inner(x_PI, inner_PR)
         return (y_PO, h_PR) if self.b_RO is None else (y_PO + multiply(h_PR, self.b_RO), None)
 
-    def gradient(
+    def compute_gradient(
         self, x_PI: jax.Array, inner_PR: jax.Array | None, d_y_PO: jax.Array, d_outer_PR: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array | None, LoraPair]:
         """Return the gradients of `x`, of `inner` and of the pair, float32, given those of both results."""
@@ -302,20 +307,20 @@ class ExpertMap:
         assert d_outer_PR is not None, "the gradient of scale (x A) must be given without B"
         d_h_PR = d_outer_PR * self.scale
         d_x_PI = multiply(d_y_PO, self.weight_IO.T)
-        d_b = None if self.b_RO is None else _outer_sum(self._inner(x_PI, inner_PR), d_y_PO, dtype)
+        d_b = None if self.b_RO is None else _sum_outer_products(self._compute_inner(x_PI, inner_PR), d_y_PO, dtype)
         if self.a_IR is None:
             return d_x_PI, d_h_PR, LoraPair(a=None, b=d_b)  # type: ignore[arg-type]
-        d_a = _outer_sum(d_h_PR, x_PI, dtype).T
+        d_a = _sum_outer_products(d_h_PR, x_PI, dtype).T
         return d_x_PI + multiply(d_h_PR, self.a_IR.T), None, LoraPair(a=d_a, b=d_b)  # type: ignore[arg-type]
 
-    def _inner(self, x_PI: jax.Array, inner_PR: jax.Array | None) -> jax.Array:
+    def _compute_inner(self, x_PI: jax.Array, inner_PR: jax.Array | None) -> jax.Array:
         if self.a_IR is not None:
             inner_PR = multiply(x_PI, self.a_IR)
         assert inner_PR is not None, "x A must be given without A"
         return inner_PR * self.scale
 
 
-def _outer_sum(narrow_MR: jax.Array, wide_MI: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _sum_outer_products(narrow_MR: jax.Array, wide_MI: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Return the sum over M of outer products, float32 [R, I], multiplied in `dtype`.
 
     Behind a barrier, lest XLA turn the transpose of it into the product the other way round: on CPU [I, R] was
@@ -340,7 +345,9 @@ def _multiply_factor_forward(x_MI: jax.Array, factor_IO: jax.Array, dtype: jnp.d
 def _multiply_factor_backward(dtype: jnp.dtype, kept: tuple[jax.Array, jax.Array], d_y_MO: jax.Array):
     x_MI, factor_IO = kept
     inputs, outputs = factor_IO.shape
-    d_factor_IO = _outer_sum(d_y_MO, x_MI, dtype).T if outputs < inputs else _outer_sum(x_MI, d_y_MO, dtype)
+    d_factor_IO = (
+        _sum_outer_products(d_y_MO, x_MI, dtype).T if outputs < inputs else _sum_outer_products(x_MI, d_y_MO, dtype)
+    )
     return multiply(d_y_MO, factor_IO.astype(dtype).T), d_factor_IO
 
 
@@ -348,42 +355,42 @@ multiply_factor.defvjp(_multiply_factor_forward, _multiply_factor_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _adapted(
+def _multiply_adapted(
     x_MI: jax.Array, weight_IO: jax.Array, pair: LoraPair, scale: jax.Array, joins: bool
 ) -> jax.Array:  # in the weight's type
-    return _adapted_forward(x_MI, weight_IO, pair, scale, joins)[0]
+    return _multiply_adapted_forward(x_MI, weight_IO, pair, scale, joins)[0]
 
 
-def _adapted_forward(x_MI: jax.Array, weight_IO: jax.Array, pair: LoraPair, scale: jax.Array, joins: bool):
+def _multiply_adapted_forward(x_MI: jax.Array, weight_IO: jax.Array, pair: LoraPair, scale: jax.Array, joins: bool):
     dtype = weight_IO.dtype
     x_MI = x_MI.astype(dtype)
-    adapted = AdaptedMap.of(weight_IO, pair, scale, x_MI.shape[0], result=dtype)
+    adapted = AdaptedMap.from_weight(weight_IO, pair, scale, x_MI.shape[0], result=dtype)
     # Kept, because it is so narrow that reading `x` takes all the time of computing it.
-    inner_MR = None if adapted.is_merged else mark_matmul(adapted.inner(x_MI))
+    inner_MR = None if adapted.is_merged else mark_matmul(adapted.compute_inner(x_MI))
 
-    def apart(adapted: AdaptedMap, x_MI: jax.Array, inner_MR: jax.Array | None) -> jax.Array:
-        return adapted.product(x_MI, inner_MR).astype(dtype)
+    def apply_separately(adapted: AdaptedMap, x_MI: jax.Array, inner_MR: jax.Array | None) -> jax.Array:
+        return adapted.apply(x_MI, inner_MR).astype(dtype)
 
-    def joined(adapted: AdaptedMap, x_MI: jax.Array, inner_MR: jax.Array | None) -> jax.Array:
-        return JoinedMap.of(adapted).product(x_MI, inner_MR, dtype)
+    def apply_concatenated(adapted: AdaptedMap, x_MI: jax.Array, inner_MR: jax.Array | None) -> jax.Array:
+        return ConcatenatedMap.from_adapted(adapted).apply(x_MI, inner_MR, dtype)
 
-    if joins and JoinedMap.pays(x_MI.shape[0], weight_IO):
-        y_MO = jax.lax.platform_dependent(adapted, x_MI, inner_MR, cuda=joined, default=apart)
+    if joins and ConcatenatedMap.is_faster(x_MI.shape[0], weight_IO):
+        y_MO = jax.lax.platform_dependent(adapted, x_MI, inner_MR, cuda=apply_concatenated, default=apply_separately)
     else:
-        y_MO = apart(adapted, x_MI, inner_MR)
+        y_MO = apply_separately(adapted, x_MI, inner_MR)
     return y_MO, (x_MI, inner_MR, weight_IO, pair, scale)
 
 
-def _adapted_backward(
+def _multiply_adapted_backward(
     joins: bool, kept: tuple[jax.Array, jax.Array | None, jax.Array, LoraPair, jax.Array], d_y_MO: jax.Array
 ):
     x_MI, inner_MR, weight_IO, pair, scale = kept
-    adapted = AdaptedMap.of(weight_IO, pair, scale, x_MI.shape[0], result=weight_IO.dtype)
-    d_x_MI, d_pair = adapted.gradient(x_MI, d_y_MO, inner_MR)
+    adapted = AdaptedMap.from_weight(weight_IO, pair, scale, x_MI.shape[0], result=weight_IO.dtype)
+    d_x_MI, d_pair = adapted.compute_gradient(x_MI, d_y_MO, inner_MR)
     return d_x_MI, None, d_pair, None
 
 
-_adapted.defvjp(_adapted_forward, _adapted_backward)
+_multiply_adapted.defvjp(_multiply_adapted_forward, _multiply_adapted_backward)
 
 
 def gather_rows(adapter: Adapter, slot_G: jax.Array) -> RowsByLayer:

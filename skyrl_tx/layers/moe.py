@@ -35,18 +35,18 @@ from skyrl_tx.layers.lora import (
 from skyrl_tx.layers.parameter import Axis
 from skyrl_tx.layers.remat import mark_matmul
 from skyrl_tx.layers.router import Routing, route
-from skyrl_tx.layers.sharding import WHOLE, Layout
-from skyrl_tx.layers.stable_bits import steady
-from skyrl_tx.layers.tiles import TOGETHER, Tiling, arrange, each_tile, sum_by_index, tile_shape
+from skyrl_tx.layers.sharding import UNSHARDED, Layout
+from skyrl_tx.layers.stable_bits import apply_batch_invariant
+from skyrl_tx.layers.tiles import TILES_AT_ONCE, Tiling, get_tile_shape, map_tiles, sort_into_tiles, sum_by_index
 
-MAPS = ("gate_proj", "up_proj", "down_proj")
-ENDS: Mapping[str, tuple[Axis | None, Axis | None]] = {
+MAP_NAMES = ("gate_proj", "up_proj", "down_proj")
+MAP_AXES: Mapping[str, tuple[Axis | None, Axis | None]] = {
     "gate_proj": (None, "mlp"),
     "up_proj": (None, "mlp"),
     "down_proj": ("mlp", None),
 }
 """Sharding of an expert's maps during the computation: F sharded, D whole."""
-BIASES: Mapping[str, Axis | None] = {"gate_bias": "mlp", "up_bias": "mlp", "down_bias": None}
+BIAS_AXES: Mapping[str, Axis | None] = {"gate_bias": "mlp", "up_bias": "mlp", "down_bias": None}
 """The biases of these maps, with their sharding."""
 
 
@@ -87,7 +87,7 @@ class ExpertWeights:
     @property
     def maps(self) -> dict[str, jax.Array]:
         """The maps that the experts have, by name, in the order of MAPS."""
-        return {name: leaf for name in MAPS if (leaf := getattr(self, name)) is not None}
+        return {name: leaf for name in MAP_NAMES if (leaf := getattr(self, name)) is not None}
 
 
 @struct.dataclass
@@ -103,16 +103,16 @@ class ExpertAdapters:
     layer: jax.Array | int = 0
 
 
-def share_experts(rows: Mapping[str, RowAdapter], prefix: str) -> ExpertAdapters:
+def get_expert_adapters(rows: Mapping[str, RowAdapter], prefix: str) -> ExpertAdapters:
     """Return the adapters of the experts, of the one adapter that all rows share."""
-    found = {name: rows[prefix + name] for name in MAPS if prefix + name in rows}
+    found = {name: rows[prefix + name] for name in MAP_NAMES if prefix + name in rows}
     scale = next(row.scale for row in found.values())
     return ExpertAdapters(pairs={name: row.pair for name, row in found.items()}, scale=scale)
 
 
-def pool_experts(adapter: Adapter, prefix: str, slots: RowSlots, layer: jax.Array) -> ExpertAdapters:
+def get_pooled_expert_adapters(adapter: Adapter, prefix: str, slots: RowSlots, layer: jax.Array) -> ExpertAdapters:
     """Return the adapters of one layer's experts in a pool, without a copy."""
-    pairs = {name: adapter.weights[prefix + name] for name in MAPS if prefix + name in adapter.weights}
+    pairs = {name: adapter.weights[prefix + name] for name in MAP_NAMES if prefix + name in adapter.weights}
     return ExpertAdapters(pairs=pairs, scale=adapter.scale, slots=slots, layer=layer)
 
 
@@ -126,17 +126,17 @@ class _Visits:
     x_MD: jax.Array
     share_MK: jax.Array
     expert_MK: jax.Array
-    place_M: jax.Array | None
+    slot_M: jax.Array | None
     inner: Mapping[str, jax.Array]  # [M, R]
 
 
-def mixture(
+def apply_mixture(
     x: jax.Array,
     router_ED: jax.Array,
     weights: ExpertWeights,
     adapters: ExpertAdapters | None,
     routing: Routing,
-    layout: Layout = WHOLE,
+    layout: Layout = UNSHARDED,
     router_bias_E: jax.Array | None = None,
     correction_E: jax.Array | None = None,
     latent: jax.Array | None = None,
@@ -152,23 +152,23 @@ def mixture(
     place_M, group_M, dtype = None, None, weights.down_proj.dtype
     shared_a, shared_b = dict[str, jax.Array](), dict[str, jax.Array]()
     if adapters is not None:
-        adapters, shared_a, shared_b = _take_shared(adapters, routing.num_experts)
+        adapters, shared_a, shared_b = _split_shared_factors(adapters, routing.num_experts)
         if (slots := adapters.slots) is not None:
-            place_M, group_M = slots.of_each(x_MD.shape[0]), slots.group_M
+            place_M, group_M = slots.expand_to_rows(x_MD.shape[0]), slots.group_M
             adapters = adapters.replace(slots=None)  # type: ignore[attr-defined]
     inner = {name: mark_matmul(_multiply_rows(read_MD, factor, group_M, dtype)) for name, factor in shared_a.items()}
     # Experts read and return the type of their weights, in which tokens and outputs are moved; sums are float32.
     visits = _Visits(
         read_MD.astype(dtype), *route(x_MD, router_ED, routing, router_bias_E, correction_E), place_M, inner
     )
-    sums = partial(_on_each_device, layout) if layout.is_split else _sum
+    sums = partial(_sum_on_each_device, layout) if layout.is_sharded else _sum_experts
     y_MD, outer_MR = sums(kernels, visits, weights, adapters)
     if outer_MR is not None:
         y_MD = y_MD + _multiply_rows(outer_MR, shared_b["down_proj"], group_M, dtype)
     return y_MD.reshape(shape)
 
 
-def _take_shared(
+def _split_shared_factors(
     adapters: ExpertAdapters, num_experts: int
 ) -> tuple[ExpertAdapters, dict[str, jax.Array], dict[str, jax.Array]]:
     """Return the adapters with None for the factors that all experts share; and these, the A and the B, by their maps.
@@ -179,12 +179,12 @@ def _take_shared(
     def is_shared(leaf: jax.Array) -> bool:
         return num_experts > 1 and leaf.shape[-3] == 1
 
-    def of_rows(leaf: jax.Array) -> jax.Array:
+    def select_factor(leaf: jax.Array) -> jax.Array:
         return leaf[0] if adapters.slots is None else leaf[adapters.slots.slot_G, adapters.layer, 0]
 
     pairs = adapters.pairs.items()
-    shared_a = {name: of_rows(pair.a) for name, pair in pairs if is_shared(pair.a)}
-    shared_b = {name: of_rows(pair.b) for name, pair in pairs if is_shared(pair.b)}
+    shared_a = {name: select_factor(pair.a) for name, pair in pairs if is_shared(pair.a)}
+    shared_b = {name: select_factor(pair.b) for name, pair in pairs if is_shared(pair.b)}
     own = {
         name: LoraPair(a=None if name in shared_a else pair.a, b=None if name in shared_b else pair.b)  # type: ignore[arg-type]
         for name, pair in pairs
@@ -199,10 +199,10 @@ def _multiply_rows(x_MI: jax.Array, factor: jax.Array, group_M: jax.Array | None
     return multiply_groups(x_MI, factor.astype(dtype), group_M)
 
 
-def _on_each_device(
+def _sum_on_each_device(
     layout: Layout, kernels: Kernels, visits: _Visits, weights: ExpertWeights, adapters: ExpertAdapters | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return `_sum` where each device computes what its own experts make of its tokens, and their sums are added.
+    """Return `_sum_experts` where each device computes what its own experts make of its tokens, and their sums are added.
 
     A device has all tokens that meet its experts, and leaves out those that go to others: no token is ever dropped.
     """
@@ -210,7 +210,7 @@ def _on_each_device(
     num_shards, num_experts = layout.num_shards("expert"), weights.num_experts
     summed_over = layout.mesh_axes("expert") + layout.mesh_axes("mlp")
 
-    def local(
+    def sum_local(
         visits: _Visits, weights: ExpertWeights, adapters: ExpertAdapters | None
     ) -> tuple[jax.Array, jax.Array | None]:
         first = jax.lax.axis_index(layout.mesh_axes("expert")) * (num_experts // num_shards)
@@ -218,42 +218,45 @@ def _on_each_device(
         if weights.down_bias is not None:  # added once, as the parts of F are added too
             is_first = jax.lax.axis_index(layout.mesh_axes("mlp")) == 0
             weights = weights.replace(down_bias=jnp.where(is_first, weights.down_bias, 0))  # type: ignore[attr-defined]
-        return jax.lax.psum(_sum(kernels, here, weights, adapters), summed_over)
+        return jax.lax.psum(_sum_experts(kernels, here, weights, adapters), summed_over)
 
-    def tokens(leaf: jax.Array) -> PartitionSpec:
+    def get_token_spec(leaf: jax.Array) -> PartitionSpec:
         return layout.spec(("expert_batch", *[None] * (leaf.ndim - 1)), leaf.shape)
 
-    def cut(leaf: jax.Array | None, *axes: Axis | None) -> PartitionSpec | None:
+    def get_map_spec(leaf: jax.Array | None, *axes: Axis | None) -> PartitionSpec | None:
         return None if leaf is None else layout.spec((*[None] * (leaf.ndim - 3), "expert", *axes), leaf.shape)
 
-    def cut_bias(leaf: jax.Array | None, axis: Axis | None) -> PartitionSpec | None:
+    def get_bias_spec(leaf: jax.Array | None, axis: Axis | None) -> PartitionSpec | None:
         return None if leaf is None else layout.spec(("expert", axis), leaf.shape)
 
     weight_specs = weights.replace(  # type: ignore[attr-defined]
-        **{name: cut(leaf, *ENDS[name]) for name, leaf in weights.maps.items()},
-        **{name: cut_bias(getattr(weights, name), axis) for name, axis in BIASES.items()},
+        **{name: get_map_spec(leaf, *MAP_AXES[name]) for name, leaf in weights.maps.items()},
+        **{name: get_bias_spec(getattr(weights, name), axis) for name, axis in BIAS_AXES.items()},
         layer=None if weights.layer is None else PartitionSpec(),
     )
     adapter_specs = None
     if adapters is not None:
         pairs = {
-            name: LoraPair(a=cut(pair.a, ENDS[name][0], None), b=cut(pair.b, None, ENDS[name][1]))  # type: ignore[arg-type]
+            name: LoraPair(
+                a=get_map_spec(pair.a, MAP_AXES[name][0], None),  # type: ignore[arg-type]
+                b=get_map_spec(pair.b, None, MAP_AXES[name][1]),  # type: ignore[arg-type]
+            )
             for name, pair in adapters.pairs.items()
         }
         adapter_specs = ExpertAdapters(pairs=pairs, scale=PartitionSpec(), layer=PartitionSpec())  # type: ignore[arg-type]
         adapters = adapters.replace(layer=jnp.asarray(adapters.layer))  # type: ignore[attr-defined]
     # What a spec leaves whole is equal on all devices, which only the sum over them makes so: that is not checked.
     run = jax.shard_map(
-        local,
+        sum_local,
         mesh=layout.mesh,
-        in_specs=(jax.tree.map(tokens, visits), weight_specs, adapter_specs),
-        out_specs=tokens(visits.x_MD),
+        in_specs=(jax.tree.map(get_token_spec, visits), weight_specs, adapter_specs),
+        out_specs=get_token_spec(visits.x_MD),
         check_vma=False,
     )
     return run(visits, weights, adapters)
 
 
-def _sum(
+def _sum_experts(
     kernels: Kernels, visits: _Visits, weights: ExpertWeights, adapters: ExpertAdapters | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the weighted sum of the outputs of these experts for each token, [M, D]; other experts count as zero.
@@ -262,16 +265,16 @@ def _sum(
     """
     num_experts = weights.num_experts
     num_groups, group_MK = num_experts, visits.expert_MK
-    if visits.place_M is not None:
+    if visits.slot_M is not None:
         assert adapters is not None
-        group_MK = visits.place_M[:, None] * num_experts + group_MK
+        group_MK = visits.slot_M[:, None] * num_experts + group_MK
         num_groups *= adapters.scale.shape[0]
     is_here_MK = (visits.expert_MK >= 0) & (visits.expert_MK < num_experts)
-    fewest = None if kernels.experts is None else kernels.experts.fewest
+    fewest = None if kernels.experts is None else kernels.experts.min_tile_rows
     # Kept as products are, lest the backward pass sorts again.
-    tiling = jax.tree.map(mark_matmul, arrange(jnp.where(is_here_MK, group_MK, num_groups), num_groups, fewest))
-    pairs, indices = _adapters_of_tiles(weights, adapters, tiling, num_experts)
-    return _experts(kernels, (visits.x_MD, visits.inner), visits.share_MK, weights, pairs, indices, tiling)
+    tiling = jax.tree.map(mark_matmul, sort_into_tiles(jnp.where(is_here_MK, group_MK, num_groups), num_groups, fewest))
+    pairs, indices = _assign_adapters(weights, adapters, tiling, num_experts)
+    return _run_experts(kernels, (visits.x_MD, visits.inner), visits.share_MK, weights, pairs, indices, tiling)
 
 
 @struct.dataclass
@@ -283,13 +286,13 @@ class _TileIndices:
     scale_W: jax.Array
 
 
-def _adapters_of_tiles(
+def _assign_adapters(
     weights: ExpertWeights, adapters: ExpertAdapters | None, tiling: Tiling, num_experts: int
 ) -> tuple[dict[str, LoraPair], _TileIndices]:
     """Return the adapters of all experts by their maps, and what each tile reads."""
     expert_W = tiling.group_W % num_experts
     if adapters is None:  # of rank 0: products with nothing are zero, and no program computes them
-        pairs = {name: _nothing(leaf) for name, leaf in weights.maps.items()}
+        pairs = {name: _make_empty_pair(leaf) for name, leaf in weights.maps.items()}
         zeros_W = jnp.zeros_like(expert_W)
         return pairs, _TileIndices(expert_W, zeros_W, zeros_W.astype(jnp.float32))
     if adapters.scale.ndim == 0:
@@ -302,12 +305,12 @@ def _adapters_of_tiles(
     return flat, _TileIndices(expert_W, adapter_W, adapters.scale[place_W])
 
 
-def _nothing(weight_EIO: jax.Array) -> LoraPair:
+def _make_empty_pair(weight_EIO: jax.Array) -> LoraPair:
     *_, inputs, outputs = weight_EIO.shape
     return LoraPair(a=jnp.zeros((1, inputs, 0)), b=jnp.zeros((1, 0, outputs)))
 
 
-def _maps(
+def _make_expert_maps(
     weights: ExpertWeights, pairs: Mapping[str, LoraPair], expert: jax.Array, adapter: jax.Array, scale: jax.Array
 ) -> dict[str, ExpertMap]:
     """Return the maps of one tile, by name."""
@@ -319,7 +322,7 @@ def _maps(
     return found
 
 
-def _gate(clamp: Clamp | None, *mapped: jax.Array) -> jax.Array:
+def _activate(clamp: Clamp | None, *mapped: jax.Array) -> jax.Array:
     """Return the activation of what the maps before the last return, gate and up or up alone."""
     if len(mapped) == 1:
         return jnp.square(jax.nn.relu(mapped[0]))
@@ -330,18 +333,18 @@ def _gate(clamp: Clamp | None, *mapped: jax.Array) -> jax.Array:
     return (up + 1) * gate * jax.nn.sigmoid(clamp.slope * gate)
 
 
-def _biased(y_PO: jax.Array, bias_EO: jax.Array | None, expert: jax.Array) -> jax.Array:
+def _add_bias(y_PO: jax.Array, bias_EO: jax.Array | None, expert: jax.Array) -> jax.Array:
     return y_PO if bias_EO is None else y_PO + bias_EO[expert].astype(jnp.float32)
 
 
-def _times_bias(d_y_PO: jax.Array, bias_EO: jax.Array | None, expert: jax.Array) -> jax.Array | float:
+def _multiply_bias(d_y_PO: jax.Array, bias_EO: jax.Array | None, expert: jax.Array) -> jax.Array | float:
     """Return the product of each row with the bias of its expert: of one tile, or of all with `expert_W`."""
     if bias_EO is None:
         return 0.0
     return (d_y_PO.astype(jnp.float32) * bias_EO[expert].astype(jnp.float32)[..., None, :]).sum(axis=-1)
 
 
-def _biases_added(
+def _add_tile_biases(
     biases: Mapping[str, jax.Array | None], expert_W: jax.Array, name: str, y_WPO: jax.Array
 ) -> jax.Array:
     """Return the results of a map of all tiles with the biases of their experts, in the type of `y`."""
@@ -355,7 +358,7 @@ _Tokens = tuple[jax.Array, Mapping[str, jax.Array]]
 """Tokens [M, D], and their products [M, R] with the A that all experts share, by its map."""
 
 
-def _tiled_maps(
+def _make_tiled_maps(
     multiply: MultiplyTiles, weights: ExpertWeights, pairs: dict[str, LoraPair], of: _TileIndices, tiling: Tiling
 ) -> dict[str, TiledMap]:
     matrix_W = of.expert_W if weights.layer is None else weights.layer * weights.num_experts + of.expert_W
@@ -367,7 +370,7 @@ def _tiled_maps(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _experts(
+def _run_experts(
     kernels: Kernels,
     tokens: _Tokens,
     share_MK: jax.Array,
@@ -382,10 +385,10 @@ def _experts(
     [M, R]. The gradient of a share is a product of what down reads, as `grouped_experts.backward` says, so that the
     outputs of single experts are not kept.
     """
-    return _experts_forward(kernels, tokens, share_MK, weights, pairs, indices, tiling)[0]
+    return _run_experts_forward(kernels, tokens, share_MK, weights, pairs, indices, tiling)[0]
 
 
-def _experts_forward(
+def _run_experts_forward(
     kernels: Kernels,
     tokens: _Tokens,
     share_MK: jax.Array,
@@ -395,85 +398,85 @@ def _experts_forward(
     tiling: Tiling,
 ):
     dtype = weights.down_proj.dtype
-    rows = jax.tree.map(tiling.gather, tokens)
+    rows = jax.tree.map(tiling.gather_rows, tokens)
 
-    def one(tile: tuple[_Tokens, _TileIndices]):
+    def run_tile(tile: tuple[_Tokens, _TileIndices]):
         (x_PD, inner), of = tile
-        maps = _maps(weights, pairs, of.expert_W, of.adapter_W, of.scale_W)
+        maps = _make_expert_maps(weights, pairs, of.expert_W, of.adapter_W, of.scale_W)
         down, biases = maps.pop("down_proj"), weights.biases
         mapped = tuple(
-            _biased(each.product(x_PD, inner.get(name))[0], biases[name], of.expert_W) for name, each in maps.items()
+            _add_bias(each.apply(x_PD, inner.get(name))[0], biases[name], of.expert_W) for name, each in maps.items()
         )
-        y_PD, outer_PR = down.product(_gate(weights.clamp, *mapped))
-        y_PD = _biased(y_PD, weights.down_bias, of.expert_W).astype(dtype)
+        y_PD, outer_PR = down.apply(_activate(weights.clamp, *mapped))
+        y_PD = _add_bias(y_PD, weights.down_bias, of.expert_W).astype(dtype)
         return (y_PD, outer_PR), tuple(each.astype(dtype) for each in mapped)
 
-    if (multiply := kernels.multiply_tiles()) is not None:
-        maps = _tiled_maps(multiply, weights, pairs, indices, tiling)
-        add, activate = partial(_biases_added, weights.biases, indices.expert_W), partial(_gate, weights.clamp)
+    if (multiply := kernels.get_tile_kernel()) is not None:
+        maps = _make_tiled_maps(multiply, weights, pairs, indices, tiling)
+        add, activate = partial(_add_tile_biases, weights.biases, indices.expert_W), partial(_activate, weights.clamp)
         outputs_W, mapped_WPF = grouped_experts.forward(maps, add, activate, *rows)
     else:
-        outputs_W, mapped_WPF = each_tile(one, tiling, (rows, indices))
+        outputs_W, mapped_WPF = map_tiles(run_tile, tiling, (rows, indices))
 
-    def weighted_sum(y_MKO: jax.Array) -> jax.Array:
-        return steady(
+    def sum_by_share(y_MKO: jax.Array) -> jax.Array:
+        return apply_batch_invariant(
             lambda share_MK, y_MKO: (share_MK[..., None] * y_MKO).sum(axis=1), share_MK, y_MKO, width=y_MKO.shape[2]
         )
 
     mapped_WPF = jax.tree.map(mark_matmul, mapped_WPF)
-    y_MD, outer_MR = jax.tree.map(weighted_sum, jax.tree.map(tiling.take_back, outputs_W))
+    y_MD, outer_MR = jax.tree.map(sum_by_share, jax.tree.map(tiling.collect_visits, outputs_W))
     outputs = y_MD, None if outer_MR is None else mark_matmul(outer_MR)
     return outputs, (tokens, share_MK, weights, pairs, indices, tiling, mapped_WPF)
 
 
-def _experts_backward(kernels: Kernels, kept: Any, d_outputs: tuple[jax.Array, jax.Array | None]):
+def _run_experts_backward(kernels: Kernels, kept: Any, d_outputs: tuple[jax.Array, jax.Array | None]):
     """The gradient by tokens, shares and the adapters' factors; weights, biases and scales are constants."""
     tokens, share_MK, weights, pairs, indices, tiling, mapped_WPF = kept
-    activate = partial(_gate, weights.clamp)
+    activate = partial(_activate, weights.clamp)
 
-    def one(tile: Any) -> tuple[_Tokens, jax.Array, dict[str, LoraPair]]:
+    def run_tile_backward(tile: Any) -> tuple[_Tokens, jax.Array, dict[str, LoraPair]]:
         (x_PD, inner), (d_y_PD, d_outer_PR), share_P, mapped, of = tile
-        maps = _maps(weights, pairs, of.expert_W, of.adapter_W, of.scale_W)
+        maps = _make_expert_maps(weights, pairs, of.expert_W, of.adapter_W, of.scale_W)
         down = maps.pop("down_proj")
         z_PF, pull = jax.vjp(activate, *(each.astype(jnp.float32) for each in mapped))
-        unweighted_PF, _, d_down = down.gradient(share_P[:, None] * z_PF, None, d_y_PD, d_outer_PR)
-        d_share_P = (z_PF * unweighted_PF).sum(axis=-1) + _times_bias(d_y_PD, weights.down_bias, of.expert_W)
+        unweighted_PF, _, d_down = down.compute_gradient(share_P[:, None] * z_PF, None, d_y_PD, d_outer_PR)
+        d_share_P = (z_PF * unweighted_PF).sum(axis=-1) + _multiply_bias(d_y_PD, weights.down_bias, of.expert_W)
         d_x_PD, d_inner, d_pairs = list[jax.Array](), dict[str, jax.Array](), dict[str, LoraPair]()
         for (name, each), d_PF in zip(maps.items(), pull(share_P[:, None] * unweighted_PF), strict=True):
-            by_map_PD, d_PR, d_pairs[name] = each.gradient(x_PD, inner.get(name), d_PF)
+            by_map_PD, d_PR, d_pairs[name] = each.compute_gradient(x_PD, inner.get(name), d_PF)
             d_x_PD.append(by_map_PD)
             if d_PR is not None:
                 d_inner[name] = d_PR
         return (reduce(jnp.add, d_x_PD).astype(x_PD.dtype), d_inner), d_share_P, {**d_pairs, "down_proj": d_down}
 
     def sum_visits(d_W: jax.Array) -> jax.Array:
-        return tiling.take_back(d_W).astype(jnp.float32).sum(axis=1).astype(d_W.dtype)
+        return tiling.collect_visits(d_W).astype(jnp.float32).sum(axis=1).astype(d_W.dtype)
 
     # Rows are gathered without their shares, so that the same product tells the gradient of those.
     d_y_MD, d_outer_MR = d_outputs
     rows, d_rows = jax.tree.map(tiling.gather, (tokens, (d_y_MD.astype(tokens[0].dtype), d_outer_MR)))
     share_WP = tiling.gather_visits(share_MK[..., None])[..., 0]
-    if (multiply := kernels.multiply_tiles()) is not None:
-        maps = _tiled_maps(multiply, weights, pairs, indices, tiling)
+    if (multiply := kernels.get_tile_kernel()) is not None:
+        maps = _make_tiled_maps(multiply, weights, pairs, indices, tiling)
         (x_WPD, inner), (d_y_WPD, d_outer_WPR) = rows, d_rows
         tiles = x_WPD, inner, mapped_WPF, share_WP, d_y_WPD, d_outer_WPR
         d_tokens_W, d_share_WP, d_pairs_W = grouped_experts.backward(maps, activate, *tiles)
-        d_share_WP += _times_bias(d_y_WPD, weights.down_bias, indices.expert_W)
+        d_share_WP += _multiply_bias(d_y_WPD, weights.down_bias, indices.expert_W)
     else:
         tiles = rows, d_rows, share_WP, mapped_WPF, indices
-        d_tokens_W, d_share_WP, d_pairs_W = each_tile(one, tiling, tiles)
+        d_tokens_W, d_share_WP, d_pairs_W = map_tiles(run_tile_backward, tiling, tiles)
     d_tokens = jax.tree.map(sum_visits, d_tokens_W)
-    d_share_MK = tiling.take_back(d_share_WP[..., None])[..., 0]
+    d_share_MK = tiling.collect_visits(d_share_WP[..., None])[..., 0]
     d_pairs = jax.tree.map(
         lambda d, leaf: sum_by_index(d, indices.adapter_W, tiling.num_used, leaf.shape[0]), d_pairs_W, pairs
     )
     return d_tokens, d_share_MK, None, d_pairs, None, None
 
 
-_experts.defvjp(_experts_forward, _experts_backward)
+_run_experts.defvjp(_run_experts_forward, _run_experts_backward)
 
 
-def backward_bytes(
+def estimate_backward_bytes(
     *,
     num_visits: int,
     num_experts: int,
@@ -481,16 +484,16 @@ def backward_bytes(
     mlp_size: int,
     rank: int,
     itemsize: int,
-    num_maps: int = len(MAPS),
+    num_maps: int = len(MAP_NAMES),
 ) -> int:
-    """Return the bytes of the arrays that `_experts_backward` has at the same time on an accelerator.
+    """Return the bytes of the arrays that `_run_experts_backward` has at the same time on an accelerator.
 
     These are, in the weights' type of `itemsize`: inputs and both gradients in their places, of outputs and of inputs;
     one gradient by visit; the weights of the tiles that are computed at once. And in float32 the gradients of the
     factors of each tile. Compared with the TPU compiler's account: see tests/unit/backends/jax/test_costs.py.
     """
-    num_tiles, places = tile_shape(num_visits, num_experts)
+    num_tiles, places = get_tile_shape(num_visits, num_experts)
     rows = (3 * num_tiles * places + num_visits) * hidden_size
     factors = num_tiles * rank * num_maps * (hidden_size + mlp_size)
-    weights = min(TOGETHER, num_tiles) * num_maps * hidden_size * mlp_size
+    weights = min(TILES_AT_ONCE, num_tiles) * num_maps * hidden_size * mlp_size
     return itemsize * (rows + weights) + 4 * factors

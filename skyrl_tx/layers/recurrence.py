@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-CHUNK = 64
+CHUNK_POSITIONS = 64
 """Positions of a chunk. It divides every end of a chunk of prompts, so prompts are cut where whole rows are."""
 
 
-def into_chunks(leaf: jax.Array) -> jax.Array:
+def split_chunks(leaf: jax.Array) -> jax.Array:
     """Return [B, T, ...] as [N, B, C, ...], padded with zeros."""
     length = leaf.shape[1]
-    size = min(CHUNK, 1 << (length - 1).bit_length())
+    size = min(CHUNK_POSITIONS, 1 << (length - 1).bit_length())
     num_chunks = -(-length // size)
     padding = [(0, 0)] * leaf.ndim
     padding[1] = (0, num_chunks * size - length)
@@ -30,16 +30,16 @@ class ChunkMasks:
     continues_NBC: jax.Array  # whether the sequence of a position began in an earlier chunk
 
     @classmethod
-    def of(cls, start_BT: jax.Array) -> "ChunkMasks":
+    def from_starts(cls, start_BT: jax.Array) -> "ChunkMasks":
         """Return the masks, given the start in the row of the sequence of each position."""
-        start_NBC = into_chunks(start_BT)
+        start_NBC = split_chunks(start_BT)
         index = jnp.arange(start_NBC.shape[2])
         same_NBij = start_NBC[..., :, None] == start_NBC[..., None, :]
         first_N11 = (jnp.arange(start_NBC.shape[0]) * start_NBC.shape[2])[:, None, None]
         return cls(reads_NBij=same_NBij & (index[:, None] >= index), continues_NBC=start_NBC < first_N11)
 
 
-def read_masks(masks: ChunkMasks | None, size: int) -> tuple[jax.Array, jax.Array]:
+def get_chunk_masks(masks: ChunkMasks | None, size: int) -> tuple[jax.Array, jax.Array]:
     """Return both masks of one chunk, [B, i, j] and [B, C]; of rows with one sequence if there are none."""
     if masks is None:
         index = jnp.arange(size)
@@ -47,7 +47,7 @@ def read_masks(masks: ChunkMasks | None, size: int) -> tuple[jax.Array, jax.Arra
     return masks.reads_NBij, masks.continues_NBC  # of this chunk, without N
 
 
-def conv_masks(start_BT: jax.Array, width: int) -> jax.Array:
+def make_conv_masks(start_BT: jax.Array, width: int) -> jax.Array:
     """Return for each distance below `width` whether the position so far before is of the same sequence: 1 or 0.
 
     `start_BT` is the start in the row of the sequence of each position. Returns float32 [W, B, T, 1].
@@ -74,7 +74,7 @@ def short_conv(
     return y_BTI
 
 
-def last_inputs(x_BTI: jax.Array, tail_BWI: jax.Array, size: jax.Array | int) -> jax.Array:
+def get_last_inputs(x_BTI: jax.Array, tail_BWI: jax.Array, size: jax.Array | int) -> jax.Array:
     """Return the inputs that the next position reads, [B, W - 1, I], after the first `size` (or [B]) of a row."""
     padded, width = jnp.concatenate([tail_BWI, x_BTI.astype(tail_BWI.dtype)], axis=1), tail_BWI.shape[1]
     if jnp.ndim(size) == 0:
@@ -82,7 +82,7 @@ def last_inputs(x_BTI: jax.Array, tail_BWI: jax.Array, size: jax.Array | int) ->
     return jax.vmap(lambda x_TI, size: jax.lax.dynamic_slice_in_dim(x_TI, size, width))(padded, size)
 
 
-def conv_step(x_SI: jax.Array, weight_WI: jax.Array, tail_SWI: jax.Array) -> tuple[jax.Array, jax.Array]:
+def short_conv_step(x_SI: jax.Array, weight_WI: jax.Array, tail_SWI: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the sum for one token of each slot, float32 [S, I], and the inputs that the next one reads."""
     window_SWI = jnp.concatenate([tail_SWI, x_SI[:, None].astype(tail_SWI.dtype)], axis=1)
     y_SI = jnp.zeros((), jnp.float32)

@@ -41,7 +41,7 @@ def with_remat(
 ) -> Callable[Concatenate[jax.Array, P], R]:
     """Return the layer, whose first argument is its input, with a remat policy for its gradient."""
 
-    def named(x: jax.Array, *others: P.args, **settings: P.kwargs) -> R:
+    def run_with_named_input(x: jax.Array, *others: P.args, **settings: P.kwargs) -> R:
         return layer(checkpoint_name(x, _INPUT), *others, **settings)
 
     if policy is RematPolicy.NONE:
@@ -50,7 +50,7 @@ def with_remat(
     if policy is RematPolicy.SAVE_MATMULS:
         saved = jax.checkpoint_policies.save_only_these_names(MATMUL)
     elif policy is RematPolicy.OFFLOAD:
-        run = named
+        run = run_with_named_input
         saved = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
             names_which_can_be_offloaded=[_INPUT],

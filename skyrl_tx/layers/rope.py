@@ -38,7 +38,7 @@ class Rope:
     mscale: float | None = None
     mscale_all_dim: float | None = None
 
-    def frequencies(self, head_dim: int) -> np.ndarray:
+    def compute_frequencies(self, head_dim: int) -> np.ndarray:
         """Return the angle per position of each pair of dims, float32 [H / 2]."""
         plain = 1.0 / self.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
         if self.kind == "linear":
@@ -49,18 +49,18 @@ class Rope:
             kept = np.clip(kept, 0.0, 1.0)
             return (kept * plain + (1.0 - kept) * plain / self.factor).astype(np.float32)
         if self.kind == "yarn":
-            divided = self._ramp(head_dim)
+            divided = self._compute_ramp(head_dim)
             return (plain / self.factor * divided + plain * (1.0 - divided)).astype(np.float32)
         return plain.astype(np.float32)
 
-    def _ramp(self, head_dim: int) -> np.ndarray:
+    def _compute_ramp(self, head_dim: int) -> np.ndarray:
         """Return how far YaRN divides the frequency of each pair: from 0, not at all, to 1."""
 
-        def pair_that_turns(times: float) -> float:
+        def find_pair(times: float) -> float:
             wavelength = self.original_max_position_embeddings / times
             return head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(self.theta))
 
-        low, high = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
+        low, high = find_pair(self.beta_fast), find_pair(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, head_dim - 1)
@@ -76,20 +76,20 @@ class Rope:
             return self.attention_factor
 
         if self.mscale and self.mscale_all_dim:
-            return self._grown(self.mscale) / self._grown(self.mscale_all_dim)
-        return self._grown(1.0)
+            return self._compute_mscale(self.mscale) / self._compute_mscale(self.mscale_all_dim)
+        return self._compute_mscale(1.0)
 
     @property
     def score_factor(self) -> float:
         """The factor of attention scores in DeepSeek's models, which grow with the whole head, not its rotated dims."""
-        return self._grown(self.mscale_all_dim) ** 2 if self.kind == "yarn" and self.mscale_all_dim else 1.0
+        return self._compute_mscale(self.mscale_all_dim) ** 2 if self.kind == "yarn" and self.mscale_all_dim else 1.0
 
-    def _grown(self, scale: float) -> float:
+    def _compute_mscale(self, scale: float) -> float:
         return 0.1 * scale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
-    def angles(self, positions: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array]:
+    def compute_angles(self, positions: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array]:
         """Return cosine and sine for each position times the amplitude, float32 `positions.shape + [H / 2]`."""
-        angle = positions[..., None].astype(jnp.float32) * self.frequencies(head_dim)
+        angle = positions[..., None].astype(jnp.float32) * self.compute_frequencies(head_dim)
         if self.amplitude == 1.0:
             return jnp.cos(angle), jnp.sin(angle)
         return jnp.cos(angle) * self.amplitude, jnp.sin(angle) * self.amplitude

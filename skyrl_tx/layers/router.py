@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from skyrl_tx.layers.lora import multiply
 from skyrl_tx.layers.remat import mark_matmul
-from skyrl_tx.layers.stable_bits import steady, sum_last
+from skyrl_tx.layers.stable_bits import apply_batch_invariant, sum_last_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,19 +41,21 @@ def route(
     score_ME = mark_matmul(multiply(x_MD, router_ED.T))
     if bias_E is not None:
         score_ME += bias_E.astype(jnp.float32)
-    share_ME = steady(jax.nn.softmax, score_ME) if routing.scores == "softmax" else jax.nn.sigmoid(score_ME)
+    share_ME = (
+        apply_batch_invariant(jax.nn.softmax, score_ME) if routing.scores == "softmax" else jax.nn.sigmoid(score_ME)
+    )
     if correction_E is None and routing.num_groups == 1:
         share_MK, expert_MK = jax.lax.top_k(share_ME, routing.num_chosen)
     else:
         choice_ME = jax.lax.stop_gradient(share_ME if correction_E is None else share_ME + correction_E)
-        _, expert_MK = jax.lax.top_k(_in_best_groups(choice_ME, routing), routing.num_chosen)
+        _, expert_MK = jax.lax.top_k(_mask_other_groups(choice_ME, routing), routing.num_chosen)
         share_MK = jnp.take_along_axis(share_ME, expert_MK, axis=-1)
     if routing.renormalizes:
-        share_MK = share_MK / sum_last(share_MK)[..., None]
+        share_MK = share_MK / sum_last_dim(share_MK)[..., None]
     return share_MK if routing.factor == 1 else share_MK * routing.factor, expert_MK
 
 
-def _in_best_groups(score_ME: jax.Array, routing: Routing) -> jax.Array:
+def _mask_other_groups(score_ME: jax.Array, routing: Routing) -> jax.Array:
     """Return the scores, with those of experts outside a token's groups at minus infinity."""
     if routing.num_groups == 1:
         return score_ME

@@ -34,7 +34,7 @@ class Layout:
     rules: tuple[tuple[Axis, tuple[str, ...]], ...] = ()
 
     @property
-    def is_split(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether there is more than one device."""
         return self.mesh is not None and self.mesh.size > 1
 
@@ -47,7 +47,7 @@ class Layout:
         return 1 if self.mesh is None else math.prod(self.mesh.shape[name] for name in self.mesh_axes(axis))
 
     @property
-    def splits_rows(self) -> bool:
+    def shards_rows(self) -> bool:
         """Whether a row's tokens are on several devices. Mixers exchange them for whole rows of a part of the heads."""
         return self.num_shards("tokens") > 1
 
@@ -73,9 +73,9 @@ class Layout:
 
     def constrain(self, x: jax.Array, *axes: Axis | None) -> jax.Array:
         """Return `x` with a sharding constraint; None is replicated."""
-        return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape)) if self.is_split else x
+        return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape)) if self.is_sharded else x
 
-    def by_shard(
+    def map_shards(
         self, function: Callable[..., Any], in_dims: tuple[int | None, ...], out_dims: int | None
     ) -> Callable[..., Any]:
         """Return `function` as each shard of the batch axis runs it, on its own part of the arrays.
@@ -99,9 +99,9 @@ class Layout:
             check_vma=False,
         )
 
-    def shards_as_rows(self, x: jax.Array) -> jax.Array:
+    def split_shards(self, x: jax.Array) -> jax.Array:
         """Return [B, T, ...] with each shard of a row as a row of its own, so that a loop over T uses all devices."""
-        if not self.splits_rows:
+        if not self.shards_rows:
             return x
         B, T = x.shape[:2]
         shards = self.num_shards("tokens")
@@ -111,49 +111,49 @@ class Layout:
         x = self.constrain(x, "batch", "tokens", *[None] * (x.ndim - 2))
         return x.reshape(B * shards, T // shards, *x.shape[3:])
 
-    def rows_of_shards(self, x: jax.Array, num_rows: int) -> jax.Array:
-        """Undo `shards_as_rows`, for a result of `num_rows` rows."""
-        if not self.splits_rows:
+    def merge_shards(self, x: jax.Array, num_rows: int) -> jax.Array:
+        """Undo `split_shards`, for a result of `num_rows` rows."""
+        if not self.shards_rows:
             return x
         x = x.reshape(num_rows, -1, *x.shape[2:])
         return self.constrain(x, "batch", "tokens", *[None] * (x.ndim - 2))
 
 
-WHOLE = Layout()
+UNSHARDED = Layout()
 """No sharding: one device."""
 
 
-def gather(weight: jax.Array, axes: tuple[Axis, ...], layout: Layout) -> jax.Array:
+def gather_weight(weight: jax.Array, axes: tuple[Axis, ...], layout: Layout) -> jax.Array:
     """Return a weight of one layer: with whole "embed" dim where XLA would copy it otherwise, else the same array.
 
     The other dims stay sharded by their `axes`.
     """
     by_platform: dict[str, Callable[[jax.Array], jax.Array]] = {}
     if layout.num_shards("embed") > 1 and "embed" in axes and len(axes) > 1:
-        by_platform["cuda"] = partial(_by_parts, axes=axes, layout=layout)
+        by_platform["cuda"] = partial(_gather_by_parts, axes=axes, layout=layout)
     if "expert" in axes and len(axes) == 3:
-        by_platform["tpu"] = _as_stored
+        by_platform["tpu"] = _keep_stored_order
     return jax.lax.platform_dependent(weight, **by_platform, default=lambda x: x) if by_platform else weight
 
 
-def _as_stored(weight: jax.Array) -> jax.Array:
+def _keep_stored_order(weight: jax.Array) -> jax.Array:
     return with_layout_constraint(weight, DimOrder(major_to_minor=tuple(range(weight.ndim))))
 
 
-def exchanged(x: jax.Array, layout: Layout) -> jax.Array:
+def shard_before_exchange(x: jax.Array, layout: Layout) -> jax.Array:
     """Return [B, T, ...], by heads or channels, of which devices will have whole rows of a part: its parts of rows.
 
     On GPU, where with gathered weights XLA would else exchange more in the backward pass: not the gradient of `x`, but
     sums of the hidden size, of which each device computes a part for all tokens.
     """
 
-    def parts(x: jax.Array) -> jax.Array:
+    def constrain_parts(x: jax.Array) -> jax.Array:
         return layout.constrain(x, "batch", "tokens", "heads", *[None] * (x.ndim - 3))
 
-    return jax.lax.platform_dependent(x, cuda=parts, default=lambda x: x)
+    return jax.lax.platform_dependent(x, cuda=constrain_parts, default=lambda x: x)
 
 
-def _by_parts(weight: jax.Array, *, axes: tuple[Axis, ...], layout: Layout) -> jax.Array:
+def _gather_by_parts(weight: jax.Array, *, axes: tuple[Axis, ...], layout: Layout) -> jax.Array:
     number, dim = layout.num_shards("embed"), axes.index("embed")
     if weight.shape[dim] % number:
         return weight

@@ -23,63 +23,63 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 
 @jax.custom_vjp
-def add_apart(x: jax.Array, y: jax.Array) -> jax.Array:
+def add_unfused(x: jax.Array, y: jax.Array) -> jax.Array:
     """Return `x` + `y`, of equal shapes.
 
     The loop of a norm that computes a sum of four arrays by itself was seen to round squares otherwise than one that
     reads it.
     """
-    return _apart(jax.lax.add, x, y)
+    return _run_unfused(jax.lax.add, x, y)
 
 
-def _add_forward(x: jax.Array, y: jax.Array) -> tuple[jax.Array, None]:
-    return add_apart(x, y), None
+def _add_unfused_forward(x: jax.Array, y: jax.Array) -> tuple[jax.Array, None]:
+    return add_unfused(x, y), None
 
 
-def _add_backward(_: None, d_sum: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _add_unfused_backward(_: None, d_sum: jax.Array) -> tuple[jax.Array, jax.Array]:
     return d_sum, d_sum
 
 
-add_apart.defvjp(_add_forward, _add_backward)
+add_unfused.defvjp(_add_unfused_forward, _add_unfused_backward)
 
 
-def exp_apart(x: jax.Array) -> jax.Array:
+def exp_unfused(x: jax.Array) -> jax.Array:
     """Return exp(`x`).
 
     With a sum that follows, XLA leaves it to a library whose exponential function has other last bits.
     """
-    return _apart(jnp.exp, x)
+    return _run_unfused(jnp.exp, x)
 
 
-def _apart(function: Callable[..., jax.Array], *arguments: jax.Array) -> jax.Array:
-    return jax.lax.platform_dependent(*arguments, cpu=partial(_call, function), default=function)
+def _run_unfused(function: Callable[..., jax.Array], *arguments: jax.Array) -> jax.Array:
+    return jax.lax.platform_dependent(*arguments, cpu=partial(_call_not_inlined, function), default=function)
 
 
-def _call(function: Callable[..., jax.Array], *arguments: jax.Array) -> jax.Array:
+def _call_not_inlined(function: Callable[..., jax.Array], *arguments: jax.Array) -> jax.Array:
     with set_xla_metadata(inlineable="false"):
         return jax.jit(function)(*arguments)
 
 
-FEWEST_NUMBERS = 4096
+MIN_STABLE_SIZE = 4096
 
 
-def steady(function: Callable[..., Any], *arrays: jax.Array, width: int | None = None) -> Any:
+def apply_batch_invariant(function: Callable[..., Any], *arrays: jax.Array, width: int | None = None) -> Any:
     """Return a function of the arrays [S, ...], which must compute each row by itself.
 
     `width` is the size of a row of the operation that adds, which is that of the first array if it is None.
     """
     num_rows = arrays[0].shape[0]
     width = math.prod(arrays[0].shape[1:]) if width is None else width
-    if num_rows * width >= FEWEST_NUMBERS or num_rows * width == 0:
+    if num_rows * width >= MIN_STABLE_SIZE or num_rows * width == 0:
         return function(*arrays)
-    missing = -(-FEWEST_NUMBERS // width) - num_rows
+    missing = -(-MIN_STABLE_SIZE // width) - num_rows
     padded = (jnp.pad(each, ((0, missing), *[(0, 0)] * (each.ndim - 1))) for each in arrays)
     return jax.tree.map(lambda leaf: leaf[:num_rows], function(*padded))
 
 
-def sum_last(x: jax.Array) -> jax.Array:
+def sum_last_dim(x: jax.Array) -> jax.Array:
     """Return the sum over the last dim."""
-    return steady(lambda x: x.sum(axis=-1), x)
+    return apply_batch_invariant(lambda x: x.sum(axis=-1), x)
 
 
 def sum_exp(x: jax.Array, included: jax.Array | None = None) -> jax.Array:
@@ -88,6 +88,6 @@ def sum_exp(x: jax.Array, included: jax.Array | None = None) -> jax.Array:
     XLA on CPU leaves large sums of exp to a library, whose exponential function has other last bits. Which it is must
     follow from the width of a row, not from the number of rows.
     """
-    exp = jnp.exp if 2 * math.prod(x.shape[1:]) >= FEWEST_NUMBERS else exp_apart
+    exp = jnp.exp if 2 * math.prod(x.shape[1:]) >= MIN_STABLE_SIZE else exp_unfused
     weights = exp(x)
-    return sum_last(weights if included is None else jnp.where(included, weights, 0.0))
+    return sum_last_dim(weights if included is None else jnp.where(included, weights, 0.0))

@@ -16,8 +16,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.layers.recurrence import ChunkMasks, into_chunks, read_masks
-from skyrl_tx.layers.stable_bits import steady
+from skyrl_tx.layers.recurrence import ChunkMasks, get_chunk_masks, split_chunks
+from skyrl_tx.layers.stable_bits import apply_batch_invariant
 
 
 def state_space(
@@ -34,22 +34,22 @@ def state_space(
     state; None continues from `state`. A position with x = 0 and decay = 0 leaves the state as it is.
     """
     length = x_BTGHP.shape[1]
-    c, b = (jnp.moveaxis(into_chunks(each), 2, 3) for each in (c_BTGN, b_BTGN))
-    x, decay = (jnp.moveaxis(into_chunks(each), 2, 4) for each in (x_BTGHP, decay_BTGH))
+    c, b = (jnp.moveaxis(split_chunks(each), 2, 3) for each in (c_BTGN, b_BTGN))
+    x, decay = (jnp.moveaxis(split_chunks(each), 2, 4) for each in (x_BTGHP, decay_BTGH))
     # The backward pass computes a chunk again: what it would keep of all chunks is larger than all other activations.
-    one = jax.checkpoint(_one_chunk, prevent_cse=False)
+    one = jax.checkpoint(_run_chunk, prevent_cse=False)
     # The first dim is of chunks.
     state_BGHNP, y = jax.lax.scan(one, state_BGHNP, (c, b, x, jnp.cumsum(decay, axis=-1), masks))
     y = jnp.moveaxis(y, (0, 4), (1, 2))
     return y.reshape(y.shape[0], -1, *y.shape[3:])[:, :length], state_BGHNP
 
 
-def _one_chunk(
+def _run_chunk(
     state_BGHNP: jax.Array, inputs: tuple[jax.Array, jax.Array, jax.Array, jax.Array, ChunkMasks | None]
 ) -> tuple[jax.Array, jax.Array]:
     """Return the state after a chunk, and the chunk's outputs [B, G, H, C, P]."""
     c_BGCN, b_BGCN, x_BGHCP, total_BGHC, masks = inputs
-    reads_Bij, continues_BC = read_masks(masks, c_BGCN.shape[2])
+    reads_Bij, continues_BC = get_chunk_masks(masks, c_BGCN.shape[2])
 
     # Masked before exp, so that no gradient is infinite.
     between = total_BGHC[..., :, None] - total_BGHC[..., None, :]
@@ -70,7 +70,7 @@ def state_space_step(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the output of one token of each slot [S, G, H, P], and the state after it; all are float32."""
     inputs = c_SGN, b_SGN, x_SGHP, decay_SGH, state_SGHNP
-    return steady(_state_space_step, *inputs, width=math.prod(x_SGHP.shape[1:]))
+    return apply_batch_invariant(_state_space_step, *inputs, width=math.prod(x_SGHP.shape[1:]))
 
 
 def _state_space_step(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 
 FEWEST, MOST = 8, 128  # places of a tile
-TOGETHER = 32  # tiles computed at once on accelerators: bounds the weights that are gathered for them
+TILES_AT_ONCE = 32  # tiles computed at once on accelerators: bounds the weights that are gathered for them
 
 
 @struct.dataclass
@@ -27,7 +27,7 @@ class Tiling:
     group_W: jax.Array
     num_used: jax.Array  # tiles; those in use come first
 
-    def gather(self, x_MD: jax.Array) -> jax.Array:
+    def gather_rows(self, x_MD: jax.Array) -> jax.Array:
         """Return rows in their places [W, P, D]; empty places are zero."""
         return jnp.take(x_MD, self.visit_WP // self.place_MK.shape[1], axis=0, mode="fill", fill_value=0)
 
@@ -35,18 +35,18 @@ class Tiling:
         """Return values of visits in their places [W, P, D]; empty places are zero."""
         return jnp.take(x_MKD.reshape(-1, x_MKD.shape[-1]), self.visit_WP, axis=0, mode="fill", fill_value=0)
 
-    def take_back(self, x_WPD: jax.Array) -> jax.Array:
+    def collect_visits(self, x_WPD: jax.Array) -> jax.Array:
         """Return the value at the place of each visit [M, K, D]; zero for a visit that was left out."""
         return jnp.take(x_WPD.reshape(-1, x_WPD.shape[-1]), self.place_MK, axis=0, mode="fill", fill_value=0)
 
 
-def arrange(group_MK: jax.Array, num_groups: int, fewest: int | None = None) -> Tiling:
+def sort_into_tiles(group_MK: jax.Array, num_groups: int, fewest: int | None = None) -> Tiling:
     """Sort visits by group, in order of rows within one. A visit to group `num_groups` is left out.
 
-    `fewest` are the fewest places of a tile for a kernel, see `tile_size`.
+    `fewest` are the fewest places of a tile for a kernel, see `choose_tile_size`.
     """
     num_visits = group_MK.size
-    num_tiles, places = tile_shape(num_visits, num_groups, fewest)
+    num_tiles, places = get_tile_shape(num_visits, num_groups, fewest)
     group_J = group_MK.reshape(-1)
     order_J = jnp.argsort(group_J, stable=True)
     sorted_J = group_J[order_J]
@@ -71,13 +71,13 @@ def arrange(group_MK: jax.Array, num_groups: int, fewest: int | None = None) -> 
     )
 
 
-def tile_shape(num_visits: int, num_groups: int, fewest: int | None = None) -> tuple[int, int]:
+def get_tile_shape(num_visits: int, num_groups: int, fewest: int | None = None) -> tuple[int, int]:
     """Return how many tiles the worst case needs, and the places of each."""
-    places = tile_size(num_visits, num_groups, fewest)
+    places = choose_tile_size(num_visits, num_groups, fewest)
     return (num_visits + min(num_groups, num_visits) * (places - 1)) // places, places
 
 
-def tile_size(num_visits: int, num_groups: int, fewest: int | None = None) -> int:
+def choose_tile_size(num_visits: int, num_groups: int, fewest: int | None = None) -> int:
     """Return how many places a tile has: at most half of what a group gets on average, or the fewest.
 
     With `fewest`, for a kernel that reads the matrix of a group where it is, at least twice of what a group gets: then
@@ -96,41 +96,41 @@ def tile_size(num_visits: int, num_groups: int, fewest: int | None = None) -> in
     return places
 
 
-def each_tile(function: Callable[[Any], Any], tiling: Tiling, tiles: Any) -> Any:
+def map_tiles(function: Callable[[Any], Any], tiling: Tiling, tiles: Any) -> Any:
     """Return `function` of each tile, stacked; `tiles` has leading W. Values of unused tiles are undefined."""
     tile = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tiles)
     shapes = jax.eval_shape(function, tile)
     num_tiles = tiling.group_W.shape[0]
 
-    def one_by_one(num_used: jax.Array, tiles: Any) -> Any:
-        def step(i: jax.Array, into: Any) -> Any:
+    def run_in_sequence(num_used: jax.Array, tiles: Any) -> Any:
+        def run_tile(i: jax.Array, into: Any) -> Any:
             result = function(jax.tree.map(lambda leaf: leaf[i], tiles))
             return jax.tree.map(lambda into, leaf: into.at[i].set(leaf), into, result)
 
         empty = jax.tree.map(lambda leaf: jnp.zeros((num_tiles, *leaf.shape), leaf.dtype), shapes)
-        return jax.lax.fori_loop(0, num_used, step, empty)
+        return jax.lax.fori_loop(0, num_used, run_tile, empty)
 
-    def side_by_side(num_used: jax.Array, tiles: Any) -> Any:
-        return jax.lax.map(function, tiles, batch_size=min(TOGETHER, num_tiles))
+    def run_batched(num_used: jax.Array, tiles: Any) -> Any:
+        return jax.lax.map(function, tiles, batch_size=min(TILES_AT_ONCE, num_tiles))
 
-    return jax.lax.platform_dependent(tiling.num_used, tiles, cpu=one_by_one, default=side_by_side)
+    return jax.lax.platform_dependent(tiling.num_used, tiles, cpu=run_in_sequence, default=run_batched)
 
 
 def sum_by_index(x_W: jax.Array, index_W: jax.Array, num_used: jax.Array, size: int) -> jax.Array:
     """Return the sums of the leading dim by index, [size, ...], in one order on every run."""
 
-    def in_turn(x_W: jax.Array, index_W: jax.Array, num_used: jax.Array) -> jax.Array:
-        def step(i: jax.Array, total: jax.Array) -> jax.Array:
+    def sum_in_order(x_W: jax.Array, index_W: jax.Array, num_used: jax.Array) -> jax.Array:
+        def add_tile(i: jax.Array, total: jax.Array) -> jax.Array:
             return total.at[index_W[i]].add(x_W[i])
 
-        return jax.lax.fori_loop(0, num_used, step, jnp.zeros((size, *x_W.shape[1:]), x_W.dtype))
+        return jax.lax.fori_loop(0, num_used, add_tile, jnp.zeros((size, *x_W.shape[1:]), x_W.dtype))
 
-    def as_product(x_W: jax.Array, index_W: jax.Array, num_used: jax.Array) -> jax.Array:
+    def sum_by_matmul(x_W: jax.Array, index_W: jax.Array, num_used: jax.Array) -> jax.Array:
         is_used_W = jnp.arange(index_W.shape[0]) < num_used
         belongs_XW = (index_W == jnp.arange(size)[:, None]) & is_used_W
         return jnp.tensordot(belongs_XW.astype(x_W.dtype), x_W, 1)
 
-    return jax.lax.platform_dependent(x_W, index_W, num_used, cpu=in_turn, default=as_product)
+    return jax.lax.platform_dependent(x_W, index_W, num_used, cpu=sum_in_order, default=sum_by_matmul)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ def minimum(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 @struct.dataclass
-class LossInputs:
+class LossArrays:
     """The arrays of one batch, float32 [B, T]; those of cross_entropy may be [B, T, K].
 
     `start_BT` is the position in its row at which the sequence of each position starts; None if each row is one
@@ -108,8 +108,8 @@ class LossOutput:
 
 LossConfig = Mapping[str, jax.Array]
 """Config values by name, [B, 1]. Only the names are static: new values need no compilation."""
-LossFunction = Callable[[LossInputs, LossConfig], jax.Array]
-LogRatio = Callable[[LossInputs], jax.Array]
+LossFunction = Callable[[LossArrays, LossConfig], jax.Array]
+LogRatio = Callable[[LossArrays], jax.Array]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class Loss:
     function: LossFunction
     is_local: bool = True
     """Whether a position's loss follows from that position's log-probability and inputs alone."""
-    clipped_log_ratio: LogRatio = LossInputs.log_ratio
+    clipped_log_ratio: LogRatio = LossArrays.log_ratio
     """The logarithm of the ratio that the thresholds bound, if there are any: of tokens or of sequences."""
 
     columns: tuple[str, ...] = field(init=False)
@@ -150,7 +150,7 @@ class Loss:
             return inputs[name] if name in self.spec.inputs else jnp.full_like(target_logprobs, neutral)
 
         weights = read("weights")
-        x = LossInputs(
+        x = LossArrays(
             target_logprobs=target_logprobs,
             sampling_logprobs=read("logprobs"),
             # Zero where the weight is 0: multiplied by a ratio or a threshold, the advantage may become infinite, and
@@ -165,11 +165,11 @@ class Loss:
         loss = self.function(x, config) * weights
         loss_BT = loss if loss.ndim == 2 else loss.sum(axis=2)
         if self.spec.is_policy_gradient:
-            return LossOutput(loss_BT, self._totals(x, config), x.counts.astype(jnp.float32))
+            return LossOutput(loss_BT, self._compute_totals(x, config), x.counts.astype(jnp.float32))
         zeros_BT = jnp.zeros(loss_BT.shape)
         return LossOutput(loss_BT, dict.fromkeys(MEANS, zeros_BT), zeros_BT)
 
-    def _totals(self, x: LossInputs, config: LossConfig) -> dict[str, jax.Array]:
+    def _compute_totals(self, x: LossArrays, config: LossConfig) -> dict[str, jax.Array]:
         """Return ratio, whether it is clipped, and distance to the sampler, at the positions that count."""
         x = jax.lax.stop_gradient(x)
         bounded = jnp.exp(self.clipped_log_ratio(x))

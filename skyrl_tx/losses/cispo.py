@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from skyrl_tx.contract.losses import LOSS_SPECS
-from skyrl_tx.losses.base import Loss, LossConfig, LossInputs
+from skyrl_tx.losses.base import Loss, LossArrays, LossConfig
 
 
-def cispo(x: LossInputs, config: LossConfig) -> jax.Array:
+def cispo(x: LossArrays, config: LossConfig) -> jax.Array:
     """Return -stopgrad(clip(r)) * l * A: every token has a gradient, however large its ratio."""
     ratio = jnp.exp(x.log_ratio())
     clipped = jnp.clip(ratio, config["clip_low_threshold"], config["clip_high_threshold"])

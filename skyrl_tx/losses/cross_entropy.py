@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 
 from skyrl_tx.contract.losses import LOSS_SPECS
-from skyrl_tx.losses.base import Loss, LossConfig, LossInputs
+from skyrl_tx.losses.base import Loss, LossArrays, LossConfig
 
 
-def cross_entropy(x: LossInputs, config: LossConfig) -> jax.Array:
+def cross_entropy(x: LossArrays, config: LossConfig) -> jax.Array:
     """Return -l of every target whose weight is not 0."""
     return -jnp.where(x.weights != 0, x.target_logprobs, 0.0)
 

@@ -89,10 +89,10 @@ def value_and_gradient(
 ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
     """Return loss and metrics, see `evaluate`, and d loss / d logprob in the shape of the first input, 0 in padding."""
 
-    def of_logprobs(logprobs: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def evaluate_logprobs(logprobs: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         return evaluate(loss, [logprobs, *inputs[1:]], constants, length)
 
-    (value, metrics), gradient = jax.value_and_grad(of_logprobs, has_aux=True)(inputs[0])
+    (value, metrics), gradient = jax.value_and_grad(evaluate_logprobs, has_aux=True)(inputs[0])
     return value, metrics, gradient
 
 
@@ -105,7 +105,7 @@ def _compute(
     if name in _REDUCTIONS:
         return _reduce(name, x, shapes[0], options, length)
     if name == "cumsum":
-        return jnp.cumsum(_masked(x, shapes[0], options, 0.0, length), axis=options[0])
+        return jnp.cumsum(_mask_padding(x, shapes[0], options, 0.0, length), axis=options[0])
     if name == "broadcast":
         return jnp.broadcast_arrays(*read)[0]
     if name == "unsqueeze":
@@ -113,7 +113,7 @@ def _compute(
     axis = options[0]
     if name == "squeeze":
         return jnp.squeeze(x, axis)
-    size = _size(shapes[0][axis], x.shape[axis], length)
+    size = _count_elements(shapes[0][axis], x.shape[axis], length)
     if name == "size":
         return size.astype(jnp.float32)
     if name == "select":
@@ -122,20 +122,20 @@ def _compute(
     assert name == "slice", name
     if shape[axis].symbol == "K":
         return jax.lax.slice_in_dim(x, options[1], x.shape[axis] - options[2], axis=axis)
-    last = _size(shape[axis], x.shape[axis], length) - 1
+    last = _count_elements(shape[axis], x.shape[axis], length) - 1
     return jnp.take(x, options[1] + jnp.minimum(jnp.arange(x.shape[axis]), last), axis=axis, mode="clip")
 
 
-def _size(dim: Dim, padded: int, length: jax.Array) -> jax.Array:
+def _count_elements(dim: Dim, padded: int, length: jax.Array) -> jax.Array:
     """Return the number of elements before padding. Targets per position are not padded."""
     return length - dim.cut if dim.symbol == "T" else jnp.asarray(padded, jnp.int32)
 
 
-def _masked(x: jax.Array, shape: Shape, axes: Sequence[int], neutral: float, length: jax.Array) -> jax.Array:
+def _mask_padding(x: jax.Array, shape: Shape, axes: Sequence[int], neutral: float, length: jax.Array) -> jax.Array:
     """Return `x` with padding along `axes` replaced."""
     for axis in axes:
         if shape[axis].symbol == "T":
-            mask = jnp.arange(x.shape[axis]) < _size(shape[axis], x.shape[axis], length)
+            mask = jnp.arange(x.shape[axis]) < _count_elements(shape[axis], x.shape[axis], length)
             x = jnp.where(jnp.expand_dims(mask, [each for each in range(x.ndim) if each != axis]), x, neutral)
     return x
 
@@ -143,10 +143,10 @@ def _masked(x: jax.Array, shape: Shape, axes: Sequence[int], neutral: float, len
 def _reduce(name: str, x: jax.Array, shape: Shape, options: Sequence[int], length: jax.Array) -> jax.Array:
     keeps, axes = bool(options[0]), tuple(options[1:])
     function, neutral = _REDUCTIONS[name]
-    total = function(_masked(x, shape, axes, neutral, length), axis=axes, keepdims=keeps)
+    total = function(_mask_padding(x, shape, axes, neutral, length), axis=axes, keepdims=keeps)
     if name != "mean":
         return total
     count = jnp.asarray(1, jnp.int32)
     for axis in axes:
-        count = count * _size(shape[axis], x.shape[axis], length)
+        count = count * _count_elements(shape[axis], x.shape[axis], length)
     return total / count

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from skyrl_tx.contract.losses import LOSS_SPECS
-from skyrl_tx.losses.base import Loss, LossConfig, LossInputs
+from skyrl_tx.losses.base import Loss, LossArrays, LossConfig
 
 
-def dro(x: LossInputs, config: LossConfig) -> jax.Array:
+def dro(x: LossArrays, config: LossConfig) -> jax.Array:
     """Return -(l * A - beta / 2 * (l - q)^2). The penalty applies where A = 0 too, unless the weight is 0."""
     target = jnp.where(x.counts, x.target_logprobs, 0.0)
     difference = x.difference(x.weights != 0)

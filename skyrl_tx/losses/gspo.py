@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 from skyrl_tx.contract.loss_reference import MAX_LOG_RATIO
 from skyrl_tx.contract.losses import LOSS_SPECS
-from skyrl_tx.losses.base import Loss, LossConfig, LossInputs, clip, minimum
+from skyrl_tx.losses.base import Loss, LossArrays, LossConfig, clip, minimum
 
 
-def sequence_log_ratio(x: LossInputs) -> jax.Array:
+def sequence_log_ratio(x: LossArrays) -> jax.Array:
     """Return the sequence's mean of l - q over its masked positions, without gradient; 0 for an empty mask.
 
     Only the mean is bounded, because only the mean is an exponent: a token with a large l - q counts in full.
@@ -23,7 +23,7 @@ def sequence_log_ratio(x: LossInputs) -> jax.Array:
     return jax.lax.stop_gradient(clip(mean, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
-def gspo(x: LossInputs, config: LossConfig) -> jax.Array:
+def gspo(x: LossArrays, config: LossConfig) -> jax.Array:
     """Return -min(s * A, clip(s) * A), where s has the sequence's value and each token's own gradient."""
     target = jnp.where(x.counts, x.target_logprobs, 0.0)
     ratio = jnp.exp(sequence_log_ratio(x)) * jnp.exp(target - jax.lax.stop_gradient(target))

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 
 from skyrl_tx.contract.losses import LOSS_SPECS
-from skyrl_tx.losses.base import Loss, LossConfig, LossInputs
+from skyrl_tx.losses.base import Loss, LossArrays, LossConfig
 
 
-def importance_sampling(x: LossInputs, config: LossConfig) -> jax.Array:
+def importance_sampling(x: LossArrays, config: LossConfig) -> jax.Array:
     """Return -r * A."""
     return -jnp.exp(x.log_ratio()) * x.advantages
 

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from skyrl_tx.contract.losses import LOSS_SPECS
-from skyrl_tx.losses.base import Loss, LossConfig, LossInputs, clip, minimum
+from skyrl_tx.losses.base import Loss, LossArrays, LossConfig, clip, minimum
 
 
-def ppo(x: LossInputs, config: LossConfig) -> jax.Array:
+def ppo(x: LossArrays, config: LossConfig) -> jax.Array:
     """Return -min(r * A, clip(r) * A)."""
     ratio = jnp.exp(x.log_ratio())
     clipped = clip(ratio, config["clip_low_threshold"], config["clip_high_threshold"])

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from skyrl_tx.contract.losses import LOSS_SPECS
-from skyrl_tx.losses.base import Loss, LossConfig, LossInputs
+from skyrl_tx.losses.base import Loss, LossArrays, LossConfig
 
 
-def stable_reinforce(x: LossInputs, config: LossConfig) -> jax.Array:
+def stable_reinforce(x: LossArrays, config: LossConfig) -> jax.Array:
     """Return -stopgrad(min(r, threshold)) * l * A + kl_coeff / 2 * (l - q)^2, the penalty also where A = 0."""
     is_sampled = x.sampled != 0
     has_gain = is_sampled & x.counts

@@ -3,15 +3,15 @@
 from collections.abc import Mapping
 
 from skyrl_tx.models.adapters import (
-    adapter_axes,
-    adapter_format,
-    adapter_shapes,
+    choose_expert_lora,
+    describe_adapter,
     fit_adapter,
-    form_of,
+    get_adapter_axes,
+    get_target_layers,
+    get_targets,
+    get_trained_targets,
     init_adapter,
-    target_layers,
-    targets,
-    trained_targets,
+    make_adapter_format,
 )
 from skyrl_tx.models.base import ModelFamily
 from skyrl_tx.models.config import HfConfig, ModelConfig
@@ -19,10 +19,10 @@ from skyrl_tx.models.decoder import (
     constrain_cache,
     decode_step,
     embed,
-    extend,
     forward,
     logits,
     loss_and_gradient,
+    prefill,
     target_logprobs,
 )
 from skyrl_tx.models.deepseek_v3 import DEEPSEEK_V3
@@ -30,11 +30,11 @@ from skyrl_tx.models.gemma3 import GEMMA3
 from skyrl_tx.models.glm4_moe import GLM4_MOE
 from skyrl_tx.models.glm4_moe_lite import GLM4_MOE_LITE
 from skyrl_tx.models.gpt_oss import GPT_OSS
-from skyrl_tx.models.layer_adapters import CutAdapter, GroupPairs, cut_pairs, joined_pairs
+from skyrl_tx.models.layer_adapters import CutAdapter, GroupPairs, cut_pairs, join_pairs
 from skyrl_tx.models.llama import LLAMA
 from skyrl_tx.models.mistral import MISTRAL
 from skyrl_tx.models.nemotron_h import NEMOTRON_H
-from skyrl_tx.models.params import DecoderParams, by_layer, cache_shapes, describe_params, empty_cache
+from skyrl_tx.models.params import DecoderParams, describe_cache, describe_params, make_empty_cache, unstack_params
 from skyrl_tx.models.parts.base import UnsupportedModel
 from skyrl_tx.models.qwen2 import QWEN2
 from skyrl_tx.models.qwen3 import QWEN3
@@ -70,28 +70,28 @@ __all__ = [
     "ModelConfig",
     "ModelFamily",
     "UnsupportedModel",
-    "adapter_axes",
-    "adapter_format",
-    "adapter_shapes",
-    "by_layer",
-    "cache_shapes",
+    "choose_expert_lora",
     "constrain_cache",
     "cut_pairs",
     "decode_step",
+    "describe_adapter",
+    "describe_cache",
     "describe_params",
     "embed",
-    "empty_cache",
-    "extend",
     "find_family",
     "fit_adapter",
-    "form_of",
     "forward",
+    "get_adapter_axes",
+    "get_target_layers",
+    "get_targets",
+    "get_trained_targets",
     "init_adapter",
-    "joined_pairs",
+    "join_pairs",
     "logits",
     "loss_and_gradient",
-    "target_layers",
+    "make_adapter_format",
+    "make_empty_cache",
+    "prefill",
     "target_logprobs",
-    "targets",
-    "trained_targets",
+    "unstack_params",
 ]

@@ -18,14 +18,20 @@ from skyrl_tx.layers.parameter import Axis, flatten
 from skyrl_tx.models.config import ExpertLora, ModelConfig
 from skyrl_tx.models.params import describe_params
 from skyrl_tx.models.parts.base import Target
-from skyrl_tx.weights.peft import AdapterFiles, AdapterFormat, TargetModule, split, stack_of
-from skyrl_tx.weights.weight_map import TIED_UNEMBED_MODULE, WeightMap, adapter_modules, bind_rows, fused_modules
+from skyrl_tx.weights.peft import AdapterFiles, AdapterFormat, TargetModule, find_stack, split_modules
+from skyrl_tx.weights.weight_map import (
+    TIED_UNEMBED_MODULE,
+    WeightMap,
+    bind_rows,
+    find_fused_modules,
+    name_adapter_modules,
+)
 
 UNEMBED = "unembed"
 """The target that is no part of a block."""
 
 
-def targets(config: ModelConfig) -> dict[str, Target]:
+def get_targets(config: ModelConfig) -> dict[str, Target]:
     """Return every linear map that adapters change: those of dense blocks, of experts, and the unembedding."""
     found: dict[str, Target] = {}
     for stack in config.stacks:
@@ -35,37 +41,37 @@ def targets(config: ModelConfig) -> dict[str, Target]:
     return found | {UNEMBED: Target(inputs=config.hidden_size, outputs=config.vocab_size, axes=axes, group="unembed")}
 
 
-def trained_targets(config: ModelConfig, lora: LoraSpec) -> tuple[str, ...]:
+def get_trained_targets(config: ModelConfig, lora: LoraSpec) -> tuple[str, ...]:
     """Return the targets that are trained. The pairs of others are zero and stay zero."""
     trained = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
-    return tuple(name for name, target in targets(config).items() if trained[target.group])
+    return tuple(name for name, target in get_targets(config).items() if trained[target.group])
 
 
-def adapter_axes(config: ModelConfig) -> dict[str, tuple[tuple[Axis | None, ...], tuple[Axis | None, ...]]]:
+def get_adapter_axes(config: ModelConfig) -> dict[str, tuple[tuple[Axis | None, ...], tuple[Axis | None, ...]]]:
     """Return the logical axes of A and B of each target: those of the map that it changes; ranks are not sharded."""
     stacks: tuple[Axis, ...] = ("layers", "expert")
     return {
         name: ((*stack, target.axes[0], None), (*stack, None, target.axes[1]))
-        for name, target in targets(config).items()
-        for stack in [stacks[: len(target_stacks(config, name)[0])]]
+        for name, target in get_targets(config).items()
+        for stack in [stacks[: len(get_target_dims(config, name)[0])]]
     }
 
 
-def target_layers(config: ModelConfig, name: str) -> tuple[int, ...]:
+def get_target_layers(config: ModelConfig, name: str) -> tuple[int, ...]:
     """Return the layers that have a target; none for the unembedding."""
     layers = (stack.layers for stack in config.stacks if name in stack.block.targets())
     return tuple(sorted(itertools.chain.from_iterable(layers)))
 
 
-def target_stacks(config: ModelConfig, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def get_target_dims(config: ModelConfig, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the leading dimensions of A and of B: [L], [L, E] for experts, none for the unembedding.
 
     E is 1 of a factor that all experts share.
     """
-    target = targets(config)[name]
+    target = get_targets(config)[name]
     if name == UNEMBED:
         return (), ()
-    num_layers = len(target_layers(config, name))
+    num_layers = len(get_target_layers(config, name))
     if target.num_experts is None:
         return (num_layers,), (num_layers,)
     a, b = (
@@ -75,18 +81,18 @@ def target_stacks(config: ModelConfig, name: str) -> tuple[tuple[int, ...], tupl
     return a, b
 
 
-def adapter_shapes(config: ModelConfig, rank: int) -> Adapter:
+def describe_adapter(config: ModelConfig, rank: int) -> Adapter:
     """Return the tree of one adapter, without a slot axis, as float32 `jax.ShapeDtypeStruct`s."""
 
-    def shape(*dims: int) -> jax.ShapeDtypeStruct:
+    def make_shape(*dims: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, np.float32)
 
     weights: dict[str, LoraPair] = {}
-    for name, target in targets(config).items():
-        stack_of_a, stack_of_b = target_stacks(config, name)
-        a, b = shape(*stack_of_a, target.inputs, rank), shape(*stack_of_b, rank, target.outputs)
+    for name, target in get_targets(config).items():
+        stack_of_a, stack_of_b = get_target_dims(config, name)
+        a, b = make_shape(*stack_of_a, target.inputs, rank), make_shape(*stack_of_b, rank, target.outputs)
         weights[name] = LoraPair(a=a, b=b)  # type: ignore[arg-type]
-    return Adapter(weights=weights, scale=shape())  # type: ignore[arg-type]
+    return Adapter(weights=weights, scale=make_shape())  # type: ignore[arg-type]
 
 
 def init_adapter(config: ModelConfig, lora: LoraSpec, max_rank: int | None = None) -> Adapter:
@@ -96,9 +102,9 @@ def init_adapter(config: ModelConfig, lora: LoraSpec, max_rank: int | None = Non
     generator, keyed by seed and name. So its values do not depend on devices, `max_rank` or other targets.
     """
     assert 1 <= lora.rank <= (max_rank or lora.rank), f"rank {lora.rank}, padded to {max_rank}"
-    shapes = adapter_shapes(config, max_rank or lora.rank)
+    shapes = describe_adapter(config, max_rank or lora.rank)
     adapter: Adapter = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
-    for name in trained_targets(config, lora):
+    for name in get_trained_targets(config, lora):
         a = adapter.weights[name].a
         bound = a.shape[-2] ** -0.5
         key = hashlib.sha256(f"{lora.seed}:{name}".encode()).digest()[:16]
@@ -107,27 +113,27 @@ def init_adapter(config: ModelConfig, lora: LoraSpec, max_rank: int | None = Non
     return adapter.replace(scale=np.float32(ALPHA / lora.rank))  # type: ignore[attr-defined]
 
 
-def adapter_format(config: ModelConfig, weights: WeightMap, base_model: str) -> AdapterFormat:
+def make_adapter_format(config: ModelConfig, weights: WeightMap, base_model: str) -> AdapterFormat:
     """Return the format of this model's adapter files."""
-    names = adapter_modules(weights, tied_embeddings=config.tied_embeddings)
+    names = name_adapter_modules(weights, tied_embeddings=config.tied_embeddings)
     modules = {
         name: TargetModule(
             module=names[name],
-            stacks=target_stacks(config, name),
-            layers=target_layers(config, name) or None,
+            stacks=get_target_dims(config, name),
+            layers=get_target_layers(config, name) or None,
             inputs=target.inputs,
             outputs=target.outputs,
         )
-        for name, target in targets(config).items()
+        for name, target in get_targets(config).items()
     }
     bound = bind_rows(weights, flatten(describe_params(config)))
-    return AdapterFormat(base_model=base_model, modules=modules, fused=fused_modules(bound))
+    return AdapterFormat(base_model=base_model, modules=modules, fused=find_fused_modules(bound))
 
 
-def form_of(config: ModelConfig, adapter: AdapterFiles) -> ExpertLora:
+def choose_expert_lora(config: ModelConfig, adapter: AdapterFiles) -> ExpertLora:
     """Return the form that has room for an adapter's factors of experts: "shared", if these are equal."""
-    numbers = {target.num_experts for target in targets(config).values()} - {None}
-    return "shared" if all(adapter.shares_factors(number or 0) for number in numbers) else "own"
+    numbers = {target.num_experts for target in get_targets(config).values()} - {None}
+    return "shared" if all(adapter.has_shared_factors(number or 0) for number in numbers) else "own"
 
 
 def fit_adapter(config: ModelConfig, format: AdapterFormat, adapter: AdapterFiles) -> tuple[LoraSpec, AdapterWeights]:
@@ -136,11 +142,11 @@ def fit_adapter(config: ModelConfig, format: AdapterFormat, adapter: AdapterFile
     The update of each module stays the same. Modules of a trained group that the adapter lacks get the values of a
     fresh model, whose update is zero. Raises AdapterError if the adapter does not fit the model.
     """
-    factors = split(adapter.factors, format.fused, adapter.rank)
+    factors = split_modules(adapter.factors, format.fused, adapter.rank)
     if config.tied_embeddings and "lm_head" in factors:
         factors[TIED_UNEMBED_MODULE] = factors.pop("lm_head")
-    leaves = {stack_of(module)[0].rpartition(".")[2] for module in factors}
-    changed = {targets(config)[name].group for name, module in format.modules.items() if module.leaf in leaves}
+    leaves = {find_stack(module)[0].rpartition(".")[2] for module in factors}
+    changed = {get_targets(config)[name].group for name, module in format.modules.items() if module.leaf in leaves}
     lora = LoraSpec(
         rank=adapter.rank,
         seed=0,
@@ -149,5 +155,5 @@ def fit_adapter(config: ModelConfig, format: AdapterFormat, adapter: AdapterFile
         train_unembed="unembed" in changed,
     )
     fresh = init_adapter(config, lora).weights
-    trained: AdapterWeights = {name: fresh[name] for name in trained_targets(config, lora)}
+    trained: AdapterWeights = {name: fresh[name] for name in get_trained_targets(config, lora)}
     return lora, format.with_factors(trained, factors, adapter.scale * lora.rank / ALPHA)

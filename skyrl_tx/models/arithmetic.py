@@ -6,7 +6,7 @@ the look-up of embeddings count nothing.
 
 import math
 
-from skyrl_tx.models.adapters import UNEMBED, target_layers, targets
+from skyrl_tx.models.adapters import UNEMBED, get_target_layers, get_targets
 from skyrl_tx.models.config import Block, ModelConfig
 from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.models.parts.base import Target
@@ -16,12 +16,12 @@ from skyrl_tx.models.parts.latent_attention import LatentAttention
 from skyrl_tx.models.parts.mamba import Mamba
 
 
-def frozen_macs(config: ModelConfig) -> int:
+def count_frozen_macs(config: ModelConfig) -> int:
     """Return the multiply-adds of a token with the base weights, those of the unembedding included."""
     found = config.hidden_size * config.vocab_size
     for block in config.blocks:
         for target in block.targets().values():
-            found += _repeats(block, target) * target.inputs * target.outputs
+            found += _count_uses(block, target) * target.inputs * target.outputs
         if isinstance(block.feed_forward, Mixture):
             found += config.hidden_size * block.feed_forward.routing.num_experts
         match block.mixer:
@@ -37,18 +37,18 @@ def frozen_macs(config: ModelConfig) -> int:
     return found
 
 
-def adapter_macs(config: ModelConfig, rank: int, *, with_unembed: bool = True) -> int:
+def count_adapter_macs(config: ModelConfig, rank: int, *, with_unembed: bool = True) -> int:
     """Return the multiply-adds of a token with an adapter; factors that all experts share count once."""
     found = 0
     for block in config.blocks:
         for target in block.targets().values():
             for size, axis in zip((target.inputs, target.outputs), target.axes, strict=True):
                 is_shared = config.expert_lora == "shared" and axis == "embed"
-                found += rank * size * (1 if is_shared else _repeats(block, target))
+                found += rank * size * (1 if is_shared else _count_uses(block, target))
     return found + (rank * (config.hidden_size + config.vocab_size) if with_unembed else 0)
 
 
-def mixing_macs(config: ModelConfig, length: int) -> int:
+def count_mixing_macs(config: ModelConfig, length: int) -> int:
     """Return the multiply-adds by which the positions of a sequence of `length` tokens read each other, in all."""
     found = 0
     for block in config.blocks:
@@ -71,7 +71,7 @@ def mixing_macs(config: ModelConfig, length: int) -> int:
     return found
 
 
-def exchanged_numbers(config: ModelConfig, num_parts: int) -> int:
+def count_exchanged_numbers(config: ModelConfig, num_parts: int) -> int:
     """Return how many numbers of a token mixers exchange if `num_parts` devices have whole rows of a part of the heads.
 
     Each mixer's inputs by heads go there, and its outputs come back, in a pass over all layers.
@@ -94,7 +94,7 @@ def exchanged_numbers(config: ModelConfig, num_parts: int) -> int:
     return found
 
 
-def experts_read(config: ModelConfig, num_tokens: int) -> float:
+def estimate_experts_read(config: ModelConfig, num_tokens: int) -> float:
     """Return the expected share of the experts' weights that a step of `num_tokens` reads; 1 without experts."""
     shares = [
         1 - (1 - block.feed_forward.routing.num_chosen / block.feed_forward.routing.num_experts) ** num_tokens
@@ -104,16 +104,16 @@ def experts_read(config: ModelConfig, num_tokens: int) -> float:
     return sum(shares) / len(shares) if shares else 1.0
 
 
-def expert_parameters(config: ModelConfig) -> int:
+def count_expert_parameters(config: ModelConfig) -> int:
     """Return how many of the base weights belong to experts among which a router chooses."""
     return sum(
-        len(target_layers(config, name)) * target.num_experts * target.inputs * target.outputs
-        for name, target in targets(config).items()
+        len(get_target_layers(config, name)) * target.num_experts * target.inputs * target.outputs
+        for name, target in get_targets(config).items()
         if name != UNEMBED and target.num_experts is not None
     )
 
 
-def _repeats(block: Block, target: Target) -> int:
+def _count_uses(block: Block, target: Target) -> int:
     """Return how often a token meets a linear map of a block."""
     feed_forward = block.feed_forward
     return feed_forward.routing.num_chosen if target.num_experts and isinstance(feed_forward, Mixture) else 1

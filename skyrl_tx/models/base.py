@@ -14,14 +14,14 @@ float32.
     logits(params, hidden, adapter, slots)                               -> [B, ..., V]
     extend(params, config, inputs, start, cache, table, adapter, slots)
                                                                          -> hidden [B, T, D], Cache
-    decode_step(params, config, token_S, cache, adapter, slots)          -> hidden [S, D], SliceCache
+    decode_step(params, config, token_S, cache, adapter, slots)          -> hidden [S, D], DecodeSliceCache
     by_layer(params, config)                                             -> DecoderParams, each layer by itself
     describe_params(config)                                              -> DecoderParams of Parameter
-    adapter_shapes(config, rank), init_adapter(config, spec, max_rank)   -> Adapter of shapes, of numpy arrays
+    describe_adapter(config, rank), init_adapter(config, spec, max_rank)   -> Adapter of shapes, of numpy arrays
 
 `inputs` are tokens or embeddings. Prompts and samples are in a `Cache` (see `layers.cache_state`), empty at first
-(`empty_cache`), and a `Table` says where. Steps of decoding lie between `held.open_slice(cache, table, ...)` and
-`held.close_slice(cache, ..., table)`.
+(`make_empty_cache`), and a `Table` says where. Steps of decoding lie between `held.open_decode_slice(cache, table, ...)` and
+`held.close_decode_slice(cache, ..., table)`.
 Weights: `weights.hf.load(directory, describe_params(config), family.weights)` or `weights.hf.dummy(...)`.
 """
 
@@ -34,10 +34,10 @@ from skyrl_tx.models.config import (
     Block,
     HfConfig,
     ModelConfig,
+    check_supported,
     group_blocks,
     read_rope,
     read_size,
-    refuse_what_changes_the_maths,
 )
 from skyrl_tx.models.params import describe_params
 from skyrl_tx.models.parts.attention import Attention
@@ -74,9 +74,9 @@ class ModelFamily:
 
         Raises UnsupportedModel, naming the key and its value, when something is missing or would change the maths.
         """
-        hf = {**self.defaults, **text_config(hf)}
+        hf = {**self.defaults, **get_text_config(hf)}
         hf |= {name: hf.pop(key) for key, name in self.renamed.items() if key in hf}
-        refuse_what_changes_the_maths(hf, reads=self.reads)
+        check_supported(hf, reads=self.reads)
         return ModelConfig(
             architecture=self.architecture,
             vocab_size=read_size(hf, "vocab_size"),
@@ -88,12 +88,12 @@ class ModelFamily:
             scales_embeddings=self.scales_embeddings,
         )
 
-    def bound_weights(self, config: ModelConfig) -> WeightMap:
+    def bind_weights(self, config: ModelConfig) -> WeightMap:
         """Return the rules with the rows of tensors that several parameters share."""
         return bind_rows(self.weights, flatten(describe_params(config)))
 
 
-def text_config(hf: HfConfig) -> HfConfig:
+def get_text_config(hf: HfConfig) -> HfConfig:
     """Return the config of the text model, which that of a model with images nests."""
     nested = hf.get("text_config")
     if not isinstance(nested, Mapping):
@@ -133,7 +133,7 @@ def read_dense(hf: HfConfig) -> Dense:
     return Dense(hidden_size=read_size(hf, "hidden_size"), mlp_size=read_size(hf, "intermediate_size"))
 
 
-def dense_blocks(*, has_bias: bool = False, has_norm: bool = False) -> Callable[[HfConfig], tuple[Block, ...]]:
+def make_dense_reader(*, has_bias: bool = False, has_norm: bool = False) -> Callable[[HfConfig], tuple[Block, ...]]:
     """Return the reader of a family whose layers are all equal and dense."""
 
     def read(hf: HfConfig) -> tuple[Block, ...]:

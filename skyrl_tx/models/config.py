@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from skyrl_tx.layers.rope import Rope
-from skyrl_tx.models.parts.base import FeedForward, Mixer, Room, Target, UnsupportedModel
+from skyrl_tx.models.parts.base import CacheSpec, FeedForward, Mixer, Target, UnsupportedModel
 from skyrl_tx.weights.packed import FP8_BLOCK, INT4_GROUP
 
 HfConfig = Mapping[str, Any]
@@ -36,9 +36,9 @@ class Block:
         """Return the linear maps that adapters change."""
         return {name: target for part in self.parts for name, target in part.targets().items()}
 
-    def room(self) -> Room:
+    def describe_cache(self) -> CacheSpec:
         """Return what the cache keeps of the layer."""
-        return Room() if self.mixer is None else self.mixer.room()
+        return CacheSpec() if self.mixer is None else self.mixer.describe_cache()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,9 @@ def group_blocks(blocks: Sequence[Block]) -> tuple[Group, ...]:
     # (negative, as the longest is taken of equals) and its cycle.
     best = {len(blocks): (0, 0, 0, 0)}
     for first in reversed(range(len(blocks))):
-        best[first] = min((cycle + best[end][0], 1 + best[end][1], -end, cycle) for cycle, end in _cycles(kinds, first))
+        best[first] = min(
+            (cycle + best[end][0], 1 + best[end][1], -end, cycle) for cycle, end in _find_cycles(kinds, first)
+        )
     groups: list[Group] = []
     first = 0
     while first < len(blocks):
@@ -79,7 +81,7 @@ def group_blocks(blocks: Sequence[Block]) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-def _cycles(kinds: Sequence[int], first: int) -> Iterator[tuple[int, int]]:
+def _find_cycles(kinds: Sequence[int], first: int) -> Iterator[tuple[int, int]]:
     """Yield the length of each cycle that begins at a layer, with each layer that its repeats may end before."""
     yield 1, first + 1
     for cycle in range(1, (len(kinds) - first) // 2 + 1):
@@ -132,7 +134,7 @@ class ModelConfig:
         return sum(len(stack.layers) for stack in self.stacks)
 
 
-def read_given(hf: HfConfig, key: str) -> Any:
+def read_required(hf: HfConfig, key: str) -> Any:
     """Return a value of a `config.json`. Raises UnsupportedModel if it is absent."""
     value = hf.get(key)
     if value is None:
@@ -142,7 +144,7 @@ def read_given(hf: HfConfig, key: str) -> Any:
 
 def read_size(hf: HfConfig, key: str) -> int:
     """Return a size of a `config.json`. Raises UnsupportedModel if it is absent or not a whole number above 0."""
-    value = read_given(hf, key)
+    value = read_required(hf, key)
     if not isinstance(value, int) or value < 1:
         raise UnsupportedModel(f"config.json has {key} = {value!r}, not a whole number above 0")
     return value
@@ -178,14 +180,14 @@ OPTIONAL_ROPE_KEYS: Mapping[str, frozenset[str]] = {
 }
 
 
-def refuse_other_values(hf: HfConfig, accepted: Mapping[str, tuple[Any, ...]]) -> None:
+def check_values(hf: HfConfig, accepted: Mapping[str, tuple[Any, ...]]) -> None:
     """Raise UnsupportedModel for a key with a value that is neither None nor accepted."""
     for key, values in accepted.items():
         if hf.get(key) not in (None, *values):
             raise UnsupportedModel(f"config.json has {key} = {hf[key]!r}; supported: {values[0]!r}")
 
 
-def refuse_what_changes_the_maths(hf: HfConfig, *, reads: frozenset[str]) -> None:
+def check_supported(hf: HfConfig, *, reads: frozenset[str]) -> None:
     """Raise UnsupportedModel for a key of `NEUTRAL` with another value, and for sliding-window attention in use.
 
     Keys in `reads` are not checked.
@@ -194,7 +196,7 @@ def refuse_what_changes_the_maths(hf: HfConfig, *, reads: frozenset[str]) -> Non
         if key in hf and key not in reads and hf[key] not in neutral:
             raise UnsupportedModel(f"config.json has {key} = {hf[key]!r}; supported: {neutral[0]!r}")
     if "quantization_config" not in reads:
-        refuse_other_quantization(hf.get("quantization_config"))
+        check_quantization(hf.get("quantization_config"))
     # Qwen configs carry a window that is off unless `use_sliding_window` says otherwise; Llama knows no such key.
     if hf.get("use_sliding_window") and hf.get("sliding_window") is not None:
         raise UnsupportedModel(f"config.json has sliding_window = {hf['sliding_window']!r} in use; not supported")
@@ -228,7 +230,7 @@ def read_rope(hf: HfConfig) -> Rope:
     return Rope(theta=float(theta), kind=kind, **fields)
 
 
-_NAME = "quantization_config"
+_QUANTIZATION_KEY = "quantization_config"
 _Accepted = Mapping[str, tuple[Any, ...]]
 
 _FP8: _Accepted = {
@@ -259,24 +261,26 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 
-def refuse_other_quantization(given: Mapping[str, Any] | None) -> None:
+def check_quantization(given: Mapping[str, Any] | None) -> None:
     """Raise UnsupportedModel, naming the key and its value, unless tensors are plain, in FP8 blocks or INT4 groups."""
     if given is None:
         return
     method = given.get("quant_method")
     if method == "fp8":
-        _refuse_other(_NAME, given, _FP8)
+        _check_quantization_values(_QUANTIZATION_KEY, given, _FP8)
     elif method == "compressed-tensors":
-        _refuse_other(_NAME, given, _INT4)
+        _check_quantization_values(_QUANTIZATION_KEY, given, _INT4)
         for name, group in (given.get("config_groups") or {}).items():
-            path = f"{_NAME}.config_groups.{name}"
-            _refuse_other(path, group, _INT4_GROUP)
-            _refuse_other(f"{path}.weights", group.get("weights") or {}, _INT4_WEIGHTS)
+            path = f"{_QUANTIZATION_KEY}.config_groups.{name}"
+            _check_quantization_values(path, group, _INT4_GROUP)
+            _check_quantization_values(f"{path}.weights", group.get("weights") or {}, _INT4_WEIGHTS)
     else:
-        raise UnsupportedModel(f"config.json has {_NAME}.quant_method = {method!r}; supported: 'fp8', of DeepSeek-V3")
+        raise UnsupportedModel(
+            f"config.json has {_QUANTIZATION_KEY}.quant_method = {method!r}; supported: 'fp8', of DeepSeek-V3"
+        )
 
 
-def _refuse_other(path: str, given: Mapping[str, Any], accepted: _Accepted) -> None:
+def _check_quantization_values(path: str, given: Mapping[str, Any], accepted: _Accepted) -> None:
     """Raise UnsupportedModel for a key with a value that is not accepted; an unknown one must be None."""
     for key in sorted({*given, *accepted} - _WITHOUT_EFFECT):
         values = accepted.get(key, (None,))

@@ -16,27 +16,27 @@ import numpy as np
 
 from skyrl_tx.layers import logprobs
 from skyrl_tx.layers.cache_state import (
+    BlockTable,
     Cache,
-    ChunkHeld,
-    Held,
-    SliceCache,
-    Table,
-    by_layer,
-    position_axes,
+    DecodeSliceCache,
+    LayerCache,
+    PrefillLayerCache,
+    get_position_axes,
     read_states,
-    write,
+    unstack_layers,
+    write_cache,
 )
 from skyrl_tx.layers.kv_cache import Pages
 from skyrl_tx.layers.lora import Adapter, LoraPair, RowAdapter, RowSlots, select_rows
 from skyrl_tx.layers.norm import rms_norm
 from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.layers.remat import RematPolicy, with_remat
-from skyrl_tx.layers.sharding import Layout, gather
-from skyrl_tx.layers.stable_bits import add_apart
+from skyrl_tx.layers.sharding import Layout, gather_weight
+from skyrl_tx.layers.stable_bits import add_unfused
 from skyrl_tx.models.config import Block, Group, ModelConfig
 from skyrl_tx.models.layer_adapters import CutAdapter, GroupAdapters, GroupPairs
-from skyrl_tx.models.params import OUTPUT_NORMS, DecoderParams, read_layer
-from skyrl_tx.models.parts.base import InStack, LayerAdapters, LayerParams, Mixer, Place
+from skyrl_tx.models.params import OUTPUT_NORMS, DecoderParams, transpose_layer
+from skyrl_tx.models.parts.base import LayerAdapters, LayerContext, LayerParams, Mixer, StackedParam
 
 
 def forward(
@@ -60,23 +60,23 @@ def forward(
         index = jnp.arange(inputs.shape[1])  # [T], or [B, T] if rows hold several sequences
         position_BT = index if start_BT is None else index - start_BT
     prepared = {mixer: mixer.prepare(start_BT) for mixer in config.mixers}
-    at = replace(_place(params, config, position_BT), start_BT=start_BT, prepared=prepared)
+    at = replace(_make_context(params, config, position_BT), start_BT=start_BT, prepared=prepared)
 
-    def mix(mixer: Mixer, x_BTD: jax.Array, params: LayerParams, adapters: LayerAdapters, _: Any):
-        return mixer.rows(x_BTD, params, adapters, at), None
+    def mix_rows(mixer: Mixer, x_BTD: jax.Array, params: LayerParams, adapters: LayerAdapters, _: Any):
+        return mixer.forward(x_BTD, params, adapters, at), None
 
-    own = GroupAdapters.of_all(config, adapter, slots, joins=not at.layout.is_split)
-    x_BTD, _ = _apply(_Mode(config, at, mix, remat), _embedded(params, config, inputs), params, own)
-    return _finish(params, config, x_BTD)
+    own = GroupAdapters.from_adapter(config, adapter, slots, joins=not at.layout.is_sharded)
+    x_BTD, _ = _run_layers(_LayerMode(config, at, mix_rows, remat), _embed_inputs(params, config, inputs), params, own)
+    return _apply_final_norm(params, config, x_BTD)
 
 
-def extend(
+def prefill(
     params: DecoderParams,
     config: ModelConfig,
     inputs: jax.Array,
     start: jax.Array,
     cache: Cache,
-    table: Table,
+    table: BlockTable,
     adapter: Adapter | None = None,
     slots: RowSlots | None = None,
     *,
@@ -91,52 +91,52 @@ def extend(
     """
     if position_T is None:
         position_T = start[..., None] + jnp.arange(inputs.shape[1])
-    at = replace(_place(params, config, position_T), size=size)
+    at = replace(_make_context(params, config, position_T), size=size)
 
-    def mix(mixer: Mixer, x_BTD: jax.Array, params: LayerParams, adapters: LayerAdapters, held: Any):
-        return mixer.extend(x_BTD, params, adapters, held, at)
+    def mix_chunk(mixer: Mixer, x_BTD: jax.Array, params: LayerParams, adapters: LayerAdapters, held: Any):
+        return mixer.prefill(x_BTD, params, adapters, held, at)
 
-    def before(stack: int, layer: Any, fixed: Any) -> ChunkHeld:
-        return ChunkHeld(Pages(cache[stack].positions, layer, table.page_BM), fixed, start)
+    def get_layer_cache(stack: int, layer: Any, fixed: Any) -> PrefillLayerCache:
+        return PrefillLayerCache(Pages(cache[stack].positions, layer, table.page_BM), fixed, start)
 
-    mode = _Mode(config, at, mix, RematPolicy.NONE, before)
-    own = GroupAdapters.of_all(config, adapter, slots)
+    mode = _LayerMode(config, at, mix_chunk, RematPolicy.NONE, get_layer_cache)
+    own = GroupAdapters.from_adapter(config, adapter, slots)
     fixed, (num_rows, num_tokens) = read_states(cache, table, at.layout), inputs.shape[:2]
     if params.has_separate_layers:
-        fixed = tuple(map(by_layer, fixed))
-    x_BTD, kept = _apply(mode, _embedded(params, config, inputs), params, own, fixed)
+        fixed = tuple(map(unstack_layers, fixed))
+    x_BTD, kept = _run_layers(mode, _embed_inputs(params, config, inputs), params, own, fixed)
     num_new = jnp.int32(num_tokens) if size is None else size
     start_B = jnp.broadcast_to(start, (num_rows,))
-    grown = write(cache, kept, table, start_B, num_new, at.layout)
-    return _finish(params, config, x_BTD), constrain_cache(at.layout, config, grown)
+    grown = write_cache(cache, kept, table, start_B, num_new, at.layout)
+    return _apply_final_norm(params, config, x_BTD), constrain_cache(at.layout, config, grown)
 
 
 def decode_step(
     params: DecoderParams,
     config: ModelConfig,
     token_S: jax.Array,
-    cache: SliceCache,
+    cache: DecodeSliceCache,
     adapter: Adapter | None = None,
     slots: RowSlots | None = None,
     *,
     position_S: jax.Array | None = None,
-) -> tuple[jax.Array, SliceCache]:
+) -> tuple[jax.Array, DecodeSliceCache]:
     """Run one token per row: return hidden states [S, D] and the cache with the token appended.
 
     Row s attends to its past and its token. `position_S` is as in `forward`. If the cache has separate layers,
     `params` must have them too.
     """
-    at = _place(params, config, cache.start_S + cache.num_recent if position_S is None else position_S)
+    at = _make_context(params, config, cache.start_S + cache.num_recent if position_S is None else position_S)
 
-    def mix(mixer: Mixer, x_SD: jax.Array, params: LayerParams, adapters: LayerAdapters, held: Any):
-        return mixer.step(x_SD, params, adapters, held, at)
+    def mix_token(mixer: Mixer, x_SD: jax.Array, params: LayerParams, adapters: LayerAdapters, held: Any):
+        return mixer.decode(x_SD, params, adapters, held, at)
 
-    mode = _Mode(config, at, mix, RematPolicy.NONE, cache.layer)
-    own = GroupAdapters.of_all(config, adapter, slots)
+    mode = _LayerMode(config, at, mix_token, RematPolicy.NONE, cache.get_layer)
+    own = GroupAdapters.from_adapter(config, adapter, slots)
     fixed = tuple(tuple(each.fixed for each in live) if isinstance(live, tuple) else live.fixed for live in cache.live)
-    x_SD, live = _apply(mode, _embedded(params, config, token_S), params, own, fixed)
+    x_SD, live = _run_layers(mode, _embed_inputs(params, config, token_S), params, own, fixed)
     hidden_SD = rms_norm(x_SD, params.final_norm, config.norm_epsilon)
-    if at.layout.is_split:
+    if at.layout.is_sharded:
         live = constrain_cache(at.layout, config, live)
     return hidden_SD, replace(cache, live=live, num_recent=cache.num_recent + 1)
 
@@ -151,7 +151,7 @@ def embed(params: DecoderParams, config: ModelConfig, tokens: jax.Array) -> jax.
         x = x * np.float32(np.float32(math.sqrt(config.hidden_size)).astype(params.embed.dtype))
     others = [None] * (x.ndim - 2)
     x = params.layout.constrain(x, None, *others, "embed")
-    if not params.layout.splits_rows:
+    if not params.layout.shards_rows:
         x = params.layout.constrain(x, "expert_batch", *others, None)
     return constrain_hidden(params.layout, x)
 
@@ -161,93 +161,95 @@ def constrain_hidden(layout: Layout, x: jax.Array) -> jax.Array:
     return layout.constrain(x, "batch", "tokens", None) if x.ndim == 3 else layout.constrain(x, "batch", None)
 
 
-def _embedded(params: DecoderParams, config: ModelConfig, inputs: jax.Array) -> jax.Array:
+def _embed_inputs(params: DecoderParams, config: ModelConfig, inputs: jax.Array) -> jax.Array:
     return embed(params, config, inputs) if jnp.issubdtype(inputs.dtype, jnp.integer) else inputs.astype(jnp.float32)
 
 
-def _finish(params: DecoderParams, config: ModelConfig, x_BTD: jax.Array) -> jax.Array:
+def _apply_final_norm(params: DecoderParams, config: ModelConfig, x_BTD: jax.Array) -> jax.Array:
     return constrain_hidden(params.layout, rms_norm(x_BTD, params.final_norm, config.norm_epsilon))
 
 
-def _place(params: DecoderParams, config: ModelConfig, position: jax.Array) -> Place:
+def _make_context(params: DecoderParams, config: ModelConfig, position: jax.Array) -> LayerContext:
     """Return where the tokens are, with the angles of every rope of the model."""
     rotations = dict.fromkeys(mixer.rotation for mixer in config.mixers)
-    angles = {each: each[0].angles(position, each[1]) for each in rotations if each is not None}
-    return Place(params.layout, angles, kernels=params.kernels)
+    angles = {each: each[0].compute_angles(position, each[1]) for each in rotations if each is not None}
+    return LayerContext(params.layout, angles, kernels=params.kernels)
 
 
-def constrain_cache(layout: Layout, config: ModelConfig, cache: tuple[Held | tuple[Held, ...], ...]) -> tuple[Any, ...]:
+def constrain_cache(
+    layout: Layout, config: ModelConfig, cache: tuple[LayerCache | tuple[LayerCache, ...], ...]
+) -> tuple[Any, ...]:
     """Constrain the cache, or what a slice changed of it, in stacks or by layer, to its sharding."""
 
-    def positions(leaf: jax.Array, each: Parameter) -> jax.Array:
-        return layout.constrain(leaf, *position_axes(each)[-leaf.ndim :])
+    def constrain_positions(leaf: jax.Array, each: Parameter) -> jax.Array:
+        return layout.constrain(leaf, *get_position_axes(each)[-leaf.ndim :])
 
-    def fixed(leaf: jax.Array, each: Parameter) -> jax.Array:
+    def constrain_fixed(leaf: jax.Array, each: Parameter) -> jax.Array:
         return layout.constrain(leaf, *("layers", "batch", *each.axes)[-leaf.ndim :])
 
-    def constrained(block: Block, held: Held) -> Held:
-        room = block.room()
-        return Held(
-            positions=jax.tree.map(positions, held.positions, room.positions),
-            fixed=jax.tree.map(fixed, held.fixed, room.fixed),
+    def constrain_layer(block: Block, held: LayerCache) -> LayerCache:
+        room = block.describe_cache()
+        return LayerCache(
+            positions=jax.tree.map(constrain_positions, held.positions, room.positions),
+            fixed=jax.tree.map(constrain_fixed, held.fixed, room.fixed),
         )
 
     return tuple(
-        tuple(constrained(stack.block, each) for each in held)
+        tuple(constrain_layer(stack.block, each) for each in held)
         if isinstance(held, tuple)
-        else constrained(stack.block, held)
+        else constrain_layer(stack.block, held)
         for stack, held in zip(config.stacks, cache, strict=True)
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Mode:
+class _LayerMode:
     """The way that all layers are computed: for training, for prompts or for steps."""
 
     config: ModelConfig
-    at: Place
+    at: LayerContext
     mix: Callable[[Mixer, jax.Array, LayerParams, LayerAdapters, Any], tuple[jax.Array, Any]]
     remat: RematPolicy
-    held: Callable[[int, Any, Any], Any] = lambda stack, layer, fixed: None
+    get_cache: Callable[[int, Any, Any], Any] = lambda stack, layer, fixed: None
     """Returns what the cache has of one layer: its stack, its number there, and its state."""
 
-    def block(self, block: Block, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: Any):
+    def run_block(self, block: Block, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: Any):
         """Return `x` with the outputs of one block added, and what its mixer keeps."""
         x = constrain_hidden(self.at.layout, x)
-        epsilon, kept = self.config.norm_epsilon, Held()
+        epsilon, kept = self.config.norm_epsilon, LayerCache()
         of_mixer, of_feed_forward = (params.get(name) for name in OUTPUT_NORMS)
         if block.mixer is not None:
             mixed, kept = self.mix(block.mixer, rms_norm(x, params["attn_norm"], epsilon), params, adapters, held)
-            x = _added(x, mixed, of_mixer, epsilon)
+            x = _add_output(x, mixed, of_mixer, epsilon)
         if block.feed_forward is not None:
             y = block.feed_forward.apply(rms_norm(x, params["mlp_norm"], epsilon), params, adapters, self.at)
-            x = _added(x, y, of_feed_forward, epsilon)
+            x = _add_output(x, y, of_feed_forward, epsilon)
         return x, kept
 
 
-def _gathered(block: Block, params: LayerParams, layout: Layout) -> LayerParams:
+def _gather_params(block: Block, params: LayerParams, layout: Layout) -> LayerParams:
     """Return the parameters of one layer with whole D where they are gathered before use (see `layers.gather`)."""
     axes = {name: each.axes for part in block.parts for name, each in part.describe().items()}
-    return {name: gather(leaf, axes[name], layout) if name in axes else leaf for name, leaf in params.items()}
+    return {name: gather_weight(leaf, axes[name], layout) if name in axes else leaf for name, leaf in params.items()}
 
 
-def _read_in_place(block: Block, at: Place) -> frozenset[str]:
+def _find_unsliced_params(block: Block, at: LayerContext) -> frozenset[str]:
     """Return the names of parameters that a kernel reads in the stack of all layers: a loop would copy each layer's."""
     if at.kernels.experts is None or at.layout.num_shards("embed") > 1:
         return frozenset()
     return frozenset(name for name, each in block.targets().items() if each.num_experts is not None)
 
 
-def _added(x: jax.Array, output: jax.Array, norm: jax.Array | None, epsilon: float) -> jax.Array:
+def _add_output(x: jax.Array, output: jax.Array, norm: jax.Array | None, epsilon: float) -> jax.Array:
     """Return `x` plus the output of a part, through its output norm if it has one.
 
     Apart, because XLA on CPU rounds the product of a norm and its sum with `x` otherwise if no gradient needs the sum.
     """
-    return x + output if norm is None else add_apart(x, rms_norm(output, norm, epsilon))
+    return x + output if norm is None else add_unfused(x, rms_norm(output, norm, epsilon))
 
 
-def _apply(
-    mode: _Mode,
+def _run_layers(
+    mode: _LayerMode,
     x: jax.Array,
     params: DecoderParams,
     adapters: Iterator[GroupAdapters],
@@ -258,13 +260,13 @@ def _apply(
     for group, own in zip(mode.config.groups, adapters, strict=True):
         first, last = len(kept), len(kept) + len(group.stacks)
         state = ((),) * len(group.stacks) if fixed is None else fixed[first:last]
-        x, new = _apply_group(mode, x, group, first, params, own, state)
+        x, new = _run_group(mode, x, group, first, params, own, state)
         kept += new
     return x, tuple(kept)
 
 
-def _apply_group(
-    mode: _Mode,
+def _run_group(
+    mode: _LayerMode,
     x: jax.Array,
     group: Group,
     first: int,
@@ -280,22 +282,22 @@ def _apply_group(
     """
     layers = params.layers[first : first + len(group.stacks)]
     stacked = [each for each in layers if not isinstance(each, tuple)]  # all or none
-    whole = [_read_in_place(stack.block, mode.at) if stacked else frozenset[str]() for stack in group.stacks]
+    whole = [_find_unsliced_params(stack.block, mode.at) if stacked else frozenset[str]() for stack in group.stacks]
 
-    def one_layer(place: int):
+    def make_layer(place: int):
         block = group.stacks[place].block
 
-        def run(x: jax.Array, own: LayerParams, pairs: GroupPairs, state: Any, repeat: Any):
-            held = mode.held(first + place, repeat, state)
-            own = _gathered(block, own, mode.at.layout)
-            own = {**own, **{name: InStack(stacked[place][name], repeat) for name in whole[place]}}
-            return mode.block(block, x, own, adapters.of_layer(place, repeat, pairs), held)
+        def run_layer_once(x: jax.Array, own: LayerParams, pairs: GroupPairs, state: Any, repeat: Any):
+            held = mode.get_cache(first + place, repeat, state)
+            own = _gather_params(block, own, mode.at.layout)
+            own = {**own, **{name: StackedParam(stacked[place][name], repeat) for name in whole[place]}}
+            return mode.run_block(block, x, own, adapters.select_layer(place, repeat, pairs), held)
 
-        return with_remat(mode.remat, run)
+        return with_remat(mode.remat, run_layer_once)
 
-    run_layer = [one_layer(place) for place in range(len(group.stacks))]
+    run_layer = [make_layer(place) for place in range(len(group.stacks))]
 
-    def cycle(x: jax.Array, sliced: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+    def run_cycle(x: jax.Array, sliced: Any) -> tuple[jax.Array, tuple[Any, ...]]:
         of_stacks, pairs, fixed, repeat = sliced
         kept: list[Any] = []
         for run, own, state in zip(run_layer, of_stacks, fixed, strict=True):
@@ -303,33 +305,33 @@ def _apply_group(
             kept.append(new)
         return x, tuple(kept)
 
-    pairs = adapters.pairs()
+    pairs = adapters.get_pairs()
     if stacked:
         sliced = tuple(
             {name: leaf for name, leaf in stack.items() if name not in names}
             for stack, names in zip(stacked, whole, strict=True)
         )
-        return jax.lax.scan(cycle, x, (sliced, pairs, fixed, jnp.arange(group.num_repeats, dtype=jnp.int32)))
+        return jax.lax.scan(run_cycle, x, (sliced, pairs, fixed, jnp.arange(group.num_repeats, dtype=jnp.int32)))
     by_repeat: list[tuple[Any, ...]] = []
     for repeat in range(group.num_repeats):
         of_repeat = jax.tree.map(lambda leaf, repeat=repeat: leaf[repeat], pairs)
         own = tuple(
-            read_layer(stack.block, each[repeat]) if params.is_transposed else each[repeat]
+            transpose_layer(stack.block, each[repeat]) if params.is_transposed else each[repeat]
             for stack, each in zip(group.stacks, layers, strict=True)
             if isinstance(each, tuple)
         )
         state = tuple(each[repeat] if each else () for each in fixed)
-        x, new = cycle(x, (own, of_repeat, state, repeat))
+        x, new = run_cycle(x, (own, of_repeat, state, repeat))
         by_repeat.append(new)
     by_stack = zip(group.stacks, zip(*by_repeat, strict=True), strict=True)
-    return x, tuple(Held() if stack.block.mixer is None else kept for stack, kept in by_stack)
+    return x, tuple(LayerCache() if stack.block.mixer is None else kept for stack, kept in by_stack)
 
 
 def logits(
     params: DecoderParams, hidden: jax.Array, adapter: Adapter | None = None, slots: RowSlots | None = None
 ) -> jax.Array:
     """Return float32 logits [B, ..., V] of hidden states [B, ..., D]; `slots` are those of the rows of B."""
-    y = logprobs.logits(hidden, params.unembed_VD, unembed_rows(adapter, slots))
+    y = logprobs.logits(hidden, params.unembed_VD, select_unembed_adapter(adapter, slots))
     layout, between = params.layout, [None] * (y.ndim - 2)
     # Each device computes its part of the vocabulary. Without this XLA sends the unembedding to all, not the logits.
     y = layout.constrain(y, "batch", *between, "vocab")
@@ -344,11 +346,11 @@ def target_logprobs(
     slots: RowSlots | None = None,
 ) -> jax.Array:
     """Return log p(target), float32 in the shape of `targets` ([B, T] or [B, T, K]), never holding [B, T, V]."""
-    rows, layout = unembed_rows(adapter, slots), params.layout
-    hidden, split_targets = (layout.shards_as_rows(x) for x in (hidden_BTD, targets))
-    chunk = logprobs.CHUNK * layout.num_shards("tokens")
-    found = logprobs.target_logprobs(hidden, _gathered_unembedding(params), split_targets, rows, chunk=chunk)
-    return layout.rows_of_shards(found, targets.shape[0])
+    rows, layout = select_unembed_adapter(adapter, slots), params.layout
+    hidden, split_targets = (layout.split_shards(x) for x in (hidden_BTD, targets))
+    chunk = logprobs.CHUNK_POSITIONS * layout.num_shards("tokens")
+    found = logprobs.target_logprobs(hidden, _gather_unembedding(params), split_targets, rows, chunk=chunk)
+    return layout.merge_shards(found, targets.shape[0])
 
 
 def loss_and_gradient(
@@ -356,7 +358,7 @@ def loss_and_gradient(
     hidden_BTD: jax.Array,
     targets: jax.Array,
     adapter: Adapter,
-    loss: logprobs.LossOfPositions,
+    loss: logprobs.PositionLoss,
     inputs: Any,
     total: LoraPair,
 ) -> tuple[Any, jax.Array, LoraPair]:
@@ -365,16 +367,16 @@ def loss_and_gradient(
     `loss` and `inputs` are those of `layers.logprobs.loss_and_gradient`.
     """
     rows, layout = RowAdapter(pair=adapter.weights["unembed"], scale=adapter.scale), params.layout
-    hidden, split_targets, inputs = jax.tree.map(layout.shards_as_rows, (hidden_BTD, targets, inputs))
-    chunk = logprobs.CHUNK * layout.num_shards("tokens")
+    hidden, split_targets, inputs = jax.tree.map(layout.split_shards, (hidden_BTD, targets, inputs))
+    chunk = logprobs.CHUNK_POSITIONS * layout.num_shards("tokens")
     *of_rows, total = logprobs.loss_and_gradient(
-        hidden, _gathered_unembedding(params), split_targets, rows, loss, inputs, total, chunk=chunk
+        hidden, _gather_unembedding(params), split_targets, rows, loss, inputs, total, chunk=chunk
     )
-    outputs, d_hidden_BTD = jax.tree.map(partial(layout.rows_of_shards, num_rows=targets.shape[0]), of_rows)
+    outputs, d_hidden_BTD = jax.tree.map(partial(layout.merge_shards, num_rows=targets.shape[0]), of_rows)
     return outputs, d_hidden_BTD, total
 
 
-def _gathered_unembedding(params: DecoderParams) -> jax.Array:
+def _gather_unembedding(params: DecoderParams) -> jax.Array:
     """Return the unembedding with whole D on GPU, where XLA would gather it for each chunk otherwise.
 
     On TPU it sends parts around while it computes with others, which takes less memory.
@@ -387,7 +389,7 @@ def _gathered_unembedding(params: DecoderParams) -> jax.Array:
     )
 
 
-def unembed_rows(adapter: Adapter | None, slots: RowSlots | None) -> RowAdapter | None:
+def select_unembed_adapter(adapter: Adapter | None, slots: RowSlots | None) -> RowAdapter | None:
     """Return the adapters of the rows for the unembedding."""
     if adapter is None:
         return None

@@ -5,7 +5,7 @@ from typing import Any
 
 from skyrl_tx.layers.router import Routing
 from skyrl_tx.models.base import ModelFamily, read_dense
-from skyrl_tx.models.config import Block, HfConfig, read_given, read_rope, read_size, refuse_other_values
+from skyrl_tx.models.config import Block, HfConfig, check_values, read_required, read_rope, read_size
 from skyrl_tx.models.parts.base import FeedForward
 from skyrl_tx.models.parts.feed_forward import Mixture
 from skyrl_tx.models.parts.latent_attention import LatentAttention
@@ -25,7 +25,7 @@ def read_latent_attention(hf: HfConfig) -> LatentAttention:
     num_heads, rotary_dim = read_size(hf, "num_attention_heads"), read_size(hf, "qk_rope_head_dim")
     plain_dim = read_size(hf, "qk_nope_head_dim")
     sizes = {"num_key_value_heads": num_heads, "head_dim": rotary_dim, "qk_head_dim": plain_dim + rotary_dim}
-    refuse_other_values(hf, {key: (size,) for key, size in sizes.items()})
+    check_values(hf, {key: (size,) for key, size in sizes.items()})
     return LatentAttention(
         hidden_size=read_size(hf, "hidden_size"),
         num_heads=num_heads,
@@ -39,17 +39,17 @@ def read_latent_attention(hf: HfConfig) -> LatentAttention:
     )
 
 
-def read_routed(hf: HfConfig) -> Mixture:
+def read_routed_experts(hf: HfConfig) -> Mixture:
     """Read the experts of a sparse layer, of which each token goes to all shared ones: as one, of their widths."""
     width = read_size(hf, "moe_intermediate_size")
     routing = Routing(
         num_experts=read_size(hf, "n_routed_experts"),
         num_chosen=read_size(hf, "num_experts_per_tok"),
-        renormalizes=bool(read_given(hf, "norm_topk_prob")),
+        renormalizes=bool(read_required(hf, "norm_topk_prob")),
         scores="sigmoid",
         num_groups=read_size(hf, "n_group"),
         num_chosen_groups=read_size(hf, "topk_group"),
-        factor=float(read_given(hf, "routed_scaling_factor")),
+        factor=float(read_required(hf, "routed_scaling_factor")),
     )
     return Mixture(
         hidden_size=read_size(hf, "hidden_size"),
@@ -64,13 +64,13 @@ def read_routed(hf: HfConfig) -> Mixture:
 
 def read_feed_forwards(hf: HfConfig) -> tuple[FeedForward, ...]:
     """Read the feed-forward of each layer: dense in the first ones."""
-    num_layers, num_dense = read_size(hf, "num_hidden_layers"), int(read_given(hf, "first_k_dense_replace"))
-    return tuple(read_dense(hf) if layer < num_dense else read_routed(hf) for layer in range(num_layers))
+    num_layers, num_dense = read_size(hf, "num_hidden_layers"), int(read_required(hf, "first_k_dense_replace"))
+    return tuple(read_dense(hf) if layer < num_dense else read_routed_experts(hf) for layer in range(num_layers))
 
 
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
     """Read the layers."""
-    refuse_other_values(hf, ACCEPTED)
+    check_values(hf, ACCEPTED)
     attention = read_latent_attention(hf)
     return tuple(Block(attention, each) for each in read_feed_forwards(hf))
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from skyrl_tx.layers.rope import Rope
 from skyrl_tx.models.base import ModelFamily, UnsupportedModel, read_attention, read_dense, read_window
-from skyrl_tx.models.config import Block, HfConfig, read_given, read_rope, read_size, refuse_other_values
-from skyrl_tx.weights.weight_map import DENSE_WEIGHTS, QK_NORM_WEIGHTS, norms_from_one, with_output_norms
+from skyrl_tx.models.config import Block, HfConfig, check_values, read_required, read_rope, read_size
+from skyrl_tx.weights.weight_map import DENSE_WEIGHTS, QK_NORM_WEIGHTS, offset_norms, with_output_norms
 
 ACCEPTED: Mapping[str, tuple[Any, ...]] = {
     "hidden_activation": ("gelu_pytorch_tanh",),
@@ -47,11 +47,11 @@ def read_ropes(hf: HfConfig) -> dict[str, Rope]:
 
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
     """Read the layers."""
-    refuse_other_values(hf, ACCEPTED)
+    check_values(hf, ACCEPTED)
     kinds, ropes, window = read_layer_types(hf), read_ropes(hf), read_window(hf)
     if WINDOW in kinds and window is None:
         raise UnsupportedModel(f"config.json has sliding_window = None, and layers of type {WINDOW!r}")
-    scalar = read_given(hf, "query_pre_attn_scalar")
+    scalar = read_required(hf, "query_pre_attn_scalar")
     if not isinstance(scalar, int | float) or scalar <= 0:
         raise UnsupportedModel(f"config.json has query_pre_attn_scalar = {scalar!r}, not a number above 0")
     attention = read_attention({**hf, "rope_parameters": None, "rope_scaling": None}, has_norm=True)
@@ -64,7 +64,7 @@ def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
 GEMMA3 = ModelFamily(
     architecture="Gemma3ForCausalLM",
     aliases=("Gemma3ForConditionalGeneration",),
-    weights=norms_from_one(with_output_norms(DENSE_WEIGHTS + QK_NORM_WEIGHTS)),
+    weights=offset_norms(with_output_norms(DENSE_WEIGHTS + QK_NORM_WEIGHTS)),
     read_blocks=read_blocks,
     reads=frozenset({"hidden_act", "layer_types"}),
     scales_embeddings=True,

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from skyrl_tx.models.base import ModelFamily, read_attention
-from skyrl_tx.models.config import Block, HfConfig, refuse_other_values
+from skyrl_tx.models.config import Block, HfConfig, check_values
 from skyrl_tx.models.deepseek_v3 import ACCEPTED, read_feed_forwards
 from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.weights.weight_map import (
@@ -15,7 +15,7 @@ from skyrl_tx.weights.weight_map import (
 )
 
 
-def read_partly_rotated(hf: HfConfig) -> Attention:
+def read_partial_rope_attention(hf: HfConfig) -> Attention:
     """Read the attention, of which the large models normalise queries and keys."""
     rope = dict(hf.get("rope_parameters") or {})
     share = rope.pop("partial_rotary_factor", hf["partial_rotary_factor"])
@@ -26,8 +26,8 @@ def read_partly_rotated(hf: HfConfig) -> Attention:
 
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
     """Read the layers."""
-    refuse_other_values(hf, ACCEPTED)
-    attention = read_partly_rotated(hf)
+    check_values(hf, ACCEPTED)
+    attention = read_partial_rope_attention(hf)
     return tuple(Block(attention, each) for each in read_feed_forwards(hf))
 
 

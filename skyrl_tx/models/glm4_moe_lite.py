@@ -1,17 +1,17 @@
 """GLM-4.7-Flash: the parts of DeepSeek-V3 in a small model. Zhipu AI 2026."""
 
 from skyrl_tx.models.base import ModelFamily, read_dense
-from skyrl_tx.models.config import Block, HfConfig, read_size, refuse_other_values
-from skyrl_tx.models.deepseek_v3 import ACCEPTED, WEIGHTS, read_latent_attention, read_routed
+from skyrl_tx.models.config import Block, HfConfig, check_values, read_size
+from skyrl_tx.models.deepseek_v3 import ACCEPTED, WEIGHTS, read_latent_attention, read_routed_experts
 from skyrl_tx.models.parts.base import UnsupportedModel
 
 
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
     """Read the layers, dense or sparse as `mlp_layer_types` says, or all but the first one sparse."""
-    refuse_other_values(hf, {**ACCEPTED, "first_k_dense_replace": (1,)})
+    check_values(hf, {**ACCEPTED, "first_k_dense_replace": (1,)})
     num_layers = read_size(hf, "num_hidden_layers")
     kinds = hf.get("mlp_layer_types") or ["dense"] + ["sparse"] * (num_layers - 1)
-    feed_forwards = {"dense": read_dense(hf), "sparse": read_routed(hf)}
+    feed_forwards = {"dense": read_dense(hf), "sparse": read_routed_experts(hf)}
     if len(kinds) != num_layers or not set(kinds) <= feed_forwards.keys():
         raise UnsupportedModel(f"config.json has mlp_layer_types = {kinds!r} of {num_layers} layers")
     attention = read_latent_attention(hf)

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from skyrl_tx.models.base import ModelFamily, UnsupportedModel, read_attention, read_dense, read_epsilon
-from skyrl_tx.models.config import Block, HfConfig, read_size, refuse_other_values
-from skyrl_tx.models.deepseek_v3 import read_routed
+from skyrl_tx.models.config import Block, HfConfig, check_values, read_size
+from skyrl_tx.models.deepseek_v3 import read_routed_experts
 from skyrl_tx.models.parts.feed_forward import Mixture
 from skyrl_tx.models.parts.mamba import Mamba
 from skyrl_tx.weights.weight_map import NEMOTRON_WEIGHTS
@@ -57,12 +57,12 @@ def read_experts(hf: HfConfig) -> Mixture:
     """Read the experts, which may read latents."""
     latent_size = None if hf.get("moe_latent_size") is None else read_size(hf, "moe_latent_size")
     shared_size = read_size(hf, "moe_shared_expert_intermediate_size")
-    return replace(read_routed(hf), is_gated=False, shared_size=shared_size, latent_size=latent_size)
+    return replace(read_routed_experts(hf), is_gated=False, shared_size=shared_size, latent_size=latent_size)
 
 
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
     """Read the layers."""
-    refuse_other_values(hf, ACCEPTED)
+    check_values(hf, ACCEPTED)
     read = {
         _MAMBA: lambda: Block(read_mamba(hf), None),
         _ATTENTION: lambda: Block(read_attention(hf, has_rope=False), None),

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from flax import struct
 
 from skyrl_tx.layers import cache_state
-from skyrl_tx.layers.cache_state import Cache, Held, position_axes
+from skyrl_tx.layers.cache_state import Cache, LayerCache, get_position_axes
 from skyrl_tx.layers.kernels.choice import NO_KERNELS, Kernels
-from skyrl_tx.layers.kv_cache import PAGE
+from skyrl_tx.layers.kv_cache import PAGE_SIZE
 from skyrl_tx.layers.parameter import Axis, Parameter
-from skyrl_tx.layers.sharding import WHOLE, Layout
+from skyrl_tx.layers.sharding import UNSHARDED, Layout
 from skyrl_tx.models.config import Block, ModelConfig, Stack
 from skyrl_tx.models.parts.base import LayerParams
 
@@ -35,7 +35,9 @@ class DecoderParams:
     layers: tuple[StackParams, ...]  # by stack; linear maps are [in, out]
     final_norm: Any  # [D]
     unembed: Any = None  # [V, D]; None when tied to `embed`
-    layout: Layout = struct.field(pytree_node=False, default=WHOLE)  # of these arrays and all that is computed of them
+    layout: Layout = struct.field(
+        pytree_node=False, default=UNSHARDED
+    )  # of these arrays and all that is computed of them
     kernels: Kernels = struct.field(pytree_node=False, default=NO_KERNELS)  # of all that is computed of them
     is_transposed: bool = struct.field(pytree_node=False, default=False)  # linear maps are [out, in], see `by_layer`
 
@@ -81,39 +83,39 @@ def _describe_stack(stack: Stack, hidden_size: int) -> Mapping[str, Parameter]:
     }
 
 
-def separate(params: DecoderParams, layers_of: Callable[[Any], tuple[Any, ...]]) -> DecoderParams:
+def split_stacks(params: DecoderParams, layers_of: Callable[[Any], tuple[Any, ...]]) -> DecoderParams:
     """Return the parameters with each layer by itself; `layers_of` returns those of one array of a stack."""
 
-    def apart(stack: StackParams) -> tuple[LayerParams, ...]:
+    def split_stack(stack: StackParams) -> tuple[LayerParams, ...]:
         assert not isinstance(stack, tuple), "the layers are separate already"
         by_name = {name: layers_of(leaf) for name, leaf in stack.items()}
         return tuple(dict(zip(by_name, layer, strict=True)) for layer in zip(*by_name.values(), strict=True))
 
-    return replace(params, layers=tuple(map(apart, params.layers)))
+    return replace(params, layers=tuple(map(split_stack, params.layers)))
 
 
-def by_layer(params: DecoderParams, config: ModelConfig) -> DecoderParams:
+def unstack_params(params: DecoderParams, config: ModelConfig) -> DecoderParams:
     """Return the parameters with the layers out of their stacks: copies, for a loop that would copy them each time.
 
-    Linear maps are [out, in], which `read_layer` undoes. XLA on CPU then sums the products of 2 to 256 rows in one
+    Linear maps are [out, in], which `transpose_layer` undoes. XLA on CPU then sums the products of 2 to 256 rows in one
     order, so that a row has the same bits in any of them.
     """
 
-    def transposed(stack: Stack, own: StackParams) -> tuple[LayerParams, ...]:
+    def transpose_stack(stack: Stack, own: StackParams) -> tuple[LayerParams, ...]:
         assert isinstance(own, tuple)
-        return tuple(read_layer(stack.block, layer) for layer in own)
+        return tuple(transpose_layer(stack.block, layer) for layer in own)
 
-    apart = separate(params, cache_state.by_layer).layers
-    return replace(params, layers=tuple(map(transposed, config.stacks, apart)), is_transposed=True)
+    apart = split_stacks(params, cache_state.unstack_layers).layers
+    return replace(params, layers=tuple(map(transpose_stack, config.stacks, apart)), is_transposed=True)
 
 
-def read_layer(block: Block, params: LayerParams) -> LayerParams:
+def transpose_layer(block: Block, params: LayerParams) -> LayerParams:
     """Return one layer's parameters with the linear maps transposed. Inside a program that copies nothing."""
-    maps = _linear_maps(block)
+    maps = _find_linear_maps(block)
     return {name: jnp.swapaxes(leaf, 0, 1) if name in maps else leaf for name, leaf in params.items()}
 
 
-def _linear_maps(block: Block) -> frozenset[str]:
+def _find_linear_maps(block: Block) -> frozenset[str]:
     """Return the names of the linear maps [in, out] of a block, without those of experts."""
     adapted = {name for name, target in block.targets().items() if target.num_experts is None}
     parts = [part for part in (block.mixer, block.feed_forward) if part is not None]
@@ -121,32 +123,36 @@ def _linear_maps(block: Block) -> frozenset[str]:
     return frozenset(adapted | {name for name, each in described.items() if each.axes == ("embed", "heads")})
 
 
-def empty_cache(params: DecoderParams, config: ModelConfig, num_pages: int, num_states: int, page: int = PAGE) -> Cache:
+def make_empty_cache(
+    params: DecoderParams, config: ModelConfig, num_pages: int, num_states: int, page: int = PAGE_SIZE
+) -> Cache:
     """Return an empty cache on the devices of the weights, sharded as programs do."""
-    shapes = cache_shapes(params, config, num_pages, num_states, page)
+    shapes = describe_cache(params, config, num_pages, num_states, page)
     return jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype, device=each.sharding), shapes)
 
 
-def cache_shapes(
-    params: DecoderParams, config: ModelConfig, num_pages: int, num_states: int, page: int = PAGE
+def describe_cache(
+    params: DecoderParams, config: ModelConfig, num_pages: int, num_states: int, page: int = PAGE_SIZE
 ) -> Cache:
-    """Return the arrays of `empty_cache` as `jax.ShapeDtypeStruct`s with shardings; so may the weights be."""
+    """Return the arrays of `make_empty_cache` as `jax.ShapeDtypeStruct`s with shardings; so may the weights be."""
     layout, dtype = params.layout, params.embed.dtype
 
-    def array(each: Parameter, dims: tuple[int, ...], axes: tuple[Axis | None, ...]) -> jax.ShapeDtypeStruct:
-        sharding = layout.sharding(axes, dims) if layout.is_split else params.embed.sharding
+    def make_shape(each: Parameter, dims: tuple[int, ...], axes: tuple[Axis | None, ...]) -> jax.ShapeDtypeStruct:
+        sharding = layout.sharding(axes, dims) if layout.is_sharded else params.embed.sharding
         return jax.ShapeDtypeStruct(dims, jnp.float32 if each.is_float32 else dtype, sharding=sharding)
 
-    def held_of(stack: Stack) -> Held:
-        room, num_layers = stack.block.room(), len(stack.layers)
+    def describe_stack(stack: Stack) -> LayerCache:
+        room, num_layers = stack.block.describe_cache(), len(stack.layers)
 
-        def positions(each: Parameter) -> jax.ShapeDtypeStruct:
+        def describe_positions(each: Parameter) -> jax.ShapeDtypeStruct:
             num_heads, dim = each.shape
-            return array(each, (num_layers, num_pages, num_heads, page, dim), position_axes(each))
+            return make_shape(each, (num_layers, num_pages, num_heads, page, dim), get_position_axes(each))
 
-        def fixed(each: Parameter) -> jax.ShapeDtypeStruct:
-            return array(each, (num_layers, num_states, *each.shape), ("layers", "batch", *each.axes))
+        def describe_fixed(each: Parameter) -> jax.ShapeDtypeStruct:
+            return make_shape(each, (num_layers, num_states, *each.shape), ("layers", "batch", *each.axes))
 
-        return Held(positions=jax.tree.map(positions, room.positions), fixed=jax.tree.map(fixed, room.fixed))
+        return LayerCache(
+            positions=jax.tree.map(describe_positions, room.positions), fixed=jax.tree.map(describe_fixed, room.fixed)
+        )
 
-    return tuple(held_of(stack) for stack in config.stacks)
+    return tuple(describe_stack(stack) for stack in config.stacks)

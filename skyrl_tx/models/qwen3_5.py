@@ -5,11 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from skyrl_tx.models.base import ModelFamily, UnsupportedModel, read_attention, read_dense, read_epsilon
-from skyrl_tx.models.config import Block, HfConfig, read_size, refuse_other_values
+from skyrl_tx.models.config import Block, HfConfig, check_values, read_size
 from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.models.parts.base import Mixer
 from skyrl_tx.models.parts.delta_net import DeltaNet
-from skyrl_tx.weights.weight_map import DELTA_NET_WEIGHTS, DENSE_WEIGHTS, QK_NORM_WEIGHTS, norms_from_one
+from skyrl_tx.weights.weight_map import DELTA_NET_WEIGHTS, DENSE_WEIGHTS, QK_NORM_WEIGHTS, offset_norms
 
 ACCEPTED: Mapping[str, tuple[Any, ...]] = {
     "attn_output_gate": (True,),
@@ -56,7 +56,7 @@ def read_gated_attention(hf: HfConfig) -> Attention:
 
 def read_mixers(hf: HfConfig) -> tuple[Mixer, ...]:
     """Read the mixer of each layer."""
-    refuse_other_values(hf, ACCEPTED)
+    check_values(hf, ACCEPTED)
     mixers: dict[str, Mixer] = {"linear_attention": read_delta_net(hf), "full_attention": read_gated_attention(hf)}
     return tuple(mixers[kind] for kind in read_layer_types(hf))
 
@@ -82,7 +82,7 @@ MIXER_DEFAULTS: Mapping[str, Any] = {
 QWEN3_5 = ModelFamily(
     architecture="Qwen3_5ForCausalLM",
     aliases=("Qwen3_5ForConditionalGeneration",),
-    weights=norms_from_one(DENSE_WEIGHTS + QK_NORM_WEIGHTS) + DELTA_NET_WEIGHTS,
+    weights=offset_norms(DENSE_WEIGHTS + QK_NORM_WEIGHTS) + DELTA_NET_WEIGHTS,
     read_blocks=read_blocks,
     reads=frozenset({"layer_types", "partial_rotary_factor"}),
     defaults=MIXER_DEFAULTS,

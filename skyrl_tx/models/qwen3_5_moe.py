@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_tx.models.base import ModelFamily
-from skyrl_tx.models.config import Block, HfConfig, read_size, refuse_other_values
+from skyrl_tx.models.config import Block, HfConfig, check_values, read_size
 from skyrl_tx.models.qwen3_5 import MIXER_DEFAULTS, read_mixers
 from skyrl_tx.models.qwen3_moe import read_mixture
 from skyrl_tx.weights.weight_map import (
@@ -13,7 +13,7 @@ from skyrl_tx.weights.weight_map import (
     QK_NORM_WEIGHTS,
     SHARED_EXPERT_WEIGHTS,
     STACKED_EXPERT_WEIGHTS,
-    norms_from_one,
+    offset_norms,
 )
 
 ACCEPTED: Mapping[str, tuple[Any, ...]] = {
@@ -22,13 +22,13 @@ ACCEPTED: Mapping[str, tuple[Any, ...]] = {
     "mlp_only_layers": ([],),
 }
 """Keys of other mixtures, with the values that these models have."""
-WEIGHTS = norms_from_one(DENSE_WEIGHTS + QK_NORM_WEIGHTS) + STACKED_EXPERT_WEIGHTS + SHARED_EXPERT_WEIGHTS
+WEIGHTS = offset_norms(DENSE_WEIGHTS + QK_NORM_WEIGHTS) + STACKED_EXPERT_WEIGHTS + SHARED_EXPERT_WEIGHTS
 """All but those of the delta nets."""
 
 
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
     """Read the layers."""
-    refuse_other_values(hf, ACCEPTED)
+    check_values(hf, ACCEPTED)
     mixture = read_mixture(hf, renormalizes=True, shared_size=read_size(hf, "shared_expert_intermediate_size"))
     return tuple(Block(mixer, mixture) for mixer in read_mixers(hf))
 

@@ -31,7 +31,7 @@ _MAX_TEXT_BYTES = 8 * 2**20
 _OPENMETRICS, _TEXT = b"openmetrics\n", b"text\n"
 
 
-def content_type(*, is_openmetrics: bool) -> str:
+def get_content_type(*, is_openmetrics: bool) -> str:
     """Return the media type of a text."""
     return openmetrics.CONTENT_TYPE_LATEST if is_openmetrics else CONTENT_TYPE_LATEST
 
@@ -43,13 +43,13 @@ def render(registry: CollectorRegistry, *, is_openmetrics: bool) -> bytes:
     return openmetrics.generate_latest(registry).removesuffix(END)
 
 
-def socket_path(data_dir: Path, number: int = 1) -> Path:
+def get_socket_path(data_dir: Path, number: int = 1) -> Path:
     """Return the socket of the engine with a number."""
     return data_dir / ("engine-metrics.sock" if number == 1 else f"engine-metrics-{number}.sock")
 
 
 @contextmanager
-def _address(path: Path) -> Generator[str]:
+def _make_address(path: Path) -> Generator[str]:
     """Yield a socket's address, by way of a temporary link where the path is too long for one."""
     if len(os.fsencode(path)) <= _MAX_ADDRESS_BYTES:
         yield str(path)
@@ -64,7 +64,7 @@ class MetricsSocket:
     """Serves a text to readers, one after the other, on a thread of its own."""
 
     def __init__(self, path: Path, render: Callable[[bool], bytes]) -> None:
-        """Listen at a `socket_path`. `render(is_openmetrics)` returns the text; it is called on the thread.
+        """Listen at a `get_socket_path`. `render(is_openmetrics)` returns the text; it is called on the thread.
 
         Raises OSError if the socket cannot be made.
         """
@@ -75,7 +75,7 @@ class MetricsSocket:
         try:
             with suppress(FileNotFoundError):  # left by a killed engine
                 self._path.unlink()
-            with _address(path) as address:
+            with _make_address(path) as address:
                 self._socket.bind(address)
             self._path.chmod(0o600)  # no process can connect before `listen`
             self._socket.listen()
@@ -108,7 +108,7 @@ class MetricsSocket:
 
 
 @contextmanager
-def served_at(host: str, port: int, registry: CollectorRegistry) -> Generator[int]:
+def serve_http(host: str, port: int, registry: CollectorRegistry) -> Generator[int]:
     """Serve a registry over HTTP, at a port of an address, and yield the port; 0 stands for any free one.
 
     Raises OSError if the port cannot be used.
@@ -131,10 +131,10 @@ async def read_metrics(data_dir: Path, *, is_openmetrics: bool, timeout_s: float
     sockets.sort(key=lambda each: int(each[0]))
     texts = await asyncio.gather(*(_read(path, is_openmetrics, timeout_s) for _, path in sockets))
     found = {number: text for (number, _), text in zip(sockets, texts, strict=True) if text is not None}
-    return joined(found) if len(sockets) > 1 and found else next(iter(found.values()), None)
+    return join_texts(found) if len(sockets) > 1 and found else next(iter(found.values()), None)
 
 
-def joined(texts: Mapping[str, bytes]) -> bytes:
+def join_texts(texts: Mapping[str, bytes]) -> bytes:
     """Return the texts of several engines as one: each family once, each series with a label `engine`."""
     families: dict[str, tuple[list[str], list[str]]] = {}  # by name: the lines that describe it, and its series
     described, series = list[str](), list[str]()
@@ -160,7 +160,7 @@ def joined(texts: Mapping[str, bytes]) -> bytes:
 async def _read(path: Path, is_openmetrics: bool, timeout_s: float) -> bytes | None:
     try:
         async with asyncio.timeout(timeout_s):
-            with _address(path) as address:
+            with _make_address(path) as address:
                 reader, writer = await asyncio.open_unix_connection(address, limit=2**16)
             try:
                 writer.write(_OPENMETRICS if is_openmetrics else _TEXT)

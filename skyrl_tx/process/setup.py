@@ -152,7 +152,7 @@ def check_certificate(certfile: Path | None, keyfile: Path | None) -> None:
         raise CannotServe(f"{flags}: no certificate with its private key in PEM ({error.reason or error})") from error
 
 
-def url_of(listener: socket.socket, scheme: str = "http") -> str:
+def get_url(listener: socket.socket, scheme: str = "http") -> str:
     """Return the URL of a listening socket for clients on this machine."""
     bound_host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound_host, str(bound_host))

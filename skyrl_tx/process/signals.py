@@ -47,13 +47,13 @@ def handle_signals(numbers: set[signal.Signals], on_signal: Callable[[int], obje
 
     A program that uses it must not set `signal.set_wakeup_fd`, as `asyncio`'s `add_signal_handler` does.
     """
-    before = {number: _receiver().set_handler(number, on_signal) for number in numbers}
+    before = {number: _get_receiver().set_handler(number, on_signal) for number in numbers}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-            del _receiver().handlers[number]
+            del _get_receiver().handlers[number]
 
 
 def enable_stack_dumps() -> None:
@@ -63,11 +63,11 @@ def enable_stack_dumps() -> None:
     the process now and then. The thread of signals holds the interpreter's lock meanwhile.
     """
     faulthandler.enable(sys.__stderr__ or sys.stderr)
-    _receiver().set_handler(signal.SIGQUIT, _write_stacks)
+    _get_receiver().set_handler(signal.SIGQUIT, _write_stacks)
 
 
 @functools.cache
-def _receiver() -> _Receiver:
+def _get_receiver() -> _Receiver:
     """Return that of this process, which the first use starts."""
     return _Receiver()
 
@@ -81,7 +81,7 @@ def _write_stacks(_: int) -> None:
 def describe_stacks() -> str:
     """Return the stacks of all threads of this process as text."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    with _no_other_thread():
+    with _block_other_threads():
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
         found = [(names.get(thread, thread), [*traceback.walk_stack(frame)]) for thread, frame in frames.items()]
     stacks = [  # which reads the files of the code
@@ -92,7 +92,7 @@ def describe_stacks() -> str:
 
 
 @contextmanager
-def _no_other_thread() -> Generator[None]:
+def _block_other_threads() -> Generator[None]:
     """Let no other thread run Python code, for a moment: a call that returns loses its place in the stack it was in."""
     interval = sys.getswitchinterval()
     time.sleep(0)  # then no thread has requested the interpreter's lock yet

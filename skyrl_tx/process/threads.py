@@ -28,7 +28,7 @@ class _Failures:
 _failures = _Failures()
 
 
-def failure() -> str | None:
+def get_failure() -> str | None:
     """Return which thread of this process died, and of what; None while all are alive or have ended in order."""
     return _failures.first
 

@@ -26,14 +26,14 @@ from skyrl_tx.server.context import ApiContext
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.extension import ErrorForm, ServerExtension
 from skyrl_tx.server.http.body import BodyBudget
-from skyrl_tx.server.http.connections import Connections, HttpProtocol, Listener, max_connections
+from skyrl_tx.server.http.connections import Connections, HttpProtocol, Listener, compute_max_connections
 from skyrl_tx.server.http.long_poll import LongPollMiddleware, ResultWatcher
 from skyrl_tx.server.http.request_guard import RequestGuard, TrustedProxies
 from skyrl_tx.server.identity.authentication import OWNER, Authenticator, Caller, SigningKey
 from skyrl_tx.server.identity.scopes import API_PREFIX as _PREFIX
 from skyrl_tx.server.monitoring.engine_status import AdmissionControl, EngineHealth
 from skyrl_tx.server.monitoring.metrics import ApiMetrics
-from skyrl_tx.server.monitoring.server_sampler import ServerSampler
+from skyrl_tx.server.monitoring.server_sampler import ServerMonitor
 from skyrl_tx.server.routes import (
     downloads,
     futures,
@@ -45,14 +45,14 @@ from skyrl_tx.server.routes import (
     weights,
 )
 from skyrl_tx.server.settings import ApiSettings
-from skyrl_tx.server.submission.validation import shown
+from skyrl_tx.server.submission.validation import quote_value
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError, ValueRefused
 
 _log = logging.getLogger(__name__)
 _KEEP_ALIVE_S = 75
 _BACKLOG = 4096
-_TICKS_PER_LOOK = 5
+_TICKS_PER_CHECK = 5
 _TICK_S = 0.1
 """Interval at which uvicorn calls `on_tick`."""
 ROUTERS = (
@@ -73,7 +73,7 @@ def create_context(
     settings: ApiSettings, store: Store, extensions: Mapping[str, ServerExtension] | None = None
 ) -> ApiContext:
     """Build the components of an API process. `extensions` are the optional features by name."""
-    signing_key, metrics, results = SigningKey.of(settings.data_dir), ApiMetrics(), ResultWatcher(store)
+    signing_key, metrics, results = SigningKey.from_data_dir(settings.data_dir), ApiMetrics(), ResultWatcher(store)
     metrics.polls_waiting.set_function(lambda: results.num_waiting)
     results.observe_wakeup = metrics.poll_wakeup_s.observe
     store.observe_commits(metrics.store_write_s.observe)
@@ -133,7 +133,7 @@ def _add_routes(app: FastAPI, context: ApiContext) -> None:
     # All other paths of the Tinker API.
     app.add_api_route(
         _PREFIX + "/{path:path}",
-        _unknown_endpoint,
+        _refuse_unknown_endpoint,
         methods=["GET", "POST", "PUT", "DELETE", "PATCH"],
         include_in_schema=False,
     )
@@ -184,7 +184,7 @@ def _handle_error_by_path(forms: Mapping[str, ErrorForm]) -> ErrorHandler:
     return handle_error
 
 
-async def _unknown_endpoint(path: str, request: Request, caller: Caller) -> None:
+async def _refuse_unknown_endpoint(path: str, request: Request, caller: Caller) -> None:
     """Refuse every path that no router serves."""
     raise ApiError(HTTPStatus.NOT_FOUND, f"{request.method} {_PREFIX}/{path} is not offered by this server yet")
 
@@ -197,31 +197,33 @@ async def _handle_error(request: Request, error: Exception) -> Response:
             return Response(status_code=HTTPStatus.BAD_REQUEST)
         case ApiError():
             if error.reason is not None:
-                cast(ApiContext, request.app.state.context).metrics.refused(error.reason)
-            return _detail(error.status, error.detail, error.headers)
+                cast(ApiContext, request.app.state.context).metrics.count_refusal(error.reason)
+            return _make_detail_response(error.status, error.detail, error.headers)
         case HTTPException():
-            return _detail(error.status_code, str(error.detail))
+            return _make_detail_response(error.status_code, str(error.detail))
         case RequestValidationError():
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
-            return _detail(HTTPStatus.BAD_REQUEST, f"{where}: {first['msg']}, not {shown(first.get('input'))}")
+            return _make_detail_response(
+                HTTPStatus.BAD_REQUEST, f"{where}: {first['msg']}, not {quote_value(first.get('input'))}"
+            )
         case UserError() | ValueRefused():
-            return _detail(HTTPStatus.BAD_REQUEST, str(error))
+            return _make_detail_response(HTTPStatus.BAD_REQUEST, str(error))
         case StoreError():
             owner = {"owner": request.scope.get(OWNER)}
             _log.error("%s %s: %s", request.method, request.url.path, error, extra=owner)
-            return _detail(HTTPStatus.SERVICE_UNAVAILABLE, f"the database is not available: {error}")
+            return _make_detail_response(HTTPStatus.SERVICE_UNAVAILABLE, f"the database is not available: {error}")
         case _:
             reference = secrets.token_hex(4)
             owner = {"owner": request.scope.get(OWNER)}
             failed = "%s %s failed (reference %s)"
             _log.error(failed, request.method, request.url.path, reference, exc_info=error, extra=owner)
-            return _detail(
+            return _make_detail_response(
                 HTTPStatus.INTERNAL_SERVER_ERROR, f"internal error; the server's log has it under reference {reference}"
             )
 
 
-def _detail(status: int, detail: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+def _make_detail_response(status: int, detail: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
     return JSONResponse({"detail": detail}, status_code=status, headers=headers)
 
 
@@ -233,8 +235,8 @@ class ApiServer(uvicorn.Server):
     ) -> None:
         self.app = create_app(settings, store, extensions)
         context = cast(ApiContext, self.app.state.context)
-        self.sampler = ServerSampler(settings, store, context.metrics, context.results)
-        most = max_connections()
+        self.sampler = ServerMonitor(settings, store, context.metrics, context.results)
+        most = compute_max_connections()
         # A quarter is left to others. 10,000 polls of one address need 14,400 open files.
         default = max(1, most * 3 // 4)
         self.connections = Connections(
@@ -279,8 +281,8 @@ class ApiServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """End connections of slow clients, twice a second."""
-        if counter % _TICKS_PER_LOOK == 0:
-            self.connections.end_late(_TICKS_PER_LOOK * _TICK_S)
+        if counter % _TICKS_PER_CHECK == 0:
+            self.connections.close_late(_TICKS_PER_CHECK * _TICK_S)
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

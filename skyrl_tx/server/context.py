@@ -52,7 +52,7 @@ class ApiContext:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ApiCall:
     """One authenticated HTTP request with its body, and the components that serve it."""
 
     context: ApiContext
@@ -74,7 +74,7 @@ class Call:
         """The database, the only source of truth."""
         return self.context.store
 
-    def session_id(self, purpose: str) -> SessionId | None:
+    def derive_session_id(self, purpose: str) -> SessionId | None:
         """Derive a session id from the idempotency key: equal for retries, and not guessable by other callers.
 
         Returns None without an idempotency key.
@@ -84,7 +84,7 @@ class Call:
         signature = self.context.signing_key.sign(purpose, self.caller.owner, self.idempotency_key)
         return SessionId(f"session-{signature[:32]}")
 
-    def readers(self, tx: Session, token: str | None) -> Sequence[Principal]:
+    def list_readers(self, tx: Session, token: str | None) -> Sequence[Principal]:
         """Return in whose name a checkpoint is read: the caller, and the owner of a `weights_access_token` if any.
 
         The token is a key or a token of an owner who lets the caller read. Raises UserError if it is invalid.
@@ -92,7 +92,7 @@ class Call:
         if token is None:
             return [self.caller]
         try:
-            delegating = self.context.authenticator.find(tx, token)
+            delegating = self.context.authenticator.find_principal(tx, token)
         except ApiError as error:
             raise UserError("weights_access_token: not a key and not a token of this server") from error
         if delegating.scope not in _DELEGATING_SCOPES:
@@ -109,49 +109,49 @@ async def get_context(request: Request) -> ApiContext:
     return cast(ApiContext, request.app.state.context)
 
 
-async def read_poll(request: Request, caller: Caller) -> Call:
+async def read_poll(request: Request, caller: Caller) -> ApiCall:
     """Receive a request whose body has a few names. It never waits for other requests."""
-    return await _read(request, caller, POLL_LIMITS)
+    return await _read_call(request, caller, POLL_LIMITS)
 
 
-async def read_control(request: Request, caller: Caller) -> AsyncGenerator[Call]:
+async def read_control(request: Request, caller: Caller) -> AsyncGenerator[ApiCall]:
     """Receive a request that is neither a pass nor a sample."""
-    async with held_call(request, caller, CONTROL_LIMITS) as call:
+    async with receive_call(request, caller, CONTROL_LIMITS) as call:
         yield call
 
 
-async def read_data(request: Request, caller: Caller) -> AsyncGenerator[Call]:
+async def read_data(request: Request, caller: Caller) -> AsyncGenerator[ApiCall]:
     """Receive a pass or a sample, which may be large."""
-    async with data_call(request, caller) as call:
+    async with receive_data_call(request, caller) as call:
         yield call
 
 
 @asynccontextmanager
-async def data_call(request: Request, caller: Principal) -> AsyncGenerator[Call]:
+async def receive_data_call(request: Request, caller: Principal) -> AsyncGenerator[ApiCall]:
     """Receive a request that may be large; its memory is held in the context."""
     settings = (await get_context(request)).settings
-    limits = BodyLimits.of_data(settings.max_request_bytes, request.headers.get("content-type", ""))
-    async with held_call(request, caller, limits) as call:
+    limits = BodyLimits.from_content_type(settings.max_request_bytes, request.headers.get("content-type", ""))
+    async with receive_call(request, caller, limits) as call:
         yield call
 
 
 @asynccontextmanager
-async def held_call(request: Request, caller: Principal, limits: BodyLimits) -> AsyncGenerator[Call]:
+async def receive_call(request: Request, caller: Principal, limits: BodyLimits) -> AsyncGenerator[ApiCall]:
     """Receive a request when there is memory for its body; hold the memory that its execution takes in the context."""
     context = await get_context(request)
-    async with context.received_bodies.hold(caller.owner, _announced_bytes(request, limits)):
-        call = await _read(request, caller, limits)
-        async with context.decoded_bodies.hold(caller.owner, call.body.decoding_bytes()):
+    async with context.received_bodies.reserve(caller.owner, _estimate_body_bytes(request, limits)):
+        call = await _read_call(request, caller, limits)
+        async with context.decoded_bodies.reserve(caller.owner, call.body.estimate_decoding_bytes()):
             yield call
 
 
-def base_url(settings: ApiSettings, request: Request) -> str:
+def get_base_url(settings: ApiSettings, request: Request) -> str:
     """Return `public_url`, or the address by which the client reached this server; without a slash at its end."""
     base = settings.public_url or f"{request.url.scheme}://{request.url.netloc}{request.scope['root_path']}"
     return base.rstrip("/")
 
 
-def _announced_bytes(request: Request, limits: BodyLimits) -> int:
+def _estimate_body_bytes(request: Request, limits: BodyLimits) -> int:
     """Return how many bytes of a body will be kept; without a Content-Length these are at most those of the limit."""
     announced = request.headers.get("content-length")
     if announced is None:
@@ -160,8 +160,8 @@ def _announced_bytes(request: Request, limits: BodyLimits) -> int:
     return size if size <= limits.max_bytes else 0
 
 
-async def _read(request: Request, caller: Principal, limits: BodyLimits) -> Call:
-    return Call(
+async def _read_call(request: Request, caller: Principal, limits: BodyLimits) -> ApiCall:
+    return ApiCall(
         context=await get_context(request),
         caller=caller,
         body=await read_body(request, limits),
@@ -171,8 +171,8 @@ async def _read(request: Request, caller: Principal, limits: BodyLimits) -> Call
     )
 
 
-Incoming = Annotated[Call, Depends(read_control)]
-IncomingData = Annotated[Call, Depends(read_data)]
+Incoming = Annotated[ApiCall, Depends(read_control)]
+IncomingData = Annotated[ApiCall, Depends(read_data)]
 
 AccessScope = Literal["owned", "accessible"]
 Limit = Annotated[int, Query(ge=0, le=10_000)]

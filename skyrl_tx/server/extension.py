@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute
 from skyrl_tx.contract.ids import SessionId
 
 if TYPE_CHECKING:
-    from skyrl_tx.server.context import ApiContext, Call
+    from skyrl_tx.server.context import ApiCall, ApiContext
 
 ErrorForm: TypeAlias = Callable[[Response, Exception], Response]
 """Turns the response to an error, whose body is `{"detail": text}`, into the form of another API."""
@@ -37,7 +37,7 @@ class ServerExtension:
     """The form of errors by the beginning of the path, for example of all paths that start with `/v1/`."""
     admission: Callable[[Session, SessionId, float], None] | None = None
     """Called at a time in the transaction that adds a checkpoint to a session; raises UserError to refuse it."""
-    on_telemetry: Callable[[Call], None] | None = None
+    on_telemetry: Callable[[ApiCall], None] | None = None
     """Receives each call of `/telemetry`, in a thread, before it is acknowledged."""
-    describe_session: Callable[[Call, Request, SessionId], str | None] | None = None
+    describe_session: Callable[[ApiCall, Request, SessionId], str | None] | None = None
     """Returns a line that the SDK shows to who creates a session, for example the address of the session's page."""

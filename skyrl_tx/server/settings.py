@@ -89,14 +89,14 @@ class ApiFlags(CommonSettings):
         return self.served_model_name or self.base_model
 
     @property
-    def offered_names(self) -> list[str]:
+    def model_names(self) -> list[str]:
         """The model names that clients may use, the public one first."""
         return list(dict.fromkeys([self.public_model_name, *self.served_model_aliases]))
 
-    def known_model_name(self, name: str) -> str:
+    def resolve_model_name(self, name: str) -> str:
         """Return the public name of a requested base model, with or without a variant. Raises UserError for another."""
         if _VARIANT.sub("", name) not in (self.served_model_name, self.base_model, *self.served_model_aliases):
-            raise UserError(f"base_model {name[:200]!r}: this server serves {', '.join(map(repr, self.offered_names))}")
+            raise UserError(f"base_model {name[:200]!r}: this server serves {', '.join(map(repr, self.model_names))}")
         return self.public_model_name
 
     @property
@@ -149,6 +149,6 @@ class ApiSettings(ApiFlags):
     """Longest pause in a request body in seconds; a slow client must send 1 KiB/s on average.
     A client that sends nothing for so long has gone."""
 
-    def for_app(self, kind: type[S]) -> S:
+    def get_app_settings(self, kind: type[S]) -> S:
         """Return the settings of an app, which are the defaults unless some are set."""
         return next((settings for settings in self.apps if isinstance(settings, kind)), kind())

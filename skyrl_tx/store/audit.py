@@ -72,13 +72,13 @@ def record(
     tx.add(row)
 
 
-def actor_of(tx: Session, session_id: SessionId, owner: str) -> Actor:
+def get_actor(tx: Session, session_id: SessionId, owner: str) -> Actor:
     """Return the actor of a request in a session: its owner, with the key that made the session."""
     row = sessions.get(tx, session_id)
     return Actor(owner, None if row is None else row.key_id)
 
 
-def entries(
+def list_entries(
     tx: Session,
     *,
     since: float = 0.0,

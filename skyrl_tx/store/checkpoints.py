@@ -11,7 +11,7 @@ from sqlmodel import Session, col, select
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import ArtifactId, CheckpointPath, ModelId, SessionId
 from skyrl_tx.contract.requests import LoadWeights
-from skyrl_tx.store.database import execute, existing
+from skyrl_tx.store.database import execute, get_existing
 from skyrl_tx.store.tables import CheckpointRow, ModelRow, RequestRow, SamplingSessionRow, SessionRow, SnapshotRow
 
 MAX_TTL_S = 10 * 365 * 24 * 3600
@@ -92,14 +92,14 @@ def delete(tx: Session, path: CheckpointPath) -> bool:
     return True
 
 
-def list_of_run(tx: Session, model_id: ModelId, now: float, *, only_public: bool = False) -> list[CheckpointRow]:
+def list_by_run(tx: Session, model_id: ModelId, now: float, *, only_public: bool = False) -> list[CheckpointRow]:
     """Return a run's checkpoints, oldest first."""
     oldest_first = (col(CheckpointRow.created_at), col(CheckpointRow.kind), col(CheckpointRow.name))
     wanted = select(CheckpointRow).where(CheckpointRow.model_id == model_id, is_visible(now)).order_by(*oldest_first)
     return list(tx.exec(wanted.where(col(CheckpointRow.public)) if only_public else wanted))
 
 
-def published_runs(now: float):
+def select_published_runs(now: float):
     """Return the subquery of the ids of runs with a public checkpoint."""
     return select(CheckpointRow.model_id).where(col(CheckpointRow.public), is_visible(now))
 
@@ -121,11 +121,11 @@ def list_owned(tx: Session, owner: str, limit: int, offset: int, now: float) -> 
 
 def count(tx: Session, now: float) -> tuple[int, int]:
     """Return the number of checkpoints of all owners, and their size in bytes."""
-    number, size_bytes = tx.exec(select(func.count(), total_bytes()).where(is_visible(now))).one()
+    number, size_bytes = tx.exec(select(func.count(), sum_bytes()).where(is_visible(now))).one()
     return number, size_bytes
 
 
-def total_bytes() -> ColumnElement[int]:
+def sum_bytes() -> ColumnElement[int]:
     """Return the expression of the selected checkpoints' total size in bytes."""
     return cast(func.coalesce(func.sum(col(CheckpointRow.size_bytes)), 0), BigInteger)  # PostgreSQL sums to a decimal
 
@@ -144,10 +144,10 @@ class StorageUsage:
     num_bytes: int = 0
 
 
-def usage_of_sessions(tx: Session, session_ids: Collection[SessionId], now: float) -> dict[SessionId, StorageUsage]:
+def get_usage_by_session(tx: Session, session_ids: Collection[SessionId], now: float) -> dict[SessionId, StorageUsage]:
     """Return the storage of each of the sessions that has checkpoints."""
     wanted = (
-        select(col(ModelRow.session_id), func.count(), total_bytes())
+        select(col(ModelRow.session_id), func.count(), sum_bytes())
         .join(CheckpointRow, col(CheckpointRow.model_id) == col(ModelRow.model_id))
         .where(col(ModelRow.session_id).in_(session_ids), is_visible(now))
         .group_by(col(ModelRow.session_id))
@@ -155,13 +155,13 @@ def usage_of_sessions(tx: Session, session_ids: Collection[SessionId], now: floa
     return {session_id: StorageUsage(count, size) for session_id, count, size in execute(tx, wanted)}
 
 
-def usage_by_owner(
+def get_usage_by_owner(
     tx: Session, owner: str | None, project_id: str | None, now: float
 ) -> list[tuple[str, str | None, StorageUsage]]:
     """Return owner, project and storage of each group of checkpoints; `owner` and `project_id` filter unless None."""
     groups = col(SessionRow.owner), col(SessionRow.project_id)
     wanted = (
-        select(*groups, func.count(), total_bytes())
+        select(*groups, func.count(), sum_bytes())
         .join(ModelRow, col(ModelRow.session_id) == col(SessionRow.session_id))
         .join(CheckpointRow, col(CheckpointRow.model_id) == col(ModelRow.model_id))
         .where(is_visible(now))
@@ -177,12 +177,12 @@ def usage_by_owner(
 
 def set_ttl(tx: Session, path: CheckpointPath, expires_at: float | None) -> None:
     """Set when a checkpoint expires; None means never. Raises LookupError if there is none."""
-    existing(tx, CheckpointRow, (path.model_id, path.kind, path.name)).expires_at = expires_at
+    get_existing(tx, CheckpointRow, (path.model_id, path.kind, path.name)).expires_at = expires_at
 
 
 def set_public(tx: Session, path: CheckpointPath, public: bool) -> None:
     """Set whether other owners may read a checkpoint. Raises LookupError if there is none."""
-    existing(tx, CheckpointRow, (path.model_id, path.kind, path.name)).public = public
+    get_existing(tx, CheckpointRow, (path.model_id, path.kind, path.name)).public = public
 
 
 def expire(tx: Session, now: float) -> list[CheckpointPath]:
@@ -215,7 +215,7 @@ _LOADS_THAT_MAY_RUN = select(col(RequestRow.body), col(RequestRow.body_crc), col
 """Loads that are open or that a recovery would replay."""
 
 
-def referenced_artifacts(tx: Session) -> set[ArtifactId] | None:
+def find_referenced_artifacts(tx: Session) -> set[ArtifactId] | None:
     """Return every artifact that a checkpoint, a snapshot, a sampler, an open sample or a load that may run refers to.
 
     Returns None while that is unknown: the body of an open load is damaged. The load will fail soon, but an engine may

@@ -17,7 +17,7 @@ from skyrl_tx.store.tables import AnswerCounterRow, CancellationRow, RequestRow
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class SampleCompletion:
     """A completed sample request and its position in the completion order."""
 
     answer_order: int
@@ -34,7 +34,7 @@ _RAISE_COUNTER = (
 )
 
 
-def skip_seen(tx: Session, now: float) -> None:
+def skip_seen_positions(tx: Session, now: float) -> None:
     """Let completion positions continue above those that any client has seen; called when an engine starts.
 
     A replica that lagged at a failover, or a restored copy, would assign the positions of lost completions again, and
@@ -69,27 +69,25 @@ _COMPLETIONS_OF_CLIENT = (
 )
 
 
-def last_completion(tx: Session) -> int:
+def get_last_position(tx: Session) -> int:
     """Return the position of the newest completion; 0 if there is none."""
     return execute(tx, _LAST_COMPLETION).scalar_one_or_none() or 0
 
 
-def completed_since(
-    tx: Session, after: int, limit: int
-) -> list[tuple[int, RequestId, SamplingSessionId | None, float]]:
+def list_completed(tx: Session, after: int, limit: int) -> list[tuple[int, RequestId, SamplingSessionId | None, float]]:
     """Return position, request, sampling session and time of the completions of any kind after a position."""
     rows = execute(tx, _COMPLETED_SINCE, {"after": after, "limit": limit})
     return [(int(order or 0), request_id, session_id, at or 0.0) for order, request_id, session_id, at in rows]
 
 
-def completions_of_client(
+def list_by_client(
     tx: Session, sampling_session_id: SamplingSessionId, clone: int, after: int, limit: int
-) -> list[Completion]:
+) -> list[SampleCompletion]:
     """Return a sampling client's completions after a position; clone 0 is the original client, others are copies."""
     of_clone = {"first": clone * CLONE_STRIDE, "last": (clone + 1) * CLONE_STRIDE - 1}
     parameters = {"sampling_session_id": sampling_session_id, "after": after, "limit": limit, **of_clone}
     rows = execute(tx, _COMPLETIONS_OF_CLIENT, parameters)
-    return [Completion(*row) for row in rows]
+    return [SampleCompletion(*row) for row in rows]
 
 
 _NEW_CANCELLATION = insert(CancellationRow).from_select(
@@ -105,7 +103,7 @@ def cancel(
 
     Returns "over" if the request is complete or unknown, and "no sample" for a request of another kind.
     """
-    state = futures.result(tx, request_id, owner)
+    state = futures.get_state(tx, request_id, owner)
     if state.status == "unknown":
         return "over"
     if state.kind != "sample":
@@ -123,7 +121,7 @@ _CANCELLED_SINCE = (
 )
 
 
-def cancelled_since(tx: Session, position: int, engine: int = 1) -> list[tuple[int, RequestId]]:
+def list_cancelled(tx: Session, position: int, engine: int = 1) -> list[tuple[int, RequestId]]:
     """Return position and request of the cancellations of an engine's samples after a position."""
     rows = execute(tx, _CANCELLED_SINCE, {"after": position, "engine": engine})
     return [(int(found or 0), request_id) for found, request_id in rows]

@@ -16,11 +16,11 @@ from sqlalchemy.sql.selectable import TypedReturnsRows
 from sqlmodel import Session, SQLModel
 
 from skyrl_tx import DISTRIBUTION
-from skyrl_tx.store.dialect import DATABASE_NAME, Dialect, Notifier, Role, checked_lock, file_lock, role_lock
+from skyrl_tx.store.dialect import DATABASE_NAME, Dialect, Notifier, Role, lock_after_check, lock_file, lock_role
 from skyrl_tx.store.errors import StoreError, StoreInUse
 from skyrl_tx.store.private_files import make_private
 from skyrl_tx.store.sqlite import Sqlite
-from skyrl_tx.store.writer import GroupWriter, RetryPolicy, refused
+from skyrl_tx.store.writer import GroupWriter, RetryPolicy, translate_refusal
 
 __all__ = ["Role", "Store", "StoreError", "StoreInUse"]
 
@@ -44,7 +44,7 @@ class Store:
         self, *, dialect: Dialect, reader: Engine, writer: GroupWriter, notifier: Notifier, resources: ExitStack
     ) -> None:
         """Use `open` instead. `resources` closes everything else, in reverse order of opening."""
-        self._dialect = dialect
+        self._make_dialect = dialect
         self._reader = reader
         self._writer = writer
         self._notifier = notifier
@@ -71,7 +71,7 @@ class Store:
         writes of other processes; with `retry` it is then repeated, as it is while the disk is full. With `is_shared`,
         several processes may have the role `engine`, each with a number; PostgreSQL only.
         """
-        dialect = _dialect(data_dir, url, busy_timeout_s)
+        dialect = _make_dialect(data_dir, url, busy_timeout_s)
         if is_shared:
             dialect.share()
         with ExitStack() as stack:
@@ -80,17 +80,17 @@ class Store:
                 _check_database(data_dir, dialect.name)
                 make_private(data_dir, dialect.files)
                 if role in dialect.file_locked:
-                    stack.enter_context(role_lock(data_dir, role, is_shared=is_shared))
-                write_engine = dialect.writer(role)
+                    stack.enter_context(lock_role(data_dir, role, is_shared=is_shared))
+                write_engine = dialect.create_writer(role)
                 stack.callback(write_engine.dispose)
-                with file_lock(data_dir / "schema.lock"):  # SQLite's own does not cover a new file's journal mode
+                with lock_file(data_dir / "schema.lock"):  # SQLite's own does not cover a new file's journal mode
                     upgrade(write_engine)
                 _record_database(data_dir, dialect.name)
                 if role != "tool":
-                    stack.enter_context(checked_lock(data_dir, dialect.check))
-                reader = dialect.reader(role)
+                    stack.enter_context(lock_after_check(data_dir, dialect.check))
+                reader = dialect.create_reader(role)
                 stack.callback(reader.dispose)
-                notifier = dialect.notifier(role, reader)
+                notifier = dialect.create_notifier(role, reader)
                 stack.callback(notifier.close)
             except (DBAPIError, OSError, *dialect.errors) as error:
                 raise dialect.explain(error) from error
@@ -116,7 +116,7 @@ class Store:
         """Run read-only work on one consistent state, from any thread, without blocking writers."""
         if self._is_closed:
             raise StoreError("the store is closed")
-        with self._explained():
+        with self._explain_errors():
             try:
                 return self._read(work)
             except DBAPIError as error:
@@ -131,30 +131,30 @@ class Store:
             return result
 
     @contextmanager
-    def _explained(self) -> Generator[None]:
+    def _explain_errors(self) -> Generator[None]:
         try:
             yield
         except DataError as error:
-            raise refused(error) from error
-        except (DBAPIError, *self._dialect.errors) as error:
-            raise self._dialect.explain(error) from error
+            raise translate_refusal(error) from error
+        except (DBAPIError, *self._make_dialect.errors) as error:
+            raise self._make_dialect.explain(error) from error
 
     def vacuum(self) -> bool:
         """Return some free space of the database to the file system; return whether more is left."""
-        return self.write(lambda tx: self._dialect.vacuum(tx.connection()))
+        return self.write(lambda tx: self._make_dialect.vacuum(tx.connection()))
 
     def find_damage(self) -> str | None:
         """Check the database's own structure; return its first damage, or None. Takes some milliseconds per MiB."""
-        with self._explained():
-            return self._dialect.find_damage()
+        with self._explain_errors():
+            return self._make_dialect.find_damage()
 
     def copy(self, target: Path, look: Callable[[Session], T]) -> T:
         """Write a consistent copy of the database to a file, while others use it; return what `look` reads in it.
 
         Raises StoreError.
         """
-        with self._explained():
-            return self._dialect.copy(target, look)
+        with self._explain_errors():
+            return self._make_dialect.copy(target, look)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for a commit of the other process or for `wake`; return False on timeout.
@@ -178,14 +178,14 @@ class Store:
         self._writer.observe_seconds = observe_seconds
 
     @property
-    def engine(self) -> int:
+    def engine_number(self) -> int:
         """The number of the engine that this process is; 1 in other roles."""
-        return self._dialect.engine
+        return self._make_dialect.engine_number
 
     @property
     def is_shared(self) -> bool:
         """Whether several engines may share the database."""
-        return self._dialect.is_shared
+        return self._make_dialect.is_shared
 
     def wake(self) -> None:
         """End this process's current or next `wait`."""
@@ -193,7 +193,7 @@ class Store:
 
     def is_peer_running(self) -> bool:
         """Return whether a process of the other role has this database open."""
-        with self._explained():
+        with self._explain_errors():
             return self._notifier.is_peer_running()
 
     def close(self) -> None:
@@ -208,14 +208,14 @@ class Store:
 
 def restore(source: Path, data_dir: Path, url: str | None = None) -> None:
     """Create a database from a file that `Store.copy` wrote. Raises StoreError, also if there is a database."""
-    dialect = _dialect(data_dir, url, busy_timeout_s=10.0)
+    dialect = _make_dialect(data_dir, url, busy_timeout_s=10.0)
     try:
         dialect.restore(source)
     except (DBAPIError, OSError, *dialect.errors) as error:
         raise dialect.explain(error) from error
 
 
-def _dialect(data_dir: Path, url: str | None, busy_timeout_s: float) -> Dialect:
+def _make_dialect(data_dir: Path, url: str | None, busy_timeout_s: float) -> Dialect:
     if url is None:
         return Sqlite(data_dir / DATABASE_NAME, data_dir, busy_timeout_s)
     try:
@@ -296,7 +296,7 @@ def upgrade(engine: Engine) -> None:
             migrations.migrate(connection, version, HEAD)
 
 
-def existing(tx: Session, table: type[RowT], key: object) -> RowT:
+def get_existing(tx: Session, table: type[RowT], key: object) -> RowT:
     """Return the row with this primary key. Raises LookupError if there is none."""
     row = tx.get(table, key)
     if row is None:
@@ -327,7 +327,7 @@ def is_in_batch(column: Mapped[Any]) -> ColumnElement[bool]:
     return column.in_(bindparam("ids", expanding=True))
 
 
-def in_batches(ids: Iterable[T]) -> Iterator[list[T]]:
+def split_batches(ids: Iterable[T]) -> Iterator[list[T]]:
     """Yield the ids in lists of 1, 2, 4, … or 1,024; the last list may repeat its last id as padding."""
     all_ids = list(ids)
     for start in range(0, len(all_ids), _MAX_IDS):
@@ -339,7 +339,7 @@ def in_batches(ids: Iterable[T]) -> Iterator[list[T]]:
 def execute_in_batches(tx: Session, statement: Executable, ids: Iterable[object], **parameters: object) -> list[Any]:
     """Execute a statement for each batch of ids; return all rows that it selects."""
     rows: list[Any] = []
-    for batch in in_batches(ids):
+    for batch in split_batches(ids):
         result = execute(tx, statement, {"ids": batch, **parameters})
         if result.returns_rows:
             rows.extend(result)

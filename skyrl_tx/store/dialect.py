@@ -76,7 +76,7 @@ class Dialect(ABC):
     """The database in error messages, without its password."""
     files: tuple[Path, ...] = ()
     """The files of the database that this process opens; some may not exist."""
-    engine = 1
+    engine_number = 1
     """The number of the engine that this process is, once its writer has connected."""
     is_shared = False
     """Whether several engines may share the database."""
@@ -94,7 +94,7 @@ class Dialect(ABC):
         """Name of the database without secrets; None for the data directory's own file."""
 
     @abstractmethod
-    def writer(self, role: Role) -> Engine:
+    def create_writer(self, role: Role) -> Engine:
         """Create the pool of the one writing connection.
 
         Every error that ends a transaction invalidates the connection. Connecting raises StoreInUse if another process
@@ -103,11 +103,11 @@ class Dialect(ABC):
         """
 
     @abstractmethod
-    def reader(self, role: Role) -> Engine:
+    def create_reader(self, role: Role) -> Engine:
         """Create the pool of read-only connections; each transaction sees one consistent state."""
 
     @abstractmethod
-    def notifier(self, role: Role, reader: Engine) -> Notifier:
+    def create_notifier(self, role: Role, reader: Engine) -> Notifier:
         """Open the notifier of a role; `reader` serves its queries."""
 
     def check(self) -> None:
@@ -147,16 +147,16 @@ class Dialect(ABC):
         if isinstance(cause, OSError):
             kind, what = _OS_FAILURES.get(cause.errno, FAILED)
         else:
-            kind, what = self.failure(cause)
+            kind, what = self.classify_error(cause)
         return kind(f"database {self.label}: {what} ({' '.join(str(cause).split())})")
 
     @abstractmethod
-    def failure(self, cause: BaseException) -> Failure:
+    def classify_error(self, cause: BaseException) -> Failure:
         """Return what an error of the driver means: full disks, failing disks, locks, damage, `FAILED` for others."""
 
 
 @contextmanager
-def role_lock(data_dir: Path, role: str, *, is_shared: bool = False) -> Generator[None]:
+def lock_role(data_dir: Path, role: str, *, is_shared: bool = False) -> Generator[None]:
     """Hold a role's file lock, which the kernel releases when the process ends.
 
     With `is_shared`, other processes may hold it too, if they say the same; the file then names the last of them.
@@ -176,7 +176,7 @@ def role_lock(data_dir: Path, role: str, *, is_shared: bool = False) -> Generato
 
 
 @contextmanager
-def checked_lock(data_dir: Path, check: Callable[[], None]) -> Generator[None]:
+def lock_after_check(data_dir: Path, check: Callable[[], None]) -> Generator[None]:
     """Hold a shared lock while this process has the database open; first run `check`, unless another process holds it.
 
     A check takes seconds for each GB, and the crash of a process damages no database: only the machine or its disk do,
@@ -198,7 +198,7 @@ def checked_lock(data_dir: Path, check: Callable[[], None]) -> Generator[None]:
 
 
 @contextmanager
-def file_lock(path: Path) -> Generator[None]:
+def lock_file(path: Path) -> Generator[None]:
     """Wait for a file's lock, then hold it."""
     with open(path, "a", opener=open_private) as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -38,7 +38,7 @@ class SampleLoad:
     num_requests: int = 0
 
 
-def largest_owners(num_bytes: Mapping[str, int]) -> dict[str, int]:
+def take_largest_owners(num_bytes: Mapping[str, int]) -> dict[str, int]:
     """Return the owners with the most bytes, at most 256, so that the published status stays small."""
     if len(num_bytes) <= _MAX_PUBLISHED_OWNERS:
         return dict(num_bytes)
@@ -48,7 +48,7 @@ def largest_owners(num_bytes: Mapping[str, int]) -> dict[str, int]:
 _DATABASE_TIME = text("SELECT extract(epoch FROM clock_timestamp())::float8")
 
 
-def shared_time(tx: Session) -> float:
+def get_shared_time(tx: Session) -> float:
     """Return the time by the clock that API and engine share: the PostgreSQL server's, or with SQLite this machine's.
 
     The clocks of two machines may differ by more than the silence after which an engine counts as gone.
@@ -65,49 +65,49 @@ def publish(tx: Session, row: EngineStateRow) -> None:
 def report_waiting(tx: Session, number: int, detail: str) -> None:
     """Record why an engine waits; its next published status replaces the reason."""
     own = update(EngineStateRow).where(col(EngineStateRow.number) == number)
-    execute(tx, own.values(detail=detail, updated_at=shared_time(tx)))
+    execute(tx, own.values(detail=detail, updated_at=get_shared_time(tx)))
 
 
-def all_engines(tx: Session) -> list[EngineStateRow]:
+def list_engines(tx: Session) -> list[EngineStateRow]:
     """Return the latest status of each engine that ever ran, by number."""
     return list(tx.exec(select(EngineStateRow).order_by(col(EngineStateRow.number))))
 
 
-def main_engine(rows: Sequence[EngineStateRow]) -> EngineStateRow | None:
+def choose_main_engine(rows: Sequence[EngineStateRow]) -> EngineStateRow | None:
     """Return the status that says whether requests are executed: a ready engine's if there is one; None without any."""
     newest = max((row.updated_at for row in rows), default=0.0)
     return max(rows, key=lambda row: (is_ready(row, newest), row.updated_at), default=None)
 
 
-def meters_of(rows: Sequence[EngineStateRow]) -> Mapping[str, object] | None:
+def sum_meters(rows: Sequence[EngineStateRow]) -> Mapping[str, object] | None:
     """Return the sums of what the engines that run have published; None if there is none."""
     newest = max((row.updated_at for row in rows), default=0.0)
     found = [row.meters for row in rows if row.meters is not None and is_running(row, newest)]
-    return cast(Mapping[str, object], reduce(_added, found)) if found else None
+    return cast(Mapping[str, object], reduce(_add_meters, found)) if found else None
 
 
-def outage_of(rows: Sequence[EngineStateRow]) -> str | None:
+def get_outage(rows: Sequence[EngineStateRow]) -> str | None:
     """Return which part of a backend does not work, as the first engine with one says; None if all work."""
-    return _said(rows, "outage")
+    return _get_backend_text(rows, "outage")
 
 
-def progress_of(rows: Sequence[EngineStateRow]) -> str | None:
+def get_progress(rows: Sequence[EngineStateRow]) -> str | None:
     """Return the progress of a backend's work in the background, of the first engine with such work; None without."""
-    return _said(rows, "progress")
+    return _get_backend_text(rows, "progress")
 
 
-def _said(rows: Sequence[EngineStateRow], name: str) -> str | None:
-    backend = (meters_of(rows) or {}).get("backend")
+def _get_backend_text(rows: Sequence[EngineStateRow], name: str) -> str | None:
+    backend = (sum_meters(rows) or {}).get("backend")
     found = cast(Mapping[str, object], backend).get(name) if isinstance(backend, dict) else None
     return None if found is None else str(found)
 
 
-def _added(one: object, other: object) -> object:
+def _add_meters(one: object, other: object) -> object:
     """Add numbers, join lists, and do both in mappings; what only one has stays as it is, and maxima are no sums."""
     if isinstance(one, dict) and isinstance(other, dict):
         first, second = cast(dict[str, Any], one), cast(dict[str, Any], other)
         both = first.keys() & second.keys()
-        added = {name: (max if name in _MAXIMA else _added)(first[name], second[name]) for name in both}
+        added = {name: (max if name in _MAXIMA else _add_meters)(first[name], second[name]) for name in both}
         return {**second, **first, **added}
     if isinstance(one, list) and isinstance(other, list):
         return [*cast(list[object], one), *cast(list[object], other)]
@@ -117,7 +117,7 @@ def _added(one: object, other: object) -> object:
 
 
 def is_running(row: EngineStateRow, now: float, silence_s: float = FRESH_S) -> bool:
-    """Whether an engine has published a status within `silence_s`. `now` is a `shared_time`."""
+    """Whether an engine has published a status within `silence_s`. `now` is a `get_shared_time`."""
     return now - row.updated_at <= silence_s
 
 
@@ -127,21 +127,21 @@ def is_ready(row: EngineStateRow, now: float, silence_s: float = FRESH_S) -> boo
 
 
 def get(tx: Session) -> EngineStateRow | None:
-    """Return the latest status of the `main_engine`, or None if no engine ever ran."""
-    return main_engine(all_engines(tx))
+    """Return the latest status of the `choose_main_engine`, or None if no engine ever ran."""
+    return choose_main_engine(list_engines(tx))
 
 
-def new_boot_id() -> str:
+def make_boot_id() -> str:
     """Return a random id of a run of an engine, which no other run ever has."""
     return secrets.token_hex(8)
 
 
-def number_of(tx: Session, boot_id: str) -> int | None:
+def find_number(tx: Session, boot_id: str) -> int | None:
     """Return the number of a run of an engine; None if it has published no status, or another run has its number."""
     return tx.exec(select(EngineStateRow.number).where(col(EngineStateRow.boot_id) == boot_id)).first()
 
 
-def sample_load(row: EngineStateRow | None) -> SampleLoad | None:
+def read_sample_load(row: EngineStateRow | None) -> SampleLoad | None:
     """Return the published memory load of an engine's queued samples, or None if it is unknown."""
     if row is None or row.load is None:
         return None

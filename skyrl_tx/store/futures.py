@@ -33,7 +33,7 @@ from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSessionId, SessionId
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
-from skyrl_tx.store.prepared import Prepared
+from skyrl_tx.store.prepared import PreparedStatement
 from skyrl_tx.store.tables import AnswerCounterRow, PrunedRow, RequestRow
 
 _REQUEST_ID = re.compile("req-[a-z2-7]{32}")
@@ -73,7 +73,7 @@ class NewRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Submitted:
+class SubmittedRequest:
     """The id of a submitted request. For a duplicate, `is_new` is False and `position` is None."""
 
     request_id: RequestId
@@ -131,7 +131,7 @@ class FutureState:
     created_at: float = 0.0
 
 
-def request_id(key: str) -> RequestId:
+def make_request_id(key: str) -> RequestId:
     """Return the request id of an idempotency key; a random id for ""."""
     raw = hashlib.blake2b(key.encode(), digest_size=20).digest() if key else secrets.token_bytes(20)
     return RequestId(f"req-{base64.b32encode(raw).decode().lower()}")
@@ -145,7 +145,7 @@ def is_request_id(text: str) -> bool:
     return _REQUEST_ID.fullmatch(text) is not None
 
 
-def sequence_scope(
+def get_sequence_scope(
     model_id: ModelId | None, sampling_session_id: SamplingSessionId | None, seq_id: int | None
 ) -> str | None:
     """Return the name of the model or sampling client within which `seq_id` is unique; None for unnumbered requests."""
@@ -157,7 +157,7 @@ def sequence_scope(
 _MARK = select(col(PrunedRow.up_to)).where(col(PrunedRow.numbered_by) == bindparam("scope"))
 
 
-def high_water_mark(tx: Session, scope: str) -> int:
+def get_high_water_mark(tx: Session, scope: str) -> int:
     """Return the last deleted sequence number of a scope; -1 if there is none."""
     found = execute(tx, _MARK, {"scope": scope}).scalar_one_or_none()
     return -1 if found is None else found
@@ -172,22 +172,22 @@ _SUBMITTED_COLUMNS = (
 )
 
 
-def submit(tx: Session, new: NewRequest, now: float) -> Submitted:
+def submit(tx: Session, new: NewRequest, now: float) -> SubmittedRequest:
     """Insert a request, unless it is a duplicate of a stored one.
 
     Raises ConflictingRequest if its key was used with another body; the first request is unchanged. Raises
     RequestPruned if its key was used by a request that has been deleted.
     """
-    name = request_id(new.key)
-    digest = idempotency_digest(new.body) if new.digest is None else new.digest
+    name = make_request_id(new.key)
+    digest = compute_digest(new.body) if new.digest is None else new.digest
     if new.key:
         stored = execute(tx, _DIGEST, {"request_id": name}).scalar_one_or_none()
         if stored is not None:
             if stored != digest:
                 raise ConflictingRequest(f"{new.kind} request {new.key!r}: these ids were used for another request")
-            return Submitted(name, is_new=False)
-        scope = sequence_scope(new.model_id, new.sampling_session_id, new.seq_id)
-        if scope is not None and (new.seq_id or 0) <= high_water_mark(tx, scope):
+            return SubmittedRequest(name, is_new=False)
+        scope = get_sequence_scope(new.model_id, new.sampling_session_id, new.seq_id)
+        if scope is not None and (new.seq_id or 0) <= get_high_water_mark(tx, scope):
             raise RequestPruned(
                 f"{new.kind} request {new.key!r}: its sequence number was used by a request that has been deleted"
             )
@@ -196,10 +196,10 @@ def submit(tx: Session, new: NewRequest, now: float) -> Submitted:
     # Not null: SQLite changes a row in place, and leaves a large body alone, only if the row's size stays the same.
     values["started_at"] = now
     (position,) = execute(tx, _INSERT, {**values, **_NOT_STARTED}).inserted_primary_key or (None,)
-    return Submitted(name, is_new=True, position=position, engine=new.engine)
+    return SubmittedRequest(name, is_new=True, position=position, engine=new.engine)
 
 
-def idempotency_digest(data: bytes) -> bytes:
+def compute_digest(data: bytes) -> bytes:
     """Return the digest in which a duplicate of a request must agree with the first one."""
     return hashlib.blake2b(data, digest_size=20).digest()
 
@@ -231,12 +231,12 @@ _OPEN_AFTER = (
 )
 
 
-def pending(
+def list_pending(
     tx: Session, after_position: int, limit: int, max_pass_bytes: int = 2**62, *, engine: int = 1
 ) -> list[PendingRequest]:
     """Return open requests of an engine after a position, in order of arrival; larger bodies of passes are left out."""
     parameters = {"after_position": after_position, "limit": limit, "max_pass_bytes": max_pass_bytes}
-    return _checked(execute(tx, _OPEN_AFTER, {**parameters, "engine": engine}))
+    return _decode_rows(execute(tx, _OPEN_AFTER, {**parameters, "engine": engine}))
 
 
 _OPEN_OF_OWNER = _OPEN_AFTER.where(
@@ -246,22 +246,22 @@ _OPEN_OF_OWNER = _OPEN_AFTER.where(
 )
 
 
-def pending_of_owner(
+def list_pending_by_owner(
     tx: Session, owner: str, after_position: int, up_to: int, limit: int, max_pass_bytes: int, *, engine: int = 1
 ) -> list[PendingRequest]:
     """Return an owner's open requests to models after a position and up to another one, see `pending`."""
     positions = {"after_position": after_position, "up_to": up_to, "limit": limit}
     parameters = {"owner": owner, "max_pass_bytes": max_pass_bytes, "engine": engine, **positions}
-    return _checked(execute(tx, _OPEN_OF_OWNER, parameters))
+    return _decode_rows(execute(tx, _OPEN_OF_OWNER, parameters))
 
 
-def in_flight(tx: Session, engine: int = 1) -> list[PendingRequest]:
+def list_in_flight(tx: Session, engine: int = 1) -> list[PendingRequest]:
     """Return the open requests of an engine with counted delivery attempts, in order of arrival."""
     is_counted = _IS_OPEN, col(RequestRow.engine) == engine, col(RequestRow.attempts) > 0
-    return _checked(execute(tx, select(*_COLUMNS).where(*is_counted).order_by(col(RequestRow.position))))
+    return _decode_rows(execute(tx, select(*_COLUMNS).where(*is_counted).order_by(col(RequestRow.position))))
 
 
-def not_started_before(tx: Session, model_id: ModelId, seq_id: int) -> list[PendingRequest]:
+def list_not_started(tx: Session, model_id: ModelId, seq_id: int) -> list[PendingRequest]:
     """Return a model's open requests without delivery attempts whose `seq_id` is lower than the given one."""
     wanted = select(*_COLUMNS).where(
         _IS_OPEN,
@@ -270,13 +270,13 @@ def not_started_before(tx: Session, model_id: ModelId, seq_id: int) -> list[Pend
         col(RequestRow.seq_id) > 0,
         col(RequestRow.seq_id) < seq_id,
     )
-    return _checked(execute(tx, wanted.order_by(col(RequestRow.position))))
+    return _decode_rows(execute(tx, wanted.order_by(col(RequestRow.position))))
 
 
 _LAST_POSITION = select(func.max(col(RequestRow.position)))
 
 
-def last_position(tx: Session) -> int:
+def get_last_position(tx: Session) -> int:
     """Return the position of the newest stored request; 0 if there is none."""
     return execute(tx, _LAST_POSITION).scalar_one() or 0
 
@@ -286,10 +286,10 @@ _BY_ID = select(*_COLUMNS).where(is_in_batch(col(RequestRow.request_id))).order_
 
 def list_by_id(tx: Session, request_ids: Iterable[RequestId]) -> list[PendingRequest]:
     """Return those requests that are stored, with their bodies, in order of arrival."""
-    return _checked(execute_in_batches(tx, _BY_ID, request_ids))
+    return _decode_rows(execute_in_batches(tx, _BY_ID, request_ids))
 
 
-def _checked(rows: Iterable[Any]) -> list[PendingRequest]:
+def _decode_rows(rows: Iterable[Any]) -> list[PendingRequest]:
     requests: list[PendingRequest] = []
     for row in rows:
         columns: dict[str, Any] = dict(row._mapping)
@@ -310,10 +310,10 @@ _LOG_SINCE = (
 )
 
 
-def log_since(tx: Session, model_id: ModelId, effect_order: int, limit: int = 2**31 - 1) -> list[PendingRequest]:
+def read_log(tx: Session, model_id: ModelId, effect_order: int, limit: int = 2**31 - 1) -> list[PendingRequest]:
     """Return at most `limit` of a model's logged requests after a log sequence number, in log order."""
     parameters = {"model_id": model_id, "after": effect_order, "limit": limit}
-    return _checked(execute(tx, _LOG_SINCE, parameters))
+    return _decode_rows(execute(tx, _LOG_SINCE, parameters))
 
 
 _COUNT_ATTEMPT, _COUNT_ATTEMPT_ALONE = (
@@ -337,7 +337,7 @@ _END_ALONE = (
 )
 
 
-def record_end(tx: Session, *, is_crash: bool, engine: int = 1) -> None:
+def record_engine_end(tx: Session, *, is_crash: bool, engine: int = 1) -> None:
     """Record the end of an engine: a crash counts for the request that ran alone."""
     execute(tx, _END_ALONE, {"num_crashes": int(is_crash), "number": engine})
 
@@ -345,7 +345,7 @@ def record_end(tx: Session, *, is_crash: bool, engine: int = 1) -> None:
 _MAX_CRASHES = select(func.max(col(RequestRow.crashes))).where(is_in_batch(col(RequestRow.request_id)))
 
 
-def max_crashes(tx: Session, request_ids: Iterable[RequestId]) -> int:
+def get_max_crashes(tx: Session, request_ids: Iterable[RequestId]) -> int:
     """Return the largest number of crashes among the requests."""
     return max((crashes or 0 for (crashes,) in execute_in_batches(tx, _MAX_CRASHES, request_ids)), default=0)
 
@@ -368,7 +368,7 @@ _LAST_ANSWERED = select(func.max(col(RequestRow.seq_id))).where(
 _LAST_ANSWERED_OF_KINDS = _LAST_ANSWERED.where(col(RequestRow.kind).in_(bindparam("kinds", expanding=True)))
 
 
-def last_answered_seq(tx: Session, model_id: ModelId, kinds: Collection[str] | None = None) -> int:
+def get_last_answered_seq(tx: Session, model_id: ModelId, kinds: Collection[str] | None = None) -> int:
     """Return the highest `seq_id` of a model's completed requests of some kinds (None: any); 0 if there is none.
 
     Deleted requests count as any kind, because their kind is unknown.
@@ -377,11 +377,11 @@ def last_answered_seq(tx: Session, model_id: ModelId, kinds: Collection[str] | N
         found = execute(tx, _LAST_ANSWERED, {"model_id": model_id})
     else:
         found = execute(tx, _LAST_ANSWERED_OF_KINDS, {"model_id": model_id, "kinds": list(kinds)})
-    deleted = high_water_mark(tx, f"model/{model_id}")
+    deleted = get_high_water_mark(tx, f"model/{model_id}")
     return max(found.scalar_one() or 0, deleted, 0)
 
 
-_COUNT_ANSWER = Prepared(lambda _: update(AnswerCounterRow).values(value=col(AnswerCounterRow.value) + 1), ())
+_COUNT_ANSWER = PreparedStatement(lambda _: update(AnswerCounterRow).values(value=col(AnswerCounterRow.value) + 1), ())
 _COMPLETION = (
     update(RequestRow)
     .where(col(RequestRow.request_id) == bindparam("name"), col(RequestRow.status) == "open")
@@ -397,7 +397,7 @@ _COMPLETION = (
         answer_order=select(col(AnswerCounterRow.value)).scalar_subquery(),
     )
 )
-_COMPLETE = Prepared(lambda _: _COMPLETION, ("name", "outcome", "data", "crc", "effect", "now"))
+_COMPLETE = PreparedStatement(lambda _: _COMPLETION, ("name", "outcome", "data", "crc", "effect", "now"))
 
 
 def complete(
@@ -421,7 +421,7 @@ _RESULT = select(
 )
 
 
-def result(tx: Session, request_id: RequestId, owner: str | None) -> FutureState:
+def get_state(tx: Session, request_id: RequestId, owner: str | None) -> FutureState:
     """Return a request's state and result; "unknown" if another owner has it, unless `owner` is None."""
     row = execute(tx, _RESULT, {"request_id": request_id, "owner": owner}).one_or_none()
     if row is None:
@@ -445,7 +445,7 @@ def is_open_sample(tx: Session, request_id: RequestId) -> bool:
     return execute(tx, wanted).scalar() == "sample"
 
 
-def statuses(tx: Session, request_ids: Iterable[RequestId]) -> dict[RequestId, Literal["done", "failed"]]:
+def get_outcomes(tx: Session, request_ids: Iterable[RequestId]) -> dict[RequestId, Literal["done", "failed"]]:
     """Return the outcomes of those requests that are complete."""
     return dict(execute_in_batches(tx, _OUTCOMES, request_ids))
 
@@ -455,12 +455,12 @@ _OWNERS_OF_OPEN = select(col(RequestRow.request_id), col(RequestRow.owner)).wher
 )
 
 
-def owners_of_open(tx: Session, request_ids: Iterable[RequestId]) -> dict[RequestId, str]:
+def get_open_owners(tx: Session, request_ids: Iterable[RequestId]) -> dict[RequestId, str]:
     """Return the owners of those requests that are open."""
     return dict(execute_in_batches(tx, _OWNERS_OF_OPEN, request_ids))
 
 
-def any_answered_since(tx: Session, since: float) -> bool:
+def has_answered_since(tx: Session, since: float) -> bool:
     """Return whether a request was completed at or after a time."""
     wanted = select(col(RequestRow.position)).where(col(RequestRow.completed_at) >= since).limit(1)
     return execute(tx, wanted).first() is not None

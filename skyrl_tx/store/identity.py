@@ -45,32 +45,32 @@ def is_current(row: IdentityRow | None, recorded: Identity | None) -> bool:
     return row.store_id == recorded.store_id and row.epoch >= recorded.epoch
 
 
-def check_place(store: Store, artifacts: ArtifactStore) -> None:
+def check_artifacts(store: Store, artifacts: ArtifactStore) -> None:
     """Raise UserError if the database refers to artifacts in an object store, or in a directory, that is another one.
 
     An engine without the artifacts of its database would take every model for lost.
     """
-    row, recorded = store.read(get), artifacts.identity()
+    row, recorded = store.read(get), artifacts.read_identity()
     if row is None or (recorded is not None and recorded.store_id == row.store_id):
         return
     if not artifacts.is_remote and not row.store_id.startswith(_REMOTE):
         return  # models of a directory that was lost are replayed as far as the log goes
-    referenced = store.read(checkpoints.referenced_artifacts) or set()
-    if referenced and referenced.isdisjoint(artifacts.ids()):
+    referenced = store.read(checkpoints.find_referenced_artifacts) or set()
+    if referenced and referenced.isdisjoint(artifacts.list_ids()):
         raise UserError(
-            f"the database refers to {len(referenced)} artifacts, and {artifacts.place} has none of them: "
+            f"the database refers to {len(referenced)} artifacts, and {artifacts.location} has none of them: "
             "--artifacts must name the place where they were stored"
         )
 
 
 def find_unclaimed(store: Store, artifacts: ArtifactStore) -> frozenset[ArtifactId]:
     """Return the unclaimed artifacts, without a change."""
-    recorded = artifacts.identity()
-    present = set(artifacts.ids())  # listed before the references are read: later ones have rows or are young
+    recorded = artifacts.read_identity()
+    present = set(artifacts.list_ids())  # listed before the references are read: later ones have rows or are young
     found = set(recorded.unclaimed) & present if recorded is not None else set[ArtifactId]()
     if not is_current(store.read(get), recorded):
         found = present
-    return frozenset(found - (store.read(checkpoints.referenced_artifacts) or set()) if found else found)
+    return frozenset(found - (store.read(checkpoints.find_referenced_artifacts) or set()) if found else found)
 
 
 def claim(store: Store, artifacts: ArtifactStore) -> Claim:
@@ -79,7 +79,7 @@ def claim(store: Store, artifacts: ArtifactStore) -> Claim:
     The epochs stay while there are neither new artifacts nor fewer. Raises OSError if the artifacts' identity cannot be
     written.
     """
-    recorded = artifacts.identity() or Identity(store_id="", epoch=0)
+    recorded = artifacts.read_identity() or Identity(store_id="", epoch=0)
     if is_current(store.read(get), recorded) and (looked_at := artifacts.touch_identity()) is not None:
         return Claim(unclaimed=frozenset(recorded.unclaimed), looked_at=looked_at)
     unclaimed = find_unclaimed(store, artifacts)
@@ -104,7 +104,7 @@ def claim(store: Store, artifacts: ArtifactStore) -> Claim:
     return Claim(unclaimed=unclaimed, looked_at=artifacts.write_identity(identity))
 
 
-def describe(unclaimed: frozenset[ArtifactId]) -> str:
+def describe_unclaimed(unclaimed: frozenset[ArtifactId]) -> str:
     """Return a message about unclaimed artifacts that says what to do."""
     return (
         f"{len(unclaimed)} artifacts belong to rows that this database does not have: it is new, another one, or older "

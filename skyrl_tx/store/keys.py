@@ -34,7 +34,7 @@ def create(
     is_first_admin = scope == "admin" and tx.exec(select(ApiKeyRow).where(ApiKeyRow.scope == "admin")).first() is None
     key = _PREFIX + secrets.token_urlsafe(32)
     row = ApiKeyRow(
-        digest=digest(key),
+        digest=hash_key(key),
         hint=key[: len(_PREFIX) + _HINT_CHARACTERS],
         owner=owner,
         scope=scope,
@@ -55,7 +55,7 @@ _FIND = select(ApiKeyRow).where(ApiKeyRow.digest == bindparam("digest"), col(Api
 
 def find(tx: Session, key: str) -> ApiKeyRow | None:
     """Return the row of a key, which may have expired, or None if it is unknown or revoked."""
-    return tx.exec(_FIND, params={"digest": digest(key)}).first()
+    return tx.exec(_FIND, params={"digest": hash_key(key)}).first()
 
 
 def get(tx: Session, key_id: int) -> ApiKeyRow | None:
@@ -73,7 +73,7 @@ def revoke(tx: Session, key_id: int, now: float) -> bool:
     return True
 
 
-def status(row: ApiKeyRow, now: float) -> Literal["valid", "expired", "revoked"]:
+def get_status(row: ApiKeyRow, now: float) -> Literal["valid", "expired", "revoked"]:
     """Return whether a key is accepted, or why not."""
     if row.revoked_at is not None:
         return "revoked"
@@ -87,7 +87,7 @@ def rotate(tx: Session, key_id: int, *, overlap_s: float, now: float) -> tuple[s
     KeyNotUsable.
     """
     old = get(tx, key_id)
-    if old is None or status(old, now) != "valid":
+    if old is None or get_status(old, now) != "valid":
         raise KeyNotUsable(f"key {key_id}: there is none, or it has been revoked or has expired")
     lifetime_s = None if old.expires_at is None else old.expires_at - old.created_at
     old.expires_at = now + overlap_s if old.expires_at is None else min(old.expires_at, now + overlap_s)
@@ -112,14 +112,14 @@ def record_use(tx: Session, key_id: int, now: float) -> None:
     execute(tx, update(ApiKeyRow).where(col(ApiKeyRow.key_id) == key_id).values(last_used_at=now))
 
 
-def ended(tx: Session, key_ids: Collection[int], now: float) -> set[int]:
+def find_ended(tx: Session, key_ids: Collection[int], now: float) -> set[int]:
     """Return which of these keys are revoked or have expired."""
     is_over = or_(col(ApiKeyRow.revoked_at).is_not(None), col(ApiKeyRow.expires_at) <= now)
     found = tx.exec(select(ApiKeyRow.key_id).where(col(ApiKeyRow.key_id).in_(key_ids), is_over))
     return {key_id for key_id in found if key_id is not None}
 
 
-def issued_digests(tx: Session) -> frozenset[str]:
+def list_digests(tx: Session) -> frozenset[str]:
     """Return the digests of all keys, the revoked and expired ones included."""
     return frozenset(tx.exec(select(ApiKeyRow.digest)))
 
@@ -129,18 +129,18 @@ def list_all(tx: Session) -> list[ApiKeyRow]:
     return list(tx.exec(select(ApiKeyRow).order_by(col(ApiKeyRow.key_id))))
 
 
-def any_made(tx: Session) -> bool:
+def has_any(tx: Session) -> bool:
     """Return whether a key was ever created."""
     return tx.exec(select(ApiKeyRow.key_id).limit(1)).first() is not None
 
 
-def any_usable(tx: Session, now: float) -> bool:
+def has_usable(tx: Session, now: float) -> bool:
     """Return whether there is a key that is neither revoked nor expired."""
     is_unexpired = or_(col(ApiKeyRow.expires_at).is_(None), col(ApiKeyRow.expires_at) > now)
     usable = select(ApiKeyRow.key_id).where(col(ApiKeyRow.revoked_at).is_(None), is_unexpired)
     return tx.exec(usable.limit(1)).first() is not None
 
 
-def digest(key: str) -> str:
+def hash_key(key: str) -> str:
     """Hash a key; a plain hash is enough, because keys hold 256 random bits."""
     return hashlib.sha256(key.encode()).hexdigest()

@@ -27,7 +27,7 @@ _END = text("SELECT pg_terminate_backend(:pid)")
 _RING = text(f"NOTIFY {ENGINE_CHANNEL}")
 
 
-def holders(tx: Session) -> dict[int, int]:
+def get_holders(tx: Session) -> dict[int, int]:
     """Return the numbers of the engines that run, each with the process id of its connection at the server."""
     return dict(tx.connection().execute(_HELD, {"class": ENGINE_CLASS}).all())
 
@@ -53,6 +53,6 @@ def revoke(tx: Session, pid: int) -> None:
     tx.connection().execute(_END, {"pid": pid})
 
 
-def ring(tx: Session) -> None:
+def notify_engines(tx: Session) -> None:
     """Wake all engines when the transaction commits: an engine's own commits wake only the API."""
     tx.connection().execute(_RING)

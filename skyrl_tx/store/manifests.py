@@ -34,7 +34,7 @@ class Unrecoverable(Exception):
     """A manifest lacks what a row needs; the message says what."""
 
 
-def run_metadata(
+def make_run_metadata(
     *, model_id: ModelId, owner: str, base_model: str, spec: ModelSpec, now: float, step: int | None = None
 ) -> dict[str, str]:
     """Return the metadata of every artifact that may become a checkpoint. `step` counts optimizer steps, if known."""
@@ -49,10 +49,10 @@ def run_metadata(
     }
 
 
-def checkpoint_metadata(
+def make_checkpoint_metadata(
     *, kind: str, name: str, expires_at: float | None, user_metadata: Mapping[str, str] | None
 ) -> dict[str, str]:
-    """Return the metadata that a checkpoint has in addition to `run_metadata`."""
+    """Return the metadata that a checkpoint has in addition to `make_run_metadata`."""
     found = {"kind": kind, "name": name}
     if expires_at is not None:
         found["expires_at"] = repr(expires_at)
@@ -66,7 +66,7 @@ def is_ephemeral(artifact: Artifact) -> bool:
     return artifact.metadata.get("kind") == CheckpointKind.SAMPLER and "base_model" not in artifact.metadata
 
 
-def saved_at(artifact: Artifact) -> float:
+def get_save_time(artifact: Artifact) -> float:
     """Return when an artifact was written."""
     recorded = artifact.metadata.get("saved_at")
     return float(recorded) if recorded else (artifact.path / "manifest.json").stat().st_mtime
@@ -84,7 +84,7 @@ def restore_rows(tx: Session, artifact: Artifact, now: float) -> CheckpointPath:
     if "effect_order" in metadata:
         kind, name = CheckpointKind.TRAINING, f"snapshot-{metadata['effect_order']}"
     else:
-        kind, name = _kind(metadata), metadata.get("name") or f"recovered-{part_of_id}"
+        kind, name = _parse_kind(metadata), metadata.get("name") or f"recovered-{part_of_id}"
     present = tx.get(CheckpointRow, (model.model_id, kind, name))
     if present is not None and present.artifact_id != artifact.artifact_id:
         name = f"{name[:100]}-{part_of_id}"
@@ -97,23 +97,23 @@ def restore_rows(tx: Session, artifact: Artifact, now: float) -> CheckpointPath:
         kind=kind,
         name=name,
         artifact_id=artifact.artifact_id,
-        created_at=saved_at(artifact),
+        created_at=get_save_time(artifact),
         expires_at=expires_at if expires_at is not None and expires_at > now else None,
         size_bytes=artifact.size_bytes,
         user_metadata=json.loads(metadata["user_metadata"]) if "user_metadata" in metadata else None,
-        step=_step(metadata),
+        step=_parse_step(metadata),
     )
     checkpoints.put(tx, row, overwrite=False)
     tx.flush()
     return row.path
 
 
-def _step(metadata: Mapping[str, str]) -> int | None:
+def _parse_step(metadata: Mapping[str, str]) -> int | None:
     """Return the run's optimizer steps at the save; early artifacts do not have them."""
     return int(metadata["step"]) if metadata.get("step", "").isdecimal() else None
 
 
-def _kind(metadata: Mapping[str, str]) -> CheckpointKind:
+def _parse_kind(metadata: Mapping[str, str]) -> CheckpointKind:
     try:
         return CheckpointKind(metadata.get("kind", ""))
     except ValueError:
@@ -126,16 +126,16 @@ def _restore_run(tx: Session, artifact: Artifact, now: float) -> ModelRow:
     model_id = ModelId(metadata["model_id"]) if "model_id" in metadata else None
     if model_id is not None and (present := models.get(tx, model_id)) is not None:
         if present.user_metadata == _CREATED_BY:  # artifacts are restored in any order
-            present.num_steps = max(present.num_steps, _step(metadata) or 0)
+            present.num_steps = max(present.num_steps, _parse_step(metadata) or 0)
         return present
-    config = _adapter_config(artifact)
+    config = _read_adapter_config(artifact)
     base_model = metadata.get("base_model") or config.get("base_model_name_or_path")
     if not base_model:
         raise Unrecoverable("neither its manifest nor its files name the base model")
-    spec = _spec(metadata, config)
+    spec = _parse_spec(metadata, config)
     session_id = None if model_id is None else SessionId(model_id.partition(":train:")[0])
     if session_id is None or sessions.get(tx, session_id) is None:
-        owner = _owner(tx, metadata.get("owner"))
+        owner = _choose_owner(tx, metadata.get("owner"))
         session_id = sessions.create(tx, owner=owner, tags=["recovered"], now=now, session_id=session_id)
         sessions.finish(tx, session_id, "recovered", now)
         tx.flush()
@@ -146,17 +146,17 @@ def _restore_run(tx: Session, artifact: Artifact, now: float) -> ModelRow:
         spec=codec.encode(spec),
         user_metadata=_CREATED_BY,
         status="unloaded",
-        created_at=saved_at(artifact),
-        last_request_at=saved_at(artifact),
+        created_at=get_save_time(artifact),
+        last_request_at=get_save_time(artifact),
         base_model_hash=metadata.get("base_model_hash"),
-        num_steps=_step(metadata) or 0,
+        num_steps=_parse_step(metadata) or 0,
     )
     models.create(tx, row)
     tx.flush()
     return row
 
 
-def _owner(tx: Session, recorded: str | None) -> str:
+def _choose_owner(tx: Session, recorded: str | None) -> str:
     """Return the owner: the recorded one; the first admin for data of no one or from before keys, if there are keys."""
     if recorded not in (None, LOCAL_OWNER):
         return recorded
@@ -164,7 +164,7 @@ def _owner(tx: Session, recorded: str | None) -> str:
     return tx.exec(admins).first() or LOCAL_OWNER
 
 
-def _adapter_config(artifact: Artifact) -> dict[str, Any]:
+def _read_adapter_config(artifact: Artifact) -> dict[str, Any]:
     try:
         found = json.loads((artifact.path / _ADAPTER_CONFIG).read_text())
     except (OSError, ValueError):  # encrypted, for example
@@ -172,7 +172,7 @@ def _adapter_config(artifact: Artifact) -> dict[str, Any]:
     return cast(dict[str, Any], found) if isinstance(found, dict) else {}
 
 
-def _spec(metadata: Mapping[str, str], config: Mapping[str, Any]) -> ModelSpec:
+def _parse_spec(metadata: Mapping[str, str], config: Mapping[str, Any]) -> ModelSpec:
     if "spec" in metadata:
         return _SPEC_DECODER.decode(metadata["spec"])
     rank, modules = config.get("r"), config.get("target_modules")

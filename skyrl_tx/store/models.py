@@ -9,7 +9,7 @@ from sqlmodel import Session, col, select
 
 from skyrl_tx.contract.ids import ArtifactId, ModelId, SessionId
 from skyrl_tx.store import checkpoints, pruning, samplers, sessions
-from skyrl_tx.store.database import execute, existing
+from skyrl_tx.store.database import execute, get_existing
 from skyrl_tx.store.pruning import RemoveRows
 from skyrl_tx.store.tables import (
     CheckpointRow,
@@ -96,7 +96,7 @@ def is_deleted(tx: Session, model_id: ModelId) -> bool:
     return execute(tx, _IS_DELETED, {"model_id": model_id}).one_or_none() is not None
 
 
-def owner(tx: Session, model_id: ModelId) -> str | None:
+def get_owner(tx: Session, model_id: ModelId) -> str | None:
     """Return the owner of a model, or None if there is none or it is deleted."""
     return execute(tx, _OWNER, {"model_id": model_id}).scalar_one_or_none()
 
@@ -104,25 +104,25 @@ def owner(tx: Session, model_id: ModelId) -> str | None:
 _ENGINE = select(ModelRow.engine).where(ModelRow.model_id == bindparam("model_id"))
 
 
-def engine_of(tx: Session, model_id: ModelId) -> int | None:
+def get_engine_number(tx: Session, model_id: ModelId) -> int | None:
     """Return the number of a model's engine, or None if there is no such model."""
     return execute(tx, _ENGINE, {"model_id": model_id}).scalar_one_or_none()
 
 
 def set_status(tx: Session, model_id: ModelId, status: ModelStatus) -> None:
     """Set a model's status. Raises LookupError if there is none."""
-    existing(tx, ModelRow, model_id).status = status
+    get_existing(tx, ModelRow, model_id).status = status
 
 
 def set_ready(tx: Session, model_id: ModelId, base_model_hash: str) -> None:
     """Set a model's status to `ready` and record its base weights. Raises LookupError if there is none."""
-    row = existing(tx, ModelRow, model_id)
+    row = get_existing(tx, ModelRow, model_id)
     row.status, row.base_model_hash = "ready", base_model_hash
 
 
 def set_loaded_from(tx: Session, model_id: ModelId, path: str) -> None:
     """Record the checkpoint that a model has loaded. Raises LookupError if there is no model."""
-    existing(tx, ModelRow, model_id).loaded_from = path
+    get_existing(tx, ModelRow, model_id).loaded_from = path
 
 
 def list_on_other_base(tx: Session, base_model_hash: str) -> list[ModelRow]:
@@ -133,7 +133,7 @@ def list_on_other_base(tx: Session, base_model_hash: str) -> list[ModelRow]:
 
 def abandon_all(tx: Session) -> list[ModelRow]:
     """Set the status of all live models to `left`, so that none is restored; return them, oldest first."""
-    left = live(tx)
+    left = list_live(tx)
     for row in left:
         row.status = "left"
     return left
@@ -150,16 +150,16 @@ def expire(tx: Session, before: float) -> list[ModelId]:
 
 def set_incomplete_gradient(tx: Session, model_id: ModelId, message: str | None) -> None:
     """Record why the accumulated gradient is incomplete; None clears it. Raises LookupError if there is no model."""
-    existing(tx, ModelRow, model_id).poisoned_by = message
+    get_existing(tx, ModelRow, model_id).poisoned_by = message
 
 
 def touch(tx: Session, model_id: ModelId, now: float) -> None:
     """Record the time of a request for a model. Raises LookupError if there is none."""
     if execute(tx, _TOUCH, {"name": model_id, "now": now}).rowcount == 0:
-        existing(tx, ModelRow, model_id)  # it exists, with a later time
+        get_existing(tx, ModelRow, model_id)  # it exists, with a later time
 
 
-def next_effect_order(tx: Session, model_id: ModelId, *, is_step: bool = False) -> int:
+def assign_effect_order(tx: Session, model_id: ModelId, *, is_step: bool = False) -> int:
     """Return the next log sequence number of a model, and count an optimizer step. Raises LookupError if there is none.
 
     `is_step`: the effect is an optimizer step.
@@ -173,13 +173,13 @@ def next_effect_order(tx: Session, model_id: ModelId, *, is_step: bool = False) 
 _OLDEST_FIRST = (col(ModelRow.created_at), col(ModelRow.model_id))
 
 
-def live(tx: Session) -> list[ModelRow]:
+def list_live(tx: Session) -> list[ModelRow]:
     """Return the models in status `creating` or `ready`, oldest first."""
     wanted = select(ModelRow).where(col(ModelRow.status).in_(("creating", "ready"))).order_by(*_OLDEST_FIRST)
     return list(tx.exec(wanted))
 
 
-def active(tx: Session, owner: str, since: float) -> list[ModelRow]:
+def list_active(tx: Session, owner: str, since: float) -> list[ModelRow]:
     """Return an owner's models in training, with a request since a time and in an open session, oldest first."""
     wanted = (
         select(ModelRow)
@@ -196,7 +196,7 @@ def active(tx: Session, owner: str, since: float) -> list[ModelRow]:
     return list(tx.exec(wanted))
 
 
-def of_session(tx: Session, session_id: SessionId) -> list[ModelRow]:
+def list_by_session(tx: Session, session_id: SessionId) -> list[ModelRow]:
     """Return a session's models that are not deleted, oldest first."""
     is_wanted = (col(ModelRow.session_id) == session_id) & col(ModelRow.deleted_at).is_(None)
     wanted = select(ModelRow).where(is_wanted).order_by(*_OLDEST_FIRST)
@@ -220,7 +220,9 @@ def list_owned(
     """
     is_wanted: ColumnElement[bool] = true() if owner is None else col(SessionRow.owner) == owner
     if published_at is not None:
-        is_wanted = sessions.visible_to(owner) | col(ModelRow.model_id).in_(checkpoints.published_runs(published_at))
+        is_wanted = sessions.is_visible_to(owner) | col(ModelRow.model_id).in_(
+            checkpoints.select_published_runs(published_at)
+        )
     is_wanted = is_wanted & col(ModelRow.deleted_at).is_(None)
     if project_id is not None:
         is_wanted = is_wanted & (col(SessionRow.project_id) == project_id)
@@ -275,11 +277,11 @@ def delete(tx: Session, model_id: ModelId, remove_rows: RemoveRows) -> None:
 
     Raises LookupError if there is none, and ValueError while it is `creating` or `ready`: unload it first.
     """
-    row = existing(tx, ModelRow, model_id)
+    row = get_existing(tx, ModelRow, model_id)
     if row.status in ("creating", "ready"):
         raise ValueError(f"run {model_id} is {row.status}")
     pruning.delete_high_water_marks(tx, [f"model/{model_id}"])
-    pruning.delete_sampling_marks(tx, samplers.ids_of_model(tx, model_id))
+    pruning.delete_sampling_marks(tx, samplers.list_ids_by_model(tx, model_id))
     for table in (CheckpointRow, SnapshotRow, RequestRow, SamplingSessionRow):
         execute(tx, delete_from(table).where(col(table.model_id) == model_id))
     remove_rows(tx, [model_id])

@@ -49,7 +49,7 @@ def add(tx: Session, notices: Sequence[Notice]) -> None:
     execute(tx, delete(NoticeRow).where(col(NoticeRow.position) <= newest - MAX_NOTICES))
 
 
-def newest(tx: Session, limit: int = 200) -> list[Notice]:
+def list_newest(tx: Session, limit: int = 200) -> list[Notice]:
     """Return the newest notices, newest first."""
     wanted = select(*_COLUMNS).order_by(col(NoticeRow.position).desc()).limit(limit)
     return [Notice(at, cast(ProcessName, process), level, text) for at, process, level, text in execute(tx, wanted)]
@@ -91,7 +91,7 @@ class _Handler(logging.Handler):
 
 
 @contextmanager
-def recorded_notices(store: Store, process: ProcessName) -> Generator[None]:
+def record_notices(store: Store, process: ProcessName) -> Generator[None]:
     """Write this process's warnings and errors to the database, inside the context.
 
     A thread of its own writes them each second, so that no caller waits. Those that cannot be written are lost: the log

@@ -63,13 +63,13 @@ _SINCE = (
 )
 
 
-def since(tx: Session, after: int, limit: int = 1000) -> list[tuple[int, Partial]]:
+def list_since(tx: Session, after: int, limit: int = 1000) -> list[tuple[int, Partial]]:
     """Return position and content of the rows after a position, of all requests, in the order of writing."""
     rows = execute(tx, _SINCE, {"after": after, "limit": limit})
-    return [(int(row[0] or 0), _partial(*row[1:])) for row in rows]
+    return [(int(row[0] or 0), _decode_partial(*row[1:])) for row in rows]
 
 
-def _partial(
+def _decode_partial(
     request_id: RequestId,
     sample_index: int,
     start: int,
@@ -100,7 +100,7 @@ _OPEN = select(col(RequestRow.request_id)).where(col(RequestRow.status) == "open
 _PRUNE = delete(PartialRow).where(col(PartialRow.request_id).not_in(_OPEN))
 
 
-def delete_of(tx: Session, request_id: RequestId) -> None:
+def delete_by_request(tx: Session, request_id: RequestId) -> None:
     """Delete the rows of a request that has its result."""
     execute(tx, _DELETE, {"request_id": request_id})
 

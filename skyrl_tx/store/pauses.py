@@ -29,13 +29,13 @@ class Pause:
         return self.limit.startswith("training_")
 
 
-def pauses_of(*rows: EngineStateRow | None) -> tuple[Pause, ...]:
+def collect_pauses(*rows: EngineStateRow | None) -> tuple[Pause, ...]:
     """Return the pauses that engines have published, each once."""
     found = [Pause(**each) for row in rows if row is not None for each in row.pauses or ()]  # pyright: ignore
     return tuple(dict.fromkeys(found))
 
 
-def is_of_subject(kind: SubjectKind, name: str) -> ColumnElement[bool]:
+def belongs_to_subject(kind: SubjectKind, name: str) -> ColumnElement[bool]:
     """Return the condition that a session belongs to an owner, a key or a project."""
     match kind:
         case "owner":
@@ -50,13 +50,15 @@ def is_paused(pauses: Collection[Pause]) -> ColumnElement[bool]:
     """Return the condition that one of the pauses concerns a request, whose session the query joins."""
     is_sample: ColumnElement[bool] = col(RequestRow.kind) == "sample"
     conditions = (
-        and_(~is_sample if pause.concerns_training else is_sample, is_of_subject(pause.subject_kind, pause.subject))
+        and_(
+            ~is_sample if pause.concerns_training else is_sample, belongs_to_subject(pause.subject_kind, pause.subject)
+        )
         for pause in pauses
     )
     return or_(false(), *conditions)
 
 
-def reason_to_wait(tx: Session, request_id: RequestId, pauses: Collection[Pause]) -> str | None:
+def find_wait_reason(tx: Session, request_id: RequestId, pauses: Collection[Pause]) -> str | None:
     """Return the reason of the first pause for which an open request waits; None if it has started, or none does."""
     wanted = (
         select(col(RequestRow.kind), col(SessionRow.owner), col(SessionRow.key_id), col(SessionRow.project_id))

@@ -26,23 +26,23 @@ _LIVE = ("creating", "ready")
 _IS_OPEN = col(RequestRow.status) == literal_column("'open'")  # a literal, so that the partial index is used
 
 
-def for_model(tx: Session) -> int:
+def choose_engine(tx: Session) -> int:
     """Return the number of the engine that a new model gets: the ready one with the least load for its places.
 
     While none is ready, it is the one that is most likely to be: the one that published a status last.
     """
-    rows = engine_state.all_engines(tx)
+    rows = engine_state.list_engines(tx)
     if len(rows) < 2:
         return rows[0].number if rows else 1
-    now = engine_state.shared_time(tx)
+    now = engine_state.get_shared_time(tx)
     ready = [row for row in rows if engine_state.is_ready(row, now)]
     if not ready:
         return max(rows, key=lambda row: row.updated_at).number
-    counts = num_models(tx, now)
-    return min(ready, key=lambda row: (counts[row.number] / max(places(row), 1), row.number)).number
+    counts = count_models(tx, now)
+    return min(ready, key=lambda row: (counts[row.number] / max(get_max_models(row), 1), row.number)).number
 
 
-def places(row: EngineStateRow) -> int:
+def get_max_models(row: EngineStateRow) -> int:
     """Return how many models an engine holds on its device."""
     number = row.capabilities.get("max_models", 1)
     return number if isinstance(number, int) else 1
@@ -55,7 +55,7 @@ _NUM_MODELS = (
 )
 
 
-def num_models(tx: Session, now: float) -> Counter[int]:
+def count_models(tx: Session, now: float) -> Counter[int]:
     """Return the number of models in training of each engine, those with a request lately."""
     return Counter(dict(execute(tx, _NUM_MODELS, {"after": now - RECENT_S}).all()))
 
@@ -67,18 +67,18 @@ _ADDRESSED = (
 )
 
 
-def ended(tx: Session) -> set[int]:
+def find_ended(tx: Session) -> set[int]:
     """Return the numbers that have models or open requests, but no engine."""
-    return {number for (number,) in execute(tx, _ADDRESSED)} - leases.holders(tx).keys()
+    return {number for (number,) in execute(tx, _ADDRESSED)} - leases.get_holders(tx).keys()
 
 
 @dataclass(slots=True)
-class Moved:
+class MoveResult:
     """The outcome of `move`: models with their new engines, and the number of open requests."""
 
     models: dict[ModelId, int] = field(default_factory=dict[ModelId, int])
     num_requests: int = 0
-    num_held: int = 0
+    num_quarantined: int = 0
     """Requests that wait for an engine of their own number, because they may have ended two."""
 
 
@@ -114,19 +114,19 @@ _SET_REQUEST = text(
 """A request that moves does not run yet, so that a crash of its new engine is not its fault."""
 
 
-def models_of(tx: Session, number: int) -> list[ModelId]:
+def list_models(tx: Session, number: int) -> list[ModelId]:
     """Return the models in training of an engine, those with the newest requests first."""
     return [ModelId(name) for (name,) in execute(tx, _LIVE_OF, {"engine": number})]
 
 
-def move(tx: Session, number: int, to: Sequence[int], *, hold: bool | None = None) -> Moved:
+def move(tx: Session, number: int, to: Sequence[int], *, hold: bool | None = None) -> MoveResult:
     """Share out the models and open requests of an engine that has ended among others, the least loaded first.
 
     A request that was running when two engines ended, or alone when one did, may be the cause. It is held with its
     model: an engine that starts with this number runs it alone first, as a quarantined request. By default that is so
     for `HOLD_S`.
     """
-    now, row = engine_state.shared_time(tx), tx.get(EngineStateRow, number)
+    now, row = engine_state.get_shared_time(tx), tx.get(EngineStateRow, number)
     if hold is None:
         hold = row is not None and now - row.updated_at < HOLD_S
     if row is not None:
@@ -138,9 +138,11 @@ def move(tx: Session, number: int, to: Sequence[int], *, hold: bool | None = Non
         kept = [each for each in requests if each.is_alone or each.attempts > _MAX_MOVED_ATTEMPTS]
         held_positions = {each.position for each in kept}
         held = {each.model_id for each in kept if each.model_id is not None}
-    wanted = dict.fromkeys(models_of(tx, number))
+    wanted = dict.fromkeys(list_models(tx, number))
     wanted |= dict.fromkeys(each.model_id for each in requests if each.model_id is not None)
-    moved = Moved(models=_shared_out([name for name in wanted if name not in held], num_models(tx, now), to))
+    moved = MoveResult(
+        models=_distribute_models([name for name in wanted if name not in held], count_models(tx, now), to)
+    )
     for model_id, engine in moved.models.items():
         execute(tx, _SET_MODEL, {"name": model_id, "to": engine})
     in_memory = {name: ModelId(str(model_id)) for name, model_id in execute(tx, _UNWRITTEN)}
@@ -148,16 +150,16 @@ def move(tx: Session, number: int, to: Sequence[int], *, hold: bool | None = Non
     for each in requests:
         model_id = each.model_id or in_memory.get(each.sampling_session_id)
         if each.position in held_positions or model_id in held:
-            moved.num_held += 1
+            moved.num_quarantined += 1
             continue
-        engine = None if model_id is None else moved.models.get(model_id) or models.engine_of(tx, model_id)
+        engine = None if model_id is None else moved.models.get(model_id) or models.get_engine_number(tx, model_id)
         if engine is None or engine not in to:
             engine = min(to, key=lambda name: (loads[name], name))
         loads[engine] += 1
         execute(tx, _SET_REQUEST, {"old": each.position, "to": engine})
         moved.num_requests += 1
     if moved.models or moved.num_requests:
-        leases.ring(tx)
+        leases.notify_engines(tx)
     return moved
 
 
@@ -167,22 +169,24 @@ _GIVE = text(
 )
 
 
-def give(tx: Session, own: int, to: int, positions: Sequence[int]) -> list[RequestId]:
+def give_samples(tx: Session, own: int, to: int, positions: Sequence[int]) -> list[RequestId]:
     """Give requests of this engine that have not started to an engine without any open request; return those given.
 
     A request that was cancelled meanwhile is left out. None is given to an engine that is not ready, or has work now.
     """
-    row, now = tx.get(EngineStateRow, to), engine_state.shared_time(tx)
-    if row is None or not engine_state.is_ready(row, now) or to not in leases.holders(tx):
+    row, now = tx.get(EngineStateRow, to), engine_state.get_shared_time(tx)
+    if row is None or not engine_state.is_ready(row, now) or to not in leases.get_holders(tx):
         return []
     if execute(tx, _ANY_OPEN_OF, {"engine": to}).first() is not None:
         return []
     given = execute(tx, _GIVE, {"own": own, "to": to, "positions": list(positions)})
-    leases.ring(tx)
+    leases.notify_engines(tx)
     return [RequestId(name) for (name,) in given]
 
 
-def _shared_out(model_ids: Iterable[ModelId], counts: Mapping[int, int], to: Collection[int]) -> dict[ModelId, int]:
+def _distribute_models(
+    model_ids: Iterable[ModelId], counts: Mapping[int, int], to: Collection[int]
+) -> dict[ModelId, int]:
     """Give each model to the engine that has the fewest then."""
     loads = {engine: counts.get(engine, 0) for engine in to}
     shared: dict[ModelId, int] = {}
@@ -204,7 +208,7 @@ def hand_over(tx: Session, model_id: ModelId, to: int) -> None:
     execute(tx, _SET_MODEL, {"name": model_id, "to": to})
     for (position,) in execute(tx, _OPEN_OF_MODEL, {"model_id": model_id}).all():
         execute(tx, _SET_REQUEST, {"old": position, "to": to})
-    leases.ring(tx)
+    leases.notify_engines(tx)
 
 
 _MAX_MODELS = 1000
@@ -227,7 +231,7 @@ _OPEN_REQUESTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class EngineWork:
     """An engine with its models in training, those with the newest requests first, and its requests."""
 
     engine: EngineStateRow
@@ -239,17 +243,17 @@ class Holding:
     num_started: int
 
 
-def holdings(tx: Session) -> list[Holding]:
+def list_engine_work(tx: Session) -> list[EngineWork]:
     """Return what each engine has, by number; an engine that has ended and has nothing is left out."""
-    now = engine_state.shared_time(tx)
+    now = engine_state.get_shared_time(tx)
     models: dict[int, list[tuple[ModelId, str]]] = {}
     for number, model_id, owner in execute(tx, _MODELS_IN_TRAINING):
         models.setdefault(number, []).append((model_id, owner))
     counts = {number: (count, started) for number, count, started in execute(tx, _OPEN_REQUESTS)}
-    found: list[Holding] = []
-    for row in engine_state.all_engines(tx):
+    found: list[EngineWork] = []
+    for row in engine_state.list_engines(tx):
         count, started = counts.get(row.number, (0, 0))
         is_running = engine_state.is_running(row, now)
         if is_running or count or row.number in models:
-            found.append(Holding(row, is_running, models.get(row.number, []), count - started, started))
+            found.append(EngineWork(row, is_running, models.get(row.number, []), count - started, started))
     return found

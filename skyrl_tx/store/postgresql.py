@@ -112,12 +112,12 @@ class Postgresql(Dialect):
         """URL with server and database only, because users and passwords change."""
         return self._name.render_as_string()
 
-    def writer(self, role: Role) -> Engine:
+    def create_writer(self, role: Role) -> Engine:
         """Create the write pool of one connection, which also holds the engine's role.
 
         An engine never reconnects: after a lost connection another engine may have written.
         """
-        engine = self._engine(role, writes=True)
+        engine = self._create_engine(role, writes=True)
         has_connected = False
 
         def on_connect(connection: psycopg.Connection, _record: object) -> None:
@@ -145,14 +145,14 @@ class Postgresql(Dialect):
         event.listen(engine, "commit", on_commit)
         return engine
 
-    def reader(self, role: Role) -> Engine:
+    def create_reader(self, role: Role) -> Engine:
         """Create the read pool; transactions are REPEATABLE READ."""
-        return self._engine(role, writes=False)
+        return self._create_engine(role, writes=False)
 
-    def _engine(self, role: Role, *, writes: bool) -> Engine:
+    def _create_engine(self, role: Role, *, writes: bool) -> Engine:
         engine = create_engine(
             self._url,
-            connect_args={"application_name": _application_name(role, "" if writes else "reads")},
+            connect_args={"application_name": _make_application_name(role, "" if writes else "reads")},
             pool_size=1 if writes else _NUM_READERS,
             max_overflow=0,
             pool_timeout=self._busy_timeout_s,
@@ -205,28 +205,28 @@ class Postgresql(Dialect):
 
     def copy(self, target: Path, look: Callable[[Session], T]) -> T:
         """Copy with `pg_dump`, in the state of one transaction."""
-        engine = self.reader("tool")
+        engine = self.create_reader("tool")
         try:
             with engine.connect() as connection:
                 snapshot = connection.scalar(text("SELECT pg_export_snapshot()"))
                 with Session(connection) as tx:
                     found = look(tx)
-                    self._call("pg_dump", "--format=custom", f"--snapshot={snapshot}", f"--file={target}")
+                    self._run_program("pg_dump", "--format=custom", f"--snapshot={snapshot}", f"--file={target}")
                 return found
         finally:
             engine.dispose()
 
     def restore(self, source: Path) -> None:
         """Create the tables with `pg_restore`."""
-        engine = self.writer("tool")
+        engine = self.create_writer("tool")
         try:
             if tables := inspect(engine).get_table_names():
                 raise StoreError(f"database {self.label}: is not empty, it has the tables {', '.join(tables[:5])}")
         finally:
             engine.dispose()
-        self._call("pg_restore", "--exit-on-error", "--single-transaction", str(source))
+        self._run_program("pg_restore", "--exit-on-error", "--single-transaction", str(source))
 
-    def _call(self, program: str, *arguments: str) -> None:
+    def _run_program(self, program: str, *arguments: str) -> None:
         """Run a program of PostgreSQL; raises StoreError. The password is not among its arguments, which others see."""
         url = self._url.set(drivername="postgresql")
         public = URL.create("postgresql", url.username, None, url.host, url.port, url.database, url.query)
@@ -242,7 +242,7 @@ class Postgresql(Dialect):
         if done.returncode:
             raise StoreError(f"database {self.label}: {program} failed: {' '.join(done.stderr.split())}")
 
-    def notifier(self, role: Role, reader: Engine) -> Notifier:
+    def create_notifier(self, role: Role, reader: Engine) -> Notifier:
         """Open a connection that listens."""
         return _PostgresqlNotifier(self, role, reader)
 
@@ -250,7 +250,9 @@ class Postgresql(Dialect):
         """Open a connection that listens for commits; that of an API also holds its role. Raises psycopg.Error."""
         _, arguments = self._url.get_dialect()().create_connect_args(self._url)
         conninfo = make_conninfo(**{key: str(value) for key, value in arguments.items()})
-        connection = psycopg.connect(conninfo, autocommit=True, application_name=_application_name(role, "listens"))
+        connection = psycopg.connect(
+            conninfo, autocommit=True, application_name=_make_application_name(role, "listens")
+        )
         try:
             self._prepare(connection)
             if role == "api":
@@ -261,7 +263,7 @@ class Postgresql(Dialect):
             raise
         return connection
 
-    def failure(self, cause: BaseException) -> Failure:
+    def classify_error(self, cause: BaseException) -> Failure:
         """Distinguish an unreachable database from one that refuses a statement."""
         if isinstance(cause, PoolTimeout):
             return StoreError, f"all {_NUM_READERS} read connections of this process are in use"
@@ -354,7 +356,7 @@ class _PostgresqlNotifier(Notifier):
         self._wake_sender.close()
 
 
-def _application_name(role: Role, purpose: str = "") -> str:
+def _make_application_name(role: Role, purpose: str = "") -> str:
     """Return the name shown in pg_stat_activity, at most 63 bytes."""
     name = f"skyrl_tx {role} {purpose}".strip()
     return f"{name}, process {os.getpid()} on {socket.gethostname()}".encode("ascii", "replace")[:63].decode()

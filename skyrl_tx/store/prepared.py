@@ -14,7 +14,7 @@ from sqlmodel import Session, SQLModel
 
 
 @dataclass(frozen=True, slots=True)
-class _Text:
+class _CompiledStatement:
     """A statement as one kind of database takes it."""
 
     text: str
@@ -30,7 +30,7 @@ class _Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedStatement:
     """A statement without result rows. `columns` are the names of all its values.
 
     Values are passed to the driver as they are: numbers, text, bytes and None.
@@ -39,7 +39,7 @@ class Prepared:
     build: Callable[[str], Executable]
     """Makes the statement for a kind of database, `sqlite` or `postgresql`."""
     columns: Sequence[str]
-    _texts: dict[str, _Text] = field(default_factory=dict[str, _Text])
+    _texts: dict[str, _CompiledStatement] = field(default_factory=dict[str, _CompiledStatement])
 
     def execute(self, tx: Session, values: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> CursorResult[Any]:
         """Execute the statement, once for each mapping. Like `database.execute`, it writes changed objects first."""
@@ -50,18 +50,18 @@ class Prepared:
             return connection.exec_driver_sql(statement.text, statement.values(values))
         return connection.exec_driver_sql(statement.text, [statement.values(each) for each in values])
 
-    def _compile(self, connection: Connection) -> _Text:
+    def _compile(self, connection: Connection) -> _CompiledStatement:
         dialect = connection.dialect
         compiled = self.build(dialect.name).compile(dialect=dialect, column_keys=list(self.columns))  # pyright: ignore
         assert isinstance(compiled, SQLCompiler)
         unset = set(self.columns)
         constants = {name: value for name, value in compiled.params.items() if name not in unset}
-        text = _Text(str(compiled), constants, compiled.positiontup)
+        text = _CompiledStatement(str(compiled), constants, compiled.positiontup)
         self._texts[dialect.name] = text
         return text
 
 
-def adding_to_sums(table: type[SQLModel], key: Sequence[str], sums: Sequence[str]) -> Callable[[str], Executable]:
+def make_upsert_builder(table: type[SQLModel], key: Sequence[str], sums: Sequence[str]) -> Callable[[str], Executable]:
     """Return the builder of a statement that inserts a row or adds its `sums` to those of the row with its key."""
 
     def build(database: str) -> Executable:

@@ -23,13 +23,13 @@ MAX_NAME = 200
 MAX_MEMBERS = 1000
 
 
-def role(tx: Session, project_id: str | None, owner: str) -> ProjectRole | None:
+def get_role(tx: Session, project_id: str | None, owner: str) -> ProjectRole | None:
     """Return the role of an owner in a project; None if it is no member."""
     row = None if project_id is None else tx.get(ProjectMemberRow, (project_id, owner))
     return None if row is None else row.role
 
 
-def role_in_run(tx: Session, model_id: ModelId, owner: str) -> ProjectRole | None:
+def get_role_in_run(tx: Session, model_id: ModelId, owner: str) -> ProjectRole | None:
     """Return the role of an owner in the project of a run that is not deleted; None if it is no member."""
     wanted = (
         select(col(ProjectMemberRow.role))
@@ -69,7 +69,7 @@ def put_member(
         tx.delete(row)
     elif row is not None:
         row.role = new
-    elif _num_members(tx, project_id) >= MAX_MEMBERS:
+    elif _count_members(tx, project_id) >= MAX_MEMBERS:
         raise UserError(f"project {project_id[:80]!r}: has {MAX_MEMBERS} members, which is the most")
     else:
         tx.add(ProjectMemberRow(project_id=project_id, owner=owner, role=new))
@@ -79,12 +79,12 @@ def put_member(
     return True
 
 
-def _num_members(tx: Session, project_id: str) -> int:
+def _count_members(tx: Session, project_id: str) -> int:
     wanted = select(func.count()).where(col(ProjectMemberRow.project_id) == project_id)
     return execute(tx, wanted).scalar_one()
 
 
-def members(tx: Session) -> list[ProjectMemberRow]:
+def list_members(tx: Session) -> list[ProjectMemberRow]:
     """Return the members of all projects, by project and owner."""
     wanted = select_rows(ProjectMemberRow).order_by(col(ProjectMemberRow.project_id), col(ProjectMemberRow.owner))
     return list(tx.exec(wanted))
@@ -101,7 +101,7 @@ class Project:
     members: Sequence[ProjectMemberRow]
 
 
-def visible(tx: Session, owner: str | None, limit: int) -> list[Project]:
+def list_visible(tx: Session, owner: str | None, limit: int) -> list[Project]:
     """Return the projects with sessions of an owner, and those it is a member of; None means all. The last used first.
 
     The counts are of what the owner sees.
@@ -118,14 +118,14 @@ def visible(tx: Session, owner: str | None, limit: int) -> list[Project]:
             ModelRow,
             (col(ModelRow.session_id) == col(SessionRow.session_id)) & col(ModelRow.deleted_at).is_(None),
         )
-        .where(sessions.visible_to(owner), col(SessionRow.project_id).is_not(None))
+        .where(sessions.is_visible_to(owner), col(SessionRow.project_id).is_not(None))
         .group_by(col(SessionRow.project_id))
         .order_by(last.desc(), col(SessionRow.project_id))
         .limit(limit)
     )
     counts = {str(row[0]): row for row in execute(tx, counted)}
     of_project: dict[str, list[ProjectMemberRow]] = {}
-    for row in members(tx):
+    for row in list_members(tx):
         of_project.setdefault(row.project_id, []).append(row)
     unused = [
         name

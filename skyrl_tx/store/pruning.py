@@ -12,7 +12,7 @@ from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId, SamplingSessionId, SessionId
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
-from skyrl_tx.store.futures import high_water_mark, sequence_scope
+from skyrl_tx.store.futures import get_high_water_mark, get_sequence_scope
 from skyrl_tx.store.sessions import SERVER_SESSIONS
 from skyrl_tx.store.tables import (
     CheckpointRow,
@@ -105,11 +105,11 @@ def delete_tombstones(
     rows = execute(tx, _OLD_TOMBSTONES, limits).all()
     marks: dict[str, int] = {}
     for _, model_id, sampling_session_id, seq_id in rows:
-        scope = sequence_scope(model_id, sampling_session_id, seq_id)
+        scope = get_sequence_scope(model_id, sampling_session_id, seq_id)
         if scope is not None and seq_id is not None:
             marks[scope] = max(seq_id, marks.get(scope, 0))
     for scope, up_to in marks.items():
-        if high_water_mark(tx, scope) < up_to:
+        if get_high_water_mark(tx, scope) < up_to:
             tx.merge(PrunedRow(numbered_by=scope, up_to=up_to))
     execute_in_batches(tx, _DELETE_TOMBSTONES, [row.position for row in rows])
     return len(rows)

@@ -8,7 +8,7 @@ from sqlalchemy import select as select_columns
 from sqlmodel import Session, col, select
 
 from skyrl_tx.contract.ids import CheckpointPath, ModelId, RequestId, SamplerId, SamplingSessionId, SessionId
-from skyrl_tx.store.database import execute, existing
+from skyrl_tx.store.database import execute, get_existing
 from skyrl_tx.store.tables import CheckpointRow, ModelRow, SamplingSessionRow
 
 
@@ -25,14 +25,14 @@ def get(tx: Session, sampling_session_id: SamplingSessionId) -> SamplingSessionR
     return tx.get(SamplingSessionRow, sampling_session_id)
 
 
-def ids_of_session(tx: Session, session_id: SessionId) -> list[SamplingSessionId]:
+def list_ids_by_session(tx: Session, session_id: SessionId) -> list[SamplingSessionId]:
     """Return all sampling sessions of a client session, oldest first."""
     oldest_first = (col(SamplingSessionRow.created_at), col(SamplingSessionRow.sampling_session_id))
     wanted = select(SamplingSessionRow.sampling_session_id).where(SamplingSessionRow.session_id == session_id)
     return [SamplingSessionId(found) for found in tx.exec(wanted.order_by(*oldest_first))]
 
 
-def ids_of_model(tx: Session, model_id: ModelId) -> list[SamplingSessionId]:
+def list_ids_by_model(tx: Session, model_id: ModelId) -> list[SamplingSessionId]:
     """Return all sampling sessions of a model's ephemeral samplers."""
     wanted = select(SamplingSessionRow.sampling_session_id).where(SamplingSessionRow.model_id == model_id)
     return [SamplingSessionId(found) for found in tx.exec(wanted)]
@@ -53,7 +53,7 @@ def find(
 
 def add_clone(tx: Session, sampling_session_id: SamplingSessionId) -> int:
     """Count one more copy of the sampling client; return its number, from 1. Raises LookupError if there is none."""
-    row = existing(tx, SamplingSessionRow, sampling_session_id)
+    row = get_existing(tx, SamplingSessionRow, sampling_session_id)
     row.num_clones += 1
     return row.num_clones
 
@@ -71,7 +71,7 @@ _TOUCH = (
 def touch(tx: Session, sampling_session_id: SamplingSessionId, now: float) -> None:
     """Record a use of a sampling session. Raises LookupError if there is none."""
     if execute(tx, _TOUCH, {"name": sampling_session_id, "now": now}).rowcount == 0:
-        existing(tx, SamplingSessionRow, sampling_session_id)  # it exists, with a later time
+        get_existing(tx, SamplingSessionRow, sampling_session_id)  # it exists, with a later time
 
 
 _NOW = bindparam("now", type_=Float())
@@ -102,7 +102,7 @@ class Origin:
 BASE_WEIGHTS = Origin("", None)
 
 
-def origin(tx: Session, sampling_session_id: SamplingSessionId, sampler: SamplerId) -> Origin:
+def find_origin(tx: Session, sampling_session_id: SamplingSessionId, sampler: SamplerId) -> Origin:
     """Return where the weights of a sampling session come from, `BASE_WEIGHTS` if that is unknown.
 
     The session of an in-flight sampler may have other weights by now: then their step is unknown.
@@ -144,7 +144,7 @@ def list_ephemeral(tx: Session, engine: int | None = None) -> list[EphemeralSamp
     return [EphemeralSampler(*row) for row in execute(tx, kept)]
 
 
-def model_of(tx: Session, sampler: SamplerId) -> ModelId | None:
+def find_model(tx: Session, sampler: SamplerId) -> ModelId | None:
     """Return the model of an ephemeral sampler that is not released; None for other samplers."""
     wanted = select(SamplingSessionRow.model_id).where(col(SamplingSessionRow.sampler_id) == sampler)
     found = tx.exec(wanted.where(col(SamplingSessionRow.model_id).is_not(None)).limit(1)).first()
@@ -176,20 +176,20 @@ def release_unused(
     released: list[list[SamplingSessionRow]] = []
     newest: dict[SamplerId, bool] = {}
     num_newer: Counter[str] = Counter()
-    for rows in _by_sampler(tx):
+    for rows in _group_by_sampler(tx):
         model_id = str(rows[0].model_id)
         num_newer[model_id] += 1
-        newest[_sampler(rows)] = num_newer[model_id] == 1
-        is_old = num_newer[model_id] > keep_newest and _last_used(rows) < before
+        newest[_get_sampler(rows)] = num_newer[model_id] == 1
+        is_old = num_newer[model_id] > keep_newest and _get_last_used(rows) < before
         (released if is_old else kept).append(rows)
     if max_bytes is not None:
         num_bytes = sum(rows[0].size_bytes or 0 for rows in kept)
-        for rows in sorted((rows for rows in kept if not newest[_sampler(rows)]), key=_last_used):
+        for rows in sorted((rows for rows in kept if not newest[_get_sampler(rows)]), key=_get_last_used):
             if num_bytes <= max_bytes:
                 break
             num_bytes -= rows[0].size_bytes or 0
             released.append(rows)
-    names = [_sampler(rows) for rows in released]
+    names = [_get_sampler(rows) for rows in released]
     for row in (row for rows in released for row in rows):
         row.sampler_id = None
     return names
@@ -202,7 +202,7 @@ _EPHEMERAL = (
 )
 
 
-def _by_sampler(tx: Session) -> list[list[SamplingSessionRow]]:
+def _group_by_sampler(tx: Session) -> list[list[SamplingSessionRow]]:
     """Return the sessions of each ephemeral sampler, the newest sampler first; in-flight sessions share one."""
     sessions: dict[SamplerId, list[SamplingSessionRow]] = {}
     for row in tx.exec(_EPHEMERAL):
@@ -210,9 +210,9 @@ def _by_sampler(tx: Session) -> list[list[SamplingSessionRow]]:
     return list(sessions.values())
 
 
-def _sampler(rows: list[SamplingSessionRow]) -> SamplerId:
+def _get_sampler(rows: list[SamplingSessionRow]) -> SamplerId:
     return SamplerId(str(rows[0].sampler_id))
 
 
-def _last_used(rows: list[SamplingSessionRow]) -> float:
+def _get_last_used(rows: list[SamplingSessionRow]) -> float:
     return max(row.last_used_at for row in rows)

@@ -32,7 +32,7 @@ def thin(tx: Session, now: float) -> int:
     return execute(tx, delete(ServerPointRow).where(or_(is_fine, int(now) - _COARSE_S > _AT))).rowcount
 
 
-def since(tx: Session, at: float, limit: int = 10_000) -> list[tuple[int, Mapping[str, float]]]:
+def list_since(tx: Session, at: float, limit: int = 10_000) -> list[tuple[int, Mapping[str, float]]]:
     """Return the times and gauges after a time, in order."""
     wanted = select(_AT, col(ServerPointRow.values)).where(int(at) < _AT).order_by(_AT).limit(limit)
     return [(found_at, values) for found_at, values in execute(tx, wanted)]

@@ -76,7 +76,7 @@ _FINISH = (
 _SET_PROJECT = update(SessionRow).where(_NAMED).values(project_id=bindparam("project"))
 
 
-def new_id() -> SessionId:
+def make_id() -> SessionId:
     """Return a random id."""
     return SessionId(f"session-{secrets.token_hex(16)}")
 
@@ -95,7 +95,7 @@ def create(
     key_id: int | None = None,
 ) -> SessionId:
     """Insert a session; return its id, which is random unless given. `key_id` is the API key that creates it."""
-    session_id = session_id or new_id()
+    session_id = session_id or make_id()
     tx.add(
         SessionRow(
             session_id=session_id,
@@ -123,7 +123,7 @@ _METADATA = select_columns(col(SessionRow.session_id), col(SessionRow.user_metad
 )
 
 
-def metadata_of(tx: Session, session_ids: Collection[SessionId]) -> dict[SessionId, Mapping[str, object]]:
+def get_metadata(tx: Session, session_ids: Collection[SessionId]) -> dict[SessionId, Mapping[str, object]]:
     """Return the metadata that clients gave sessions; removed ones are left out."""
     return {name: metadata or {} for name, metadata in execute_in_batches(tx, _METADATA, session_ids)}
 
@@ -134,12 +134,12 @@ def find(tx: Session, session_id: SessionId) -> SessionRef | None:
     return None if row is None else SessionRef(*row)
 
 
-def heartbeat(tx: Session, session_id: SessionId, now: float) -> bool:
+def record_heartbeat(tx: Session, session_id: SessionId, now: float) -> bool:
     """Record a heartbeat; return False if there is no such session."""
     return execute(tx, _HEARTBEAT, {"name": session_id, "now": now}).rowcount > 0
 
 
-def waiting_without_heartbeat(tx: Session, request_ids: Iterable[RequestId], before: float) -> set[SessionId]:
+def find_waiting_without_heartbeat(tx: Session, request_ids: Iterable[RequestId], before: float) -> set[SessionId]:
     """Return the unfinished sessions with one of these requests open and no heartbeat since a time."""
     rows = execute_in_batches(tx, _WAITING_WITHOUT_HEARTBEAT, request_ids, before=before)
     return {SessionId(session_id) for (session_id,) in rows}
@@ -153,7 +153,7 @@ def finish(tx: Session, session_id: SessionId, reason: str, now: float) -> bool:
 _NEWEST_FIRST = (col(SessionRow.created_at).desc(), col(SessionRow.session_id))
 
 
-def visible_to(owner: str | None) -> ColumnElement[bool]:
+def is_visible_to(owner: str | None) -> ColumnElement[bool]:
     """Return the condition on `SessionRow` for an owner's sessions and those of its projects; None means all owners."""
     if owner is None:
         return true()
@@ -170,7 +170,7 @@ def list_ids(
     """
     wanted = select(SessionRow.session_id).order_by(*_NEWEST_FIRST)
     if with_projects:
-        wanted = wanted.where(visible_to(owner))
+        wanted = wanted.where(is_visible_to(owner))
     elif owner is not None:
         wanted = wanted.where(SessionRow.owner == owner)
     return [SessionId(session_id) for session_id in tx.exec(wanted.limit(limit).offset(offset))]
@@ -187,7 +187,7 @@ def iterate(
 
     `viewer` is the owner to whom they must be visible. `owners` and `project_ids` None mean all, `viewer` None anyone.
     """
-    wanted = select(SessionRow).where(visible_to(viewer)).order_by(*_NEWEST_FIRST)
+    wanted = select(SessionRow).where(is_visible_to(viewer)).order_by(*_NEWEST_FIRST)
     if owners is not None:
         wanted = wanted.where(col(SessionRow.owner).in_(owners))
     if project_ids is not None:
@@ -200,7 +200,7 @@ def iterate(
     yield from tx.exec(wanted.execution_options(yield_per=_ROWS_PER_FETCH))
 
 
-def unfinished(tx: Session, owner: str, display_name: str) -> SessionId | None:
+def find_unfinished(tx: Session, owner: str, display_name: str) -> SessionId | None:
     """Return an owner's newest unfinished session with a display name, or None."""
     wanted = select(SessionRow.session_id).where(
         SessionRow.owner == owner, SessionRow.display_name == display_name, col(SessionRow.finished_at).is_(None)

@@ -79,20 +79,20 @@ class Sqlite(Dialect):
         """None for the data directory's own file, else its URL."""
         return None if self._path == self._data_dir / DATABASE_NAME else f"sqlite:///{self._path}"
 
-    def writer(self, role: Role) -> Engine:
+    def create_writer(self, role: Role) -> Engine:
         """Create the write pool; each transaction takes SQLite's write lock at its start."""
         if not self._path.exists():
             with suppress(OSError):  # SQLite, which gives its other files the mode of this one, reports the error
                 os.close(open_private(self._path, os.O_CREAT | os.O_WRONLY))
-        engine = self._engine(writes=True)
+        engine = self._create_engine(writes=True)
         event.listen(engine, "handle_error", _invalidate_if_rolled_back)
         return engine
 
-    def reader(self, role: Role) -> Engine:
+    def create_reader(self, role: Role) -> Engine:
         """Create the read pool; the write-ahead log lets it read while others write."""
-        return self._engine(writes=False)
+        return self._create_engine(writes=False)
 
-    def _engine(self, *, writes: bool) -> Engine:
+    def _create_engine(self, *, writes: bool) -> Engine:
         engine = create_engine(
             URL.create("sqlite", database=str(self._path)),
             connect_args={"timeout": self._busy_timeout_s, "check_same_thread": False},
@@ -178,13 +178,13 @@ class Sqlite(Dialect):
         with self._path.open("rb") as file:
             os.fsync(file.fileno())
 
-    def notifier(self, role: Role, reader: Engine) -> Notifier:
+    def create_notifier(self, role: Role, reader: Engine) -> Notifier:
         """Bind a socket in the data directory."""
         return SqliteNotifier(self._path, self._data_dir, role)
 
-    def failure(self, cause: BaseException) -> Failure:
+    def classify_error(self, cause: BaseException) -> Failure:
         """Look up SQLite's result code."""
-        return _FAILURES.get(_code(cause), FAILED)
+        return _FAILURES.get(_get_error_code(cause), FAILED)
 
 
 class SqliteNotifier(Notifier):
@@ -285,7 +285,7 @@ class SqliteNotifier(Notifier):
         self._resources.close()
 
 
-def _code(error: BaseException | None) -> int | None:
+def _get_error_code(error: BaseException | None) -> int | None:
     """Return SQLite's primary result code; None for errors of other origin."""
     code: int | None = getattr(error, "sqlite_errorcode", None)
     return None if code is None else code & 0xFF
@@ -299,4 +299,4 @@ def _invalidate_if_rolled_back(context: ExceptionContext) -> None:
     connection = context.connection.connection.dbapi_connection if context.connection is not None else None
     if isinstance(connection, sqlite3.Connection):
         has_no_transaction = not connection.in_transaction
-        context.is_disconnect = has_no_transaction or _code(context.original_exception) in _ENDS_TRANSACTION
+        context.is_disconnect = has_no_transaction or _get_error_code(context.original_exception) in _ENDS_TRANSACTION

@@ -1,4 +1,4 @@
-"""The database tables. Columns that end in `_at` hold seconds since the epoch.
+"""The database tables. Columns that end in `_scale_to_temperature` hold seconds since the epoch.
 
 Every session has an owner; other rows belong to an owner through their session.
 """
@@ -170,7 +170,7 @@ class PrunedRow(SQLModel, table=True):
     __tablename__ = "pruned"
 
     numbered_by: str = Field(primary_key=True)
-    """The scope, see `futures.sequence_scope`."""
+    """The scope, see `futures.get_sequence_scope`."""
     up_to: int = Field(sa_type=BigInteger)
 
 

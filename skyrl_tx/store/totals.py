@@ -33,16 +33,16 @@ class StoreTotals:
     num_active_sessions: int
 
 
-def read(tx: Session, now: float, pauses: Collection[Pause] = ()) -> StoreTotals:
+def read_totals(tx: Session, now: float, pauses: Collection[Pause] = ()) -> StoreTotals:
     """Count open requests and active sessions. The oldest request is one that waits for none of the `pauses`."""
     return StoreTotals(
         num_open=execute(tx, _NUM_OPEN).scalar_one(),
-        oldest_at=execute(tx, _oldest(pauses) if pauses else _OLDEST).scalar_one_or_none(),
+        oldest_at=execute(tx, _select_oldest(pauses) if pauses else _OLDEST).scalar_one_or_none(),
         num_active_sessions=execute(tx, _ACTIVE, {"after": now - ACTIVE_S}).scalar_one(),
     )
 
 
-def _oldest(pauses: Collection[Pause]) -> Select[Any]:
+def _select_oldest(pauses: Collection[Pause]) -> Select[Any]:
     """Return the query of the oldest open request that has started, or waits for no quota."""
     joined = _OLDEST.join(SessionRow, col(SessionRow.session_id) == col(RequestRow.session_id))
     return joined.where(or_(col(RequestRow.attempts) > 0, ~is_paused(pauses)))
@@ -100,7 +100,7 @@ _FAILED = (
 )
 
 
-def open_work(tx: Session, limit: int = 100) -> list[OpenWork]:
+def list_open_work(tx: Session, limit: int = 100) -> list[OpenWork]:
     """Return the open requests by owner, model and kind, those with running requests first. Reads all open requests."""
     return [
         OpenWork(owner, model_id, kind, count - int(running), int(running), oldest_at)
@@ -108,7 +108,7 @@ def open_work(tx: Session, limit: int = 100) -> list[OpenWork]:
     ]
 
 
-def failed(tx: Session, limit: int = 5) -> list[FailedRequest]:
+def list_failed(tx: Session, limit: int = 5) -> list[FailedRequest]:
     """Return the newest failed requests, newest first."""
     return [
         FailedRequest(at or 0.0, owner, kind, model_id, result or b"")

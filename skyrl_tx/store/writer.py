@@ -42,7 +42,7 @@ class RetryPolicy:
     """Writes the reason of the wait to the database; a small write that may succeed where larger ones fail."""
 
 
-def refused(error: DataError) -> ValueRefused:
+def translate_refusal(error: DataError) -> ValueRefused:
     """Translate the database's refusal of a value, without the statement and its values."""
     refusal = ValueRefused(f"a value cannot be stored: {' '.join(str(error.orig).split())}")
     refusal.__cause__ = error
@@ -80,7 +80,7 @@ class _Job(Generic[T]):
                 tx.commit()
             self._publish = partial(self.future.set_result, result)
         except DataError as error:
-            self.error = refused(error)
+            self.error = translate_refusal(error)
         except BaseException as error:  # any error belongs to the caller and must not end this thread
             self.error = error
 
@@ -212,7 +212,7 @@ class GroupWriter:
             if failure is not error:
                 failure.__cause__ = error
             self.failure = failure
-            if self._waits_to_retry(failure, len(group)):
+            if self._wait_to_retry(failure, len(group)):
                 return 0
             for job in group:
                 job.future.set_exception(failure)
@@ -231,7 +231,7 @@ class GroupWriter:
     def _is_blocked(self, error: BaseException | None) -> bool:
         return isinstance(error, DBAPIError) and isinstance(self._explain(error), StoreBlocked)
 
-    def _waits_to_retry(self, failure: StoreError, num_jobs: int) -> bool:
+    def _wait_to_retry(self, failure: StoreError, num_jobs: int) -> bool:
         """Wait with exponential backoff if the policy allows it; return whether to retry.
 
         Retries run one job at a time, because a small one may fit where the group did not.

@@ -202,16 +202,16 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
             lambda: backend.forward_backward(batch),
             lambda: backend.optim_step(model_id, STEP),
         ]
-        assert _failure_of(lambda: backend.forward(unknown)) is not None
+        assert _catch_failure(lambda: backend.forward(unknown)) is not None
         backend.check_devices()
         with self.lost_device(backend):
-            assert all(_failure_of(call) is not None for call in calls)
+            assert all(_catch_failure(call) is not None for call in calls)
             request = driver.sample_request(None)
             deltas: list[SampleDelta] = []
-            is_raised = _failure_of(lambda: deltas.extend(driver.run_samples(request))) is not None
+            is_raised = _catch_failure(lambda: deltas.extend(driver.run_samples(request))) is not None
             assert is_raised or any(delta.error is not None for delta in deltas)
             backend.cancel_sample([request.request_id])
-            assert isinstance(_failure_of(backend.check_devices), BackendLost)
+            assert isinstance(_catch_failure(backend.check_devices), BackendLost)
         backend.check_devices()
         assert driver.state_of(model_id) == before
 
@@ -348,7 +348,7 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
             backend.close()
 
 
-def _failure_of(call: Callable[[], object]) -> Exception | None:
+def _catch_failure(call: Callable[[], object]) -> Exception | None:
     """Return the exception that a call raises, or None."""
     try:
         call()

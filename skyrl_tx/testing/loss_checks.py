@@ -14,7 +14,7 @@ from skyrl_tx.contract.results import REDUCTIONS, PassResult
 from skyrl_tx.testing.backend_driver import BackendDriver, Floats, nearly_equal, read_only
 
 CONFIG = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2, "beta": 0.3, "kl_coeff": 0.3}
-"""Values with which every part of every loss acts on `_near`, where a loss has a key of the name."""
+"""Values with which every part of every loss acts on `_make_near_policy`, where a loss has a key of the name."""
 
 
 class LossChecks:
@@ -61,7 +61,7 @@ class LossChecks:
         policy = [result.logprobs.astype(np.float64) for result in backend.forward(driver.batch(base))]
         for name in driver.capabilities.losses.keys() & LOSS_SPECS.keys():
             examples = [
-                _near(example, base[number], policy[number], number)
+                _make_near_policy(example, base[number], policy[number], number)
                 for number, example in enumerate(driver.request(model_id, (6, 11), loss=name))
             ]
             results = backend.forward_backward(driver.batch(examples))
@@ -138,7 +138,7 @@ class LossChecks:
                 np.testing.assert_allclose(after[name], expected, rtol=0, atol=20 * self.tolerance)
 
 
-def _near(example: PassExample, base: PassExample, policy: Floats, seed: int) -> PassExample:
+def _make_near_policy(example: PassExample, base: PassExample, policy: Floats, seed: int) -> PassExample:
     """Return the tokens of `base` with a policy near the model's: ratios lie on both sides of the thresholds."""
     draw, shape = np.random.default_rng(seed), policy.shape
     values = {

@@ -193,7 +193,9 @@ class SamplingChecks:
         deltas = driver.run_samples(request)
         drawn = drawn_of(deltas, request.request_id, 0)
         tokens = np.concatenate([request.prompt, np.array(drawn.tokens, np.int32)])
-        rows = _at(driver.distributions(model_id, tokens[:-1])[request.prompt.size - 1 :], temperature or 1.0)
+        rows = _scale_to_temperature(
+            driver.distributions(model_id, tokens[:-1])[request.prompt.size - 1 :], temperature or 1.0
+        )
         near = 20 * self.tolerance / (temperature or 1.0)
         own = rows[np.arange(len(rows)), np.array(drawn.tokens)]
         np.testing.assert_allclose(drawn.logprobs, own, rtol=0, atol=near)
@@ -217,8 +219,8 @@ class SamplingChecks:
         )
         request = driver.sample_request(None, num_samples=200, params=params)
         drawn = [each.tokens[0] for each in driver.draw(request)]
-        row = _at(driver.distributions(driver.model(), request.prompt)[-1], temperature)
-        expected = _filtered(np.exp(row), top_k, top_p)
+        row = _scale_to_temperature(driver.distributions(driver.model(), request.prompt)[-1], temperature)
+        expected = _filter_distribution(np.exp(row), top_k, top_p)
         found = np.bincount(drawn, minlength=len(expected)) / len(drawn)
         assert not found[expected == 0].any(), "a token that the filters remove was drawn"
         is_rare = expected < 0.02  # their counts are not normal
@@ -285,7 +287,7 @@ class SamplingChecks:
         alternatives = [each.alt_tokens for each in twice if each is not None and each.alt_tokens is not None]
         assert len(alternatives) == 2
         np.testing.assert_array_equal(alternatives[0].token_ids, alternatives[1].token_ids)
-        rows = _at(driver.distributions(driver.model(), request.prompt)[:-1], 2.0)
+        rows = _scale_to_temperature(driver.distributions(driver.model(), request.prompt)[:-1], 2.0)
         own = np.take_along_axis(rows, alternatives[0].token_ids, axis=1)
         assert own.shape == (request.prompt.size - 1, count)
         np.testing.assert_allclose(alternatives[0].logprobs, own, rtol=0, atol=20 * self.tolerance)
@@ -296,13 +298,13 @@ class SamplingChecks:
             assert isinstance(driver.backend.text_of([3, 1, 2]), str)
 
 
-def _at(logprobs: Floats, temperature: float) -> Floats:
+def _scale_to_temperature(logprobs: Floats, temperature: float) -> Floats:
     """Return log-probabilities at another temperature than 1."""
     scaled = logprobs / temperature
     return scaled - np.log(np.exp(scaled).sum(axis=-1, keepdims=True))
 
 
-def _filtered(probabilities: Floats, top_k: int, top_p: float) -> Floats:
+def _filter_distribution(probabilities: Floats, top_k: int, top_p: float) -> Floats:
     """Return the distribution after top-k, then top-p, see `SamplingParams`."""
     order = np.argsort(-probabilities, kind="stable")[: top_k if top_k > 0 else None]
     before = np.cumsum(probabilities[order]) - probabilities[order]

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from skyrl_tx.layers.parameter import Parameter, flatten
 from skyrl_tx.models import FAMILIES, describe_params
 from skyrl_tx.weights import weight_map
-from skyrl_tx.weights.weight_map import bind_rows, rule_path
+from skyrl_tx.weights.weight_map import bind_rows, get_rule_path
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -267,12 +267,12 @@ def write_model(
     queries: dict[tuple[str, int], np.ndarray] = {}
     weights = weight_map.split_experts(family.weights) if split_experts else family.weights
     for rule in bind_rows(weights, parameters):
-        own = [parameter for path, parameter in parameters.items() if rule_path(path) == rule.path]
-        for layer, (name, parameter) in enumerate(rule.in_layer_order(own)):
+        own = [parameter for path, parameter in parameters.items() if get_rule_path(path) == rule.path]
+        for layer, (name, parameter) in enumerate(rule.sort_by_layer(own)):
             shape = parameter.shape[rule.num_stacked :]
             if (prefix := _PREFIXES.get(architecture)) and name.startswith("model."):
                 name = prefix + name.removeprefix("model.")
-            tensor = tensors.setdefault(name, np.zeros(rule.shape_of_tensor(shape), np.float32))
+            tensor = tensors.setdefault(name, np.zeros(rule.get_tensor_shape(shape), np.float32))
             value = _draw(generator, rule.path, parameter, shape, std)
             if rule.path in _CORRELATED:
                 value = 0.8 * queries[_CORRELATED[rule.path], layer] + 0.6 * value

@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _complete(os.environ.get("COMP_LINE", "").split()[1:])
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_help(), end="")
+        print(_format_help(), end="")
         return 0 if arguments else 2
     if arguments[0] == "--version":
         print(f"skyrl-tx {__version__}")
@@ -157,7 +157,7 @@ def _run(command: Command, given: Sequence[str]) -> int:
     return status or 0
 
 
-def _help() -> str:
+def _format_help() -> str:
     lines = ["usage: skyrl-tx COMMAND [flags]", "", "Train and sample models with the Tinker API on hardware you own."]
     for group in get_args(Group):
         lines += ["", f"{group}:"]

@@ -25,10 +25,10 @@ from skyrl_tx.launch.settings import (
     ServerSettings,
     SettingsError,
     check_environment,
-    describe,
+    describe_validation_error,
     has_setting,
+    make_settings_class,
     read_config_file,
-    settings_class,
 )
 from skyrl_tx.process.setup import CannotServe, configure_logging, raise_file_limit, restart_with_huge_pages
 from skyrl_tx.process.signals import enable_stack_dumps
@@ -110,7 +110,7 @@ def add_settings(
         sampler = find_sampler(sampler_name) if sampler_name else None
     except UserError as error:
         raise SettingsError(f"--sampler: {error}") from error
-    composed = settings_class(spec, file_values, sampler, apps=APP_SETTINGS, on_removed=removed.extend)
+    composed = make_settings_class(spec, file_values, sampler, apps=APP_SETTINGS, on_removed=removed.extend)
     read_fields = _add_fields(parser, composed)
     add_removed_flags(parser, partial(has_setting, composed))
 
@@ -135,7 +135,7 @@ def _add_fields(parser: CommandParser, settings: type[S]) -> Callable[[argparse.
             # The source's type declares no arguments here, but it accepts them.
             return settings(_cli_settings_source=source(parsed_args=given))  # type: ignore[call-arg]
         except ValidationError as error:
-            raise SettingsError(describe(error)) from error
+            raise SettingsError(describe_validation_error(error)) from error
 
     return read
 
@@ -148,7 +148,7 @@ def _run_server(command: str, settings: ServerSettings) -> int:
     end_process_on_failure()
     raise_file_limit()
     try:
-        settings = with_tiny_model(settings)
+        settings = resolve_tiny_model(settings)
         match command:
             case "api":
                 return supervisor.serve_api(settings, APPS)
@@ -161,7 +161,7 @@ def _run_server(command: str, settings: ServerSettings) -> int:
         raise CommandError(str(error)) from error
 
 
-def with_tiny_model(settings: ServerSettings) -> ServerSettings:
+def resolve_tiny_model(settings: ServerSettings) -> ServerSettings:
     """Resolve a built-in --base-model, `tiny`: write the model into the data directory and serve it under this name."""
     name = settings.base_model
     if name not in TINY_MODELS:

@@ -15,9 +15,9 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
 from skyrl_tx.layers.parameter import Parameter, flatten, map_named, pseudo_random
-from skyrl_tx.weights.nesting import nesting_of
-from skyrl_tx.weights.packed import packing_of, plain_names
-from skyrl_tx.weights.weight_map import Part, WeightMap, WeightRule, bind_rows, of_checkpoint, rule_path
+from skyrl_tx.weights.nesting import find_nesting
+from skyrl_tx.weights.packed import find_packing, find_plain_names
+from skyrl_tx.weights.weight_map import Part, WeightMap, WeightRule, bind_rows, fit_to_checkpoint, get_rule_path
 
 Tree = TypeVar("Tree")
 Placement = Callable[[Parameter], jax.sharding.Sharding | None]
@@ -36,7 +36,7 @@ UNUSED_PREFIXES = (
     *("mtp.", "model.visual.", "vision_tower.", "mm_projector."),
     *("multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
 )
-FURTHER_LAYERS = "num_nextn_predict_layers"
+MTP_LAYERS_KEY = "num_nextn_predict_layers"
 """The config key with the number of layers that predict further tokens, which come after the others."""
 
 
@@ -65,9 +65,9 @@ class TensorFile:
     def get_slice(self, name: str) -> Any:
         """Return a tensor, of which parts are read. Raises SafetensorError if the file lacks it."""
         found = self._file.get_slice(name)
-        return Fp8Numbers(self._bytes(name)) if found.get_dtype() == FP8 else found
+        return Fp8Numbers(self._map_bytes(name)) if found.get_dtype() == FP8 else found
 
-    def _bytes(self, name: str) -> np.ndarray:
+    def _map_bytes(self, name: str) -> np.ndarray:
         """Return a mapped tensor of bytes, because safetensors reads no float8 for numpy."""
         start, header = self._header
         offset, shape = start + header[name]["data_offsets"][0], tuple(header[name]["shape"])
@@ -100,7 +100,7 @@ class CheckpointError(ValueError):
     """The files do not match the config. The message names file and tensor."""
 
 
-def resolve(base_model: str, *, with_weights: bool = True) -> Path:
+def resolve_model(base_model: str, *, with_weights: bool = True) -> Path:
     """Return the local directory of a model given as a path, or as a hub id, which is downloaded unless cached.
 
     Raises CheckpointError for what is neither, or cannot be had.
@@ -158,38 +158,44 @@ def load(
     Raises CheckpointError for a tensor that is missing, unexpected or of another shape.
     """
     located = locate_tensors(directory)
-    rules = {rule.path: rule for rule in bind_rows(of_checkpoint(weights, located), flatten(parameters))}
+    rules = {rule.path: rule for rule in bind_rows(fit_to_checkpoint(weights, located), flatten(parameters))}
     files, unused = (
-        plain_names(located),
-        (*UNUSED_PREFIXES, *map(nesting_of(located).name_of, _further_layers(directory))),
+        find_plain_names(located),
+        (*UNUSED_PREFIXES, *map(find_nesting(located).add_prefix, _list_mtp_prefixes(directory))),
     )
-    expected = {name for path, each in flatten(parameters).items() for _, name in rules[rule_path(path)].tensors(each)}
+    expected = {
+        name
+        for path, each in flatten(parameters).items()
+        for _, name in rules[get_rule_path(path)].iterate_tensors(each)
+    }
     unexpected = sorted(
         name
         for name in files.keys() - expected
         if name not in REDUNDANT_TENSORS and not name.endswith(REDUNDANT_SUFFIXES) and not name.startswith(unused)
     )
     if unexpected:
-        raise CheckpointError(f"{files[unexpected[0]]}: unexpected {_listed(unexpected)}")
+        raise CheckpointError(f"{files[unexpected[0]]}: unexpected {_format_names(unexpected)}")
     missing = sorted(expected - files.keys())
     if missing:
-        raise CheckpointError(f"{directory}: lacks {_listed(missing)}")
+        raise CheckpointError(f"{directory}: lacks {_format_names(missing)}")
 
     with ExitStack() as stack:
         opened = {path: stack.enter_context(open_file(path)) for path in sorted(set(located.values()))}
 
         def fill(path: str, parameter: Parameter) -> jax.Array:
-            rule = rules[rule_path(path)]
+            rule = rules[get_rule_path(path)]
             stored = jnp.float32 if parameter.is_float32 else dtype
 
             def read(part: Part) -> np.ndarray:
                 host = np.empty([stop - start for start, stop in part], stored)
-                for index, name in rule.tensors(parameter):
+                for index, name in rule.iterate_tensors(parameter):
                     stacked, rest = part[: len(index)], part[len(index) :]
                     if all(start <= i < stop for i, (start, stop) in zip(index, stacked, strict=True)):
                         into = host[tuple(i - start for i, (start, _) in zip(index, stacked, strict=True))]
                         shape = parameter.shape[len(index) :]
-                        _read_tensor(tensor_slice(opened, located, name), files[name], name, rule, shape, rest, into)
+                        _read_tensor(
+                            get_tensor_slice(opened, located, name), files[name], name, rule, shape, rest, into
+                        )
                 return host
 
             return _assemble(parameter.shape, placement(parameter), read)
@@ -197,12 +203,12 @@ def load(
         return map_named(fill, parameters)
 
 
-def _further_layers(directory: Path) -> Iterator[str]:
+def _list_mtp_prefixes(directory: Path) -> Iterator[str]:
     """Yield the prefixes of the layers that predict further tokens, as in a text model."""
     config = read_json(directory, "config.json")
     config = config.get("text_config", config)
     first = config.get("num_hidden_layers", 0)
-    for layer in range(first, first + (config.get(FURTHER_LAYERS) or 0)):
+    for layer in range(first, first + (config.get(MTP_LAYERS_KEY) or 0)):
         yield f"model.layers.{layer}."
 
 
@@ -225,13 +231,15 @@ def _assemble(
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
-def dummy(parameters: Tree, *, seed: int = 0, dtype: Any = jnp.float32, placement: Placement = lambda _: None) -> Tree:
+def make_dummy(
+    parameters: Tree, *, seed: int = 0, dtype: Any = jnp.float32, placement: Placement = lambda _: None
+) -> Tree:
     """Return the tree of `Parameter`s filled with deterministic values of the usual scale, made on the device."""
 
     def fill(path: str, parameter: Parameter) -> jax.Array:
         # Bytes of the path, folded as a polynomial: a seed of its own for each parameter, equal on every machine.
         first_layer = parameter.layers[0] if parameter.layers else 0
-        own_seed = (seed + 65_537 * first_layer + int.from_bytes(rule_path(path).encode(), "big")) % 4_294_967_291
+        own_seed = (seed + 65_537 * first_layer + int.from_bytes(get_rule_path(path).encode(), "big")) % 4_294_967_291
 
         stored = jnp.float32 if parameter.is_float32 else dtype
 
@@ -271,7 +279,7 @@ def open_file(path: Path) -> TensorFile:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def tensor_slice(opened: Mapping[Path, TensorFile], files: Mapping[str, Path], name: str) -> Any:
+def get_tensor_slice(opened: Mapping[Path, TensorFile], files: Mapping[str, Path], name: str) -> Any:
     """Return a tensor by its plain name, to read parts of it; `files` are those of `locate_tensors`.
 
     Raises CheckpointError if its file lacks it, or the checkpoint lacks its scales.
@@ -283,7 +291,7 @@ def tensor_slice(opened: Mapping[Path, TensorFile], files: Mapping[str, Path], n
         except SafetensorError as error:
             raise CheckpointError(f"{files[name]}: {name}: {error}") from error
 
-    packing = packing_of(name, files)
+    packing = find_packing(name, files)
     if packing is not None:
         return packing.unpack(*map(find, packing.parts(name)))
     tensor = find(name)
@@ -296,14 +304,14 @@ def _read_tensor(
     tensor: Any, path: Path, name: str, rule: WeightRule, shape: tuple[int, ...], part: Part, into: np.ndarray
 ) -> None:
     """Read a part of our array of that shape."""
-    found, wanted = tuple(tensor.get_shape()), rule.shape_of_tensor(shape)
+    found, wanted = tuple(tensor.get_shape()), rule.get_tensor_shape(shape)
     if found != wanted:
         raise CheckpointError(f"{path}: {name} has shape {found}, the config says {wanted}")
-    read = rule.view_of_part(tensor[tuple(slice(start, stop) for start, stop in rule.part_of_tensor(part))], part)
+    read = rule.view_part(tensor[tuple(slice(start, stop) for start, stop in rule.get_tensor_part(part))], part)
     # A sum in bfloat16 would lose most of what is stored relative to 1.
     into[...] = read.astype(np.float32) + np.float32(rule.offset) if rule.offset else read
 
 
-def _listed(names: list[str]) -> str:
+def _format_names(names: list[str]) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"tensor {names[0]!r}{more}"

@@ -16,20 +16,20 @@ from skyrl_tx.weights.hf import (
     INDEX_FILE,
     REDUNDANT_TENSORS,
     SINGLE_FILE,
+    get_tensor_slice,
     locate_tensors,
     open_file,
     read_json,
-    tensor_slice,
 )
-from skyrl_tx.weights.nesting import Nesting, nesting_of
-from skyrl_tx.weights.packed import packing_of, plain_names
+from skyrl_tx.weights.nesting import Nesting, find_nesting
+from skyrl_tx.weights.packed import find_packing, find_plain_names
 from skyrl_tx.weights.peft import AdapterError, AdapterFiles, Factors
 from skyrl_tx.weights.weight_map import (
     TIED_UNEMBED_MODULE,
     WeightMap,
     WeightRule,
     find_fused,
-    of_checkpoint,
+    fit_to_checkpoint,
 )
 
 DTYPES: Mapping[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -44,7 +44,7 @@ class _Update:
     rule: WeightRule | None = None
     expert: int | None = None
 
-    def part(self, tensor: np.ndarray) -> np.ndarray | None:
+    def get_part(self, tensor: np.ndarray) -> np.ndarray | None:
         """Return the map [I, O]; None if there is no such expert."""
         if self.rule is None:
             return tensor.T
@@ -63,7 +63,7 @@ class _Update:
             self.rule.view(tensor)[self.expert] = part_IO
 
 
-def merge(
+def merge_adapter(
     base: Path,
     weights: WeightMap,
     adapter: AdapterFiles,
@@ -79,21 +79,21 @@ def merge(
     the adapter changes becomes one of its own, as the input embedding must stay what it is. Raises AdapterError for an
     adapter that does not fit, CheckpointError for a base model that cannot be read.
 
-    `weights` have the rows of rules that share a tensor (`ModelFamily.bound_weights`). `ties_by_default`: the
+    `weights` have the rows of rules that share a tensor (`ModelFamily.bind_weights`). `ties_by_default`: the
     embeddings are tied unless `config.json` says otherwise.
     """
     config = read_json(base, "config.json")
     located = locate_tensors(base)
-    weights = of_checkpoint(weights, located)
+    weights = fit_to_checkpoint(weights, located)
     tensor_of = {rule.path: rule.tensor for rule in weights}
     embed, unembed = tensor_of["embed"], tensor_of["unembed"]
     text = config.get("text_config", {})
     is_tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", ties_by_default)))
-    pending = _updates(weights, adapter, unembed, nesting_of(located))
+    pending = _collect_updates(weights, adapter, unembed, find_nesting(located))
     unties = is_tied and unembed in pending
     written: dict[str, str] = {}
     num_bytes = 0
-    files = plain_names(located)
+    files = find_plain_names(located)
     with ExitStack() as stack:
         opened = {path: stack.enter_context(open_file(path)) for path in set(located.values())}
         for path in sorted(set(files.values())):
@@ -101,13 +101,15 @@ def merge(
             for name in sorted(name for name in files if files[name] == path):
                 if is_tied and name in REDUNDANT_TENSORS:
                     continue
-                tensor = tensor_slice(opened, located, name)
+                tensor = get_tensor_slice(opened, located, name)
                 array = tensor[tuple(slice(0, size) for size in tensor.get_shape())]
                 if unties and name == embed:
-                    tensors[unembed] = _stored(_sum(unembed, array, pending.pop(unembed), adapter.scale), array, dtype)
-                merged = _sum(name, array, pending.pop(name), adapter.scale) if name in pending else array
-                unpacked = None if packing_of(name, located) is None else "bfloat16"
-                tensors[name] = _stored(merged, array, dtype or unpacked)
+                    tensors[unembed] = _cast(
+                        _add_updates(unembed, array, pending.pop(unembed), adapter.scale), array, dtype
+                    )
+                merged = _add_updates(name, array, pending.pop(name), adapter.scale) if name in pending else array
+                unpacked = None if find_packing(name, located) is None else "bfloat16"
+                tensors[name] = _cast(merged, array, dtype or unpacked)
             tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
             save_file(tensors, out / path.name, {"format": "pt"})
             written |= dict.fromkeys(tensors, path.name)
@@ -135,7 +137,9 @@ def merge(
     (out / "config.json").write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
 
 
-def _updates(weights: WeightMap, adapter: AdapterFiles, unembed: str, nesting: Nesting) -> dict[str, list[_Update]]:
+def _collect_updates(
+    weights: WeightMap, adapter: AdapterFiles, unembed: str, nesting: Nesting
+) -> dict[str, list[_Update]]:
     """Return the updates of each tensor."""
     found: dict[str, list[_Update]] = {}
     for module, pair in adapter.factors.items():
@@ -143,16 +147,16 @@ def _updates(weights: WeightMap, adapter: AdapterFiles, unembed: str, nesting: N
             rule, name, expert = fused
             found.setdefault(name, []).append(_Update(pair, rule, expert))
         else:
-            name = f"{nesting.name_of(module)}.weight"
+            name = f"{nesting.add_prefix(module)}.weight"
             found[unembed if module == TIED_UNEMBED_MODULE else name] = [_Update(pair)]
     return found
 
 
-def _sum(name: str, array: np.ndarray, updates: Sequence[_Update], scale: float) -> np.ndarray:
+def _add_updates(name: str, array: np.ndarray, updates: Sequence[_Update], scale: float) -> np.ndarray:
     summed = np.array(array, np.float32)
     for each in updates:
         a_RI, b_OR = each.pair
-        part_IO = each.part(summed)
+        part_IO = each.get_part(summed)
         if part_IO is None:
             raise AdapterError(f"adapter: {name!r} has no expert {each.expert} in the base model for it to change")
         if part_IO.shape != (a_RI.shape[1], b_OR.shape[0]):
@@ -162,7 +166,7 @@ def _sum(name: str, array: np.ndarray, updates: Sequence[_Update], scale: float)
     return summed
 
 
-def _stored(array: np.ndarray, before: np.ndarray, dtype: str | None) -> np.ndarray:
+def _cast(array: np.ndarray, before: np.ndarray, dtype: str | None) -> np.ndarray:
     """Return an array in the stored dtype; integers are unchanged."""
     if before.dtype.kind in "iub":
         return array

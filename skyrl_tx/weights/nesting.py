@@ -11,7 +11,7 @@ class Nesting:
     prefix: str
     plain: str
 
-    def name_of(self, name: str) -> str:
+    def add_prefix(self, name: str) -> str:
         """Return the name here of a tensor or module of the text model."""
         return self.prefix + name.removeprefix(self.plain) if name.startswith(self.plain) else name
 
@@ -24,6 +24,6 @@ _NESTINGS = (
 )
 
 
-def nesting_of(names: Collection[str]) -> Nesting:
+def find_nesting(names: Collection[str]) -> Nesting:
     """Return how a checkpoint with these tensors nests its text model, which most do not."""
     return next((each for each in _NESTINGS if any(name.startswith(each.prefix) for name in names)), _NOT_NESTED)

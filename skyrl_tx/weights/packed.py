@@ -86,24 +86,24 @@ class Int4Tensor:
         return rows[:, inputs.start - first * INT4_GROUP : inputs.stop - first * INT4_GROUP]
 
 
-BLOCK = 32  # numbers that share a scale
-_BIAS = 127  # of a scale's exponent
+MXFP4_BLOCK = 32  # numbers that share a scale
+_MXFP4_EXPONENT_BIAS = 127  # of a scale's exponent
 
 
-def _table() -> np.ndarray:
+def _make_mxfp4_table() -> np.ndarray:
     """Return the two numbers of each scale and byte, bfloat16, as one uint32 at 256 * scale + byte."""
     half = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
     values, byte = np.concatenate([half, -half]), np.arange(256)
     pairs = np.stack([values[byte & 15], values[byte >> 4]], axis=-1)
     with np.errstate(over="ignore"):  # the highest scales give infinity
-        numbers = np.ldexp(pairs, np.arange(256)[:, None, None] - _BIAS)
+        numbers = np.ldexp(pairs, np.arange(256)[:, None, None] - _MXFP4_EXPONENT_BIAS)
     return numbers.astype(ml_dtypes.bfloat16).view(np.uint32).reshape(-1)
 
 
-_MXFP4_PAIRS = _table()
+_MXFP4_PAIRS = _make_mxfp4_table()
 
 
-class PackedTensor:
+class Mxfp4Tensor:
     """A tensor of which parts are read and unpacked, with the methods of a slice of safetensors."""
 
     def __init__(self, blocks: Any, scales: Any) -> None:
@@ -113,21 +113,21 @@ class PackedTensor:
     def get_shape(self) -> tuple[int, ...]:
         """Return the shape of the plain tensor."""
         *stack, outputs, num_blocks, _ = self._blocks.get_shape()
-        return *stack, num_blocks * BLOCK, outputs
+        return *stack, num_blocks * MXFP4_BLOCK, outputs
 
     def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
         """Return a part, bfloat16; each slice has its start and its end."""
         *stack, inputs, outputs = part
-        first, last = inputs.start // BLOCK, -(-inputs.stop // BLOCK)
+        first, last = inputs.start // MXFP4_BLOCK, -(-inputs.stop // MXFP4_BLOCK)
         index = (*stack, outputs, slice(first, last))
-        values = unpack(self._blocks[(*index, slice(0, BLOCK // 2))], self._scales[index])
-        return values[..., inputs.start - first * BLOCK : inputs.stop - first * BLOCK, :]
+        values = unpack_mxfp4(self._blocks[(*index, slice(0, MXFP4_BLOCK // 2))], self._scales[index])
+        return values[..., inputs.start - first * MXFP4_BLOCK : inputs.stop - first * MXFP4_BLOCK, :]
 
 
-def unpack(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+def unpack_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Return numbers [..., I, O], bfloat16, of blocks [..., O, I / 32, 16] and scales [..., O, I / 32]."""
     *stack, outputs, num_blocks, _ = blocks.shape
-    found = np.empty((*stack, num_blocks * BLOCK, outputs), np.uint16)
+    found = np.empty((*stack, num_blocks * MXFP4_BLOCK, outputs), np.uint16)
 
     def write(index: tuple[int, ...]) -> None:
         place = scales[index].astype(np.uint16)[..., None] * np.uint16(256) + blocks[index]
@@ -153,24 +153,24 @@ class Packing:
 
 
 PACKINGS = (
-    Packing(("_blocks", "_scales"), PackedTensor),  # MXFP4
+    Packing(("_blocks", "_scales"), Mxfp4Tensor),  # MXFP4
     Packing(("", "_scale_inv"), Fp8Tensor),
     Packing(("_packed", "_scale", "_shape"), Int4Tensor),
 )
 
 
-def packing_of(name: str, stored: Collection[str]) -> Packing | None:
+def find_packing(name: str, stored: Collection[str]) -> Packing | None:
     """Return how a tensor is packed, by its plain name and the names of all stored tensors; None if it is not."""
     return next((each for each in PACKINGS if all(part in stored for part in each.parts(name))), None)
 
 
-def plain_names(files: Mapping[str, Path]) -> dict[str, Path]:
+def find_plain_names(files: Mapping[str, Path]) -> dict[str, Path]:
     """Return the file of each tensor by its plain name; that of a packed one has its numbers."""
     plain = dict(files)
     for packing in PACKINGS:
         own = packing.suffixes[1]
         for name in [each.removesuffix(own) for each in files if each.endswith(own)]:
-            if packing_of(name, files) is packing:
+            if find_packing(name, files) is packing:
                 for part in packing.parts(name):
                     plain.pop(part)
                 plain[name] = files[packing.parts(name)[0]]

@@ -34,13 +34,13 @@ from skyrl_tx.contract.state_files import (
 from skyrl_tx.layers.lora import AdapterWeights, LoraPair
 from skyrl_tx.weights.expert_factors import (
     Factors,
-    advice,
-    by_stack,
-    in_form,
+    convert_form,
+    find_stack,
+    group_by_stack,
     is_shared,
     is_stack,
     stack_experts,
-    stack_of,
+    suggest_expert_lora,
     unstack,
 )
 from skyrl_tx.weights.hf import locate_tensors
@@ -49,7 +49,7 @@ from skyrl_tx.weights.weight_map import (
     FUSED_PARTS,
     FusedModules,
     Rows,
-    expand,
+    expand_pattern,
 )
 
 _A, _B, _BASE = LORA_A, LORA_B, ".base_layer.weight"
@@ -80,16 +80,16 @@ class TargetModule:
         """The last part of the module's name, as `target_modules` of adapter_config.json lists it."""
         return self.module.rpartition(".")[2]
 
-    def zeros(self, rank: int) -> LoraPair:
+    def make_zeros(self, rank: int) -> LoraPair:
         """Return factors of zeros, float32."""
         a = np.zeros((*self.stacks[0], self.inputs, rank), np.float32)
         b = np.zeros((*self.stacks[1], rank, self.outputs), np.float32)
         return LoraPair(a=a, b=b)  # type: ignore[arg-type]
 
-    def tensors(self, pair: LoraPair) -> Iterator[tuple[str, np.ndarray]]:
+    def iterate_tensors(self, pair: LoraPair) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the name of each tensor in files and a view of its values in `pair`."""
         for factor, array, stack in zip((_A, _B), (np.asarray(pair.a), np.asarray(pair.b)), self.stacks, strict=True):
-            for index, module in expand(self.module, stack, self.layers):
+            for index, module in expand_pattern(self.module, stack, self.layers):
                 yield f"{PREFIX}{module}{factor}", array[index].swapaxes(-1, -2)
 
 
@@ -101,15 +101,15 @@ class AdapterFormat:
     modules: Mapping[str, TargetModule]
     fused: FusedModules = field(default_factory=dict[str, Mapping[str, Rows]])
 
-    def tensors(self, weights: AdapterWeights, prefix: str = "") -> Tensors:
+    def to_tensors(self, weights: AdapterWeights, prefix: str = "") -> Tensors:
         """Return host arrays of the tensors in files; each name gets the prefix."""
         return {
             f"{prefix}{name}": np.ascontiguousarray(array)
             for target, pair in weights.items()
-            for name, array in self.modules[target].tensors(pair)
+            for name, array in self.modules[target].iterate_tensors(pair)
         }
 
-    def weights(
+    def to_weights(
         self, tensors: Tensors, targets: tuple[str, ...], rank: int, prefix: str = "", *, any_form: bool = False
     ) -> AdapterWeights:
         """Return the inverse of `tensors`: host arrays of all linear maps, zeros in those that are not targets.
@@ -117,20 +117,20 @@ class AdapterFormat:
         `any_form`: experts may share a factor where ours have one each, and have equal ones where ours share it. Raises
         AdapterError if a tensor is missing, unexpected or of another shape.
         """
-        weights = {name: each.zeros(rank) for name, each in self.modules.items()}
+        weights = {name: each.make_zeros(rank) for name, each in self.modules.items()}
         expected: set[str] = set()
         for target in targets:
-            for name, destination in self.modules[target].tensors(weights[target]):
+            for name, destination in self.modules[target].iterate_tensors(weights[target]):
                 found = tensors.get(prefix + name)
                 if found is None:
                     raise AdapterError(f"adapter: lacks tensor {prefix + name!r}")
                 if any_form:
-                    found = in_form(found, destination.shape)
+                    found = convert_form(found, destination.shape)
                 if found.shape != destination.shape:
                     wanted = destination.shape
                     raise AdapterError(
                         f"adapter: tensor {prefix + name!r} is {found.shape}, this base needs {wanted}"
-                        f"{advice(found.shape, wanted)}"
+                        f"{suggest_expert_lora(found.shape, wanted)}"
                     )
                 destination[...] = found
                 expected.add(prefix + name)
@@ -139,7 +139,7 @@ class AdapterFormat:
             raise AdapterError(f"adapter: unexpected tensor {unexpected[0]!r}")
         return weights
 
-    def targets(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+    def read_targets(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the linear maps that an adapter_config.json lists. Raises AdapterError for an unknown module."""
         listed = config.get("target_modules")
         if not isinstance(listed, list) or not listed:
@@ -167,10 +167,10 @@ class AdapterFormat:
         views = {
             name: (view, each.stacks)
             for target, each in modules.items()
-            for name, view in each.tensors(weights[target])
+            for name, view in each.iterate_tensors(weights[target])
         }
         for module, (a, b) in factors.items():
-            stack, expert = stack_of(module)
+            stack, expert = find_stack(module)
             for name, array in ((_A, a), (_B, b * np.float32(b_scale))):
                 view, stacks = views.get(f"{PREFIX}{stack}{name}", (None, ()))
                 if view is not None and expert is not None:
@@ -220,22 +220,22 @@ class AdapterFiles:
         return self.config["lora_alpha"] / rank
 
     @property
-    def is_of_fused_maps(self) -> bool:
+    def has_fused_maps(self) -> bool:
         """Whether it changes maps that share a module, which only the base model tells."""
         return any(module.rpartition(".")[2] in FUSED_PARTS for module in self.factors)
 
-    def shares_factors(self, num_experts: int) -> bool:
+    def has_shared_factors(self, num_experts: int) -> bool:
         """Return whether in each layer all experts have the same A of gate and up, and the same B of down."""
-        stacks = by_stack(self.factors)
+        stacks = group_by_stack(self.factors)
         return all(len(pairs) == num_experts and is_shared(stack, pairs) for stack, pairs in stacks.items())
 
     @property
-    def repeats_factors(self) -> bool:
+    def has_repeated_factors(self) -> bool:
         """Whether all experts of a layer have the same factor next to the hidden size."""
-        stacks = by_stack(self.factors)
+        stacks = group_by_stack(self.factors)
         return any(len(pairs) > 1 and is_shared(stack, pairs) for stack, pairs in stacks.items())
 
-    def in_layout(self, layout: str, fused: FusedModules | None = None) -> "AdapterFiles":
+    def to_layout(self, layout: str, fused: FusedModules | None = None) -> "AdapterFiles":
         """Return the same adapter under the names of a layout; PEFT's needs the `fused` modules of the base model."""
         names = {TIED_UNEMBED_MODULE: TIED_UNEMBED_NAMES[layout]}
         factors = {names.get(module, module): pair for module, pair in self.factors.items()}
@@ -243,7 +243,7 @@ class AdapterFiles:
         if layout == "cookbook":
             factors = stack_experts(factors)
         else:
-            factors = fuse(factors, fused or {})
+            factors = fuse_modules(factors, fused or {})
             leaves = {module.rpartition(".")[2] for module in factors}
             multiples = {leaf: number for leaf, number in FUSED_MAPS.items() if leaf in leaves}
             config["rank_pattern"] = {leaf: self.rank * number for leaf, number in multiples.items()}
@@ -277,7 +277,7 @@ class AdapterFiles:
                 raise AdapterError(f"adapter: its base weights of {module!r} are not those of the base model")
 
 
-def fuse(factors: Mapping[str, Factors], fused: FusedModules) -> dict[str, Factors]:
+def fuse_modules(factors: Mapping[str, Factors], fused: FusedModules) -> dict[str, Factors]:
     """Return the factors with those of maps that share a module as one of the sum of their ranks, block by block.
 
     Rows of maps that adapters do not change are zeros.
@@ -296,7 +296,7 @@ def fuse(factors: Mapping[str, Factors], fused: FusedModules) -> dict[str, Facto
     return found
 
 
-def split(factors: Mapping[str, Factors], fused: FusedModules, rank: int) -> dict[str, Factors]:
+def split_modules(factors: Mapping[str, Factors], fused: FusedModules, rank: int) -> dict[str, Factors]:
     """Return the factors with those of a fused module as one pair of `rank` for each of its maps.
 
     Raises AdapterError for a pair that is neither of that rank nor one block of it for each map, and for one that
@@ -352,7 +352,7 @@ def read_adapter(directory: Path) -> AdapterFiles:
         else:
             experts = {module: (a, b)}
         for each, (a, b) in experts.items():
-            _check(each, a, b, config.get("rank_pattern", {}).get(each.rpartition(".")[2], config["r"]))
+            _check_factors(each, a, b, config.get("rank_pattern", {}).get(each.rpartition(".")[2], config["r"]))
         factors |= experts
     if not factors:
         raise AdapterError(f"{WEIGHTS_FILE}: holds no tensors")
@@ -360,7 +360,7 @@ def read_adapter(directory: Path) -> AdapterFiles:
     return AdapterFiles(config=config, factors=factors, base_layers=copies)
 
 
-def _check(module: str, a: np.ndarray, b: np.ndarray, rank: int) -> None:
+def _check_factors(module: str, a: np.ndarray, b: np.ndarray, rank: int) -> None:
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank:
         raise AdapterError(f"{WEIGHTS_FILE}: module {module!r} has factors {a.shape} and {b.shape}, not of r = {rank}")
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
@@ -411,7 +411,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         "alpha_pattern": {leaf: alpha * root(number) for leaf, number in multiples.items()},
     }
     for key in sorted(config.keys() - _WITHOUT_EFFECT):
-        if multiples and config[key] == patterns.get(key, ()):  # as `AdapterFiles.in_layout` writes them
+        if multiples and config[key] == patterns.get(key, ()):  # as `AdapterFiles.to_layout` writes them
             continue
         if config[key] not in _NEUTRAL.get(key, _UNSET):
             raise AdapterError(f"{CONFIG_FILE}: {key} = {config[key]!r} is not supported, as it may change the numbers")

@@ -10,7 +10,7 @@ import numpy as np
 
 from skyrl_tx.contract.state_files import TIED_UNEMBED_MODULE
 from skyrl_tx.layers.parameter import Parameter
-from skyrl_tx.weights.nesting import nesting_of
+from skyrl_tx.weights.nesting import find_nesting
 
 Part = tuple[tuple[int, int], ...]
 """Start and end of a part of an array in each dim."""
@@ -45,20 +45,20 @@ class WeightRule:
 
     def view(self, tensor: np.ndarray) -> np.ndarray:
         """Return our array of a tensor, without a copy unless its heads lie apart; `offset` is not added."""
-        return self._turned(tensor[self._index(None if self.rows is None else self.rows.index)])
+        return self._transpose(tensor[self._get_index(None if self.rows is None else self.rows.index)])
 
     def put(self, tensor: np.ndarray, array: np.ndarray) -> None:
         """Write our array into a tensor; `offset` is not subtracted."""
-        tensor[self._index(None if self.rows is None else self.rows.index)] = self._turned(array)
+        tensor[self._get_index(None if self.rows is None else self.rows.index)] = self._transpose(array)
 
-    def view_of_part(self, tensor: np.ndarray, part: Part) -> np.ndarray:
-        """Return a part of our array of what `part_of_tensor` names, without a copy unless its heads lie apart."""
-        rows = None if self.rows is None else self.rows.index_in_span(*self._turned_part(part)[self._row_dim])
-        return self._turned(tensor[self._index(rows)])
+    def view_part(self, tensor: np.ndarray, part: Part) -> np.ndarray:
+        """Return a part of our array of what `get_tensor_part` names, without a copy unless its heads lie apart."""
+        rows = None if self.rows is None else self.rows.index_in_span(*self._transpose_part(part)[self._row_dim])
+        return self._transpose(tensor[self._get_index(rows)])
 
-    def part_of_tensor(self, part: Part) -> Part:
-        """Return the part of the tensor that has a part of our array: `view_of_part` returns that."""
-        theirs = self._turned_part(part)
+    def get_tensor_part(self, part: Part) -> Part:
+        """Return the part of the tensor that has a part of our array: `view_part` returns that."""
+        theirs = self._transpose_part(part)
         if self.rows is not None:
             theirs[self._row_dim] = self.rows.span(*theirs[self._row_dim])
         if self.every is not None:
@@ -66,9 +66,9 @@ class WeightRule:
             theirs[-1] = start * step, stop * step
         return tuple(theirs)
 
-    def shape_of_tensor(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def get_tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the tensor, given that of our array without the dims that `tensor` names."""
-        found = [stop for _, stop in self.part_of_tensor(tuple((0, size) for size in shape))]
+        found = [stop for _, stop in self.get_tensor_part(tuple((0, size) for size in shape))]
         if self.rows is not None:
             found[self._row_dim] = self.rows.total * self.rows.num_heads
         return tuple(found)
@@ -77,7 +77,7 @@ class WeightRule:
     def _row_dim(self) -> int:
         return -2 if self.transpose else 0
 
-    def _index(self, rows: "Index | None") -> Any:
+    def _get_index(self, rows: "Index | None") -> Any:
         """Return the index of our array in a tensor, given that of its rows."""
         if self.every is not None:
             return ..., slice(self.every[0], None, self.every[1])
@@ -85,27 +85,27 @@ class WeightRule:
             return ...
         return (..., rows, slice(None)) if self.transpose else rows
 
-    def _turned(self, array: np.ndarray) -> np.ndarray:
+    def _transpose(self, array: np.ndarray) -> np.ndarray:
         return array.swapaxes(-1, -2) if self.transpose else array
 
-    def _turned_part(self, part: Part) -> list[tuple[int, int]]:
+    def _transpose_part(self, part: Part) -> list[tuple[int, int]]:
         return [*part[:-2], part[-1], part[-2]] if self.transpose else [*part]
 
-    def tensors(self, parameter: Parameter) -> Iterator[tuple[tuple[int, ...], str]]:
+    def iterate_tensors(self, parameter: Parameter) -> Iterator[tuple[tuple[int, ...], str]]:
         """Yield the index in the array and the name of each tensor."""
-        return expand(self.tensor, parameter.shape, parameter.layers)
+        return expand_pattern(self.tensor, parameter.shape, parameter.layers)
 
     @property
     def num_stacked(self) -> int:
         """How many leading dims are layers and experts."""
         return ("{layer}" in self.tensor) + ("{expert}" in self.tensor)
 
-    def in_layer_order(self, stacks: Iterable[Parameter]) -> list[tuple[str, Parameter]]:
+    def sort_by_layer(self, stacks: Iterable[Parameter]) -> list[tuple[str, Parameter]]:
         """Return the names of all tensors of these stacks, by layer and expert, each with its stack."""
         found = [
             (parameter.layers[index[0]] if parameter.layers is not None else 0, index[1:], name, parameter)
             for parameter in stacks
-            for index, name in self.tensors(parameter)
+            for index, name in self.iterate_tensors(parameter)
         ]
         return [(name, parameter) for *_, name, parameter in sorted(found, key=lambda each: each[:2])]
 
@@ -152,10 +152,10 @@ def bind_rows(weights: WeightMap, parameters: Mapping[str, Parameter]) -> Weight
 
     Rules of different layers may name equal tensors, and share none.
     """
-    own = {rule_path(path): each for path, each in parameters.items()}
+    own = {get_rule_path(path): each for path, each in parameters.items()}
     layers: dict[str, set[int]] = {}
     for path, each in parameters.items():
-        layers.setdefault(rule_path(path), set()).update(each.layers or ())
+        layers.setdefault(get_rule_path(path), set()).update(each.layers or ())
     shared: dict[tuple[str, frozenset[int]], list[WeightRule]] = {}
     for rule in weights:
         if rule.every is None and rule.path in own:
@@ -173,18 +173,18 @@ def bind_rows(weights: WeightMap, parameters: Mapping[str, Parameter]) -> Weight
     return tuple(replace(rule, rows=rows.get(rule.path)) for rule in weights)
 
 
-_OF_ONE_EXPERT = re.compile(r"(language_)?model\..+\.experts\.\d+\.")
+_EXPERT_TENSOR = re.compile(r"(language_)?model\..+\.experts\.\d+\.")
 
 
-def of_checkpoint(weights: WeightMap, names: Collection[str]) -> WeightMap:
+def fit_to_checkpoint(weights: WeightMap, names: Collection[str]) -> WeightMap:
     """Return the rules for a checkpoint with these tensors.
 
     Checkpoints of models with images nest the text model. Experts are stacked, or have tensors of their own.
     """
-    if any(_OF_ONE_EXPERT.match(name) for name in names):
+    if any(_EXPERT_TENSOR.match(name) for name in names):
         weights = split_experts(weights)
-    nesting = nesting_of(names)
-    return tuple(replace(rule, tensor=nesting.name_of(rule.tensor)) for rule in weights)
+    nesting = find_nesting(names)
+    return tuple(replace(rule, tensor=nesting.add_prefix(rule.tensor)) for rule in weights)
 
 
 def split_experts(weights: WeightMap) -> WeightMap:
@@ -197,7 +197,7 @@ def split_experts(weights: WeightMap) -> WeightMap:
     )
 
 
-def rule_path(path: str) -> str:
+def get_rule_path(path: str) -> str:
     """Return the path of a parameter's rule: its own without the number of its stack."""
     return ".".join(each for each in path.split(".") if not each.isdigit())
 
@@ -214,7 +214,7 @@ def find_fused(weights: WeightMap, module: str) -> tuple[WeightRule, str, int | 
     return None
 
 
-def expand(
+def expand_pattern(
     pattern: str, shape: tuple[int, ...], layers: tuple[int, ...] | None
 ) -> Iterator[tuple[tuple[int, ...], str]]:
     """Yield each index of the leading dims that a pattern names, and the pattern filled in with it.
@@ -229,11 +229,11 @@ def expand(
         yield index, name.replace("{expert}", str(index[-1])) if num_dims == 2 else name
 
 
-def _layer(path: str, tensor: str, *, transpose: bool = False) -> WeightRule:
+def _layer_rule(path: str, tensor: str, *, transpose: bool = False) -> WeightRule:
     return WeightRule(f"layers.{path}", f"model.layers.{{layer}}.{tensor}", transpose)
 
 
-def _fused(
+def _fuse_experts(
     path: str, tensor: str, every: tuple[int, int] | None = None, *, leaf: str | None = None, transpose: bool = False
 ) -> WeightRule:
     """Return the rule of all experts of a layer, or of a part of their columns; `leaf` names a map in adapters."""
@@ -243,83 +243,83 @@ def _fused(
 
 DENSE_WEIGHTS: WeightMap = (
     WeightRule("embed", "model.embed_tokens.weight"),
-    _layer("attn_norm", "input_layernorm.weight"),
-    _layer("q_proj", "self_attn.q_proj.weight", transpose=True),
-    _layer("k_proj", "self_attn.k_proj.weight", transpose=True),
-    _layer("v_proj", "self_attn.v_proj.weight", transpose=True),
-    _layer("o_proj", "self_attn.o_proj.weight", transpose=True),
-    _layer("mlp_norm", "post_attention_layernorm.weight"),
-    _layer("gate_proj", "mlp.gate_proj.weight", transpose=True),
-    _layer("up_proj", "mlp.up_proj.weight", transpose=True),
-    _layer("down_proj", "mlp.down_proj.weight", transpose=True),
+    _layer_rule("attn_norm", "input_layernorm.weight"),
+    _layer_rule("q_proj", "self_attn.q_proj.weight", transpose=True),
+    _layer_rule("k_proj", "self_attn.k_proj.weight", transpose=True),
+    _layer_rule("v_proj", "self_attn.v_proj.weight", transpose=True),
+    _layer_rule("o_proj", "self_attn.o_proj.weight", transpose=True),
+    _layer_rule("mlp_norm", "post_attention_layernorm.weight"),
+    _layer_rule("gate_proj", "mlp.gate_proj.weight", transpose=True),
+    _layer_rule("up_proj", "mlp.up_proj.weight", transpose=True),
+    _layer_rule("down_proj", "mlp.down_proj.weight", transpose=True),
     WeightRule("final_norm", "model.norm.weight"),
     WeightRule("unembed", "lm_head.weight"),
 )
 QK_NORM_WEIGHTS: WeightMap = (
-    _layer("q_norm", "self_attn.q_norm.weight"),
-    _layer("k_norm", "self_attn.k_norm.weight"),
+    _layer_rule("q_norm", "self_attn.q_norm.weight"),
+    _layer_rule("k_norm", "self_attn.k_norm.weight"),
 )
 QKV_BIAS_WEIGHTS: WeightMap = (
-    _layer("q_bias", "self_attn.q_proj.bias"),
-    _layer("k_bias", "self_attn.k_proj.bias"),
-    _layer("v_bias", "self_attn.v_proj.bias"),
+    _layer_rule("q_bias", "self_attn.q_proj.bias"),
+    _layer_rule("k_bias", "self_attn.k_proj.bias"),
+    _layer_rule("v_bias", "self_attn.v_proj.bias"),
 )
 
-OUTPUT_BIAS_WEIGHTS: WeightMap = (_layer("o_bias", "self_attn.o_proj.bias"),)
-SINK_WEIGHTS: WeightMap = (_layer("sinks", "self_attn.sinks"),)
+OUTPUT_BIAS_WEIGHTS: WeightMap = (_layer_rule("o_bias", "self_attn.o_proj.bias"),)
+SINK_WEIGHTS: WeightMap = (_layer_rule("sinks", "self_attn.sinks"),)
 
 
 EXPERT_WEIGHTS: WeightMap = (
-    _layer("router", "mlp.gate.weight"),  # as it lies there, [E, D]: it is no map that adapters touch
-    _layer("expert_gate_proj", "mlp.experts.{expert}.gate_proj.weight", transpose=True),
-    _layer("expert_up_proj", "mlp.experts.{expert}.up_proj.weight", transpose=True),
-    _layer("expert_down_proj", "mlp.experts.{expert}.down_proj.weight", transpose=True),
+    _layer_rule("router", "mlp.gate.weight"),  # as it lies there, [E, D]: it is no map that adapters touch
+    _layer_rule("expert_gate_proj", "mlp.experts.{expert}.gate_proj.weight", transpose=True),
+    _layer_rule("expert_up_proj", "mlp.experts.{expert}.up_proj.weight", transpose=True),
+    _layer_rule("expert_down_proj", "mlp.experts.{expert}.down_proj.weight", transpose=True),
 )
 
 STACKED_EXPERT_WEIGHTS: WeightMap = (  # [E, out, in], with the rows of gate before those of up
-    _layer("router", "mlp.gate.weight"),
-    _fused("expert_gate_proj", "gate_up_proj", leaf="gate_proj", transpose=True),
-    _fused("expert_up_proj", "gate_up_proj", leaf="up_proj", transpose=True),
-    _fused("expert_down_proj", "down_proj", leaf="down_proj", transpose=True),
+    _layer_rule("router", "mlp.gate.weight"),
+    _fuse_experts("expert_gate_proj", "gate_up_proj", leaf="gate_proj", transpose=True),
+    _fuse_experts("expert_up_proj", "gate_up_proj", leaf="up_proj", transpose=True),
+    _fuse_experts("expert_down_proj", "down_proj", leaf="down_proj", transpose=True),
 )
 
 SHARED_EXPERT_WEIGHTS: WeightMap = (
-    _layer("shared_gate", "mlp.shared_expert_gate.weight"),
-    _layer("shared_gate_proj", "mlp.shared_expert.gate_proj.weight", transpose=True),
-    _layer("shared_up_proj", "mlp.shared_expert.up_proj.weight", transpose=True),
-    _layer("shared_down_proj", "mlp.shared_expert.down_proj.weight", transpose=True),
+    _layer_rule("shared_gate", "mlp.shared_expert_gate.weight"),
+    _layer_rule("shared_gate_proj", "mlp.shared_expert.gate_proj.weight", transpose=True),
+    _layer_rule("shared_up_proj", "mlp.shared_expert.up_proj.weight", transpose=True),
+    _layer_rule("shared_down_proj", "mlp.shared_expert.down_proj.weight", transpose=True),
 )
 
 SHARED_EXPERTS_WEIGHTS: WeightMap = (  # of DeepSeek: without a gate, and next to corrected scores
-    _layer("router_correction", "mlp.gate.e_score_correction_bias"),
-    _layer("shared_gate_proj", "mlp.shared_experts.gate_proj.weight", transpose=True),
-    _layer("shared_up_proj", "mlp.shared_experts.up_proj.weight", transpose=True),
-    _layer("shared_down_proj", "mlp.shared_experts.down_proj.weight", transpose=True),
+    _layer_rule("router_correction", "mlp.gate.e_score_correction_bias"),
+    _layer_rule("shared_gate_proj", "mlp.shared_experts.gate_proj.weight", transpose=True),
+    _layer_rule("shared_up_proj", "mlp.shared_experts.up_proj.weight", transpose=True),
+    _layer_rule("shared_down_proj", "mlp.shared_experts.down_proj.weight", transpose=True),
 )
 LATENT_WEIGHTS: WeightMap = (
-    _layer("q_a_proj", "self_attn.q_a_proj.weight", transpose=True),
-    _layer("q_a_norm", "self_attn.q_a_layernorm.weight"),
-    _layer("q_b_proj", "self_attn.q_b_proj.weight", transpose=True),
-    _layer("kv_a_proj", "self_attn.kv_a_proj_with_mqa.weight", transpose=True),
-    _layer("kv_a_norm", "self_attn.kv_a_layernorm.weight"),
-    replace(_layer("k_b", "self_attn.kv_b_proj.weight"), by_head=True),  # as they lie there: no maps of adapters
-    replace(_layer("v_b", "self_attn.kv_b_proj.weight"), by_head=True),
+    _layer_rule("q_a_proj", "self_attn.q_a_proj.weight", transpose=True),
+    _layer_rule("q_a_norm", "self_attn.q_a_layernorm.weight"),
+    _layer_rule("q_b_proj", "self_attn.q_b_proj.weight", transpose=True),
+    _layer_rule("kv_a_proj", "self_attn.kv_a_proj_with_mqa.weight", transpose=True),
+    _layer_rule("kv_a_norm", "self_attn.kv_a_layernorm.weight"),
+    replace(_layer_rule("k_b", "self_attn.kv_b_proj.weight"), by_head=True),  # as they lie there: no maps of adapters
+    replace(_layer_rule("v_b", "self_attn.kv_b_proj.weight"), by_head=True),
 )
 
 EVEN, ODD = (0, 2), (1, 2)
 FUSED_EXPERT_WEIGHTS: WeightMap = (  # [E, in, out] as here, with the columns of gate and up in turn
-    _layer("router", "mlp.router.weight"),
-    _layer("router_bias", "mlp.router.bias"),
-    _fused("expert_gate_proj", "gate_up_proj", EVEN, leaf="gate_proj"),
-    _fused("expert_up_proj", "gate_up_proj", ODD, leaf="up_proj"),
-    _fused("expert_down_proj", "down_proj", leaf="down_proj"),
-    _fused("expert_gate_bias", "gate_up_proj_bias", EVEN),
-    _fused("expert_up_bias", "gate_up_proj_bias", ODD),
-    _fused("expert_down_bias", "down_proj_bias"),
+    _layer_rule("router", "mlp.router.weight"),
+    _layer_rule("router_bias", "mlp.router.bias"),
+    _fuse_experts("expert_gate_proj", "gate_up_proj", EVEN, leaf="gate_proj"),
+    _fuse_experts("expert_up_proj", "gate_up_proj", ODD, leaf="up_proj"),
+    _fuse_experts("expert_down_proj", "down_proj", leaf="down_proj"),
+    _fuse_experts("expert_gate_bias", "gate_up_proj_bias", EVEN),
+    _fuse_experts("expert_up_bias", "gate_up_proj_bias", ODD),
+    _fuse_experts("expert_down_bias", "down_proj_bias"),
 )
 
 
-def _maps_in(names: str, *, by_head: bool = False) -> WeightMap:
+def _make_input_rules(names: str, *, by_head: bool = False) -> WeightMap:
     """Return the rules of the linear maps of a delta net whose rows one tensor has, in this order."""
     net = "model.layers.{layer}.linear_attn"
     return tuple(
@@ -334,34 +334,36 @@ def _maps_in(names: str, *, by_head: bool = False) -> WeightMap:
     )
 
 
-def _delta_net(maps: WeightMap, others: WeightMap) -> WeightMap:
+def _make_delta_net_rules(maps: WeightMap, others: WeightMap) -> WeightMap:
     """Return the rules of a delta net whose layout stores its inputs' maps, and `others`, in its own way."""
     return (
         *maps,
-        *(_layer(f"{name}_conv", "linear_attn.conv1d.weight") for name in ("q", "k", "v")),
+        *(_layer_rule(f"{name}_conv", "linear_attn.conv1d.weight") for name in ("q", "k", "v")),
         *others,
-        _layer("decay_log", "linear_attn.A_log"),
-        _layer("dt_bias", "linear_attn.dt_bias"),
-        _layer("out_norm", "linear_attn.norm.weight"),
-        _layer("out_proj", "linear_attn.out_proj.weight", transpose=True),
+        _layer_rule("decay_log", "linear_attn.A_log"),
+        _layer_rule("dt_bias", "linear_attn.dt_bias"),
+        _layer_rule("out_norm", "linear_attn.norm.weight"),
+        _layer_rule("out_proj", "linear_attn.out_proj.weight", transpose=True),
     )
 
 
-DELTA_NET_WEIGHTS = _delta_net(  # of Qwen3.5
-    _maps_in("qkv"),
+DELTA_NET_WEIGHTS = _make_delta_net_rules(  # of Qwen3.5
+    _make_input_rules("qkv"),
     (
-        _layer("in_proj_z", "linear_attn.in_proj_z.weight", transpose=True),
-        _layer("in_proj_a", "linear_attn.in_proj_a.weight"),  # as they lie there: no maps that adapters change
-        _layer("in_proj_b", "linear_attn.in_proj_b.weight"),
+        _layer_rule("in_proj_z", "linear_attn.in_proj_z.weight", transpose=True),
+        _layer_rule("in_proj_a", "linear_attn.in_proj_a.weight"),  # as they lie there: no maps that adapters change
+        _layer_rule("in_proj_b", "linear_attn.in_proj_b.weight"),
     ),
 )
-DELTA_NET_BY_HEAD_WEIGHTS = _delta_net(  # of Qwen3-Next: all maps of a key head, then those of the next
-    _maps_in("qkvz", by_head=True),
-    tuple(replace(_layer(f"in_proj_{name}", "linear_attn.in_proj_ba.weight"), by_head=True) for name in ("b", "a")),
+DELTA_NET_BY_HEAD_WEIGHTS = _make_delta_net_rules(  # of Qwen3-Next: all maps of a key head, then those of the next
+    _make_input_rules("qkvz", by_head=True),
+    tuple(
+        replace(_layer_rule(f"in_proj_{name}", "linear_attn.in_proj_ba.weight"), by_head=True) for name in ("b", "a")
+    ),
 )
 
 
-def _mamba() -> WeightMap:
+def _make_mamba_rules() -> WeightMap:
     """Return the rules of a Mamba-2 layer, whose maps and convolutions have a part of one tensor each."""
     module = "model.layers.{layer}.mixer"
     maps = (("z", "gate_proj"), ("x", "x_proj"), ("b", None), ("c", None), ("dt", None))
@@ -375,28 +377,28 @@ def _mamba() -> WeightMap:
             )
             for name, adapted in maps
         ),
-        *(_layer(f"{name}_conv", "mixer.conv1d.weight") for name in "xbc"),
-        *(_layer(f"{name}_conv_bias", "mixer.conv1d.bias") for name in "xbc"),
-        _layer("decay_log", "mixer.A_log"),
-        _layer("skip", "mixer.D"),
-        _layer("dt_bias", "mixer.dt_bias"),
-        _layer("out_norm", "mixer.norm.weight"),
-        _layer("out_proj", "mixer.out_proj.weight", transpose=True),
+        *(_layer_rule(f"{name}_conv", "mixer.conv1d.weight") for name in "xbc"),
+        *(_layer_rule(f"{name}_conv_bias", "mixer.conv1d.bias") for name in "xbc"),
+        _layer_rule("decay_log", "mixer.A_log"),
+        _layer_rule("skip", "mixer.D"),
+        _layer_rule("dt_bias", "mixer.dt_bias"),
+        _layer_rule("out_norm", "mixer.norm.weight"),
+        _layer_rule("out_proj", "mixer.out_proj.weight", transpose=True),
     )
 
 
 NEMOTRON_WEIGHTS: WeightMap = (  # every layer has one part, and one norm
     WeightRule("embed", "model.embeddings.weight"),
-    _layer("attn_norm", "norm.weight"),
-    _layer("mlp_norm", "norm.weight"),
-    *(_layer(f"{name}_proj", f"mixer.{name}_proj.weight", transpose=True) for name in ("q", "k", "v", "o")),
-    *_mamba(),
-    *(_layer(f"{name}_proj", f"mixer.{name}_proj.weight", transpose=True) for name in ("up", "down")),
-    _layer("router", "mixer.gate.weight"),
-    _layer("router_correction", "mixer.gate.e_score_correction_bias"),
-    *(_layer(name, f"mixer.{name}.weight", transpose=True) for name in ("fc1_latent_proj", "fc2_latent_proj")),
+    _layer_rule("attn_norm", "norm.weight"),
+    _layer_rule("mlp_norm", "norm.weight"),
+    *(_layer_rule(f"{name}_proj", f"mixer.{name}_proj.weight", transpose=True) for name in ("q", "k", "v", "o")),
+    *_make_mamba_rules(),
+    *(_layer_rule(f"{name}_proj", f"mixer.{name}_proj.weight", transpose=True) for name in ("up", "down")),
+    _layer_rule("router", "mixer.gate.weight"),
+    _layer_rule("router_correction", "mixer.gate.e_score_correction_bias"),
+    *(_layer_rule(name, f"mixer.{name}.weight", transpose=True) for name in ("fc1_latent_proj", "fc2_latent_proj")),
     *(
-        _layer(f"{ours}_{name}_proj", f"mixer.{theirs}.{name}_proj.weight", transpose=True)
+        _layer_rule(f"{ours}_{name}_proj", f"mixer.{theirs}.{name}_proj.weight", transpose=True)
         for ours, theirs in (("expert", "experts.{expert}"), ("shared", "shared_experts"))
         for name in ("up", "down")
     ),
@@ -408,15 +410,15 @@ NEMOTRON_WEIGHTS: WeightMap = (  # every layer has one part, and one norm
 def with_output_norms(weights: WeightMap) -> WeightMap:
     """Return the rules of a checkpoint whose blocks also normalise what they add, after attention and feed-forward."""
     norms = (
-        _layer("attn_output_norm", "post_attention_layernorm.weight"),
-        _layer("mlp_norm", "pre_feedforward_layernorm.weight"),
-        _layer("mlp_output_norm", "post_feedforward_layernorm.weight"),
+        _layer_rule("attn_output_norm", "post_attention_layernorm.weight"),
+        _layer_rule("mlp_norm", "pre_feedforward_layernorm.weight"),
+        _layer_rule("mlp_output_norm", "post_feedforward_layernorm.weight"),
     )
     own = {rule.path for rule in norms}
     return (*(rule for rule in weights if rule.path not in own), *norms)
 
 
-def norms_from_one(weights: WeightMap) -> WeightMap:
+def offset_norms(weights: WeightMap) -> WeightMap:
     """Return the rules of a checkpoint that stores the weights of its norms relative to 1."""
     return tuple(replace(rule, offset=1.0) if rule.path.endswith("_norm") else rule for rule in weights)
 
@@ -433,7 +435,7 @@ FusedModules = Mapping[str, Mapping[str, Rows]]
 """The rows of the linear maps of each module that has several."""
 
 
-def fused_modules(weights: WeightMap) -> FusedModules:
+def find_fused_modules(weights: WeightMap) -> FusedModules:
     """Return the modules of FUSED_MAPS that a model has; the rules have their rows."""
     found: dict[str, dict[str, Rows]] = {}
     for rule in weights:
@@ -447,7 +449,7 @@ _STACKED = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _STACKED_UNGATED = {"up_proj": "w1", "down_proj": "w2"}
 
 
-def stacked_experts(prefix: str) -> Mapping[str, str]:
+def get_stack_names(prefix: str) -> Mapping[str, str]:
     """Return the names in adapter files of stacked tensors with all experts of a layer, by those of one expert's maps.
 
     `prefix` is the module of the experts: those of Nemotron-H have no gate. A large mixture has thousands of maps.
@@ -455,7 +457,7 @@ def stacked_experts(prefix: str) -> Mapping[str, str]:
     return _STACKED_UNGATED if prefix.endswith(".mixer.experts") else _STACKED
 
 
-def adapter_modules(weights: WeightMap, *, tied_embeddings: bool, stacks_experts: bool = True) -> dict[str, str]:
+def name_adapter_modules(weights: WeightMap, *, tied_embeddings: bool, stacks_experts: bool = True) -> dict[str, str]:
     """Return, for each linear map that an adapter can touch, the name of its module in adapter files.
 
     The names lack the files' own prefix. Block maps keep their `{layer}`, and `{expert}` where experts are not stacked.
@@ -466,6 +468,6 @@ def adapter_modules(weights: WeightMap, *, tied_embeddings: bool, stacks_experts
         for name, module in modules.items():
             prefix, is_expert, leaf = module.partition(".{expert}.")
             if is_expert:
-                modules[name] = f"{prefix}.{stacked_experts(prefix)[leaf]}"
+                modules[name] = f"{prefix}.{get_stack_names(prefix)[leaf]}"
     unembed = next(rule.module for rule in weights if rule.path == "unembed")
     return {**modules, "unembed": TIED_UNEMBED_MODULE if tied_embeddings else unembed}

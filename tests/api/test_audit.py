@@ -31,10 +31,10 @@ class Place:
         )
 
     def new_entries(self, after: int) -> list[AuditRow]:
-        return [row for row in self.stack.server.store.read(audit.entries) if (row.position or 0) > after]
+        return [row for row in self.stack.server.store.read(audit.list_entries) if (row.position or 0) > after]
 
     def last(self) -> int:
-        rows = self.stack.server.store.read(lambda tx: audit.entries(tx, newest_first=True, limit=1))
+        rows = self.stack.server.store.read(lambda tx: audit.list_entries(tx, newest_first=True, limit=1))
         return rows[0].position or 0 if rows else 0
 
 

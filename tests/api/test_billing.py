@@ -55,7 +55,7 @@ def work(priced: LiveStack) -> str:
         params = tinker.SamplingParams(max_tokens=5)
         sampling.sample(tinker.ModelInput.from_ints([1, 2, 3]), 2, params).result()
         training.save_state("kept").result()
-        priced.server.store.write(lambda tx: storage_hours.record(tx, datetime.now(UTC).timestamp()))
+        priced.server.store.write(lambda tx: storage_hours.record_hour(tx, datetime.now(UTC).timestamp()))
         return training.model_id.partition(":")[0]
 
 
@@ -134,4 +134,4 @@ def test_a_window_without_a_zone_is_in_utc(priced: LiveStack, work: str, window:
 
 def test_prices_are_settings(tmp_path) -> None:
     settings = ApiSettings(data_dir=tmp_path, base_model="m", apps=(TeamsSettings(prices=PRICES),))
-    assert settings.for_app(TeamsSettings).prices == PRICES
+    assert settings.get_app_settings(TeamsSettings).prices == PRICES

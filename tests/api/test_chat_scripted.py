@@ -54,7 +54,7 @@ class Player:
         self.store.write(self._publish)
         position = 0
         while not self.is_stopped:
-            for pending in self.store.read(lambda tx, after=position: futures.pending(tx, after, 10)):
+            for pending in self.store.read(lambda tx, after=position: futures.list_pending(tx, after, 10)):
                 position = pending.position
                 self._answer(pending)
             self.store.wait(0.1)

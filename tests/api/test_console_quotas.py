@@ -75,7 +75,7 @@ def test_an_admin_sets_and_removes_quotas(world: ConsoleWorld) -> None:
         assert root.post("/quotas/remove", fields).status_code == 303
         assert root.post("/quotas/remove", fields).status_code == 404
         assert "12k" not in root.get("/quotas").text
-    entries = [row for row in world.server.store.read(audit.entries) if row.details.get("subject") == "key:7"]
+    entries = [row for row in world.server.store.read(audit.list_entries) if row.details.get("subject") == "key:7"]
     assert [(row.actor, row.details.get("value"), row.details.get("before")) for row in entries] == [
         ("root", 12_000, None),
         ("root", None, 12_000),
@@ -90,7 +90,7 @@ def test_only_an_admin_sets_quotas(world: ConsoleWorld, path: str) -> None:
     with world.browser(world.key("ann")) as ann:
         refused = ann.post(path, {"form_token": ann.token(), **fields})
         assert refused.status_code == 403 and "set by an admin" in refused.text
-    assert world.server.store.read(quotas.read).weights == {"ann": 3}
+    assert world.server.store.read(quotas.read_rules).weights == {"ann": 3}
 
 
 def test_without_quotas_the_page_says_so(tmp_path) -> None:

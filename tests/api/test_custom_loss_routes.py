@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
 from skyrl_tx.contract.custom_loss import CustomLoss, CustomLossInput, Operation
+
 from skyrl_tx.contract.requests import ModelPass, Rejected
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import custom_losses, engine_state, keys
@@ -69,7 +69,7 @@ def submit_pass(server: Server, model: str, seq_id: int, **config: Any) -> Any:
     sent = {"data": [datum], "loss_fn": "custom", "loss_fn_config": config}
     answer = server.post("forward_backward", model_id=model, seq_id=seq_id, forward_backward_input=sent)
     assert answer.status_code == 200, answer.text
-    return server.stored(answer.json()["request_id"])
+    return server.read_request(answer.json()["request_id"])
 
 
 def test_the_flag_follows_the_engine_and_the_setting(tmp_path) -> None:

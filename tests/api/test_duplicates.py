@@ -129,7 +129,9 @@ class Life:
             self.results[name] = server.result(first) if "request_id" in first.json() else None
             self.acknowledged[name] = [first.json(), second.json(), kind.post(server).json()]
         self.num_requests = server.store.read(lambda tx: tx.exec(select(func.count()).select_from(RequestRow)).one())
-        self.effects = {row.model_id.rpartition(":")[2]: row.effect_order for row in server.store.read(models.live)}
+        self.effects = {
+            row.model_id.rpartition(":")[2]: row.effect_order for row in server.store.read(models.list_live)
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,5 +225,5 @@ def test_sequence_number_of_a_pruned_request_returns_410(tmp_path: Path) -> None
         gone = server.post("retrieve_future", request_id=first.json()["request_id"])
         assert gone.status_code == HTTPStatus.GONE and "fetched long ago and is gone" in gone.text
         assert "error" not in server.result(server.post("optim_step", **body, seq_id=2))
-        (model,) = server.store.read(models.live)
+        (model,) = server.store.read(models.list_live)
         assert model.effect_order == 3, "its creation and two steps"

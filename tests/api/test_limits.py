@@ -65,7 +65,7 @@ def test_a_datum_has_few_loss_inputs(server: Server, num_names: int) -> None:
     datum = {"model_input": {"chunks": [{"tokens": [1]}]}, "loss_fn_inputs": inputs}
     body = {"loss_fn": "cross_entropy", "data": [datum]}
     answer = server.post("forward_backward", model_id=server.model(), seq_id=1, forward_backward_input=body)
-    stored: Any = server.stored(answer.json()["request_id"])
+    stored: Any = server.read_request(answer.json()["request_id"])
     if num_names == 65:
         assert "loss_fn_inputs: must have at most 64 names" in stored.message
     else:
@@ -75,7 +75,7 @@ def test_a_datum_has_few_loss_inputs(server: Server, num_names: int) -> None:
 def test_many_wrong_values_are_one_error(server: Server) -> None:
     body = {"loss_fn": "cross_entropy", "data": [{"model_input": {"chunks": [{"tokens": [0.5] * 200_000}]}}]}
     answer = server.post("forward_backward", model_id=server.model(), seq_id=1, forward_backward_input=body)
-    stored: Any = server.stored(answer.json()["request_id"])
+    stored: Any = server.read_request(answer.json()["request_id"])
     assert "data.0.model_input.chunks.0.tokens.0" in stored.message and len(stored.message) < 300
 
 
@@ -88,7 +88,7 @@ def test_a_small_body_claims_little_dense_memory(server: Server) -> None:
     tensor.sparse_csr.crow_indices = b"\0" * 8 * 33
     headers = {"content-type": "application/x-protobuf"}
     answer = server.client.post("/api/v1/forward_backward", content=message.SerializeToString(), headers=headers)
-    stored: Any = server.stored(answer.json()["request_id"])
+    stored: Any = server.read_request(answer.json()["request_id"])
     assert "exceeds the dense size that this server allows for one request" in stored.message
 
 

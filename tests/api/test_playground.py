@@ -180,7 +180,7 @@ def test_replies_are_not_among_the_samples_of_the_run(
     world: ConsoleWorld, ann: Browser, ann_key: str, run: str
 ) -> None:
     def num_kept(model_id: str) -> int:
-        steps = world.server.store.read(lambda tx: kept_samples.steps(tx, ModelId(model_id), "ann"))
+        steps = world.server.store.read(lambda tx: kept_samples.list_steps(tx, ModelId(model_id), "ann"))
         return sum(number for _, number in steps)
 
     path = f"tinker://{run}/sampler_weights/first"
@@ -322,7 +322,7 @@ def test_only_a_page_of_this_server_may_call(world: ConsoleWorld, ann: Browser, 
 
 
 def open_samples(world: ConsoleWorld) -> int:
-    return len(world.server.store.read(lambda tx: futures.pending(tx, 0, 100)))
+    return len(world.server.store.read(lambda tx: futures.list_pending(tx, 0, 100)))
 
 
 def test_a_reader_who_leaves_cancels_the_sample(tmp_path: Path) -> None:

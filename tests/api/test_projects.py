@@ -151,7 +151,7 @@ def test_editors_change_checkpoints_and_viewers_do_not(scene: Scene) -> None:
         assert refused.status_code == 403 and "vera is a viewer of its project" in refused.text
         assert scene.call("bob", method, path, **body).status_code == 404
         assert scene.call("ed", method, path, **body).is_success, path
-    entries = [row for row in scene.world.server.store.read(audit.entries) if row.path == scene.weights("other")]
+    entries = [row for row in scene.world.server.store.read(audit.list_entries) if row.path == scene.weights("other")]
     changes = [(row.event, row.actor) for row in entries if row.event != "checkpoint_create"]
     assert changes == [
         ("checkpoint_publish", "ed"),
@@ -191,7 +191,7 @@ def test_a_member_that_is_removed_sees_nothing_from_then_on(scene: Scene) -> Non
         assert root.post("/projects/remove", fields).status_code == 404
         for changes in ({"role": "owner"}, {"role": "viewer", "project": ""}, {"role": "viewer", "owner": "x" * 201}):
             assert root.post("/projects", {**fields, **changes}).status_code == 400
-    entries = [row for row in world.server.store.read(audit.entries) if row.details.get("member") == "bob"]
+    entries = [row for row in world.server.store.read(audit.list_entries) if row.details.get("member") == "bob"]
     assert [(row.event, row.actor, row.details.get("role"), row.details.get("before")) for row in entries] == [
         ("project_member_set", "root", "viewer", None),
         ("project_member_removed", "root", None, "viewer"),

@@ -61,7 +61,7 @@ def proto(calls: list[Call]) -> wire_pb2.ForwardBackwardRequest:
     assert call.headers["content-type"] == PROTOBUF and call.headers["accept"] == JSON
     assert call.headers["content-encoding"] == "zstd"
     sent = Body(raw=call.body, content_type=PROTOBUF, encoding="zstd", limits=BodyLimits(2**20))
-    return sent.message(wire_pb2.ForwardBackwardRequest)
+    return sent.parse_message(wire_pb2.ForwardBackwardRequest)
 
 
 def polled(calls: list[Call]) -> dict[str, str]:

@@ -9,7 +9,7 @@ import pytest
 import tinker
 from tinker import types
 
-from skyrl_tx.server.identity.scopes import scopes_of
+from skyrl_tx.server.identity.scopes import get_scopes
 from skyrl_tx.store import keys
 from skyrl_tx.store.tables import KeyScope
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
@@ -97,9 +97,9 @@ def test_every_route_has_the_expected_scopes(stack: LiveStack) -> None:
     assert routes(stack) == OPEN | CLIENT | SAMPLING | READING | CHANGING | OTHER_APIS | FOR_ADMINS
     for route in routes(stack) - OPEN:
         name = route.replace("{model_id}", "{model_id:path}")
-        assert scopes_of(name) == {scope for scope, admitted in ADMITTED.items() if route in admitted}, route
-    assert scopes_of("GET metrics") == {"admin", "user", "metrics"}
-    assert scopes_of("POST of_next_year") == {"admin", "user"}, "an unlisted route admits no narrow scope"
+        assert get_scopes(name) == {scope for scope, admitted in ADMITTED.items() if route in admitted}, route
+    assert get_scopes("GET metrics") == {"admin", "user", "metrics"}
+    assert get_scopes("POST of_next_year") == {"admin", "user"}, "an unlisted route admits no narrow scope"
 
 
 @pytest.mark.parametrize("scope", ADMITTED)

@@ -226,7 +226,7 @@ def test_livez_does_not_wait_for_the_database(server: Server, monkeypatch: pytes
         return EngineReport()
 
     with monkeypatch.context() as patch:
-        patch.setattr(EngineHealth, "report", report)
+        patch.setattr(EngineHealth, "read_report", report)
         started = time.monotonic()
         answer = server.client.get("/api/v1/livez")
         elapsed_s = time.monotonic() - started

@@ -73,7 +73,7 @@ def test_retried_create_model_keeps_the_drawn_seed(server: Server) -> None:
     body = {"session_id": session_id, "model_seq_id": 0, "base_model": "Qwen/Qwen3-8B", "lora_config": {"rank": 8}}
     first, second = server.post("create_model", **body).json(), server.post("create_model", **body).json()
     assert first == second
-    request = server.stored(first["request_id"])
+    request = server.read_request(first["request_id"])
     assert isinstance(request, requests.CreateModel) and request.spec.lora.rank == 8 and request.spec.lora.seed > 0
     other = server.post("create_model", **body | {"lora_config": {"rank": 16}})
     assert other.status_code == 400
@@ -86,7 +86,7 @@ def test_samples_of_client_copies_are_distinct(server: Server) -> None:
     assert ids[0] == ids[1] != ids[2]
     sequence_ids = ids[0]["sample_sequence_ids"]
     assert len(set(sequence_ids)) == 2 and not set(sequence_ids) & set(ids[2]["sample_sequence_ids"])
-    request = server.stored(ids[0]["request_id"])
+    request = server.read_request(ids[0]["request_id"])
     assert isinstance(request, requests.Sample)
     assert request.prompt.tolist() == [1, 2, 3] and request.sampler is None
     assert request.params.seed > 0 and list(request.sequence_ids) == sequence_ids
@@ -121,7 +121,7 @@ def test_stop_strings_and_stop_tokens_are_separated(
 ) -> None:
     params = {"stop": stop, "temperature": 0, "top_k": 0, "seed": 2**64 - 1}
     body = {"sampling_session_id": base_sampler(server), "prompt": PROMPT, "sampling_params": params}
-    request = server.stored(server.post("asample", **body).json()["request_id"])
+    request = server.read_request(server.post("asample", **body).json()["request_id"])
     assert isinstance(request, requests.Sample)
     assert request.params == requests.SamplingParams(
         seed=2**64 - 1,
@@ -141,7 +141,7 @@ def test_loss_config_is_read_from_its_newer_form(server: Server) -> None:
         loss_fn_config_v2={"b": {"number": 3.0}, "c": {"text": "x"}},
         forward_only=True,
     )
-    request = server.stored(send_pass(server, body).json()["request_id"])
+    request = server.read_request(send_pass(server, body).json()["request_id"])
     assert isinstance(request, requests.ModelPass)
     assert request.loss_config == {"a": 1.0, "b": 3.0, "c": "x"} and not request.backward
 
@@ -161,23 +161,23 @@ def test_oldest_sdk_requests_are_accepted(server: Server) -> None:
         ("forward", "forward_input", False),
     ):
         answer = server.post(path, model_id=model_id, **{name: inputs})
-        request = server.stored(answer.json()["request_id"])
+        request = server.read_request(answer.json()["request_id"])
         assert isinstance(request, requests.ModelPass) and request.backward is backward
         assert request.data[0].tokens.tolist() == [1, 2]
         assert request.data[0].loss_inputs["target_tokens"].dtype == np.int64
     step = server.post("optim_step", model_id=model_id, adam_params={"learning_rate": 0.5})
-    request = server.stored(step.json()["request_id"])
+    request = server.read_request(step.json()["request_id"])
     assert request == requests.OptimStep(params=requests.OptimizerParams(learning_rate=0.5))
     save = server.post("save_weights", model_id=model_id, path="a", ttl_seconds=None, user_metadata=None)
-    assert server.stored(save.json()["request_id"]) == requests.SaveWeights(kind="weights", name="a")
+    assert server.read_request(save.json()["request_id"]) == requests.SaveWeights(kind="weights", name="a")
 
 
 def test_unknown_field_is_refused_only_where_it_may_change_results(server: Server) -> None:
     model_id = server.model()
     harmless = server.post("optim_step", model_id=model_id, adam_params={"amsgrad": False, "x": None}, trace="yes")
-    assert isinstance(server.stored(harmless.json()["request_id"]), requests.OptimStep)
+    assert isinstance(server.read_request(harmless.json()["request_id"]), requests.OptimStep)
     harmful = server.post("optim_step", model_id=model_id, adam_params={"amsgrad": True})
-    assert server.stored(harmful.json()["request_id"]) == requests.Rejected(
+    assert server.read_request(harmful.json()["request_id"]) == requests.Rejected(
         kind="optim_step", message="adam_params.amsgrad True: this server does not know the field"
     )
 
@@ -186,7 +186,7 @@ def test_rejected_pass_marks_the_gradient_as_incomplete(server: Server) -> None:
     model_id = server.model()
     for forward_only in (False, True):
         answer = send_pass(server, pass_body(model_id, 0, data=[], forward_only=forward_only))
-        request = server.stored(answer.json()["request_id"])
+        request = server.read_request(answer.json()["request_id"])
         assert isinstance(request, requests.Rejected) and request.backward is not forward_only
 
 
@@ -214,7 +214,7 @@ def test_retried_ephemeral_save_has_the_sampling_session_of_the_first(server: Se
     again = server.post("save_weights_for_sampler", model_id=model_id, seq_id=1, sampling_session_seq_id=1)
     assert first.status_code == again.status_code == 200
     assert first.json() == again.json()
-    request = server.stored(first.json()["request_id"])
+    request = server.read_request(first.json()["request_id"])
     assert isinstance(request, requests.SaveWeights) and str(request.sampling_session_id).endswith(":sample:0")
 
 
@@ -248,17 +248,17 @@ def test_sample_uses_the_weights_that_an_inflight_save_puts_there_meanwhile(serv
         is_inflight=True,
     )
     server.store.write(lambda tx: samplers.create_session(tx, row))
-    translate, translated = sampling.sample, []
+    translate, translated = sampling.translate_sample, []
 
     def replace_while_translating(schema, sampler_id, *rest):
         translated.append(sampler_id)
         server.store.write(lambda tx: samplers.update_inflight(tx, model_id, new))
         return translate(schema, sampler_id, *rest)
 
-    monkeypatch.setattr(sampling, "sample", replace_while_translating)
+    monkeypatch.setattr(sampling, "translate_sample", replace_while_translating)
     asked = {"sampling_session_id": name, "seq_id": 1, "prompt": PROMPT, "num_samples": 1}
     answer = server.post("asample", **asked, sampling_params={"max_tokens": 2})
     assert answer.status_code == 200, answer.text
     assert translated == [old, new]
-    stored = server.stored(answer.json()["request_id"])
+    stored = server.read_request(answer.json()["request_id"])
     assert isinstance(stored, requests.Sample) and stored.sampler == new

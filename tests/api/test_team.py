@@ -254,6 +254,6 @@ def test_usage_of_the_command_and_the_console_agree(team: Team, capsys: pytest.C
 
 
 def test_each_save_is_in_the_audit_log_once(team: Team) -> None:
-    entries = team.stack.server.store.read(audit.entries)
+    entries = team.stack.server.store.read(audit.list_entries)
     made = Counter((row.actor, row.path) for row in entries if row.event == "checkpoint_create" and row.path)
     assert made == {(owner, f"tinker://{outcome.model_id}/weights/end"): 1 for owner, outcome in team.at_once.items()}

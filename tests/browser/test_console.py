@@ -186,7 +186,11 @@ def test_pages_are_accessible_and_fit(
     if len(runs) > 1:
         pages.append(f"/compare?runs={runs[0]},{runs[1]}")
     about = Subject("owner", "ann")
-    for name, value in (("training_tokens_per_day", 10), ("checkpoint_bytes", 5 * 10**9), ("models_in_training", 8)):
+    for name, value in (
+        ("training_tokens_per_day", 10),
+        ("checkpoint_bytes", 5 * 10**9),
+        ("models_in_training", 8),
+    ):
         world.server.store.write(lambda tx, n=name, v=value: quotas.put(tx, about, n, v, OPERATOR, time.time()))
     everyone, now = Subject("owner", "*"), time.time()
     world.server.store.write(

@@ -253,7 +253,7 @@ def test_the_code_of_a_request_gives_the_same_reply(
 
 def test_stop_cancels_the_replies(world: ConsoleWorld, chromium: Any, key: str) -> None:
     def num_open() -> int:
-        return len(world.server.store.read(lambda tx: futures.pending(tx, 0, 100)))
+        return len(world.server.store.read(lambda tx: futures.list_pending(tx, 0, 100)))
 
     with logged_in(world, chromium, key) as page:
         page.goto("/playground")

@@ -11,7 +11,7 @@ from skyrl_tx import models
 from skyrl_tx.layers.lora import Adapter, LoraPair
 from skyrl_tx.testing.tiny_models import LLAMA3_ROPE, write_model
 from skyrl_tx.weights import hf
-from skyrl_tx.weights.weight_map import adapter_modules, expand
+from skyrl_tx.weights.weight_map import expand_pattern, name_adapter_modules
 from tests.support.client_environments import TORCH
 from tests.support.tiny import DENSE, MODEL, load_model
 
@@ -134,14 +134,16 @@ class Reference:
     def adapter(self, prefix: str) -> Adapter:
         """Return the arrays `prefix/<module>.lora_A|lora_B` as an adapter; modules that peft lacks are zero."""
         rank = next(v.shape[0] for k, v in self.arrays.items() if k.startswith(prefix) and k.endswith("lora_A"))
-        modules = adapter_modules(
+        modules = name_adapter_modules(
             self.family.weights, tied_embeddings=self.config.tied_embeddings, stacks_experts=False
         )
         weights = {}
-        for name, empty in models.adapter_shapes(self.config, rank).weights.items():
-            layers = models.target_layers(self.config, name)
+        for name, empty in models.describe_adapter(self.config, rank).weights.items():
+            layers = models.get_target_layers(self.config, name)
             a, b = (
-                self._stack(f"{prefix}/{{}}.{part}", [module for _, module in expand(modules[name], shape, layers)])
+                self._stack(
+                    f"{prefix}/{{}}.{part}", [module for _, module in expand_pattern(modules[name], shape, layers)]
+                )
                 for part, shape in (("lora_A", empty.a.shape), ("lora_B", empty.b.shape))
             )
             if a is None or b is None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
+from skyrl_tx.backends.jax.sample.jax_programs import ModelRunner
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import RequestId, SamplerId
@@ -39,7 +39,7 @@ COPIES = "abc"  # of each request
 def test_greedy_decoding_equals_transformers(reference):
     num_rows, num_new = reference.arrays["decoded"].shape
     prompts = reference.inputs["tokens"][:, :20].astype(np.int32)
-    programs = JaxPrograms(reference.params, reference.config, TINY_CONFIG)
+    programs = ModelRunner(reference.params, reference.config, TINY_CONFIG)
     scheduler = SampleScheduler(programs, TINY_CONFIG, programs.memory, eos_token_ids=[])
     scheduler.load(ADAPTER, reference.adapter("weights0"))
     assert len(COPIES) * 2 * num_rows > TINY_CONFIG.sample_slots, "some samples wait"

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from skyrl_tx.weights.hf import TensorFile
-from skyrl_tx.weights.packed import Fp8Tensor, unpack
+from skyrl_tx.weights.packed import Fp8Tensor, unpack_mxfp4
 from tests.support.client_environments import TORCH
 
 
@@ -21,7 +21,7 @@ def test_transformers_unpacks_the_same_numbers_of_mxfp4(client_environment, tmp_
     assert len(np.unique(blocks)) == 256
     np.savez(tmp_path / "packed.npz", blocks=blocks, scales=scales)
     client_environment(TORCH).run(Path(__file__).parent / "reference" / "mxfp4_reference.py", tmp_path)
-    found = unpack(blocks, scales)
+    found = unpack_mxfp4(blocks, scales)
     np.testing.assert_array_equal(found.astype(np.float32), np.load(tmp_path / "plain.npy"))
     assert found.shape == (3, 160, 40)
 

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from skyrl_tx.backends.jax.backend import JaxBackend
-from skyrl_tx.backends.jax.train.optimizer import adamw_step, coefficients, fresh_state
+from skyrl_tx.backends.jax.train.optimizer import adamw_step, compute_coefficients, init_state
 from skyrl_tx.contract.backend import StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.ids import ModelId, RequestId
@@ -53,10 +53,10 @@ def start(directory: Path, expert_lora: Literal["shared", "own"] = "shared") -> 
 )
 def test_adamw_equals_torch(reference):
     weights = reference.adapter("weights0").weights
-    state = fresh_state(weights)
+    state = init_state(weights)
     for step in range(STEPS):
         gradient = reference.adapter(f"gradients{step}").weights
-        weights, state, _ = adamw_step(weights, state, gradient, coefficients(PARAMS, step + 1))
+        weights, state, _ = adamw_step(weights, state, gradient, compute_coefficients(PARAMS, step + 1))
         expected = jax.tree.leaves(reference.adapter(f"weights{step + 1}").weights)
         for ours, theirs in zip(jax.tree.leaves(weights), expected, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
@@ -106,7 +106,7 @@ def test_training_from_a_peft_adapter_equals_torch(variant, directories, tmp_pat
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     config = {"r": RANK, "lora_alpha": ALPHA, "target_modules": modules}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    read_adapter(tmp_path).in_layout("cookbook").write(tmp_path)  # the layout of checkpoints, with stacked experts
+    read_adapter(tmp_path).to_layout("cookbook").write(tmp_path)  # the layout of checkpoints, with stacked experts
 
     backend = start(directory, "shared" if inputs["shares_factors"] else "own")
     lora = LoraSpec(rank=RANK, seed=0)

@@ -38,7 +38,7 @@ def main() -> None:
         (directory / "seen.json").write_text(json.dumps({**seen, "lost": reason}))
         os._exit(0)  # at its exit JAX would wait for the other host
 
-    leader.FAILED_S = 2.0
+    leader.FAILURE_GRACE_S = 2.0
     settings = HostsSettings(size=2, address=f"127.0.0.1:{free_ports()}")
     model = str(tiny_directory(std=0.05))
     welcome = Welcome(backend="jax", base_model=model, config=CONFIG.model_dump_json().encode())

@@ -18,7 +18,7 @@ from skyrl_tx.artifacts import LocalArtifacts
 from skyrl_tx.process import failpoints
 from skyrl_tx.process.failpoints import Point, failpoint
 from tests.support.chaos.processes import API_POINTS, ENGINE_POINTS, Kill, random_kills
-from tests.support.chaos.runs import Outcome, Server, differences, fake_server, jax_server, run
+from tests.support.chaos.runs import Outcome, Server, fake_server, find_differences, jax_server, run
 from tests.support.postgresql_server import PostgresqlServer
 from tests.support.with_constants import constants
 
@@ -57,7 +57,7 @@ def test_random_kills_change_no_bit(undisturbed_by_tenants: dict[int, Outcome], 
     def check(kills: list[Kill]) -> None:
         found = run(fake_server(), num_tenants, kills)
         note(f"killed: {found.done}")
-        assert differences(found, undisturbed_by_tenants[num_tenants]) == []
+        assert find_differences(found, undisturbed_by_tenants[num_tenants]) == []
 
     check()
 
@@ -81,7 +81,7 @@ def test_a_kill_at_each_crash_point_changes_no_bit(undisturbed_by_tenants: dict[
     patient = replace(server, slowness=8.0, engine_flags=(*server.engine_flags, *flags))
     found = run(patient, 1, [*first, Kill("engine", point), Kill("engine", point, 2)])
     assert found.done["engine", point] >= 1, found.done
-    assert differences(found, undisturbed_by_tenants[1]) == []
+    assert find_differences(found, undisturbed_by_tenants[1]) == []
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_kills_on_postgresql_change_no_bit(
     for num_tenants in (1, 2):
         found = run(fake_server(postgresql.new_database()), num_tenants, kills)
         assert found.done.total() >= 3, found.done
-        assert differences(found, undisturbed_by_tenants[num_tenants]) == []
+        assert find_differences(found, undisturbed_by_tenants[num_tenants]) == []
 
 
 def check_several_engines(server: Server, num_tenants: int, kills: list[Kill], postgresql: PostgresqlServer) -> Outcome:
@@ -107,7 +107,7 @@ def check_several_engines(server: Server, num_tenants: int, kills: list[Kill], p
     undisturbed = run(server, num_tenants, [])
     found = run(replace(server, database_url=postgresql.new_database(), num_engines=4), num_tenants, kills)
     assert found.done.total() >= 3, found.done
-    assert differences(found, undisturbed) == []
+    assert find_differences(found, undisturbed) == []
     return found
 
 
@@ -144,15 +144,15 @@ def test_kills_on_the_jax_backend_change_no_bit(tmp_path: Path) -> None:
     undisturbed = run(server, 1, [])
     found = run(server, 1, random_kills(seed=3, num_kills=5))
     assert found.done.total() >= 3, found.done
-    assert differences(found, undisturbed) == []
+    assert find_differences(found, undisturbed) == []
 
 
 def test_comparison_finds_all_differences() -> None:
     one = Outcome(transcripts=[[("a", 1.0)]], kinds=Counter(), weights=["w 1"], num_open=0, num_repeated=0)
     other = Outcome(transcripts=[[("a", 1.5)]], kinds=Counter(), weights=["w 2"], num_open=1, num_repeated=1)
-    assert differences(one, one) == []
-    assert differences(replace(one, history=Counter(["point 0"])), one) == ["history: 1 times, not 0: point 0"]
-    text = "\n".join(differences(other, one))
+    assert find_differences(one, one) == []
+    assert find_differences(replace(one, history=Counter(["point 0"])), one) == ["history: 1 times, not 0: point 0"]
+    text = "\n".join(find_differences(other, one))
     assert "tenant 0, line 0" in text and "weights" in text and "1 futures open, 1 models" in text
 
 

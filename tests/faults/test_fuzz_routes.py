@@ -12,7 +12,7 @@ from hypothesis import given
 
 from skyrl_tx.server.submission import wire_pb2
 from tests.support.fuzz.reports import ServerError, Tally, examples
-from tests.support.fuzz.routes import Attempt, attempts, call, fitting, known_ids, recorded, routes
+from tests.support.fuzz.routes import Attempt, attempts, call, create_ids, find_schemas, list_routes, parse_attempt
 from tests.support.live_api import Server
 from tests.support.live_stack import live_stack
 
@@ -27,10 +27,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def fuzz(server: Server, examples_per_route: int) -> Tally:
     tally = Tally()
-    for route in routes(server):
+    for route in list_routes(server):
 
         @examples(examples_per_route)
-        @given(attempts(route, known_ids(server)))
+        @given(attempts(route, create_ids(server)))
         def check(attempt: Attempt) -> None:
             call(server, tally, route, attempt)  # noqa: B023 - called before the next route
 
@@ -55,7 +55,7 @@ def test_fuzz_corpus_regressions(server: Server) -> None:
     lines = [line for line in CORPUS.read_text().splitlines() if "path" in json.loads(line)]
     assert len(lines) >= 8
     for line in lines:
-        call(server, Tally(), *recorded(line, known_ids(server)))
+        call(server, Tally(), *parse_attempt(line, create_ids(server)))
     assert server.client.get("/api/v1/healthz").status_code == 200
 
 
@@ -80,10 +80,10 @@ def test_a_tensor_with_a_false_shape_is_refused(server: Server) -> None:
 
 
 def test_fuzzer_finds_routes_and_detects_a_5xx(server: Server) -> None:
-    paths = {route.path for route in routes(server)}
+    paths = {route.path for route in list_routes(server)}
     assert {"/api/v1/create_model", "/api/v1/forward_backward", "/api/v1/asample", "/api/v1/training_runs"} <= paths
-    assert [schema.__name__ for schema in fitting("/api/v1/create_model")] == ["CreateModelRequest"]
-    broken, _ = recorded('{"path": "/broken"}', {})
+    assert [schema.__name__ for schema in find_schemas("/api/v1/create_model")] == ["CreateModelRequest"]
+    broken, _ = parse_attempt('{"path": "/broken"}', {})
 
     async def fail() -> None:
         raise OSError("broken")

@@ -21,8 +21,8 @@ from skyrl_tx.server.http.body import PROTOBUF, Body, BodyLimits
 from skyrl_tx.server.schemas.service import ClientConfigResponse
 from skyrl_tx.server.submission import wire_pb2
 from skyrl_tx.store import futures
-from tests.support.chaos.runs import Network, Outcome, differences, fake_server, run
-from tests.support.flaky_proxy import FAULTS, Fault, FlakyProxy, Schedule, flaky_proxy, seeded
+from tests.support.chaos.runs import Network, Outcome, fake_server, find_differences, run
+from tests.support.flaky_proxy import FAULTS, Fault, FlakyProxy, Schedule, flaky_proxy, make_random_schedule
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
 
 EACH = {
@@ -74,7 +74,7 @@ def flaky(schedule: Schedule, proxies: list[FlakyProxy]) -> Network:
 def test_each_kind_of_fault_changes_no_bit(undisturbed: Outcome) -> None:
     proxies: list[FlakyProxy] = []
     found = run(fake_server(), 1, [], flaky(lambda path, nth: EACH.get((path, nth)), proxies))
-    assert differences(found, undisturbed) == []
+    assert find_differences(found, undisturbed) == []
     done = proxies[0].done
     assert {fault for fault, _ in done} == set(FAULTS), done
     assert done.total() >= 16, done
@@ -88,8 +88,8 @@ def test_random_faults_change_no_bit(
     """One call in six is disturbed; the seed determines which and how."""
     proxies: list[FlakyProxy] = []
     url = request.getfixturevalue("postgresql_url") if kind == "postgresql" else None
-    found = run(fake_server(url), 1, [], flaky(seeded(seed, 1 / 6), proxies))
-    assert differences(found, undisturbed) == [], proxies[0].done
+    found = run(fake_server(url), 1, [], flaky(make_random_schedule(seed, 1 / 6), proxies))
+    assert find_differences(found, undisturbed) == [], proxies[0].done
     assert proxies[0].done.total() >= 10, proxies[0].done
 
 
@@ -145,7 +145,7 @@ def test_a_request_whose_response_is_lost_twice_is_executed_once(stack: LiveStac
     assert first.body == second.body == third.body != other.body
     assert len({call.headers["x-idempotency-key"] for call in (first, second, third)}) == 1
     assert [call.headers["x-stainless-retry-count"] for call in (first, second, third)] == ["0", "1", "2"]
-    rows = stack.server.store.read(lambda tx: futures.log_since(tx, ModelId(training.model_id), 0))
+    rows = stack.server.store.read(lambda tx: futures.read_log(tx, ModelId(training.model_id), 0))
     assert [row.kind for row in rows] == ["create_model", "optim_step", "optim_step"]
 
 
@@ -163,7 +163,7 @@ def test_errors_of_a_reverse_proxy_are_retried(stack: LiveStack) -> None:
         lost, retried = [call for call in calls if call.path == path]
         assert lost.body == retried.body
         assert lost.headers["x-idempotency-key"] != retried.headers["x-idempotency-key"]
-    rows = stack.server.store.read(lambda tx: futures.log_since(tx, ModelId(training.model_id), 0))
+    rows = stack.server.store.read(lambda tx: futures.read_log(tx, ModelId(training.model_id), 0))
     assert [row.kind for row in rows] == ["create_model", "model_pass"], "a save has no log record"
 
 
@@ -175,7 +175,7 @@ def test_sequential_smaller_chunks_give_equal_results(stack: LiveStack, chunked:
         metrics, logprobs, after = train_in_chunks(stack.url)
     stack.recorder.respond_with("client/config", ClientConfigResponse().model_dump())
     bodies = [Body(call.body, PROTOBUF, "zstd", BodyLimits(2**24)) for call in calls if call.path == "forward_backward"]
-    passes = [body.message(wire_pb2.ForwardBackwardRequest) for body in bodies]
+    passes = [body.parse_message(wire_pb2.ForwardBackwardRequest) for body in bodies]
     assert [(each.seq_id, len(each.data)) for each in passes] == [(1, 700), (2, 700), (3, 700), (5, 1)]
     assert logprobs == chunked[1]
     assert metrics["loss:sum"] == pytest.approx(chunked[0]["loss:sum"])

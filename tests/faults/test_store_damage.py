@@ -86,7 +86,7 @@ def test_page_damaged_at_run_time_is_an_error(tmp_path: Path) -> None:
     damage(tmp_path / "skyrl_tx.db", "requests")
     for request_id in ids[:3]:
         with pytest.raises(StoreError, match=r"skyrl_tx\.db: it is damaged"):
-            store.read(lambda tx, request_id=request_id: futures.result(tx, request_id, "ann"))
+            store.read(lambda tx, request_id=request_id: futures.get_state(tx, request_id, "ann"))
     with pytest.raises(StoreError, match=r"skyrl_tx\.db: it is damaged"):
         store.write(lambda tx: futures.complete(tx, ids[0], b"", failed=False, effect_order=None, now=2.0))
     store.close()

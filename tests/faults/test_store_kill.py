@@ -44,7 +44,7 @@ def effect(tx, number):
     points.add(tx, points.Point(position=submitted.position, model_id=life, kind="train", step=number, created_at=1.0,
                                 started_at=1.0, at=2.0, device_s=0.5, tokens=3, datums=1, values={"loss:sum": 0.5}))
     usage.add(tx, "ann", session_id, life, 2.0, [usage.Work(kind="training", tokens=3)])
-    effect_order = models.next_effect_order(tx, life)
+    effect_order = models.assign_effect_order(tx, life)
     futures.complete(tx, submitted.request_id, b"result", failed=False, effect_order=effect_order, now=2.0)
     return number
 
@@ -89,8 +89,8 @@ def check(data_dir: Path, database_url: str | None, life: str, acknowledged: set
     count = text("SELECT effect_order FROM models WHERE model_id = :life")
     rows = store.read(lambda tx: tx.connection().execute(requests, {"life": life}).all())
     num_effects = store.read(lambda tx: tx.connection().execute(count, {"life": life}).scalar_one())
-    curve = store.read(lambda tx: points.series(tx, ModelId(life)))
-    used = store.read(lambda tx: usage.totals(tx, "ann", 0.0, model_id=life))
+    curve = store.read(lambda tx: points.read_points(tx, ModelId(life)))
+    used = store.read(lambda tx: usage.read_totals(tx, "ann", 0.0, model_id=life))
     if database_url is None:
         health = store.read(lambda tx: tx.connection().execute(text("PRAGMA integrity_check")).scalar_one())
         assert health == "ok"

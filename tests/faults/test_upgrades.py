@@ -16,7 +16,16 @@ from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
-from tests.support.golden import BASE_MODEL, GOLDEN, GoldenClient, Json, Record, arithmetic, carry_on, read_golden
+from tests.support.golden import (
+    BASE_MODEL,
+    GOLDEN,
+    GoldenClient,
+    Json,
+    Record,
+    continue_run,
+    hash_arithmetic,
+    read_golden,
+)
 from tests.support.live_api import live_api
 from tests.support.live_engine import live_engine
 
@@ -60,10 +69,10 @@ def test_runs_of_an_earlier_release_continue_with_its_own_numbers(file: Path, tm
     assert_decodable(data_dir)
     with serve(data_dir) as url:
         with closing(GoldenClient(url, record.keys.get("ann"))) as client:
-            found = carry_on(client, record, data_dir)
+            found = continue_run(client, record, data_dir)
         check_keys(url, record)
     assert found.keys() == record.results.keys()
-    bit_equal = record.arithmetic == arithmetic()
+    bit_equal = record.arithmetic == hash_arithmetic()
     for name, recorded in record.results.items():
         assert_same(name, found[name], recorded, bit_equal=bit_equal)
 

@@ -10,10 +10,10 @@ import pytest
 import tinker
 from safetensors.numpy import load_file, save_file
 
-from skyrl_tx.models import adapter_format
+from skyrl_tx.models import make_adapter_format
 from skyrl_tx.models.nemotron_h import NEMOTRON_H
 from skyrl_tx.testing.tiny_models import write_model
-from skyrl_tx.weights.merge import merge
+from skyrl_tx.weights.merge import merge_adapter
 from skyrl_tx.weights.peft import AdapterFiles, read_adapter
 from skyrl_tx.weights.weight_map import DENSE_WEIGHTS
 from tests.support.client_environments import COOKBOOK
@@ -99,8 +99,8 @@ def test_models_built_by_the_cookbook_give_the_logprobs_of_the_server(
 def assert_equal_factors(model: Path, folder: Path) -> None:
     """Check that the cookbook's adapter for PEFT is ours, with the maps of `in_proj` as one."""
     config = NEMOTRON_H.config_from_hf(json.loads((model / "config.json").read_text()))
-    fused = adapter_format(config, NEMOTRON_H.weights, NAME).fused
-    ours, theirs = read_adapter(folder / "adapter").in_layout("peft", fused), read_adapter(folder / "lora")
+    fused = make_adapter_format(config, NEMOTRON_H.weights, NAME).fused
+    ours, theirs = read_adapter(folder / "adapter").to_layout("peft", fused), read_adapter(folder / "lora")
     assert ours.factors.keys() == theirs.factors.keys() and ours.scale == theirs.scale
     assert theirs.config["rank_pattern"] == ours.config["rank_pattern"] == {"in_proj": 16}
     for module, factors in ours.factors.items():
@@ -129,12 +129,12 @@ def test_merged_experts_equal_those_merged_by_the_cookbook(tmp_path: Path, clien
     factors = {name: (random(2, shape[1]), random(shape[0], 2)) for name, shape in experts.items()}
     factors["lm_head"] = random(2, 16), random(64, 2)
     adapter = AdapterFiles(config={"peft_type": "LORA", "r": 2, "lora_alpha": 32}, factors=factors)
-    adapter.in_layout("cookbook").write(source)
+    adapter.to_layout("cookbook").write(source)
     script = Path(__file__).parent / "build_experts.py"
     client_environment(COOKBOOK).run(script, base, source, folder)
-    merge(base, DENSE_WEIGHTS, adapter, ours)
+    merge_adapter(base, DENSE_WEIGHTS, adapter, ours)
     theirs, mine = (load_file(each / "model.safetensors") for each in (folder / "merged", ours))
     assert theirs.keys() == mine.keys()
     for name, array in mine.items():
         np.testing.assert_allclose(array, theirs[name], rtol=1e-5, atol=1e-5, err_msg=name)
-    assert read_adapter(folder / "lora").factors.keys() == adapter.in_layout("peft").factors.keys()
+    assert read_adapter(folder / "lora").factors.keys() == adapter.to_layout("peft").factors.keys()

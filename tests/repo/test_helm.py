@@ -241,7 +241,7 @@ def test_groups_of_hosts_are_engines(helm: Helm, monkeypatch: pytest.MonkeyPatch
     given = {"LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "3", "LWS_LEADER_ADDRESS": "prod-engine-0.prod-engine"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    hosts = read_settings("engine", ["--base-model", "m", *flags_of(worker)]).joined_hosts
+    hosts = read_settings("engine", ["--base-model", "m", *flags_of(worker)]).host_settings
     assert (hosts.size, hosts.rank, hosts.address) == (4, 3, "prod-engine-0.prod-engine:7700")
     assert hosts.key_bytes == b"secret"
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from skyrl_tx.engine.meters import EngineMeters
+from skyrl_tx.engine.meters import EngineMetrics
 from skyrl_tx.process.exposition import render
 from skyrl_tx.server.monitoring.metrics import ApiMetrics
 
@@ -40,7 +40,7 @@ def series() -> set[str]:
     """Return the names of all series that both processes may serve."""
     return {
         family.name + suffix
-        for registry in (ApiMetrics().registry, EngineMeters().registry)
+        for registry in (ApiMetrics().registry, EngineMetrics().registry)
         for family in registry.collect()
         for suffix in SUFFIXES[family.type]
     }
@@ -66,7 +66,7 @@ def test_every_metric_of_a_dashboard_or_a_rule_exists() -> None:
 
 def test_no_family_is_in_both_processes() -> None:
     api, engine = (
-        {family.name for family in registry.collect()} for registry in (ApiMetrics().registry, EngineMeters().registry)
+        {family.name for family in registry.collect()} for registry in (ApiMetrics().registry, EngineMetrics().registry)
     )
     assert not api & engine
     assert all(name.startswith("skyrl_tx_") for name in engine)
@@ -98,5 +98,5 @@ def test_alerts_fire_when_they_should() -> None:
 
 @needs_promtool
 def test_names_and_types_of_metrics_follow_the_conventions_of_prometheus() -> None:
-    text = b"".join(render(each.registry, is_openmetrics=False) for each in (ApiMetrics(), EngineMeters()))
+    text = b"".join(render(each.registry, is_openmetrics=False) for each in (ApiMetrics(), EngineMetrics()))
     promtool("check", "metrics", text=text)

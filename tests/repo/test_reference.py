@@ -11,7 +11,7 @@ from docs.generate_reference import generate
 from skyrl_tx.backends.jax.config import JaxFlags
 from skyrl_tx.backends.registry import find_backend
 from skyrl_tx.compose import APP_SETTINGS
-from skyrl_tx.launch.settings import settings_class, short_flags
+from skyrl_tx.launch.settings import list_short_flags, make_settings_class
 from skyrl_tx.tools.serve import read_settings
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -49,8 +49,11 @@ def test_every_setting_of_the_example_is_valid_and_the_default(tmp_path: Path) -
     file = tmp_path / "config.yaml"
     file.write_text(text)
     content = yaml.safe_load(text)
-    known = set(settings_class(find_backend("jax"), {}, apps=APP_SETTINGS).model_fields) - {"config", "sampler_config"}
-    known -= set(short_flags())
+    known = set(make_settings_class(find_backend("jax"), {}, apps=APP_SETTINGS).model_fields) - {
+        "config",
+        "sampler_config",
+    }
+    known -= set(list_short_flags())
     assert set(content) == known and set(content["backend_config"]) == set(JaxFlags.model_fields)
     settings = read_settings("serve", ["--config", str(file)])
     defaults = read_settings("serve", ["--base-model", settings.base_model])

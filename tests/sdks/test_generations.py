@@ -48,15 +48,15 @@ SCHEMAS = {
     "CreateModelRequest": training.CreateModelRequest,
     "CreateSamplingSessionRequest": sampling.CreateSamplingSessionRequest,
     "CreateSessionRequest": service.CreateSessionRequest,
-    "Datum": training.Datum,
-    "EncodedTextChunk": training.Chunk,
+    "Datum": training.WireDatum,
+    "EncodedTextChunk": training.InputChunk,
     "ForwardBackwardInput": training.PassInput,
-    "ImageAssetPointerChunk": training.Chunk,
-    "ImageChunk": training.Chunk,
+    "ImageAssetPointerChunk": training.InputChunk,
+    "ImageChunk": training.InputChunk,
     "LoadWeightsRequest": weights.LoadWeightsRequest,
     "LoraConfig": training.LoraConfig,
-    "SampleRequest": sampling.SampleRequest,
-    "SamplingParams": sampling.SamplingParams,
+    "SampleRequest": sampling.AsampleRequest,
+    "SamplingParams": sampling.WireSamplingParams,
     "SaveWeightsForSamplerRequest": weights.SaveWeightsForSamplerRequest,
     "SaveWeightsRequest": weights.SaveWeightsRequest,
     "TensorData": training.TensorData,
@@ -154,7 +154,7 @@ def proto(call: Call) -> wire_pb2.ForwardBackwardRequest:
         encoding=call.headers.get("content-encoding", ""),
         limits=BodyLimits(2**24),
     )
-    return body.message(wire_pb2.ForwardBackwardRequest)
+    return body.parse_message(wire_pb2.ForwardBackwardRequest)
 
 
 @pytest.mark.parametrize("version", SDKS)

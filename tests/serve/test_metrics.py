@@ -12,7 +12,7 @@ import httpx
 import tinker
 from prometheus_client.parser import text_string_to_metric_families
 
-from skyrl_tx.process.exposition import socket_path
+from skyrl_tx.process.exposition import get_socket_path
 from skyrl_tx.store import engine_state, notices
 from skyrl_tx.store.database import Store
 from tests.support.live_server import LiveServer
@@ -48,7 +48,7 @@ def test_metrics_of_both_processes(tmp_path: Path) -> None:
     data_dir = tmp_path / "data"
     flags = ("--base-model", "fake", "--backend", "fake", "--metrics-owners", "--log-format", "json")
     with LiveServer(data_dir, flags=(*flags, "--backend-config.sample-slots", "8")) as server:
-        served = socket_path(data_dir)
+        served = get_socket_path(data_dir)
         assert stat.S_IMODE(served.stat().st_mode) == 0o600
         service = tinker.ServiceClient(base_url=server.url, api_key="tml-local")
         training = service.create_lora_training_client("fake", rank=8).result()
@@ -114,10 +114,10 @@ def test_metrics_of_both_processes(tmp_path: Path) -> None:
         assert all(line["ts"].endswith("Z") and line["level"] and line["message"] for line in lines)
         store = Store.open(data_dir, role="tool")
         try:
-            until(lambda: any("SIGKILL" in each.text for each in store.read(notices.newest)), within_s=5)
-            notice = next(each for each in store.read(notices.newest) if "SIGKILL" in each.text)
+            until(lambda: any("SIGKILL" in each.text for each in store.read(notices.list_newest)), within_s=5)
+            notice = next(each for each in store.read(notices.list_newest) if "SIGKILL" in each.text)
             assert (notice.process, notice.level) == ("supervisor", "warning")
             until(lambda: (row := store.read(engine_state.get)) is not None and row.meters is not None, within_s=10)
         finally:
             store.close()
-    assert not socket_path(data_dir).exists()
+    assert not get_socket_path(data_dir).exists()

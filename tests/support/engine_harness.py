@@ -117,7 +117,7 @@ class EngineHarness:
 
     def _submit(self, tx: Session, request: requests.Request, **where: Any) -> RequestId:
         if (model_id := where.get("model_id")) is not None:
-            where["engine"] = models.engine_of(tx, model_id) or 1
+            where["engine"] = models.get_engine_number(tx, model_id) or 1
         new = NewRequest(
             key="",
             kind=request.kind if isinstance(request, requests.Rejected) else codec.kind_of(request),
@@ -141,7 +141,7 @@ class EngineHarness:
                 spec=codec.encode(request.spec),
                 created_at=now,
                 last_request_at=now,
-                engine=placement.for_model(tx),
+                engine=placement.choose_engine(tx),
             )
             models.create(tx, row)
             return self._submit(tx, request, model_id=model_id)
@@ -176,7 +176,7 @@ class EngineHarness:
         def watch() -> None:
             left = list(until)
             while left and not stop.is_set():
-                done = self.api.read(lambda tx, ids=tuple(left[:WATCHED]): futures.statuses(tx, ids))
+                done = self.api.read(lambda tx, ids=tuple(left[:WATCHED]): futures.get_outcomes(tx, ids))
                 left = [request_id for request_id in left if request_id not in done]
                 if not done:
                     self.api.wait(5.0)
@@ -189,7 +189,7 @@ class EngineHarness:
             engine = Engine(self.settings, backend or self.backend(), store, self.artifacts, extensions=self.extensions)
             engine.run(stop, on_stuck=on_stuck)
         except BackendLost:
-            self.api.write(lambda tx: futures.record_end(tx, is_crash=True))
+            self.api.write(lambda tx: futures.record_engine_end(tx, is_crash=True))
             raise
         finally:
             stop.set()
@@ -203,7 +203,7 @@ class EngineHarness:
 
     def result(self, request_id: RequestId) -> Any:
         """Return the result of a request."""
-        state = self.api.read(lambda tx: futures.result(tx, request_id, None))
+        state = self.api.read(lambda tx: futures.get_state(tx, request_id, None))
         assert state.result is not None, state
         return codec.decode(state.result)
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_tx.backends.jax.sample.draw import Drawn
+from skyrl_tx.backends.jax.sample.draw import DrawnTokens
 from skyrl_tx.backends.jax.sample.jax_programs import PromptChunk
-from skyrl_tx.backends.jax.sample.pages import KVTable
+from skyrl_tx.backends.jax.sample.pages import BlockTableRow
 from skyrl_tx.backends.jax.sample.programs import ENDED
-from skyrl_tx.backends.jax.sample.rows import RowDrawn
-from skyrl_tx.backends.jax.sample.running import BASE, MAX_STOPS, RunningSample, SampleKey
+from skyrl_tx.backends.jax.sample.rows import RowTokens
+from skyrl_tx.backends.jax.sample.running import BASE_SLOT, MAX_STOPS, RunningSample, SampleKey
 from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.errors import CapacityError
@@ -41,7 +41,7 @@ class FakeScores:
 
     request: SampleRequest
 
-    def result(self) -> PromptResult:
+    def make_result(self) -> PromptResult:
         return PromptResult(logprobs=(self.request.prompt / -1000).astype(np.float32))
 
 
@@ -49,14 +49,14 @@ class FakeScores:
 class FakeSlice:
     """A slice, which is computed when it is dispatched."""
 
-    drawn: Sequence[RowDrawn]
+    drawn: Sequence[RowTokens]
 
-    def read(self) -> Sequence[RowDrawn]:
+    def read(self) -> Sequence[RowTokens]:
         return self.drawn
 
 
-class FakePrograms:
-    """The methods of `JaxPrograms`. Counts prefill."""
+class FakeModelRunner:
+    """The methods of `ModelRunner`. Counts prefill."""
 
     def __init__(self, max_samplers: int = 2, *, runs_ahead: bool = False, prompts_of_shard: int = 1) -> None:
         self.extended: list[tuple[int, int]] = []
@@ -72,7 +72,7 @@ class FakePrograms:
         self.prompts_of_shard = prompts_of_shard
         self._last: dict[SampleKey, int] = {}
         self._slots: dict[SamplerId, int] = {}
-        self._weights = {BASE: 0}
+        self._weights = {BASE_SLOT: 0}
         self._max_samplers = max_samplers
         self.pool = self
 
@@ -93,12 +93,12 @@ class FakePrograms:
     def drop(self, sampler: SamplerId) -> None:
         self._slots.pop(sampler, None)
 
-    def slot_of(self, sampler: SamplerId | None) -> int:
-        return BASE if sampler is None else self._slots[sampler]
+    def get_slot(self, sampler: SamplerId | None) -> int:
+        return BASE_SLOT if sampler is None else self._slots[sampler]
 
     def allocate_cache(self, memory: SampleMemory) -> None:
         self._memory = memory
-        own = memory.of_shard
+        own = memory.per_shard
         self._pages = np.full((memory.shards, own.num_pages, memory.page), UNWRITTEN, np.int64).astype(KEY)
         self._states = np.zeros((memory.shards, own.num_states), np.int64)
 
@@ -109,7 +109,7 @@ class FakePrograms:
             self._states[shard, target] = self._states[shard, source]
         self.copied += pages
 
-    def _keys(self, table: KVTable, num_tokens: int) -> np.ndarray:
+    def _keys(self, table: BlockTableRow, num_tokens: int) -> np.ndarray:
         """Return the first keys of a table, all of which must be written, and be what its state has seen."""
         keys = self._pages[table.shard, table.pages].reshape(-1)[:num_tokens]
         assert keys.size == num_tokens and (keys["token"] != UNWRITTEN).all(), "only written keys are read"
@@ -118,7 +118,7 @@ class FakePrograms:
             assert self._states[table.shard, table.state] == seen, "the state is that after the keys"
         return keys
 
-    def _write(self, table: KVTable, before: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    def _write(self, table: BlockTableRow, before: np.ndarray, keys: np.ndarray) -> np.ndarray:
         """Write keys after those before them. Return all of them."""
         for position, key in enumerate(keys, start=before.size):
             page, offset = table.pages[position // self._memory.page], position % self._memory.page
@@ -130,18 +130,18 @@ class FakePrograms:
             self._states[table.shard, table.state] = _hash(after.tobytes())
         return after
 
-    def expect(self, requests: Sequence[SampleRequest]) -> None:
+    def precompile(self, requests: Sequence[SampleRequest]) -> None:
         """Nothing is compiled."""
 
-    def scores(self, request: SampleRequest) -> FakeScores:
+    def make_scores(self, request: SampleRequest) -> FakeScores:
         return FakeScores(request)
 
-    def extend(self, chunks: Sequence[PromptChunk], padded: int) -> list[Any]:
+    def prefill(self, chunks: Sequence[PromptChunk], padded: int) -> list[Any]:
         assert 0 < max(Counter(chunk.table.shard for chunk in chunks).values()) <= self.prompts_of_shard
         self.together.append(len(chunks))
-        return [self._extend(chunk, padded) for chunk in chunks]
+        return [self._prefill(chunk, padded) for chunk in chunks]
 
-    def _extend(self, chunk: PromptChunk, padded: int) -> Any:
+    def _prefill(self, chunk: PromptChunk, padded: int) -> Any:
         assert 0 < chunk.tokens.size <= padded
         before = self._keys(chunk.table, chunk.start)
         if self.fail_extend and chunk.start:
@@ -152,7 +152,7 @@ class FakePrograms:
         keys["start"], keys["padded"] = chunk.start, padded
         return self._write(chunk.table, before, keys)
 
-    def draw_first(self, last_hidden: Any, samples: Sequence[RunningSample]) -> Drawn:
+    def draw_first(self, last_hidden: Any, samples: Sequence[RunningSample]) -> DrawnTokens:
         assert samples
         drawn = _empty_batch(1, len(samples))
         for row, sample in enumerate(samples):
@@ -162,16 +162,16 @@ class FakePrograms:
 
     def dispatch(self, samples: Sequence[RunningSample], num_steps: int) -> "FakeSlice":
         on_shard = Counter(sample.table.shard for sample in samples)
-        assert max(on_shard.values()) <= self._memory.of_shard.num_slots
+        assert max(on_shard.values()) <= self._memory.per_shard.num_slots
         self.decoded.append(num_steps)
-        found: list[RowDrawn] = []
+        found: list[RowTokens] = []
         for sample in samples:
             is_read = sample.num_drawn > sample.position - sample.size
             assert self.runs_ahead or is_read
             token = sample.next_token if is_read else self._last[sample.key]
             weights, is_stopped = self._weights[sample.adapter], token == ENDED
             before = self._keys(sample.table, 0 if is_stopped else sample.position)
-            drawn, again, num = _empty_batch(num_steps, 1), sample.tokens_again(), 0
+            drawn, again, num = _empty_batch(num_steps, 1), sample.get_replayed_tokens(), 0
             while num < min(num_steps, sample.num_steps_left) and not is_stopped:
                 key = np.array([(token, weights, sample.position + num, 1)], KEY)
                 before = self._write(sample.table, before, key)
@@ -189,14 +189,14 @@ class FakePrograms:
         """Do nothing: there is no compiler."""
 
 
-def _empty_batch(num_steps: int, num_rows: int) -> Drawn:
+def _empty_batch(num_steps: int, num_rows: int) -> DrawnTokens:
     shape, topk = (num_steps, num_rows), (num_steps, num_rows, TOPK)
-    return Drawn(
+    return DrawnTokens(
         np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(topk, np.int32), np.zeros(topk, np.float32)
     )
 
 
-def _draw(drawn: Drawn, n: int, row: int, keys: np.ndarray, weights: int, sample: RunningSample) -> int:
+def _draw(drawn: DrawnTokens, n: int, row: int, keys: np.ndarray, weights: int, sample: RunningSample) -> int:
     """Draw the token after `keys` into a cell of the batch and return it."""
     params = sample.request.params
     identity = (0, 0) if params.temperature == 0 else (params.seed, sample.index)

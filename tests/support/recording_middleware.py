@@ -41,13 +41,13 @@ class RecordingMiddleware:
     def wrap(self, app: ASGIApp) -> ASGIApp:
         """Return the application with recording."""
 
-        async def recorded_app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def record_calls(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] == "http" and (self._include_periodic or not scope["path"].endswith(_PERIODIC)):
                 await self._record(app, scope, receive, send)
             else:
                 await app(scope, receive, send)
 
-        return recorded_app
+        return record_calls
 
     @contextmanager
     def recording(self, *, include_periodic: bool = False) -> Generator[list[Call]]:

@@ -14,12 +14,12 @@ from skyrl_tx.contract.results import PromptResult, SampleDelta, SampledSequence
 RED, BLUE = SamplerId("red"), SamplerId("blue")
 
 
-def prompt_of(length: int, seed: int = 0) -> np.ndarray:
+def make_prompt(length: int, seed: int = 0) -> np.ndarray:
     """Return random tokens that include no token below 2."""
     return np.random.default_rng(seed).integers(2, 256, length, dtype=np.int32)
 
 
-def ask(
+def make_request(
     name: str,
     prompt: np.ndarray,
     *,

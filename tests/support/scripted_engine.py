@@ -48,7 +48,7 @@ class ScriptedEngine:
         self.store.write(_ready)
         while not self.stopped:
             after = self.seen[-1][0].position if self.seen else 0
-            for pending in self.store.read(partial(futures.pending, after_position=after, limit=1000)):
+            for pending in self.store.read(partial(futures.list_pending, after_position=after, limit=1000)):
                 request = codec.decode(pending.body)
                 assert isinstance(request, requests.Request)
                 self.seen.append((pending, request))

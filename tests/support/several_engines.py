@@ -24,7 +24,7 @@ class RunningEngine:
         self._stop = threading.Event()
         self._store = open_store(harness.settings, self._stop)
         self._harness = harness
-        self.number = self._store.engine
+        self.number = self._store.engine_number
         self.backend = backend
         self.error: Exception | None = None
         self._thread = threading.Thread(target=self._run)
@@ -53,7 +53,7 @@ class RunningEngine:
     def lose(self) -> None:
         """Take its lease away, as the death of its process does."""
         number, harness = self.number, self._harness
-        harness.api.write(lambda tx: leases.revoke(tx, leases.holders(tx)[number]))
+        harness.api.write(lambda tx: leases.revoke(tx, leases.get_holders(tx)[number]))
         self._thread.join(_PATIENCE_S)
         assert isinstance(self.error, StoreError), self.error
 
@@ -83,19 +83,19 @@ class SeveralEngines:
         self.until(lambda: engine.number in self.ready())
         return engine
 
-    def of(self, number: int) -> RunningEngine:
+    def get_engine(self, number: int) -> RunningEngine:
         """Return the newest engine with a number."""
         return next(engine for engine in reversed(self.engines) if engine.number == number)
 
     def ready(self) -> set[int]:
         """Return the numbers of the engines that execute requests."""
-        rows, running = self._harness.api.read(lambda tx: (engine_state.all_engines(tx), leases.holders(tx)))
+        rows, running = self._harness.api.read(lambda tx: (engine_state.list_engines(tx), leases.get_holders(tx)))
         return {row.number for row in rows if row.status == "ready"} & running.keys()
 
     def wait(self, *request_ids: RequestId) -> None:
         """Wait until requests have results."""
         self.until(
-            lambda: len(self._harness.api.read(lambda tx: futures.statuses(tx, request_ids))) == len(request_ids)
+            lambda: len(self._harness.api.read(lambda tx: futures.get_outcomes(tx, request_ids))) == len(request_ids)
         )
 
     def until(self, is_so: Callable[[], bool]) -> None:

@@ -12,7 +12,7 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax import costs
 from skyrl_tx.layers.remat import RematPolicy
 
-_trace = costs.arrays_kept
+_trace = costs.trace_residuals
 _traces: dict[Hashable, list[jax.ShapeDtypeStruct]] = {}
 
 
@@ -20,7 +20,7 @@ def _arrays_kept(
     params: models.DecoderParams, config: models.ModelConfig, length: int, policy: RematPolicy
 ) -> list[jax.ShapeDtypeStruct]:
     leaves, structure = jax.tree.flatten(params)
-    key = (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves), config, length, policy, costs.RANK)
+    key = (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves), config, length, policy, costs.DEFAULT_RANK)
     if key not in _traces:
         _traces[key] = _trace(params, config, length, policy)
     return _traces[key]
@@ -29,4 +29,4 @@ def _arrays_kept(
 @pytest.fixture(scope="session", autouse=True)
 def share_traces() -> None:
     """Trace each model once in a process."""
-    costs.arrays_kept = _arrays_kept
+    costs.trace_residuals = _arrays_kept

@@ -104,7 +104,7 @@ def load_model(directory: Path) -> TinyModel:
     family = models.find_family(content)
     config = family.config_from_hf(content)
     layout = mesh.make_layout(TINY_CONFIG.mesh)
-    placement = functools.partial(mesh.parameter_sharding, layout)
+    placement = functools.partial(mesh.get_parameter_sharding, layout)
     params = hf.load(directory, models.describe_params(config), family.weights, placement=placement)
     return TinyModel(directory=directory, config=config, params=replace(params, layout=layout))
 

@@ -275,7 +275,7 @@ class _Call:
             choices += [self._choice(delta)] if delta.tokens.size else []
             if delta.prompt is not None and delta.prompt.logprobs is not None:
                 prompt_logprobs = _prompt_rows(self._request, delta)
-        [choice] = choices if len(choices) == 1 else [_joined(choices)]
+        [choice] = choices if len(choices) == 1 else [_join_choices(choices)]
         return {"request_id": self._request.request_id, "choices": [choice], "prompt_logprobs": prompt_logprobs}
 
     async def events(self, http: Request) -> AsyncIterator[str]:
@@ -333,14 +333,14 @@ class _Call:
         best = {token: (own, rank)}
         best |= {int(ids[i]): (float(values[i]), i + 1) for i in range(min(count, len(ids)))}
         rows = [
-            {"token_id": each, "logprob": _clamped(logprob), "rank": place}
+            {"token_id": each, "logprob": _clamp(logprob), "rank": place}
             for each, (logprob, place) in list(best.items())[: max(count, 1)]
         ]
         own += self._options.logprob_error
-        return {"token_id": token, "logprob": _clamped(own), "rank": rank, "top_logprobs": rows}
+        return {"token_id": token, "logprob": _clamp(own), "rank": rank, "top_logprobs": rows}
 
 
-def _clamped(logprob: float) -> float:
+def _clamp(logprob: float) -> float:
     return _CLAMP if np.isnan(logprob) else max(logprob, _CLAMP)
 
 
@@ -357,7 +357,7 @@ def _prompt_rows(request: SampleRequest, delta: SampleDelta) -> list[dict[str, A
     return rows
 
 
-def _joined(choices: list[dict[str, Any]]) -> dict[str, Any]:
+def _join_choices(choices: list[dict[str, Any]]) -> dict[str, Any]:
     content = [entry for choice in choices for entry in choice["logprobs"]["content"]]
     tokens = [token for choice in choices for token in choice["token_ids"]]
     return choices[-1] | {"token_ids": tokens, "logprobs": {"content": content}}

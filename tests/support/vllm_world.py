@@ -71,7 +71,7 @@ class World:
             self.trainer.optim_step(model, OptimizerParams(learning_rate=0.05))
         return self.trainer.capture(model, WEIGHTS_ONLY)
 
-    def files_of(self, directory: str) -> list[Path]:
+    def list_files(self, directory: str) -> list[Path]:
         """Return the files in a directory, none if it is not there."""
         return list(Path(directory).glob("*"))
 
@@ -87,7 +87,7 @@ class World:
         sampler._directory._lock.close()
         return sampler._directory.path
 
-    def scoped(self, sample: SampleRequest, scope: str) -> SampleRequest:
+    def set_scope(self, sample: SampleRequest, scope: str) -> SampleRequest:
         """Return a request with another cache scope."""
         return replace(sample, cache_scope=scope)
 
@@ -117,7 +117,7 @@ def until(sampler: VllmSampler, is_met: Callable[[list[SampleDelta]], object]) -
     return deltas
 
 
-def tokens_of(deltas: list[SampleDelta], name: str = "r") -> list[int]:
+def get_tokens(deltas: list[SampleDelta], name: str = "r") -> list[int]:
     return [token for delta in deltas if delta.request_id == name for token in delta.tokens.tolist()]
 
 

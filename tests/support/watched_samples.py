@@ -4,8 +4,8 @@ from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.contract.batches import SampleRequest
-from tests.support.fake_programs import FakePrograms
-from tests.support.sample_requests import Results, ask, begin, prompt_of
+from tests.support.fake_programs import FakeModelRunner
+from tests.support.sample_requests import Results, begin, make_prompt, make_request
 
 LONGEST = 128
 FEW_PAGES = JaxConfig(sample_slots=8, decode_slice_tokens=4, prefill_tokens=64, prefill_chunk_tokens=32)
@@ -17,7 +17,7 @@ class Watch:
     """Steps a scheduler and records when each sample ends and which samples were preempted."""
 
     def __init__(self, memory: SampleMemory = FEW, **changed: int) -> None:
-        self.programs = FakePrograms()
+        self.programs = FakeModelRunner()
         self.scheduler = SampleScheduler(self.programs, FEW_PAGES.model_copy(update=changed), memory, ())
         self.results = Results()
         self.num_steps = 0
@@ -56,4 +56,4 @@ class Watch:
 
 
 def short(name: str, max_tokens: int, *, size: int = 5, samples: int = 1) -> SampleRequest:
-    return ask(name, prompt_of(size, seed=size), max_tokens=max_tokens, samples=samples)
+    return make_request(name, make_prompt(size, seed=size), max_tokens=max_tokens, samples=samples)

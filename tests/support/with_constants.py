@@ -46,30 +46,32 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _install(parts: Mapping[str, Mapping[str, str]]) -> None:
-    launch_of, for_api = supervisor.launch_of, ServerSettings.for_api
+    launch_of, for_api = supervisor.make_engine_launch, ServerSettings.make_api_settings
 
     def launch_with_constants(settings: ServerSettings, apps: Sequence[App] = ()) -> Any:
         launch = launch_of(settings, apps)
         return replace(
             launch,
-            settings=_changed(launch.settings, parts["engine"]),
-            backend_config=_changed(launch.backend_config, parts["backend"]),
-            sampler_config=None if launch.sampler_config is None else _changed(launch.sampler_config, parts["sampler"]),
+            settings=_replace_values(launch.settings, parts["engine"]),
+            backend_config=_replace_values(launch.backend_config, parts["backend"]),
+            sampler_config=None
+            if launch.sampler_config is None
+            else _replace_values(launch.sampler_config, parts["sampler"]),
         )
 
     def api_with_constants(settings: ServerSettings) -> ApiSettings:
-        return _changed(for_api(settings), parts["api"])
+        return _replace_values(for_api(settings), parts["api"])
 
-    supervisor.launch_of = launch_with_constants
-    ServerSettings.for_api = api_with_constants  # type: ignore[method-assign]
+    supervisor.make_engine_launch = launch_with_constants
+    ServerSettings.make_api_settings = api_with_constants  # type: ignore[method-assign]
 
 
-def _changed(settings: M, values: Mapping[str, str]) -> M:
+def _replace_values(settings: M, values: Mapping[str, str]) -> M:
     if not values:
         return settings
     complete: Any = settings
     if isinstance(settings, JaxFlags):
-        complete = JaxConfig.complete(settings)
+        complete = JaxConfig.from_flags(settings)
     elif isinstance(settings, VllmFlags):
         complete = VllmConfig.complete(settings)
     return type(complete).model_validate({**complete.model_dump(exclude_unset=True), **values})

@@ -11,15 +11,23 @@ from skyrl_tx.apps.chat.generation import Delta, Finish
 from skyrl_tx.apps.chat.message import Part, Piece
 from skyrl_tx.apps.chat.models import find_weights
 from skyrl_tx.apps.chat.prompts import ChatPrompt
-from skyrl_tx.apps.chat.reply import Object, Reply, encode_event, get_service, json_response, read_request, serve
+from skyrl_tx.apps.chat.reply import (
+    ChatReply,
+    Object,
+    encode_event,
+    get_service,
+    make_json_response,
+    read_request,
+    serve,
+)
 from skyrl_tx.apps.chat.schemas import CountTokensRequest, MessagesRequest
 from skyrl_tx.apps.chat.service import ChatRequest, ChatService, ContextTooLong, add_stop_token
-from skyrl_tx.server.context import Call
-from skyrl_tx.server.submission.validation import require, shown
+from skyrl_tx.server.context import ApiCall
+from skyrl_tx.server.submission.validation import quote_value, require
 from skyrl_tx.store import sessions
 
 
-async def messages(request: Request) -> Response:
+async def create_message(request: Request) -> Response:
     """Continue a conversation."""
     return await serve(request, _prepare)
 
@@ -28,19 +36,19 @@ async def count_tokens(request: Request) -> Response:
     """Return the number of tokens of a conversation as a prompt."""
     service = get_service(request)
 
-    def count(call: Call) -> int:
-        wanted = call.body.model(CountTokensRequest)
+    def count(call: ApiCall) -> int:
+        wanted = call.body.parse_model(CountTokensRequest)
         call.check_unknown(wanted)
         find_weights(call, wanted.model)
         return len(_render(service, call, wanted).tokens)
 
     _, number = await read_request(request, count)
-    return json_response({"input_tokens": number})
+    return make_json_response({"input_tokens": number})
 
 
-def _prepare(service: ChatService, call: Call) -> "_Message":
+def _prepare(service: ChatService, call: ApiCall) -> "_Message":
     """Check a request and render its prompt. Raises ApiError or UserError for one that cannot be served."""
-    request = call.body.model(MessagesRequest)
+    request = call.body.parse_model(MessagesRequest)
     call.check_unknown(request)
     for name in ("container", "mcp_servers"):
         require(not getattr(request, name), f"{name}: is not supported")
@@ -74,12 +82,12 @@ def _prepare(service: ChatService, call: Call) -> "_Message":
     return _Message(request.model, prompt, prepared)
 
 
-def _render(service: ChatService, call: Call, request: CountTokensRequest) -> ChatPrompt:
+def _render(service: ChatService, call: ApiCall, request: CountTokensRequest) -> ChatPrompt:
     """Return the prompt of a conversation. Raises UserError if it cannot be served."""
     choice = request.tool_choice
     require(
         choice is None or choice.type in ("auto", "none"),
-        f"tool_choice.type {shown(choice.type if choice else None)}: this server supports 'auto' and 'none', because "
+        f"tool_choice.type {quote_value(choice.type if choice else None)}: this server supports 'auto' and 'none', because "
         "decoding is not constrained",
     )
     output = request.output_config
@@ -88,7 +96,7 @@ def _render(service: ChatService, call: Call, request: CountTokensRequest) -> Ch
     converted = prompts.convert_anthropic_messages(request.system, request.messages)
     continues = converted[-1]["role"] == "assistant"
     thinks = request.thinking is not None and request.thinking.type != "disabled"
-    return prompts.render(
+    return prompts.render_prompt(
         service.text,
         call.settings,
         converted,
@@ -99,7 +107,7 @@ def _render(service: ChatService, call: Call, request: CountTokensRequest) -> Ch
     )
 
 
-class _Message(Reply):
+class _Message(ChatReply):
     """The message of a response."""
 
     form = "anthropic"

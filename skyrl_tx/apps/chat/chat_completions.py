@@ -15,18 +15,18 @@ from skyrl_tx.apps.chat.reply import Object, OpenAiReply, serve
 from skyrl_tx.apps.chat.schemas import ChatCompletionRequest
 from skyrl_tx.apps.chat.service import ChatRequest, ChatService, add_stop_token
 from skyrl_tx.contract.requests import PromptOptions
-from skyrl_tx.server.context import Call
-from skyrl_tx.server.submission.validation import require, shown
+from skyrl_tx.server.context import ApiCall
+from skyrl_tx.server.submission.validation import quote_value, require
 
 
-async def chat_completions(request: Request) -> Response:
+async def create_chat_completion(request: Request) -> Response:
     """Continue a conversation."""
     return await serve(request, _prepare)
 
 
-def _prepare(service: ChatService, call: Call) -> "_ChatCompletion":
+def _prepare(service: ChatService, call: ApiCall) -> "_ChatCompletion":
     """Check a request and render its prompt. Raises ApiError or UserError for one that cannot be served."""
-    request = call.body.model(ChatCompletionRequest)
+    request = call.body.parse_model(ChatCompletionRequest)
     call.check_unknown(request)
     _check(request)
     weights = find_weights(call, request.model)
@@ -42,7 +42,7 @@ def _prepare(service: ChatService, call: Call) -> "_ChatCompletion":
     generates = not continues if request.add_generation_prompt is None else request.add_generation_prompt
     require(not (continues and generates), "continue_final_message: needs add_generation_prompt false")
     messages = request.messages
-    prompt = prompts.render(
+    prompt = prompts.render_prompt(
         service.text,
         call.settings,
         [prompts.convert_openai_message(message, f"messages[{index}]") for index, message in enumerate(messages)],
@@ -73,16 +73,16 @@ def _check(request: ChatCompletionRequest) -> None:
     choice = request.tool_choice
     require(
         choice in (None, "auto", "none"),
-        f"tool_choice {shown(choice)}: this server supports 'auto' and 'none', because it does not constrain decoding",
+        f"tool_choice {quote_value(choice)}: this server supports 'auto' and 'none', because it does not constrain decoding",
     )
     require(request.parallel_tool_calls is not False, "parallel_tool_calls false: decoding is not constrained")
     form = request.response_format
     require(
         form is None or form.type == "text",
-        f"response_format.type {shown(form.type if form else None)}: only 'text', because decoding is not constrained",
+        f"response_format.type {quote_value(form.type if form else None)}: only 'text', because decoding is not constrained",
     )
-    require(request.modalities in (None, ["text"]), f"modalities {shown(request.modalities)}: only ['text']")
-    require(request.verbosity in (None, "medium"), f"verbosity {shown(request.verbosity)}: is not supported")
+    require(request.modalities in (None, ["text"]), f"modalities {quote_value(request.modalities)}: only ['text']")
+    require(request.verbosity in (None, "medium"), f"verbosity {quote_value(request.verbosity)}: is not supported")
     require(not request.top_logprobs or bool(request.logprobs), "top_logprobs: needs logprobs")
 
 

@@ -13,14 +13,14 @@ from skyrl_tx.apps.chat.reply import Object, OpenAiReply, serve
 from skyrl_tx.apps.chat.schemas import CompletionRequest
 from skyrl_tx.apps.chat.service import ChatRequest, ChatService
 from skyrl_tx.contract.requests import PromptOptions
-from skyrl_tx.server.context import Call
-from skyrl_tx.server.submission.validation import require, shown
+from skyrl_tx.server.context import ApiCall
+from skyrl_tx.server.submission.validation import quote_value, require
 
 _DEFAULT_MAX_TOKENS = 16
 _MAX_PROMPTS = 1024
 
 
-async def completions(request: Request) -> Response:
+async def create_completion(request: Request) -> Response:
     """Continue text or tokens."""
     return await serve(request, _prepare)
 
@@ -33,12 +33,12 @@ class _Prompt:
     tokens: list[int]
 
 
-def _prepare(service: ChatService, call: Call) -> "_Completion":
+def _prepare(service: ChatService, call: ApiCall) -> "_Completion":
     """Check a request. Raises ApiError or UserError for one that cannot be served."""
-    request = call.body.model(CompletionRequest)
+    request = call.body.parse_model(CompletionRequest)
     call.check_unknown(request)
     weights = find_weights(call, request.model)
-    require(not request.suffix, f"suffix {shown(request.suffix)}: is not supported")
+    require(not request.suffix, f"suffix {quote_value(request.suffix)}: is not supported")
     max_tokens = _DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     require(max_tokens != 0 or bool(request.echo), "max_tokens 0: needs echo")
 

@@ -88,7 +88,7 @@ class PartialStreams:
             return
         is_full = True
         while is_full:
-            page = self._store.read(lambda tx: partials.since(tx, self._position, _PAGE))
+            page = self._store.read(lambda tx: partials.list_since(tx, self._position, _PAGE))
             is_full = len(page) == _PAGE
             new: dict[RequestId, list[Partial]] = {}
             for position, partial in page:
@@ -221,7 +221,7 @@ class Generation:
         first = sample.count_known(0, padded) or 0
         delta = self._make_delta(index, sequence.tokens, sequence.logprobs, sequence.topk, first=first)
         text = delta.text + sample.text.finish()
-        matched = sample.text.matched
+        matched = sample.text.stop_string
         reason = "stop" if matched is not None else sequence.stop_reason
         return Delta(
             index=index,
@@ -235,7 +235,7 @@ class Generation:
     async def _read_output(self) -> SampleOutput | None:
         """Read the result; None if there is none yet. Raises ApiError for a failure or an ended key."""
         state = await to_thread.run_sync(
-            lambda: self._context.store.read(lambda tx: futures.result(tx, self.request_id, self._caller.owner)),
+            lambda: self._context.store.read(lambda tx: futures.get_state(tx, self.request_id, self._caller.owner)),
             limiter=self._context.result_readers,
         )
         if state.status == "open":
@@ -267,7 +267,7 @@ class Generation:
         def cancel(tx: Session) -> None:
             completions.cancel(tx, self.request_id, owner, failure, time.time())
             futures.mark_fetched(tx, [self.request_id], time.time())  # no one will
-            partials.delete_of(tx, self.request_id)
+            partials.delete_by_request(tx, self.request_id)
 
         store.write_soon(cancel)
 

@@ -7,13 +7,13 @@ from sqlmodel import Session
 
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId
-from skyrl_tx.server.context import Call
+from skyrl_tx.server.context import ApiCall
 from skyrl_tx.server.errors import ApiError, not_found
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.server.settings import ApiSettings
-from skyrl_tx.server.submission.validation import shown
-from skyrl_tx.server.submission.weights import sampler_path
+from skyrl_tx.server.submission.validation import quote_value
+from skyrl_tx.server.submission.weights import parse_sampler_path
 from skyrl_tx.store import checkpoints
 from skyrl_tx.store.tables import CheckpointRow
 
@@ -30,12 +30,12 @@ class Weights:
     path: CheckpointPath | None = None
 
 
-def find_weights(call: Call, name: str) -> Weights:
+def find_weights(call: ApiCall, name: str) -> Weights:
     """Return the weights that the caller means by a name. Raises ApiError 404 if the caller may read none."""
-    return call.store.read(lambda tx: resolve(tx, call.caller, call.settings, name))
+    return call.store.read(lambda tx: resolve_weights(tx, call.caller, call.settings, name))
 
 
-def resolve(tx: Session, caller: Principal, settings: ApiSettings, name: str) -> Weights:
+def resolve_weights(tx: Session, caller: Principal, settings: ApiSettings, name: str) -> Weights:
     """Return the weights of a name. Raises ApiError 404 if the caller may read none of that name.
 
     A name is one of the served model, a `tinker://` path of sampler weights, `base;path`, or a run's id, which means
@@ -49,36 +49,38 @@ def resolve(tx: Session, caller: Principal, settings: ApiSettings, name: str) ->
         _check_name(settings, base)
     if path_text.startswith(_SCHEME):
         try:
-            path = sampler_path(path_text)
+            path = parse_sampler_path(path_text)
         except UserError as error:
             raise _no_model(name, settings, error.message) from error
-        access.readable_checkpoint(tx, caller, path)
+        access.find_readable_checkpoint(tx, caller, path)
         return Weights(name, public, path)
     if base:
-        raise _no_model(name, settings, f"{shown(path_text)} is not a tinker:// path")
+        raise _no_model(name, settings, f"{quote_value(path_text)} is not a tinker:// path")
 
     # The served model, or a run
     if ":train:" not in name:
         return Weights(name, _check_name(settings, name))
-    saved = access.readable_run(tx, caller, ModelId(name), time.time()).saved
+    saved = access.find_readable_run(tx, caller, ModelId(name), time.time()).saved
     sampling = [row for row in saved if row.kind == CheckpointKind.SAMPLER]
     if not sampling:
-        raise not_found(f"model {shown(name)}: the run has no sampler checkpoint; save_weights_for_sampler makes one")
+        raise not_found(
+            f"model {quote_value(name)}: the run has no sampler checkpoint; save_weights_for_sampler makes one"
+        )
     return Weights(name, public, sampling[-1].path)
 
 
 def _check_name(settings: ApiSettings, name: str) -> str:
     """Return the base model of a served name."""
     try:
-        return settings.known_model_name(name)
+        return settings.resolve_model_name(name)
     except UserError as error:
         raise _no_model(name, settings) from error
 
 
 def _no_model(name: str, settings: ApiSettings, reason: str = "") -> ApiError:
-    served = ", ".join(map(repr, settings.offered_names))
+    served = ", ".join(map(repr, settings.model_names))
     return not_found(
-        f"model {shown(name)} does not exist{f': {reason}' if reason else ''}; this server serves {served}, runs by "
+        f"model {quote_value(name)} does not exist{f': {reason}' if reason else ''}; this server serves {served}, runs by "
         "their id, and sampler checkpoints by their tinker:// path"
     )
 

@@ -12,11 +12,19 @@ from skyrl_tx.apps.chat.message import (
     choose_parser,
 )
 from skyrl_tx.apps.chat.render import Message
-from skyrl_tx.apps.chat.schemas import AnthropicMessage, AnthropicTool, Block, ChatMessage, Content, ContentPart, Tool
+from skyrl_tx.apps.chat.schemas import (
+    AnthropicMessage,
+    AnthropicTool,
+    ChatMessage,
+    Content,
+    ContentBlock,
+    ContentPart,
+    Tool,
+)
 from skyrl_tx.apps.chat.text import ModelText
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.server.settings import ApiSettings
-from skyrl_tx.server.submission.validation import require, shown
+from skyrl_tx.server.submission.validation import quote_value, require
 
 _TEXT_ONLY = "this server understands text, tool_use, tool_result and thinking only"
 
@@ -35,7 +43,7 @@ class ChatPrompt:
         return MessageParser(split, self.tool_parser)
 
 
-def render(
+def render_prompt(
     text: ModelText,
     settings: ApiSettings,
     messages: Sequence[Message],
@@ -95,7 +103,7 @@ def convert_openai_message(message: ChatMessage, where: str) -> dict[str, object
 
 def _read_part(part: ContentPart, where: str) -> str:
     """Return the text of a part of a message. Raises UserError for images and audio."""
-    require(part.type == "text" and part.text is not None, f"{where}.type {shown(part.type)}: must be 'text'")
+    require(part.type == "text" and part.text is not None, f"{where}.type {quote_value(part.type)}: must be 'text'")
     return part.text or ""
 
 
@@ -114,8 +122,8 @@ def _read_arguments(text: str, where: str) -> object:
     try:
         value: object = json.loads(text or "{}")
     except ValueError as error:
-        raise UserError(f"{where}.function.arguments {shown(text)}: is not JSON") from error
-    require(isinstance(value, dict), f"{where}.function.arguments {shown(text)}: must be a JSON object")
+        raise UserError(f"{where}.function.arguments {quote_value(text)}: is not JSON") from error
+    require(isinstance(value, dict), f"{where}.function.arguments {quote_value(text)}: must be a JSON object")
     return value
 
 
@@ -140,7 +148,7 @@ def convert_anthropic_messages(system: Content | None, messages: Sequence[Anthro
     return converted
 
 
-def _convert_assistant(blocks: Sequence[Block], where: str) -> dict[str, object]:
+def _convert_assistant(blocks: Sequence[ContentBlock], where: str) -> dict[str, object]:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, object]] = []
@@ -165,7 +173,7 @@ def _convert_assistant(blocks: Sequence[Block], where: str) -> dict[str, object]
     return message
 
 
-def _convert_user(blocks: Sequence[Block], role: str, where: str) -> list[dict[str, object]]:
+def _convert_user(blocks: Sequence[ContentBlock], role: str, where: str) -> list[dict[str, object]]:
     """Return a message for each result of a tool, and one for each text between them."""
     made: list[dict[str, object]] = []
     texts: list[str] = []
@@ -193,8 +201,8 @@ def _read_text(content: Content, where: str) -> str:
     return _join(block.text or "" for block in content)
 
 
-def _refuse(block: Block, where: str) -> None:
-    require(False, f"{where}.type {shown(block.type)}: {_TEXT_ONLY}")
+def _refuse(block: ContentBlock, where: str) -> None:
+    require(False, f"{where}.type {quote_value(block.type)}: {_TEXT_ONLY}")
 
 
 def convert_anthropic_tools(tools: Sequence[AnthropicTool]) -> list[dict[str, object]]:
@@ -203,7 +211,7 @@ def convert_anthropic_tools(tools: Sequence[AnthropicTool]) -> list[dict[str, ob
     for index, tool in enumerate(tools):
         require(
             tool.type in (None, "custom"),
-            f"tools[{index}].type {shown(tool.type)}: this server has no tools of its own; only 'custom'",
+            f"tools[{index}].type {quote_value(tool.type)}: this server has no tools of its own; only 'custom'",
         )
         function: dict[str, object] = {"name": tool.name}
         if tool.description is not None:

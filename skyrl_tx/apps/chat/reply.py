@@ -24,7 +24,7 @@ from skyrl_tx.apps.chat.generation import Delta, Generation, merge_deltas
 from skyrl_tx.apps.chat.schemas import GenerationFields
 from skyrl_tx.apps.chat.service import ChatRequest, ChatService
 from skyrl_tx.contract.errors import RequestError
-from skyrl_tx.server.context import Call, data_call
+from skyrl_tx.server.context import ApiCall, receive_data_call
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.identity.authentication import OWNER, authenticate_request
 
@@ -43,7 +43,7 @@ T = TypeVar("T")
 AppStatus.disable_automatic_graceful_drain()
 
 
-class Reply(ABC):
+class ChatReply(ABC):
     """The reply to one request: its samples become one response, or a stream of events, in the form of an API."""
 
     form: ClassVar[Form]
@@ -82,7 +82,7 @@ class Reply(ABC):
         """Return the bytes of one event."""
 
 
-class OpenAiReply(Reply):
+class OpenAiReply(ChatReply):
     """A reply with `choices`, as both completions of OpenAI's API have them."""
 
     form = "openai"
@@ -140,7 +140,7 @@ class OpenAiReply(Reply):
         return encode_event(event)
 
 
-async def serve(request: Request, prepare: Callable[[ChatService, Call], Reply]) -> Response:
+async def serve(request: Request, prepare: Callable[[ChatService, ApiCall], ChatReply]) -> Response:
     """Serve one call. `prepare` checks the request and renders its prompts; it runs in a thread."""
     service = get_service(request)
     call, reply = await read_request(request, lambda call: prepare(service, call))
@@ -158,20 +158,20 @@ def get_service(request: Request) -> ChatService:
     return cast(ChatService, request.app.state.chat)
 
 
-async def read_request(request: Request, prepare: Callable[[Call], T]) -> tuple[Call, T]:
+async def read_request(request: Request, prepare: Callable[[ApiCall], T]) -> tuple[ApiCall, T]:
     """Authenticate and read a request, and prepare it in a thread while its memory is accounted for."""
     caller = await authenticate_request(request)
-    async with data_call(request, caller) as call:
+    async with receive_data_call(request, caller) as call:
         return call, await run_in_threadpool(prepare, call)
 
 
-async def _complete(reply: Reply) -> Response:
+async def _complete(reply: ChatReply) -> Response:
     async for number, delta in merge_deltas(reply.generations):
         reply.add(number, delta)
-    return await run_in_threadpool(lambda: json_response(reply.make_body()))
+    return await run_in_threadpool(lambda: make_json_response(reply.make_body()))
 
 
-async def _stream(reply: Reply) -> AsyncGenerator[bytes]:
+async def _stream(reply: ChatReply) -> AsyncGenerator[bytes]:
     for event in reply.make_first_events():
         yield reply.encode(event)
     async for number, delta in merge_deltas(reply.generations):
@@ -183,7 +183,7 @@ async def _stream(reply: Reply) -> AsyncGenerator[bytes]:
         yield reply.end
 
 
-def _encode_error(request: Request, reply: Reply, error: Exception) -> bytes:
+def _encode_error(request: Request, reply: ChatReply, error: Exception) -> bytes:
     """Return the last event of a stream that fails. Unexpected errors are logged."""
     if not isinstance(error, ApiError | RequestError):
         owner = {"owner": request.scope.get(OWNER)}
@@ -191,7 +191,7 @@ def _encode_error(request: Request, reply: Reply, error: Exception) -> bytes:
     return reply.encode(describe_stream_error(reply.form, error)) + reply.end
 
 
-def json_response(body: object) -> Response:
+def make_json_response(body: object) -> Response:
     """Return a body as JSON, which is written much faster than by the framework."""
     return Response(msgspec.json.encode(body), media_type="application/json")
 

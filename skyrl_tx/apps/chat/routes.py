@@ -6,13 +6,13 @@ from http import HTTPStatus
 
 from fastapi import APIRouter, Request, Response
 
-from skyrl_tx.apps.chat.anthropic import count_tokens, messages
-from skyrl_tx.apps.chat.chat_completions import chat_completions
-from skyrl_tx.apps.chat.completions import completions
+from skyrl_tx.apps.chat.anthropic import count_tokens, create_message
+from skyrl_tx.apps.chat.chat_completions import create_chat_completion
+from skyrl_tx.apps.chat.completions import create_completion
 from skyrl_tx.apps.chat.errors import ANTHROPIC_PREFIX, OPENAI_PREFIXES
 from skyrl_tx.apps.chat.models import find_weights, list_checkpoints
-from skyrl_tx.apps.chat.reply import json_response
-from skyrl_tx.server.context import Call, Incoming
+from skyrl_tx.apps.chat.reply import make_json_response
+from skyrl_tx.server.context import ApiCall, Incoming
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.identity.authentication import Caller
 
@@ -24,30 +24,30 @@ _STARTED_AT = int(time.time())
 def list_models(call: Incoming) -> Response:
     """List the served names, and the caller's sampler checkpoints, the newest first."""
     rows = call.store.read(lambda tx: list_checkpoints(tx, call.caller))
-    served = [_describe_model(call, name, _STARTED_AT) for name in call.settings.offered_names]
+    served = [_describe_model(call, name, _STARTED_AT) for name in call.settings.model_names]
     saved = [_describe_model(call, str(row.path), int(row.created_at)) for row in rows]
-    return json_response({"object": "list", "data": [*served, *saved]})
+    return make_json_response({"object": "list", "data": [*served, *saved]})
 
 
 def get_model(call: Incoming, model_id: str) -> Response:
     """Describe one model; 404 for a name that `model` may not have."""
     path = find_weights(call, model_id).path
-    return json_response(_describe_model(call, model_id, _STARTED_AT, None if path is None else str(path)))
+    return make_json_response(_describe_model(call, model_id, _STARTED_AT, None if path is None else str(path)))
 
 
-def _describe_model(call: Call, name: str, created: int, path: str | None = None) -> dict[str, object]:
+def _describe_model(call: ApiCall, name: str, created: int, path: str | None = None) -> dict[str, object]:
     model: dict[str, object] = {"id": name, "object": "model", "created": created, "owned_by": "skyrl_tx"}
     return model if path is None else model | {"root": path, "parent": call.settings.public_model_name}
 
 
 openai = APIRouter()
-openai.add_api_route("/chat/completions", chat_completions, methods=["POST"], response_model=None)
-openai.add_api_route("/completions", completions, methods=["POST"], response_model=None)
+openai.add_api_route("/chat/completions", create_chat_completion, methods=["POST"], response_model=None)
+openai.add_api_route("/completions", create_completion, methods=["POST"], response_model=None)
 openai.add_api_route("/models", list_models, methods=["GET"], response_model=None)
 openai.add_api_route("/models/{model_id:path}", get_model, methods=["GET"], response_model=None)
 
 anthropic = APIRouter()
-anthropic.add_api_route("/messages", messages, methods=["POST"], response_model=None)
+anthropic.add_api_route("/messages", create_message, methods=["POST"], response_model=None)
 anthropic.add_api_route("/messages/count_tokens", count_tokens, methods=["POST"], response_model=None)
 
 

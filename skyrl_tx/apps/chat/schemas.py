@@ -155,7 +155,7 @@ class ChatCompletionRequest(GenerationFields):
     verbosity: str | None = None
 
 
-class Block(WireModel):
+class ContentBlock(WireModel):
     """A block of content: text, tool_use, tool_result or thinking."""
 
     type: str
@@ -164,7 +164,7 @@ class Block(WireModel):
     name: str | None = None
     input: dict[str, object] | None = None
     tool_use_id: str | None = None
-    content: "str | Annotated[List[Block], Field(max_length=_MAX_BLOCKS)] | None" = None
+    content: "str | Annotated[List[ContentBlock], Field(max_length=_MAX_BLOCKS)] | None" = None
     is_error: bool | None = None
     thinking: str | None = None
     signature: str | None = None
@@ -172,7 +172,7 @@ class Block(WireModel):
     citations: object = None
 
 
-Content = str | Annotated[List[Block], Field(max_length=_MAX_BLOCKS)]
+Content = str | Annotated[List[ContentBlock], Field(max_length=_MAX_BLOCKS)]
 
 
 class AnthropicMessage(WireModel):

@@ -71,7 +71,7 @@ class EngineLimits:
         self._read_at = float("-inf")
         self._limits = Limits()
 
-    def current(self) -> Limits:
+    def get_limits(self) -> Limits:
         """Return the limits."""
         with self._lock:
             if time.monotonic() - self._read_at >= _MAX_LIMITS_AGE_S:
@@ -138,7 +138,7 @@ class ChatService:
     @property
     def limits(self) -> Limits:
         """The engine's limits; reads the database now and then."""
-        return self.engine_limits.current()
+        return self.engine_limits.get_limits()
 
     async def start(self, caller: Principal, request: ChatRequest) -> Generation:
         """Submit a request; raises ApiError or UserError if it cannot be. The caller must end the generation."""
@@ -146,7 +146,7 @@ class ChatService:
 
     async def start_all(self, caller: Principal, wanted: Sequence[ChatRequest]) -> list[Generation]:
         """Submit several requests; if one cannot be, none runs."""
-        report = await self.context.engine.recent_report()
+        report = await self.context.engine.get_recent_report()
         if report.problem is not None:
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, report.problem, _AWAY)
         for pause in report.pauses:
@@ -172,7 +172,7 @@ class ChatService:
     async def _start(self, caller: Principal, request: ChatRequest) -> Generation:
         context = self.context
         key = f"chat/{secrets.token_hex(16)}"
-        request_id = futures.request_id(key)
+        request_id = futures.make_request_id(key)
         changed = asyncio.Event()
         with ExitStack() as stack:
             completed = stack.enter_context(context.results.subscribe(request_id, caller.key_id))
@@ -205,13 +205,15 @@ class ChatService:
         texts = self._create_texts(request)
         store, admission = self.context.store, self.context.admission
         prompt = np.asarray(request.prompt, np.int32)
-        with admission.reserved(caller.owner, prompt.nbytes):
+        with admission.reserve(caller.owner, prompt.nbytes):
             submitted = None
-            sample = Submission.of(requests.Rejected(kind="sample", message=""))
+            sample = Submission.from_request(requests.Rejected(kind="sample", message=""))
             while submitted is None:  # the session may end while it is used
                 weights = request.weights
-                row = direct_sessions.sampling_session(store, caller, request.kind, weights.base_model, weights.path)
-                sample = Submission.of(
+                row = direct_sessions.find_or_create_sampling_session(
+                    store, caller, request.kind, weights.base_model, weights.path
+                )
+                sample = Submission.from_request(
                     requests.Sample(
                         prompt=prompt,
                         num_samples=request.num_samples,
@@ -221,9 +223,9 @@ class ChatService:
                         is_private=request.is_private or UNSET,
                     )
                 )
-                engine = admission.engine_for(row.sampling_session_id)
+                engine = admission.choose_engine(row.sampling_session_id)
                 submitted = store.write(
-                    lambda tx, row=row, sample=sample, engine=engine: submission.to_sampler(
+                    lambda tx, row=row, sample=sample, engine=engine: submission.submit_to_sampler(
                         tx, row, caller.owner, None, key, sample, is_streamed=is_streamed, engine=engine
                     )
                 )

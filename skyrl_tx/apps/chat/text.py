@@ -201,7 +201,11 @@ class ModelText:
         if piece is None:
             return b""
         table = _map_characters_to_bytes()
-        if self._is_byte_level and token not in self._added and all(character in table for character in piece):
+        if (
+            self._is_byte_level
+            and token not in self._extra_token_ids
+            and all(character in table for character in piece)
+        ):
             return bytes(table[character] for character in piece)
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes([int(piece[3:5], 16)])
@@ -214,7 +218,7 @@ class ModelText:
         return None if name is None else self.tokenizer.token_to_id(name)
 
     @cached_property
-    def _added(self) -> frozenset[int]:
+    def _extra_token_ids(self) -> frozenset[int]:
         return frozenset(self.tokenizer.get_added_tokens_decoder())
 
     @cached_property
@@ -339,7 +343,7 @@ class SampleText:
         self._stop_tokens = frozenset[int]() if keep_stop else stop_tokens
 
     @property
-    def matched(self) -> str | None:
+    def stop_string(self) -> str | None:
         """The stop string that ended the text."""
         return self._stops.matched
 

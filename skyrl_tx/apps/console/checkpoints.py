@@ -9,14 +9,14 @@ from sqlmodel import Session
 from starlette.responses import Response
 
 from skyrl_tx.apps.console import queries
-from skyrl_tx.apps.console.format import short_id
+from skyrl_tx.apps.console.format import shorten_id
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit, see_other
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath
 from skyrl_tx.server.errors import ApiError, bad_request, not_found
 from skyrl_tx.server.identity import access
-from skyrl_tx.server.routes.downloads import archive_url
-from skyrl_tx.server.submission.validation import shown
+from skyrl_tx.server.routes.downloads import make_archive_url
+from skyrl_tx.server.submission.validation import quote_value
 from skyrl_tx.store import audit, checkpoints, models
 from skyrl_tx.store.tables import CheckpointRow
 
@@ -53,21 +53,21 @@ class Line:
 @pages.get("/checkpoints", menu="Checkpoints")
 def list_checkpoints(visit: Visit) -> Page:
     """Show checkpoints: of the visitor and its projects, published by anyone, or deleted but restorable."""
-    scope, kind = visit.query("scope", "own"), visit.query("kind")
+    scope, kind = visit.get_query("scope", "own"), visit.get_query("kind")
     if scope not in _SCOPES:
         raise bad_request(f"scope: {scope!r} is not one of {', '.join(_SCOPES)}")
     if kind and kind not in list(CheckpointKind):
         raise bad_request(f"kind: {kind!r} is not one of {', '.join(CheckpointKind)}")
 
-    query = visit.list_query(_PAGE_ROWS)
+    query = visit.make_list_query(_PAGE_ROWS)
     found, total, num_bytes = visit.read(
-        lambda tx: queries.checkpoint_page(tx, query, kind=kind, scope=scope, now=visit.now)
+        lambda tx: queries.read_checkpoint_page(tx, query, kind=kind, scope=scope, now=visit.now)
     )
     return Page(
         "checkpoints.jinja",
         {
             "checkpoints": [_describe(visit, row, owner, scope) for row, owner in found],
-            "pager": visit.pager(_PAGE_ROWS, len(found), total),
+            "pager": visit.make_pager(_PAGE_ROWS, len(found), total),
             "num_bytes": num_bytes,
             "scope": scope,
             "kind": kind,
@@ -82,7 +82,7 @@ def _describe(visit: Visit, row: CheckpointRow, owner: str, scope: str) -> tuple
 
     Of a stranger's checkpoint the path and the name before any @ are public, as in the API.
     """
-    is_visible = scope != "published" or visit.caller.acts_for(owner)
+    is_visible = scope != "published" or visit.caller.can_act_for(owner)
     return row, owner if is_visible else owner.partition("@")[0], is_visible
 
 
@@ -92,17 +92,17 @@ def show_checkpoint(visit: Visit) -> Page:
     path = _read_path(visit)
 
     def work(tx: Session) -> Page:
-        row, maker = access.readable_checkpoint(tx, visit.caller, path)
-        owner = models.owner(tx, path.model_id) or ""
-        is_visible = access.sees_run(tx, visit.caller, path.model_id)
+        row, maker = access.find_readable_checkpoint(tx, visit.caller, path)
+        owner = models.get_owner(tx, path.model_id) or ""
+        is_visible = access.can_see_run(tx, visit.caller, path.model_id)
 
         # Only what the visitor sees of the runs and copies that were made of it.
-        loaded = queries.runs_loaded_from(tx, [str(path)], _MAX_CHILDREN)
-        runs = [model_id for model_id, _ in loaded if access.sees_run(tx, visit.caller, model_id)]
+        loaded = queries.list_runs_loaded_from(tx, [str(path)], _MAX_CHILDREN)
+        runs = [model_id for model_id, _ in loaded if access.can_see_run(tx, visit.caller, model_id)]
         copies = [
             str(copy.path)
-            for copy in queries.copies_of(tx, str(path), _MAX_CHILDREN, visit.now)
-            if access.sees_run(tx, visit.caller, copy.model_id)
+            for copy in queries.list_copies(tx, str(path), _MAX_CHILDREN, visit.now)
+            if access.can_see_run(tx, visit.caller, copy.model_id)
         ]
         ancestors = _find_ancestors(tx, visit, row) if is_visible else []
 
@@ -113,10 +113,10 @@ def show_checkpoint(visit: Visit) -> Page:
                 "path_text": str(path),
                 "owner": owner if is_visible else owner.partition("@")[0],
                 "is_visible": is_visible,
-                "is_editable": access.edits_run(tx, visit.caller, path.model_id),
+                "is_editable": access.can_edit_run(tx, visit.caller, path.model_id),
                 "base_model": maker.base_model,
-                "rank": access.spec_of(maker).lora.rank,
-                "metadata": access.metadata(row, is_visible) or {},
+                "rank": access.decode_spec(maker).lora.rank,
+                "metadata": access.filter_metadata(row, is_visible) or {},
                 "lineage": draw_lineage(maker.base_model, ancestors, row, runs, copies),
             },
         )
@@ -144,16 +144,16 @@ def _find_ancestors(tx: Session, visit: Visit, row: CheckpointRow) -> Sequence[N
 
 def _find_visible(tx: Session, visit: Visit, path: str) -> CheckpointRow | None:
     try:
-        row, _ = access.saved_weights(tx, [visit.caller], CheckpointPath.parse(path), visit.now)
+        row, _ = access.find_saved_weights(tx, [visit.caller], CheckpointPath.parse(path), visit.now)
     except UserError:
         return None
-    return row if access.sees_run(tx, visit.caller, row.model_id) else None
+    return row if access.can_see_run(tx, visit.caller, row.model_id) else None
 
 
 @pages.post(_ONE + "/publish")
 def publish(visit: Visit) -> Response:
     """Publish a checkpoint, or take it back."""
-    is_public = visit.field("public") == "yes"
+    is_public = visit.get_field("public") == "yes"
     path = _read_path(visit)
 
     def work(tx: Session) -> None:
@@ -162,13 +162,13 @@ def publish(visit: Visit) -> Response:
         audit.record(tx, event, visit.caller.actor, visit.now, path=path)
 
     visit.write(work)
-    return _see(path)
+    return _redirect_to(path)
 
 
 @pages.post(_ONE + "/ttl")
 def set_lifetime(visit: Visit) -> Response:
     """Set how long a checkpoint is kept from now on; an empty field means without end."""
-    text, path = visit.field("days"), _read_path(visit)
+    text, path = visit.get_field("days"), _read_path(visit)
     try:
         days = float(text) if text else None
     except ValueError:
@@ -183,7 +183,7 @@ def set_lifetime(visit: Visit) -> Response:
         audit.record(tx, "checkpoint_ttl_set", visit.caller.actor, visit.now, path=path, ttl_seconds=seconds)
 
     visit.write(work)
-    return _see(path)
+    return _redirect_to(path)
 
 
 @pages.get(_ONE + "/download")
@@ -192,19 +192,19 @@ def download(visit: Visit) -> Response:
     path = _read_path(visit)
 
     def work(tx: Session) -> CheckpointRow:
-        found, _ = access.readable_checkpoint(tx, visit.caller, path)
+        found, _ = access.find_readable_checkpoint(tx, visit.caller, path)
         audit.record(tx, "checkpoint_read", visit.caller.actor, visit.now, path=path, purpose="download")
         return found
 
     row = visit.write(work)
-    return see_other(archive_url(visit.context, visit.caller, visit.request, row))
+    return see_other(make_archive_url(visit.context, visit.caller, visit.request, row))
 
 
 @pages.post("/checkpoints/delete")
 def delete(visit: Visit) -> Page:
     """Ask whether the selected checkpoints shall go, saying what that frees; then delete them, for a day restorably."""
     paths = _read_selected(visit)
-    if visit.field("confirmed") == "yes":
+    if visit.get_field("confirmed") == "yes":
 
         def work(tx: Session) -> None:
             for path in paths:
@@ -217,7 +217,7 @@ def delete(visit: Visit) -> Page:
     def look(tx: Session) -> tuple[list[CheckpointRow], dict[str, int]]:
         rows = [checkpoints.get(tx, _find_editable(tx, visit, path), visit.now) for path in paths]
         found = [row for row in rows if row is not None]
-        return found, queries.references_to(tx, {row.artifact_id for row in found}, visit.now)
+        return found, queries.count_references(tx, {row.artifact_id for row in found}, visit.now)
 
     rows, references = visit.read(look)
     return Page("confirm_delete.jinja", {"rows": rows, "freed": count_freed_bytes(rows, references)})
@@ -230,7 +230,7 @@ def restore(visit: Visit) -> Response:
 
     def work(tx: Session) -> None:
         for path in paths:
-            access.editable_run(tx, visit.caller, path.model_id)
+            access.find_editable_run(tx, visit.caller, path.model_id)
             if not checkpoints.undelete(tx, path):
                 raise not_found(f"checkpoint {path} cannot be restored any more")
             audit.record(tx, "checkpoint_restore", visit.caller.actor, visit.now, path=path)
@@ -240,7 +240,7 @@ def restore(visit: Visit) -> Response:
 
 
 def _read_selected(visit: Visit) -> list[CheckpointPath]:
-    paths = [CheckpointPath.parse(text) for text in dict.fromkeys(visit.fields("path"))]
+    paths = [CheckpointPath.parse(text) for text in dict.fromkeys(visit.get_fields("path"))]
     if not paths:
         raise bad_request("no checkpoint is selected")
     if len(paths) > _MAX_SELECTED:
@@ -257,13 +257,13 @@ def _read_path(visit: Visit) -> CheckpointPath:
 
 def _find_editable(tx: Session, visit: Visit, path: CheckpointPath) -> CheckpointPath:
     """Return the path of a checkpoint that the visitor may change. Raises ApiError if there is none."""
-    access.editable_run(tx, visit.caller, path.model_id)
+    access.find_editable_run(tx, visit.caller, path.model_id)
     if checkpoints.get(tx, path, visit.now) is None:
-        raise not_found(f"checkpoint {shown(str(path))} does not exist")
+        raise not_found(f"checkpoint {quote_value(str(path))} does not exist")
     return path
 
 
-def _see(path: CheckpointPath) -> Response:
+def _redirect_to(path: CheckpointPath) -> Response:
     return see_other(f"/checkpoints/{path.model_id}/{path.checkpoint_id}")
 
 
@@ -290,7 +290,7 @@ def _make_checkpoint_node(path: str, *, is_visible: bool, is_current: bool = Fal
 
 def _make_run_node(model_id: str, *, is_current: bool = False) -> Node:
     """Return the node of a run."""
-    return Node("run", model_id, short_id(model_id), is_current)
+    return Node("run", model_id, shorten_id(model_id), is_current)
 
 
 def draw_lineage(

@@ -6,7 +6,7 @@ from typing import Any
 from skyrl_tx.apps.console import queries
 from skyrl_tx.apps.console.visit import Visit
 from skyrl_tx.apps.history import points
-from skyrl_tx.apps.history.curves import CURVES, CurveCache, Step, thin
+from skyrl_tx.apps.history.curves import CURVES, CurveCache, OptimizerStep, thin_steps
 from skyrl_tx.contract.ids import CheckpointKind, ModelId
 
 _CURVES = CurveCache()
@@ -17,18 +17,18 @@ _MAX_MARKS = 500
 _NAMES = [curve.name for curve in CURVES]
 
 
-def read_steps(visit: Visit, model_id: ModelId, owner: str) -> Sequence[Step]:
+def read_steps(visit: Visit, model_id: ModelId, owner: str) -> Sequence[OptimizerStep]:
     """Return all steps of a run that the visitor may see, with its owner's samples from its weights."""
-    return _CURVES.steps(
+    return _CURVES.read_steps(
         f"{id(visit.context)} {model_id}",
-        lambda after, limit: visit.read(lambda tx: points.series(tx, model_id, after, limit)),
+        lambda after, limit: visit.read(lambda tx: points.read_points(tx, model_id, after, limit)),
         lambda after: visit.read(lambda tx: points.read_sampled(tx, model_id, owner, after_step=after)),
     )
 
 
 def read_logged(visit: Visit, model_id: ModelId, since: int = 0) -> dict[str, dict[str, list[Any]]]:
     """Return the metrics that the client logged itself, from a step on: for each name its steps, times and values."""
-    logged = visit.read(lambda tx: queries.logged_points(tx, model_id, _MAX_LOGGED))
+    logged = visit.read(lambda tx: queries.list_logged_steps(tx, model_id, _MAX_LOGGED))
     curves: dict[str, dict[str, list[Any]]] = {}
     for point in logged:
         for name, value in point.values.items() if point.step >= since else ():
@@ -47,11 +47,11 @@ def make_columns(visit: Visit, model_id: ModelId, owner: str, since: int) -> dic
     total = len(steps)
     if since:
         steps = [step for step in steps if step.step >= since]
-    kept = thin(steps, _NAMES)
+    kept = thin_steps(steps, _NAMES)
 
     # Curves that no step has are left out.
     there = {name for step in kept for name in step.values}
-    marks = visit.read(lambda tx: queries.checkpoints_of_runs(tx, [model_id], _MAX_MARKS, visit.now))
+    marks = visit.read(lambda tx: queries.list_checkpoints_of_runs(tx, [model_id], _MAX_MARKS, visit.now))
 
     return {
         "run": model_id,

@@ -17,7 +17,7 @@ _HIDDEN = re.compile(
 )
 
 
-def count(value: float | None) -> str:
+def format_count(value: float | None) -> str:
     """Return a count in at most four digits, such as 48.1M."""
     if value is None or not math.isfinite(value):
         return _DASH
@@ -28,7 +28,7 @@ def count(value: float | None) -> str:
     return f"{value:.0f}" if value == int(value) or abs(value) >= 10 else f"{value:.1f}"
 
 
-def number(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """Return a measured number in four significant digits."""
     if value is None or not math.isfinite(value):
         return _DASH
@@ -38,7 +38,7 @@ def number(value: float | None) -> str:
     return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
-def size(num_bytes: float | None) -> str:
+def format_size(num_bytes: float | None) -> str:
     """Return a number of bytes with a binary unit."""
     if num_bytes is None:
         return _DASH
@@ -50,7 +50,7 @@ def size(num_bytes: float | None) -> str:
     return f"{left:.1f} {_BINARY[-1]}"
 
 
-def duration(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """Return a length of time in its one or two largest units."""
     if seconds is None or not math.isfinite(seconds):
         return _DASH
@@ -70,41 +70,41 @@ def duration(seconds: float | None) -> str:
     return f"{whole} s"
 
 
-def ago(at: float | None, now: float) -> str:
+def format_age(at: float | None, now: float) -> str:
     """Return how long ago a time was, or in how long it will be."""
     if at is None:
         return _DASH
     seconds = now - at
     if abs(seconds) < 2:
         return "now"
-    rough = _rough(abs(seconds))
+    rough = _round_duration(abs(seconds))
     return f"{rough} ago" if seconds > 0 else f"in {rough}"
 
 
-def _rough(seconds: float) -> str:
+def _round_duration(seconds: float) -> str:
     for unit, length in (("d", _DAY), ("h", _HOUR), ("min", _MINUTE)):
         if seconds >= length:
             return f"{seconds // length:.0f} {unit}"
     return f"{seconds:.0f} s"
 
 
-def moment(at: float | None) -> str:
+def format_time(at: float | None) -> str:
     """Return a time in UTC, to the second."""
     return _DASH if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def iso(at: float) -> str:
+def format_iso(at: float) -> str:
     """Return a time as the `datetime` attribute of HTML has it."""
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def short_id(identifier: str) -> str:
+def shorten_id(identifier: str) -> str:
     """Return the distinguishing part of a session, run or sampler id, such as 3f9a2c1b:train:0."""
     head, colon, rest = identifier.removeprefix("session-").partition(":")
     return head[:8] + colon + rest
 
 
-def visible(text: str, max_chars: int = _MAX_CHARS) -> str:
+def make_visible(text: str, max_chars: int = _MAX_CHARS) -> str:
     r"""Return text with control and direction characters as escapes such as `\u202e`, cut to a length."""
     cut = _HIDDEN.sub(_escape, text[:max_chars])
     return cut if len(text) <= max_chars else f"{cut}… ({len(text):,} characters)"

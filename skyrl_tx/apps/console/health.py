@@ -9,11 +9,11 @@ from typing import Literal, cast
 import sqlalchemy
 
 from skyrl_tx import __version__
-from skyrl_tx.apps.console.format import short_id
+from skyrl_tx.apps.console.format import shorten_id
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit
 from skyrl_tx.store import engine_state, notices, placement
 from skyrl_tx.store.dialect import DATABASE_NAME
-from skyrl_tx.store.placement import Holding
+from skyrl_tx.store.placement import EngineWork
 from skyrl_tx.store.tables import EngineStateRow
 
 pages = PageTable()
@@ -42,8 +42,8 @@ def show_health(visit: Visit) -> Page:
         {
             "engine": describe_engine(visit, state),
             "state": state,
-            "engines": describe_engines(visit.read(placement.holdings), visit.caller.acts_for),
-            "has_several_engines": len(visit.read(engine_state.all_engines)) > 1,  # also those that have ended
+            "engines": describe_engines(visit.read(placement.list_engine_work), visit.caller.can_act_for),
+            "has_several_engines": len(visit.read(engine_state.list_engines)) > 1,  # also those that have ended
             "capabilities": capabilities,
             "fingerprint": capabilities.get("fingerprint") or {},
             "disk_free": disk.free,
@@ -53,7 +53,7 @@ def show_health(visit: Visit) -> Page:
             "write_failure": visit.context.store.write_failure,
             "versions": {"skyrl_tx": __version__, "Python": python_version(), "SQLAlchemy": sqlalchemy.__version__},
             "settings": shown if is_admin else {},
-            "notices": visit.read(lambda tx: notices.newest(tx, _NOTICES)) if is_admin else [],
+            "notices": visit.read(lambda tx: notices.list_newest(tx, _NOTICES)) if is_admin else [],
         },
     )
 
@@ -69,7 +69,7 @@ class EngineView:
 
 def describe_engine(visit: Visit, state: EngineStateRow | None) -> EngineView:
     """Describe the engine as `healthz` does."""
-    report = visit.context.engine.report()
+    report = visit.context.engine.read_report()
     if report.problem is not None:
         word = state.status if state is not None and state.status != "ready" else "not ready"
         return EngineView("problem", word, report.problem)
@@ -96,7 +96,7 @@ class EngineLine:
     activity: str
 
 
-def describe_engines(holdings: Sequence[Holding], acts_for: Callable[[str], bool]) -> list[EngineLine]:
+def describe_engines(holdings: Sequence[EngineWork], acts_for: Callable[[str], bool]) -> list[EngineLine]:
     """Describe engines; models of owners for whom the viewer does not act are only counted."""
     return [
         EngineLine(
@@ -105,7 +105,7 @@ def describe_engines(holdings: Sequence[Holding], acts_for: Callable[[str], bool
             state=holding.engine.status if holding.is_running else "has ended",
             devices=", ".join(map(str, cast(list[object], holding.engine.capabilities.get("devices", [])))),
             num_models=len(holding.models),
-            models=[(name, short_id(name)) for name, owner in holding.models if acts_for(owner)][:_MAX_LINKS],
+            models=[(name, shorten_id(name)) for name, owner in holding.models if acts_for(owner)][:_MAX_LINKS],
             num_waiting=holding.num_waiting,
             num_started=holding.num_started,
             activity=holding.engine.activity if holding.is_running else "",

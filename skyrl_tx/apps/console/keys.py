@@ -36,19 +36,19 @@ def _list_scopes(visit: Visit) -> tuple[KeyScope, ...]:
 @pages.get("/keys", menu="Keys")
 def list_keys(visit: Visit) -> Page:
     """Show the keys of the visitor, to admins those of all owners."""
-    query = visit.list_query(_PAGE_ROWS)
-    rows, total = visit.read(lambda tx: queries.key_page(tx, query))
+    query = visit.make_list_query(_PAGE_ROWS)
+    rows, total = visit.read(lambda tx: queries.read_key_page(tx, query))
     return Page(
         "keys.jinja",
         {
-            "keys": [(row, keys.status(row, visit.now)) for row in rows],
-            "pager": visit.pager(_PAGE_ROWS, len(rows), total),
+            "keys": [(row, keys.get_status(row, visit.now)) for row in rows],
+            "pager": visit.make_pager(_PAGE_ROWS, len(rows), total),
             "scopes": _list_scopes(visit),
             "is_first": visit.visitor.is_keyless and not total,
             "is_disabled": visit.context.settings.no_auth,
             # `tinker auth login` prints the address of this page with these two.
-            "is_open": visit.query("new_key") == "true",
-            "key_name": visit.query("key_name"),
+            "is_open": visit.get_query("new_key") == "true",
+            "key_name": visit.get_query("key_name"),
         },
     )
 
@@ -56,9 +56,9 @@ def list_keys(visit: Visit) -> Page:
 @pages.post("/keys")
 def create_key(visit: Visit) -> Response | Page:
     """Create a key and show it, for the only time."""
-    scope = cast(KeyScope, visit.field("scope", "user"))
-    name, days = visit.field("name"), visit.field("days")
-    owner = visit.field("owner") if visit.caller.is_admin else visit.caller.owner
+    scope = cast(KeyScope, visit.get_field("scope", "user"))
+    name, days = visit.get_field("name"), visit.get_field("days")
+    owner = visit.get_field("owner") if visit.caller.is_admin else visit.caller.owner
     if scope not in _list_scopes(visit):
         raise bad_request(f"scope: {scope[:30]!r} is not one of {', '.join(_list_scopes(visit))}")
     if not _OWNER.fullmatch(owner) or owner == LOCAL_OWNER:
@@ -111,7 +111,7 @@ def revoke_key(visit: Visit) -> Response:
 
     def work(tx: Session) -> None:
         row = keys.get(tx, key_id)
-        if row is None or not visit.caller.acts_for(row.owner):
+        if row is None or not visit.caller.can_act_for(row.owner):
             raise not_found(f"key {key_id} does not exist, or has been revoked")
         # A key of scope user must not end an admin key of the same owner.
         if row.scope == "admin" and not visit.caller.is_admin:
@@ -129,9 +129,9 @@ def revoke_key(visit: Visit) -> Response:
 def show_audit_log(visit: Visit) -> Page:
     """Show who did what, the newest first. Raises ApiError 403 for visitors who are no admins."""
     visit.require_admin("the audit log is for admins")
-    resource, before = visit.query("resource"), visit.whole("before", 0, most=2**53)
+    resource, before = visit.get_query("resource"), visit.get_whole("before", 0, most=2**53)
     rows = visit.read(
-        lambda tx: audit.entries(
+        lambda tx: audit.list_entries(
             tx,
             resources=[resource] if resource in _RESOURCES else None,
             before=before or None,
@@ -148,7 +148,7 @@ def show_audit_log(visit: Visit) -> Page:
             "entries": shown,
             "resource": resource,
             "resources": _RESOURCES,
-            "first": visit.address(before=None) if before else None,
-            "older": visit.address(before=shown[-1].position) if len(rows) > _AUDIT_ROWS else None,
+            "first": visit.make_address(before=None) if before else None,
+            "older": visit.make_address(before=shown[-1].position) if len(rows) > _AUDIT_ROWS else None,
         },
     )

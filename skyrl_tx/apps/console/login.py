@@ -72,16 +72,16 @@ class ConsoleSessions:
             raise ApiError(HTTPStatus.FORBIDDEN, f"a key of scope {principal.scope} does not admit to the console")
         return principal
 
-    def visitor(self, request: Request) -> Visitor | None:
+    def find_visitor(self, request: Request) -> Visitor | None:
         """Return who sent a request; None for a visitor who has to log in."""
-        keyless = self._store.read(lambda tx: self._authenticator.find_key(tx, None))
+        keyless = self._store.read(lambda tx: self._authenticator.find_key_principal(tx, None))
         if keyless is not None:
             return Visitor(keyless, self._signing_key.sign("console-form", "keyless"))
-        claims = self._claims(request.cookies.get(self._cookie_name(request), ""))
+        claims = self._read_claims(request.cookies.get(self._get_cookie_name(request), ""))
         key_id, session = claims.get("key_id"), claims.get("jti")
         if not isinstance(key_id, int) or not isinstance(session, str):
             return None
-        principal = self._store.read(lambda tx: self._authenticator.find_key(tx, key_id))
+        principal = self._store.read(lambda tx: self._authenticator.find_key_principal(tx, key_id))
         if principal is None or principal.scope not in VIEWING_SCOPES:
             return None
         return Visitor(principal, self._signing_key.sign("console-form", session))
@@ -98,7 +98,7 @@ class ConsoleSessions:
         }
         token = jwt.encode(claims, self._secret, algorithm=_ALGORITHM)  # pyright: ignore[reportUnknownMemberType]
         response.set_cookie(
-            self._cookie_name(request),
+            self._get_cookie_name(request),
             token,
             max_age=LIFETIME_S,
             path="/",
@@ -110,13 +110,13 @@ class ConsoleSessions:
     def clear_cookie(self, request: Request, response: Response) -> None:
         """End a console session with a response."""
         response.delete_cookie(
-            self._cookie_name(request), path="/", secure=_is_secure(request), httponly=True, samesite="lax"
+            self._get_cookie_name(request), path="/", secure=_is_secure(request), httponly=True, samesite="lax"
         )
 
-    def _cookie_name(self, request: Request) -> str:
+    def _get_cookie_name(self, request: Request) -> str:
         return f"__Host-{self._name}" if _is_secure(request) else self._name
 
-    def _claims(self, token: str) -> dict[str, object]:
+    def _read_claims(self, token: str) -> dict[str, object]:
         """Return the claims of a cookie; none if it is not one of this server or has expired."""
         try:
             return jwt.decode(  # pyright: ignore[reportUnknownMemberType]

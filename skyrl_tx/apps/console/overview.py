@@ -9,12 +9,12 @@ from itertools import pairwise
 from typing import Generic, TypeVar, cast
 
 from skyrl_tx.apps.console import queries
-from skyrl_tx.apps.console.format import count, duration, short_id, size
+from skyrl_tx.apps.console.format import format_count, format_duration, format_size, shorten_id
 from skyrl_tx.apps.console.health import describe_engine
 from skyrl_tx.apps.console.queries import OpenGroup
 from skyrl_tx.apps.console.runs import describe_request
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit
-from skyrl_tx.apps.history.curves import spark
+from skyrl_tx.apps.history.curves import draw_spark
 from skyrl_tx.apps.teams import usage
 from skyrl_tx.apps.teams.usage import BUCKET_S, Total
 from skyrl_tx.store import engine_state, server_points
@@ -49,7 +49,7 @@ _PASS_KINDS = {
 }
 
 
-class Recent(Generic[V]):
+class RecentCache(Generic[V]):
     """The newest value of each key, for a time. A key names all that the value depends on, such as who may see it."""
 
     def __init__(self, lifetime_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -73,7 +73,7 @@ class Recent(Generic[V]):
         return value
 
 
-_OVERVIEWS: Recent[Mapping[str, object]] = Recent(_LIFETIME_S)
+_OVERVIEWS: RecentCache[Mapping[str, object]] = RecentCache(_LIFETIME_S)
 
 
 @pages.get("/overview", menu="Overview")
@@ -87,27 +87,27 @@ def show_overview(visit: Visit) -> Page:
 def _collect(visit: Visit) -> Mapping[str, object]:
     """Return what the page shows to the visitor's owner; open requests and tokens are counted over all owners."""
     now, owner = visit.now, visit.caller.owner_filter
-    engines = visit.read(engine_state.all_engines)
-    state = engine_state.main_engine(engines)
-    groups = visit.read(lambda tx: queries.open_groups(tx, None))
+    engines = visit.read(engine_state.list_engines)
+    state = engine_state.choose_main_engine(engines)
+    groups = visit.read(lambda tx: queries.list_open_groups(tx, None))
     oldest = min((group.first_position for group in groups), default=None)
-    oldest_at = None if oldest is None else visit.read(lambda tx: queries.arrived_at(tx, oldest))
-    buckets = visit.read(lambda tx: queries.usage_by_bucket(tx, int(now) - _HISTORY_S - BUCKET_S))
-    history = visit.read(lambda tx: server_points.since(tx, now - _HISTORY_S, _MAX_HISTORY))
-    recent = visit.read(lambda tx: usage.totals(tx, owner, now - BUCKET_S, ("owner",)))
-    today = visit.read(lambda tx: usage.totals(tx, owner, int(now) // _DAY_S * _DAY_S, ("owner",)))
-    failed = visit.read(lambda tx: queries.failed_requests(tx, owner, _FAILURES))
+    oldest_at = None if oldest is None else visit.read(lambda tx: queries.get_arrival_time(tx, oldest))
+    buckets = visit.read(lambda tx: queries.read_usage_by_bucket(tx, int(now) - _HISTORY_S - BUCKET_S))
+    history = visit.read(lambda tx: server_points.list_since(tx, now - _HISTORY_S, _MAX_HISTORY))
+    recent = visit.read(lambda tx: usage.read_totals(tx, owner, now - BUCKET_S, ("owner",)))
+    today = visit.read(lambda tx: usage.read_totals(tx, owner, int(now) // _DAY_S * _DAY_S, ("owner",)))
+    failed = visit.read(lambda tx: queries.list_failed_requests(tx, owner, _FAILURES))
 
-    own = [group for group in groups if visit.caller.acts_for(group.owner)]
-    lines, hidden = user_lines(own, recent, today)
+    own = [group for group in groups if visit.caller.can_act_for(group.owner)]
+    lines, hidden = make_user_lines(own, recent, today)
     return {
         "engine": describe_engine(visit, state),
         "tiles": [
-            *rate_tiles(buckets, history, now),
-            *gauge_tiles(engine_state.meters_of(engines), history),
+            *make_rate_tiles(buckets, history, now),
+            *make_gauge_tiles(engine_state.sum_meters(engines), history),
         ],
         "waiting": sum(group.number for group in groups),
-        "oldest": None if oldest_at is None else duration(max(now - oldest_at, 0.0)),
+        "oldest": None if oldest_at is None else format_duration(max(now - oldest_at, 0.0)),
         "lines": lines,
         "hidden": hidden,
         "failures": [describe_request(line) for line in failed],
@@ -128,7 +128,7 @@ class Tile:
     """The part of a limit, from 0 to 1; None without one."""
 
 
-def rate_tiles(
+def make_rate_tiles(
     buckets: Sequence[tuple[int, str, int]], history: Sequence[tuple[int, Mapping[str, float]]], now: float
 ) -> list[Tile]:
     """Return tokens a second of each kind of work: of the server's gauges, or without any of the usage of two hours.
@@ -150,7 +150,12 @@ def rate_tiles(
             rate = sum(recent) / len(recent) if recent else 0.0
             since_s = known[-1][0] - known[0][0]
             tiles.append(
-                Tile(title, f"{count(rate)} tok/s", f"last {duration(max(since_s, 10))}", spark(_average(curve)))
+                Tile(
+                    title,
+                    f"{format_count(rate)} tok/s",
+                    f"last {format_duration(max(since_s, 10))}",
+                    draw_spark(_average(curve)),
+                )
             )
             continue
         totals = dict.fromkeys(starts, 0)
@@ -161,7 +166,7 @@ def rate_tiles(
         recent_tokens = totals[starts[-1]] + totals[starts[-2]]
         rate = recent_tokens / (now - starts[-2])
         values = [total / BUCKET_S for total in totals.values()]
-        tiles.append(Tile(title, f"{count(rate)} tok/s", "last 2 h", spark(values)))
+        tiles.append(Tile(title, f"{format_count(rate)} tok/s", "last 2 h", draw_spark(values)))
     return tiles
 
 
@@ -172,12 +177,14 @@ def _average(values: Sequence[float]) -> list[float]:
     return [sum(values[first:end]) / (end - first) for first, end in pairwise(ends)]
 
 
-def gauge_tiles(meters: Mapping[str, object] | None, history: Sequence[tuple[int, Mapping[str, float]]]) -> list[Tile]:
+def make_gauge_tiles(
+    meters: Mapping[str, object] | None, history: Sequence[tuple[int, Mapping[str, float]]]
+) -> list[Tile]:
     """Return what the engine holds, as far as it says so: memory of devices, models, samplers, cache, disk."""
-    values = {**(history[-1][1] if history else {}), **flat_meters(meters or {})}
+    values = {**(history[-1][1] if history else {}), **flatten_meters(meters or {})}
     tiles: list[Tile] = []
 
-    def tile(title: str, used: str, limit: str, written: Callable[[float], str]) -> None:
+    def add_tile(title: str, used: str, limit: str, written: Callable[[float], str]) -> None:
         if used not in values:
             return
         most = values.get(limit)
@@ -185,30 +192,32 @@ def gauge_tiles(meters: Mapping[str, object] | None, history: Sequence[tuple[int
         value = written(values[used])
         detail = f"of {written(most)}" if most else ""
         share = min(values[used] / most, 1.0) if most else None
-        tiles.append(Tile(title, value, detail, spark(curve), share))
+        tiles.append(Tile(title, value, detail, draw_spark(curve), share))
 
-    tile("Device memory", "device_memory_bytes", "device_memory_limit_bytes", size)
-    tile("KV cache", "kv_cache_tokens_used", "kv_cache_tokens", count)
-    tile("Decode slots", "decode_slots_used", "decode_slots", count)
-    tile("Models resident", "models_resident", "models_places", count)
-    tile("Samplers resident", "samplers_resident", "samplers_places", count)
+    add_tile("Device memory", "device_memory_bytes", "device_memory_limit_bytes", format_size)
+    add_tile("KV cache", "kv_cache_tokens_used", "kv_cache_tokens", format_count)
+    add_tile("Decode slots", "decode_slots_used", "decode_slots", format_count)
+    add_tile("Models resident", "models_resident", "models_places", format_count)
+    add_tile("Samplers resident", "samplers_resident", "samplers_places", format_count)
     if tokens := values.get("compared_tokens"):
         mean, largest = values["trainer_gap_nats"] / tokens, values["trainer_gap_max_nats"]
-        tiles.append(Tile("Gap to the trainer", f"{mean:.1e} nats", f"{largest:.1e} at most, {count(tokens)} tokens"))
-    tile("Free disk", "disk_free_bytes", "", size)
+        tiles.append(
+            Tile("Gap to the trainer", f"{mean:.1e} nats", f"{largest:.1e} at most, {format_count(tokens)} tokens")
+        )
+    add_tile("Free disk", "disk_free_bytes", "", format_size)
     return tiles
 
 
-def flat_meters(meters: Mapping[str, object]) -> dict[str, float]:
+def flatten_meters(meters: Mapping[str, object]) -> dict[str, float]:
     """Return the numbers among the engine's meters; the memory of its devices as a sum."""
     values = {name: float(value) for name, value in meters.items() if isinstance(value, int | float)}
     for value in meters.values():
         if isinstance(value, Mapping):
-            values |= flat_meters(cast(Mapping[str, object], value))
+            values |= flatten_meters(cast(Mapping[str, object], value))
     devices = meters.get("device_memory")
     for device in cast(list[object], devices) if isinstance(devices, list) else []:
         if isinstance(device, Mapping):
-            memory = flat_meters(cast(Mapping[str, object], device))
+            memory = flatten_meters(cast(Mapping[str, object], device))
             for used, name in (("used_bytes", "device_memory_bytes"), ("limit_bytes", "device_memory_limit_bytes")):
                 values[name] = values.get(name, 0.0) + memory.get(used, 0.0)
     return values
@@ -227,7 +236,7 @@ class UserLine:
     tokens: int
 
 
-def user_lines(
+def make_user_lines(
     groups: Sequence[OpenGroup], recent: Sequence[Total], today: Sequence[Total]
 ) -> tuple[list[UserLine], int]:
     """Return a line for each run or sampler with open requests, and for each owner who used the server lately.
@@ -247,13 +256,13 @@ def user_lines(
         work.setdefault((group.owner, name), []).append(group)
     idle = (tokens.keys() | device.keys()) - {owner for owner, _ in work}
 
-    def line(owner: str, name: str, found: Sequence[OpenGroup]) -> UserLine:
+    def make_line(owner: str, name: str, found: Sequence[OpenGroup]) -> UserLine:
         share = device.get(owner, 0.0) / device_s if device_s else 0.0
         model = next((group.model_id for group in found if group.model_id), None)
         session = next((group.session_id for group in found), None)
         return UserLine(
             owner=owner,
-            what=short_id(name) if name else "",
+            what=shorten_id(name) if name else "",
             link=f"/training_runs/{model}" if model else f"/sessions/{session}" if session else None,
             waiting=", ".join(_write_count(group.kind, group.number) for group in found),
             device_share=share,
@@ -261,8 +270,8 @@ def user_lines(
             tokens=tokens.get(owner, 0),
         )
 
-    lines = [line(owner, name, found) for (owner, name), found in work.items()]
-    lines += [line(owner, "", ()) for owner in sorted(idle)]
+    lines = [make_line(owner, name, found) for (owner, name), found in work.items()]
+    lines += [make_line(owner, "", ()) for owner in sorted(idle)]
     lines.sort(key=lambda line: (-line.device_share, -line.tokens, line.owner, line.what))
     return lines[:_MAX_ROWS], max(len(lines) - _MAX_ROWS, 0)
 

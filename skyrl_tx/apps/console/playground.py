@@ -20,21 +20,21 @@ from starlette.routing import Route
 from skyrl_tx.apps.chat import logprobs, prompts, sampling_fields
 from skyrl_tx.apps.chat.generation import Generation, merge_deltas
 from skyrl_tx.apps.chat.logprobs import TokenLogprob
-from skyrl_tx.apps.chat.models import Weights, find_weights, list_checkpoints, resolve
-from skyrl_tx.apps.chat.reply import EventStream, encode_event, get_service, json_response, respond
+from skyrl_tx.apps.chat.models import Weights, find_weights, list_checkpoints, resolve_weights
+from skyrl_tx.apps.chat.reply import EventStream, encode_event, get_service, make_json_response, respond
 from skyrl_tx.apps.chat.service import ChatRequest, ChatService, ContextTooLong
 from skyrl_tx.apps.chat.text import Detokenizer, ModelText
-from skyrl_tx.apps.console.format import short_id
+from skyrl_tx.apps.console.format import shorten_id
 from skyrl_tx.apps.console.guard import NO_STORE, check_form
 from skyrl_tx.apps.console.login import ConsoleSessions, Visitor
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit
 from skyrl_tx.contract.errors import RequestError, UserError
 from skyrl_tx.contract.requests import PromptOptions, SamplingParams
-from skyrl_tx.server.context import ApiContext, Call, base_url, held_call
+from skyrl_tx.server.context import ApiCall, ApiContext, get_base_url, receive_call
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.http.body import BodyLimits
 from skyrl_tx.server.schemas.base import Int, List, WireModel
-from skyrl_tx.server.submission.validation import refuse_extra, require, shown
+from skyrl_tx.server.submission.validation import quote_value, refuse_extra, require
 from skyrl_tx.store import sessions
 from skyrl_tx.store.tables import CheckpointRow
 
@@ -47,7 +47,7 @@ _MAX_SAMPLES = 8
 _MAX_MESSAGES = 1000
 _TOP = 5
 _LIMITS = BodyLimits(max_bytes=2**21, max_parts=2**18)
-Handler = Callable[[Request, Call], Awaitable[Response]]
+Handler = Callable[[Request, ApiCall], Awaitable[Response]]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[List[TokenId], Field(min_length=1)]
 
@@ -96,21 +96,21 @@ class PlaygroundScore(WireModel):
 @pages.get("/playground", menu="Playground")
 def show_playground(visit: Visit) -> Page:
     """Show the playground, with the checkpoint or the run that the address names."""
-    named = visit.query("checkpoint") or visit.query("run")
+    named = visit.get_query("checkpoint") or visit.get_query("run")
     settings = visit.context.settings
 
     def work(tx: Session) -> tuple[list[CheckpointRow], Weights | None]:
-        found = resolve(tx, visit.caller, settings, named) if named else None
+        found = resolve_weights(tx, visit.caller, settings, named) if named else None
         return list_checkpoints(tx, visit.caller)[:_MAX_OFFERED], found
 
     rows, weights = visit.read(work)
     chat = get_service(visit.request)
     limit = chat.limits.max_context_length
     setup = {
-        "models": settings.offered_names,
+        "models": settings.model_names,
         "checkpoints": [_describe_checkpoint(row) for row in rows],
         "named": None if weights is None else str(weights.path or weights.base_model),
-        "base_url": base_url(settings, visit.request),
+        "base_url": get_base_url(settings, visit.request),
         "form_token": visit.visitor.form_token,
         "may_sample": visit.visitor.may_change,
         "is_keyless": visit.visitor.is_keyless,
@@ -123,7 +123,7 @@ def show_playground(visit: Visit) -> Page:
 
 def _describe_checkpoint(row: CheckpointRow) -> Mapping[str, object]:
     step = "" if row.step is None else f", step {row.step}"
-    return {"path": str(row.path), "name": f"{short_id(row.model_id)} / {row.name}{step}"}
+    return {"path": str(row.path), "name": f"{shorten_id(row.model_id)} / {row.name}{step}"}
 
 
 def _find_abilities(chat: ChatService) -> Mapping[str, bool]:
@@ -147,7 +147,7 @@ def create_routes(context: ApiContext) -> list[Route]:
     def route(path: str, handler: Handler) -> Route:
         async def serve(request: Request) -> Response:
             visitor = await run_in_threadpool(_admit, visitors, request)
-            async with held_call(request, visitor.principal, _LIMITS) as call:
+            async with receive_call(request, visitor.principal, _LIMITS) as call:
                 response = await handler(request, call)
             response.headers.update(NO_STORE)
             return response
@@ -159,7 +159,7 @@ def create_routes(context: ApiContext) -> list[Route]:
 
 def _admit(visitors: ConsoleSessions, request: Request) -> Visitor:
     """Return the visitor. Raises ApiError 401 without a console session, 403 for another site or a key that reads."""
-    visitor = visitors.visitor(request)
+    visitor = visitors.find_visitor(request)
     if visitor is None:
         raise ApiError(HTTPStatus.UNAUTHORIZED, "your console session has ended: log in again")
     check_form(request, request.headers.get("x-form-token", ""), visitor.form_token)
@@ -187,24 +187,24 @@ class _Prompt:
         }
 
 
-async def _render(request: Request, call: Call) -> Response:
+async def _render(request: Request, call: ApiCall) -> Response:
     """Return the prompt that a conversation becomes."""
     service = get_service(request)
 
     def work() -> Response:
-        wanted = call.body.model(PlaygroundPrompt)
+        wanted = call.body.parse_model(PlaygroundPrompt)
         weights = find_weights(call, wanted.model)
-        return json_response(_read_prompt(service, call, wanted).describe(service, weights))
+        return make_json_response(_read_prompt(service, call, wanted).describe(service, weights))
 
     return await run_in_threadpool(work)
 
 
-async def _chat(request: Request, call: Call) -> Response:
+async def _chat(request: Request, call: ApiCall) -> Response:
     """Continue a prompt; send the prompt, then the tokens as they come."""
     service = get_service(request)
 
     def prepare() -> tuple[dict[str, object], ChatRequest]:
-        wanted = call.body.model(PlaygroundChat)
+        wanted = call.body.parse_model(PlaygroundChat)
         num_samples = sampling_fields.check_num_samples(wanted.n)
         require(num_samples <= _MAX_SAMPLES, f"n {num_samples}: must be between 1 and {_MAX_SAMPLES} in the playground")
         weights = find_weights(call, wanted.model)
@@ -277,12 +277,12 @@ def _make_error_event(owner: str, error: Exception) -> bytes:
     return encode_event({"type": "error", "detail": detail})
 
 
-async def _score(request: Request, call: Call) -> Response:
+async def _score(request: Request, call: ApiCall) -> Response:
     """Return the log-probabilities of a reply under a model, with the likeliest tokens of each position."""
     service = get_service(request)
 
     def prepare() -> tuple[PlaygroundScore, ChatRequest]:
-        wanted = call.body.model(PlaygroundScore)
+        wanted = call.body.parse_model(PlaygroundScore)
         call.check_unknown(wanted)
         weights = find_weights(call, wanted.model)
         options = PromptOptions(logprobs=True, last_n=len(wanted.reply_tokens), topk=min(_TOP, service.limits.max_topk))
@@ -301,20 +301,20 @@ async def _score(request: Request, call: Call) -> Response:
     async def work() -> Response:
         async for _ in merge_deltas([generation]):
             pass
-        return await run_in_threadpool(scored)
+        return await run_in_threadpool(describe_scores)
 
-    def scored() -> Response:
+    def describe_scores() -> Response:
         tokens = logprobs.score_prompt(start.prompt, generation.prompt_result, _TOP)[len(wanted.prompt_tokens) :]
-        return json_response({"tokens": TokenTexts(service.text).describe(tokens)})
+        return make_json_response({"tokens": TokenTexts(service.text).describe(tokens)})
 
     return await respond(request, work(), [generation])
 
 
-def _read_prompt(service: ChatService, call: Call, wanted: PlaygroundPrompt) -> _Prompt:
+def _read_prompt(service: ChatService, call: ApiCall, wanted: PlaygroundPrompt) -> _Prompt:
     """Return the prompt of a request. Raises UserError for a request that has none or several, or that is not text."""
     call.check_unknown(wanted)
     given = [name for name in ("messages", "prompt", "prompt_tokens") if getattr(wanted, name) is not None]
-    require(len(given) == 1, f"messages, prompt, prompt_tokens: exactly one is needed, not {shown(given)}")
+    require(len(given) == 1, f"messages, prompt, prompt_tokens: exactly one is needed, not {quote_value(given)}")
     require(wanted.thinking is None or wanted.messages is not None, "thinking: needs messages")
 
     text = service.text
@@ -330,7 +330,7 @@ def _read_prompt(service: ChatService, call: Call, wanted: PlaygroundPrompt) -> 
     for index, message in enumerate(messages):
         refuse_extra(message, f"messages[{index}].")
     continues = messages[-1].role == "assistant"
-    rendered = prompts.render(
+    rendered = prompts.render_prompt(
         text,
         call.settings,
         [{"role": message.role, "content": message.content} for message in messages],

@@ -16,7 +16,7 @@ from skyrl_tx.apps.teams.tables import UsageRow
 from skyrl_tx.contract.ids import ModelId, SamplingSessionId, SessionId
 from skyrl_tx.store.checkpoints import is_visible
 from skyrl_tx.store.database import execute
-from skyrl_tx.store.sessions import visible_to
+from skyrl_tx.store.sessions import is_visible_to
 from skyrl_tx.store.tables import ApiKeyRow, CheckpointRow, ModelRow, RequestRow, SamplingSessionRow, SessionRow
 
 _MAX_OPEN = 5000
@@ -85,9 +85,9 @@ _RUNS = select(*_RUN_COLUMNS).join(SessionRow, col(SessionRow.session_id) == col
 _IS_KEPT = col(ModelRow.deleted_at).is_(None)
 
 
-def runs(tx: Session, query: ListQuery) -> tuple[list[RunLine], int]:
+def list_runs(tx: Session, query: ListQuery) -> tuple[list[RunLine], int]:
     """Return a page of runs, the last used first, and their total number."""
-    is_wanted = visible_to(query.owner) & _IS_KEPT
+    is_wanted = is_visible_to(query.owner) & _IS_KEPT
     if query.project is not None:
         is_wanted &= col(SessionRow.project_id) == query.project
     is_wanted &= _match(query, ModelRow.model_id, SessionRow.display_name, SessionRow.project_id, SessionRow.owner)
@@ -97,19 +97,19 @@ def runs(tx: Session, query: ListQuery) -> tuple[list[RunLine], int]:
     return [RunLine(*row) for row in found], execute(tx, total).scalar_one()
 
 
-def run(tx: Session, model_id: ModelId) -> RunLine | None:
+def get_run(tx: Session, model_id: ModelId) -> RunLine | None:
     """Return one run that is not deleted."""
     row = execute(tx, _RUNS.where(col(ModelRow.model_id) == model_id, _IS_KEPT)).one_or_none()
     return None if row is None else RunLine(*row)
 
 
-def runs_of_session(tx: Session, session_id: SessionId, limit: int) -> list[RunLine]:
+def list_runs_of_session(tx: Session, session_id: SessionId, limit: int) -> list[RunLine]:
     """Return a session's runs, oldest first."""
     wanted = _RUNS.where(col(ModelRow.session_id) == session_id, _IS_KEPT)
     return [RunLine(*row) for row in execute(tx, wanted.order_by(col(ModelRow.created_at)).limit(limit))]
 
 
-def runs_loaded_from(tx: Session, paths: Collection[str], limit: int) -> list[tuple[ModelId, str]]:
+def list_runs_loaded_from(tx: Session, paths: Collection[str], limit: int) -> list[tuple[ModelId, str]]:
     """Return the runs that began with one of these checkpoints, and the checkpoint of each."""
     wanted = (
         select(col(ModelRow.model_id), col(ModelRow.loaded_from))
@@ -119,14 +119,14 @@ def runs_loaded_from(tx: Session, paths: Collection[str], limit: int) -> list[tu
     return [(model_id, path or "") for model_id, path in execute(tx, wanted.limit(limit))]
 
 
-def copies_of(tx: Session, path: str, limit: int, now: float) -> list[CheckpointRow]:
+def list_copies(tx: Session, path: str, limit: int, now: float) -> list[CheckpointRow]:
     """Return the checkpoints that were copied from this one."""
     wanted = select_rows(CheckpointRow).where(col(CheckpointRow.copied_from) == path, is_visible(now))
     return list(tx.exec(wanted.limit(limit)))
 
 
 @dataclass(frozen=True, slots=True)
-class LoggedPoint:
+class LoggedStep:
     """Metrics that the client logged for one step."""
 
     step: int
@@ -134,7 +134,7 @@ class LoggedPoint:
     values: Mapping[str, float | None]
 
 
-def logged_points(tx: Session, model_id: ModelId, limit: int) -> list[LoggedPoint]:
+def list_logged_steps(tx: Session, model_id: ModelId, limit: int) -> list[LoggedStep]:
     """Return the newest metrics that the client logged for a run, by step."""
     wanted = (
         select(col(LoggedPointRow.step), col(LoggedPointRow.at), col(LoggedPointRow.values))
@@ -143,10 +143,10 @@ def logged_points(tx: Session, model_id: ModelId, limit: int) -> list[LoggedPoin
         .order_by(col(LoggedPointRow.step).desc(), col(LoggedPointRow.at).desc())
         .limit(limit)
     )
-    return [LoggedPoint(*row) for row in execute(tx, wanted)][::-1]
+    return [LoggedStep(*row) for row in execute(tx, wanted)][::-1]
 
 
-def logged_names(tx: Session, model_ids: Collection[ModelId]) -> dict[str, str]:
+def get_logged_names(tx: Session, model_ids: Collection[ModelId]) -> dict[str, str]:
     """Return the name that the client's logger gave to each of these runs, if it did."""
     wanted = select(col(LoggedRunRow.model_id), col(LoggedRunRow.name)).where(col(LoggedRunRow.model_id).in_(model_ids))
     return {model_id or "": name for model_id, name in execute(tx, wanted.order_by(col(LoggedRunRow.last_at)))}
@@ -165,7 +165,7 @@ class OpenGroup:
     first_position: int
 
 
-def open_groups(tx: Session, owner: str | None) -> list[OpenGroup]:
+def list_open_groups(tx: Session, owner: str | None) -> list[OpenGroup]:
     """Return the open requests, at most the 5,000 oldest, in groups."""
     # The columns behind the body are not read: SQLite would read the whole body to find them.
     names = col(RequestRow.owner), col(RequestRow.session_id), col(RequestRow.kind), col(RequestRow.model_id)
@@ -179,7 +179,7 @@ def open_groups(tx: Session, owner: str | None) -> list[OpenGroup]:
     return [OpenGroup(*row) for row in execute(tx, counted)]
 
 
-def arrived_at(tx: Session, position: int) -> float | None:
+def get_arrival_time(tx: Session, position: int) -> float | None:
     """Return when the request at a position arrived; None if it is gone."""
     return execute(
         tx, select(col(RequestRow.created_at)).where(col(RequestRow.position) == position)
@@ -202,7 +202,7 @@ class RequestLine:
     result: bytes | None
 
 
-def failed_requests(tx: Session, owner: str | None, limit: int) -> list[RequestLine]:
+def list_failed_requests(tx: Session, owner: str | None, limit: int) -> list[RequestLine]:
     """Return the last requests that failed, newest first, as long as their rows are kept."""
     is_failed = col(RequestRow.status) == literal_column("'failed'")
     newest = select(col(RequestRow.position), col(RequestRow.owner)).where(is_failed)
@@ -210,10 +210,10 @@ def failed_requests(tx: Session, owner: str | None, limit: int) -> list[RequestL
     chosen = select(part.c.position).order_by(part.c.position.desc()).limit(limit)
     if owner is not None:
         chosen = chosen.where(part.c.owner == owner)
-    return _requests(tx, col(RequestRow.position).in_(chosen), limit)
+    return _read_requests(tx, col(RequestRow.position).in_(chosen), limit)
 
 
-def requests_of_model(tx: Session, model_id: ModelId, limit: int) -> list[RequestLine]:
+def list_requests_of_model(tx: Session, model_id: ModelId, limit: int) -> list[RequestLine]:
     """Return the open requests of a model and its last completed ones, newest first."""
     newest = (
         select(col(RequestRow.position))
@@ -221,10 +221,10 @@ def requests_of_model(tx: Session, model_id: ModelId, limit: int) -> list[Reques
         .order_by(col(RequestRow.position).desc())
         .limit(limit)
     )
-    return _requests(tx, col(RequestRow.position).in_(newest), limit)
+    return _read_requests(tx, col(RequestRow.position).in_(newest), limit)
 
 
-def _requests(tx: Session, is_wanted: ColumnElement[bool], limit: int) -> list[RequestLine]:
+def _read_requests(tx: Session, is_wanted: ColumnElement[bool], limit: int) -> list[RequestLine]:
     columns = (
         col(RequestRow.request_id),
         col(RequestRow.kind),
@@ -249,20 +249,20 @@ _USAGE = select(col(UsageRow.bucket_at), col(UsageRow.kind), cast(func.sum(col(U
 )
 
 
-def usage_by_bucket(tx: Session, since: int) -> list[tuple[int, str, int]]:
+def read_usage_by_bucket(tx: Session, since: int) -> list[tuple[int, str, int]]:
     """Return the tokens of all owners since a time, as bucket, kind and tokens."""
     wanted = _USAGE.where(col(UsageRow.bucket_at) >= since).order_by(col(UsageRow.bucket_at))
     return [(at, kind, int(total or 0)) for at, kind, total in execute(tx, wanted)]
 
 
-def usage_of_session(tx: Session, session_id: SessionId, since: int, limit: int) -> list[tuple[int, str, int]]:
+def read_usage_of_session(tx: Session, session_id: SessionId, since: int, limit: int) -> list[tuple[int, str, int]]:
     """Return the tokens of a session since a time, as bucket, kind and tokens: the newest buckets, oldest first."""
     wanted = _USAGE.where(col(UsageRow.session_id) == session_id, col(UsageRow.bucket_at) >= since)
     newest = execute(tx, wanted.order_by(col(UsageRow.bucket_at).desc()).limit(limit))
     return [(at, kind, int(total or 0)) for at, kind, total in newest][::-1]
 
 
-def checkpoint_page(
+def read_checkpoint_page(
     tx: Session, query: ListQuery, *, kind: str, scope: str, now: float
 ) -> tuple[list[tuple[CheckpointRow, str]], int, int]:
     """Return a page of checkpoints with their owners, newest first; their number and their size.
@@ -273,9 +273,9 @@ def checkpoint_page(
     if scope == "published":
         is_wanted &= col(CheckpointRow.public) & is_visible(now)
     elif scope == "deleted":
-        is_wanted &= visible_to(query.owner) & col(CheckpointRow.deleted_at).is_not(None)
+        is_wanted &= is_visible_to(query.owner) & col(CheckpointRow.deleted_at).is_not(None)
     else:
-        is_wanted &= visible_to(query.owner) & is_visible(now)
+        is_wanted &= is_visible_to(query.owner) & is_visible(now)
     if kind:
         is_wanted &= col(CheckpointRow.kind) == kind
     is_wanted &= _match(query, CheckpointRow.name, CheckpointRow.model_id, SessionRow.owner)
@@ -293,13 +293,13 @@ def checkpoint_page(
     return [(row, who) for row, who in found], int(number), int(num_bytes)
 
 
-def checkpoints_of_runs(tx: Session, model_ids: Sequence[ModelId], limit: int, now: float) -> list[CheckpointRow]:
+def list_checkpoints_of_runs(tx: Session, model_ids: Sequence[ModelId], limit: int, now: float) -> list[CheckpointRow]:
     """Return the newest checkpoints of these runs, oldest first."""
     wanted = select_rows(CheckpointRow).where(col(CheckpointRow.model_id).in_(model_ids), is_visible(now))
     return list(tx.exec(wanted.order_by(col(CheckpointRow.created_at).desc()).limit(limit)))[::-1]
 
 
-def references_to(tx: Session, artifact_ids: Collection[str], now: float) -> dict[str, int]:
+def count_references(tx: Session, artifact_ids: Collection[str], now: float) -> dict[str, int]:
     """Return how many checkpoints use each of these artifacts."""
     wanted = (
         select(col(CheckpointRow.artifact_id), func.count())
@@ -317,9 +317,9 @@ class SessionLine:
     num_runs: int
 
 
-def session_page(tx: Session, query: ListQuery) -> tuple[list[SessionLine], int]:
+def read_session_page(tx: Session, query: ListQuery) -> tuple[list[SessionLine], int]:
     """Return a page of sessions, newest first, and their total number."""
-    is_wanted = visible_to(query.owner)
+    is_wanted = is_visible_to(query.owner)
     if query.project is not None:
         is_wanted &= col(SessionRow.project_id) == query.project
     is_wanted &= _match(query, SessionRow.session_id, SessionRow.display_name, SessionRow.project_id, SessionRow.owner)
@@ -335,13 +335,13 @@ def session_page(tx: Session, query: ListQuery) -> tuple[list[SessionLine], int]
     return [SessionLine(row, numbers.get(row.session_id, 0)) for row in rows], total
 
 
-def samplers_of_session(tx: Session, session_id: SessionId, limit: int) -> list[SamplingSessionRow]:
+def list_samplers_of_session(tx: Session, session_id: SessionId, limit: int) -> list[SamplingSessionRow]:
     """Return a session's newest sampling sessions, newest first."""
     wanted = select_rows(SamplingSessionRow).where(col(SamplingSessionRow.session_id) == session_id)
     return list(tx.exec(wanted.order_by(col(SamplingSessionRow.created_at).desc()).limit(limit)))
 
 
-def key_page(tx: Session, query: ListQuery) -> tuple[list[ApiKeyRow], int]:
+def read_key_page(tx: Session, query: ListQuery) -> tuple[list[ApiKeyRow], int]:
     """Return a page of API keys, newest first, the revoked ones last, and their total number."""
     is_wanted: ColumnElement[bool] = true() if query.owner is None else col(ApiKeyRow.owner) == query.owner
     order = (col(ApiKeyRow.revoked_at).is_not(None), col(ApiKeyRow.key_id).desc())

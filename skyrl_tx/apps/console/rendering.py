@@ -22,15 +22,15 @@ _TEMPLATES = Path(__file__).parent / "templates"
 _TYPES = {".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml"}
 _FOREVER = "public, max-age=31536000, immutable"
 _FILTERS: dict[str, Callable[..., object]] = {
-    "count": format.count,
-    "number": format.number,
-    "size": format.size,
-    "duration": format.duration,
-    "ago": format.ago,
-    "moment": format.moment,
-    "iso": format.iso,
-    "short_id": format.short_id,
-    "clip": format.visible,
+    "count": format.format_count,
+    "number": format.format_number,
+    "size": format.format_size,
+    "duration": format.format_duration,
+    "ago": format.format_age,
+    "moment": format.format_time,
+    "iso": format.format_iso,
+    "short_id": format.shorten_id,
+    "clip": format.make_visible,
     "segment": partial(quote, safe=":"),  # text as one part of a path
 }
 
@@ -86,4 +86,4 @@ def load_templates(static: StaticFiles) -> Environment:
 
 
 def _make_visible(value: object) -> object:
-    return format.visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    return format.make_visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value

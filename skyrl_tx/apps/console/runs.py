@@ -7,12 +7,12 @@ from sqlmodel import Session
 from starlette.responses import JSONResponse, Response
 
 from skyrl_tx.apps.console import curves, queries, samples
-from skyrl_tx.apps.console.format import short_id
+from skyrl_tx.apps.console.format import shorten_id
 from skyrl_tx.apps.console.queries import RequestLine, RunLine
-from skyrl_tx.apps.console.visit import Page, PageTable, Visit, csv_response, see_other
+from skyrl_tx.apps.console.visit import Page, PageTable, Visit, make_csv_response, see_other
 from skyrl_tx.apps.history import kept_samples, logged, logged_runs, points
-from skyrl_tx.apps.history.curves import CURVES, Step, newest_steps, spark, thin
-from skyrl_tx.apps.history.hints import Hint, device_users, hints, slow_since
+from skyrl_tx.apps.history.curves import CURVES, OptimizerStep, draw_spark, fold_newest_points, thin_steps
+from skyrl_tx.apps.history.hints import Hint, find_device_users, find_hints, find_slow_since
 from skyrl_tx.apps.history.tables import LoggedRunRow
 from skyrl_tx.apps.teams import usage
 from skyrl_tx.contract import codec
@@ -21,7 +21,7 @@ from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.contract.results import Failure
 from skyrl_tx.server.errors import bad_request, not_found
 from skyrl_tx.server.identity import access
-from skyrl_tx.server.submission.validation import shown
+from skyrl_tx.server.submission.validation import quote_value
 from skyrl_tx.store import sessions
 
 pages = PageTable()
@@ -45,16 +45,16 @@ _TABS = ("curves", "samples", "steps", "checkpoints", "requests", "config")
 @pages.get("/training_runs", menu="Runs")
 def list_runs(visit: Visit) -> Page:
     """Show the runs of the visitor and its projects, to admins those of all owners, the last used first."""
-    query = visit.list_query(_PAGE_ROWS)
-    lines, total = visit.read(lambda tx: queries.runs(tx, query))
+    query = visit.make_list_query(_PAGE_ROWS)
+    lines, total = visit.read(lambda tx: queries.list_runs(tx, query))
     return Page(
         "runs.jinja",
         {
             "runs": describe_runs(visit, lines),
-            "pager": visit.pager(_PAGE_ROWS, len(lines), total),
+            "pager": visit.make_pager(_PAGE_ROWS, len(lines), total),
             "search": query.search,
             "project": query.project,
-            "address": visit.address(),
+            "address": visit.make_address(),
         },
     )
 
@@ -63,14 +63,14 @@ def list_runs(visit: Visit) -> Page:
 def show_run(visit: Visit) -> Page:
     """Show one run: its curves, or another tab."""
     line = _find_run(visit)
-    tab = visit.query("tab", "curves")
+    tab = visit.get_query("tab", "curves")
     if tab not in _TABS:
         raise bad_request(f"tab: {tab!r} is not one of {', '.join(_TABS)}")
 
     # The heading is the same on all tabs.
     steps = curves.read_steps(visit, line.model_id, line.owner)
     (run,) = describe_runs(visit, [line])
-    saved = visit.read(lambda tx: queries.checkpoints_of_runs(tx, [line.model_id], _CHECKPOINTS, visit.now))
+    saved = visit.read(lambda tx: queries.list_checkpoints_of_runs(tx, [line.model_id], _CHECKPOINTS, visit.now))
     values: dict[str, object] = {
         "run": run,
         "tab": tab,
@@ -83,9 +83,9 @@ def show_run(visit: Visit) -> Page:
     match tab:
         case "steps":
             newest_first = steps[::-1][visit.offset : visit.offset + _STEP_ROWS]
-            kept = visit.read(lambda tx: kept_samples.steps(tx, line.model_id, samples.find_owner(visit, line)))
+            kept = visit.read(lambda tx: kept_samples.list_steps(tx, line.model_id, samples.find_owner(visit, line)))
             values["steps"] = newest_first
-            values["pager"] = visit.pager(_STEP_ROWS, len(newest_first), len(steps))
+            values["pager"] = visit.make_pager(_STEP_ROWS, len(newest_first), len(steps))
             values["curves"] = _list_curves(steps)
             values["sampled"] = {step + 1 for step, _ in kept if step is not None}
         case "samples":
@@ -93,11 +93,11 @@ def show_run(visit: Visit) -> Page:
         case "checkpoints":
             values["checkpoints"] = [(row, line.owner, True) for row in saved[::-1]]
         case "requests":
-            found = visit.read(lambda tx: queries.requests_of_model(tx, line.model_id, _REQUESTS))
+            found = visit.read(lambda tx: queries.list_requests_of_model(tx, line.model_id, _REQUESTS))
             values["requests"] = [describe_request(request) for request in found]
         case "config":
-            row = visit.read(lambda tx: access.visible_run(tx, visit.caller, line.model_id))
-            values["is_own"] = visit.caller.acts_for(line.owner)
+            row = visit.read(lambda tx: access.find_visible_run(tx, visit.caller, line.model_id))
+            values["is_own"] = visit.caller.can_act_for(line.owner)
             values["session"] = visit.read(lambda tx: sessions.get(tx, line.session_id))
             values["metadata"] = row.user_metadata or {}
             values["joined"], values["free"] = visit.read(lambda tx: _list_logged(tx, visit, line))
@@ -109,30 +109,30 @@ def show_run(visit: Visit) -> Page:
 def _find_run(visit: Visit, model_id: str | None = None) -> RunLine:
     """Find a run that the visitor sees, by default the one of the address. Raises ApiError 404 if there is none."""
     run_id = ModelId(visit.path["run_id"] if model_id is None else model_id)
-    visit.read(lambda tx: access.visible_run(tx, visit.caller, run_id))
-    line = visit.read(lambda tx: queries.run(tx, run_id))
+    visit.read(lambda tx: access.find_visible_run(tx, visit.caller, run_id))
+    line = visit.read(lambda tx: queries.get_run(tx, run_id))
     if line is None:
-        raise not_found(f"model {shown(run_id)} does not exist")
+        raise not_found(f"model {quote_value(run_id)} does not exist")
     return line
 
 
 def _list_logged(tx: Session, visit: Visit, line: RunLine) -> tuple[list[LoggedRunRow], list[LoggedRunRow]]:
     """Return the logged runs that are shown in a run, and for its owner the newest ones that are shown in none."""
     joined = logged.list_runs(tx, line.owner, model_id=line.model_id, limit=_LOGGED_RUNS)
-    if not visit.caller.acts_for(line.owner):
+    if not visit.caller.can_act_for(line.owner):
         return joined, []
     return joined, logged.list_runs(tx, line.owner, is_free=True, limit=_LOGGED_RUNS)
 
 
-def _find_hints(visit: Visit, line: RunLine, steps: Sequence[Step]) -> Sequence[Hint]:
-    since = slow_since(steps)
+def _find_hints(visit: Visit, line: RunLine, steps: Sequence[OptimizerStep]) -> Sequence[Hint]:
+    since = find_slow_since(steps)
     if since is None:
-        return hints(steps, visit.now)
-    users = visit.read(lambda tx: device_users(tx, since, line.model_id, line.owner, visit.caller.acts_for))
-    return hints(steps, visit.now, users)
+        return find_hints(steps, visit.now)
+    users = visit.read(lambda tx: find_device_users(tx, since, line.model_id, line.owner, visit.caller.can_act_for))
+    return find_hints(steps, visit.now, users)
 
 
-def _list_curves(steps: Sequence[Step]) -> list[tuple[str, str]]:
+def _list_curves(steps: Sequence[OptimizerStep]) -> list[tuple[str, str]]:
     """Return name and title of the curves that a run has."""
     there = {name for step in steps for name in step.values}
     return [(curve.name, curve.title) for curve in CURVES if curve.name in there]
@@ -142,20 +142,20 @@ def _list_curves(steps: Sequence[Step]) -> list[tuple[str, str]]:
 def send_curves(visit: Visit) -> Response:
     """Send the steps of a run for charts and programs, with `since` only those from that step on."""
     line = _find_run(visit)
-    return JSONResponse(curves.make_columns(visit, line.model_id, line.owner, visit.whole("since", 0)))
+    return JSONResponse(curves.make_columns(visit, line.model_id, line.owner, visit.get_whole("since", 0)))
 
 
 @pages.get("/training_runs/{run_id}/curves.csv")
 def send_table(visit: Visit) -> Response:
     """Send all steps of a run as a table."""
     line = _find_run(visit)
-    return csv_response("curves.csv", curves.make_rows(visit, line.model_id, line.owner))
+    return make_csv_response("curves.csv", curves.make_rows(visit, line.model_id, line.owner))
 
 
 @pages.get("/compare")
 def compare(visit: Visit) -> Page:
     """Show the curves of several runs in one plot."""
-    asked = visit.request.query_params.getlist("run") + visit.query("runs").split(",")
+    asked = visit.request.query_params.getlist("run") + visit.get_query("runs").split(",")
     ids = list(dict.fromkeys(name for name in asked if name))[: _MAX_COMPARED + 1]
     if len(ids) > _MAX_COMPARED:
         raise bad_request(f"runs: at most {_MAX_COMPARED} runs are compared at once")
@@ -166,18 +166,18 @@ def compare(visit: Visit) -> Page:
 @pages.post("/training_runs/{run_id}/logged_runs")
 def join_logged(visit: Visit) -> Response:
     """Show a logged run in this run, or with `act` "separate" no longer."""
-    run_id, text = _find_run(visit).model_id, visit.field("logged_run_id")
+    run_id, text = _find_run(visit).model_id, visit.get_field("logged_run_id")
     if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
         raise bad_request(f"logged_run_id: {text[:50]!r} is not a number")
-    act = visit.field("act", "join")
+    act = visit.get_field("act", "join")
     if act not in ("join", "separate"):
         raise bad_request(f"act: {act!r} is neither join nor separate")
 
     def work(tx: Session) -> None:
         logged_run_id = int(text)
-        if act == "separate" and logged_runs.visible(tx, visit.caller, logged_run_id).model_id != run_id:
+        if act == "separate" and logged_runs.find_logged_run(tx, visit.caller, logged_run_id).model_id != run_id:
             raise not_found(f"logged run {logged_run_id} is not shown in this run")
-        logged_runs.join(tx, visit.caller, logged_run_id, run_id if act == "join" else None)
+        logged_runs.join_logged_run(tx, visit.caller, logged_run_id, run_id if act == "join" else None)
 
     visit.write(work)
     return see_other(f"/training_runs/{run_id}?tab=config#logged")
@@ -203,14 +203,14 @@ class RunView:
 def describe_runs(visit: Visit, lines: Sequence[RunLine]) -> list[RunView]:
     """Describe runs, with their last steps."""
     tokens = visit.read(lambda tx: _count_tokens(tx, lines))
-    names = visit.read(lambda tx: queries.logged_names(tx, [line.model_id for line in lines]))
+    names = visit.read(lambda tx: queries.get_logged_names(tx, [line.model_id for line in lines]))
     return [_describe_run(visit, line, names.get(line.model_id), tokens.get(line.model_id)) for line in lines]
 
 
 def _count_tokens(tx: Session, lines: Sequence[RunLine]) -> dict[str, int]:
     """Return the tokens that each run trained."""
     ids = {line.session_id for line in lines}
-    found = usage.totals(tx, None, 0, ("model_id",), session_ids=ids) if ids else []
+    found = usage.read_totals(tx, None, 0, ("model_id",), session_ids=ids) if ids else []
     return {total.group[0]: total.tokens for total in found if total.kind == "training"}
 
 
@@ -220,26 +220,28 @@ def _describe_run(visit: Visit, line: RunLine, logged_name: str | None, tokens: 
 
     # The curves of the loss and of the reward that the client logged, if it did.
     if line.num_steps <= _WHOLE_STEPS:
-        steps = thin(curves.read_steps(visit, line.model_id, line.owner), ("loss",), _SPARK_BUCKETS)
+        steps = thin_steps(curves.read_steps(visit, line.model_id, line.owner), ("loss",), _SPARK_BUCKETS)
     else:
-        steps = newest_steps(visit.read(lambda tx: points.newest(tx, line.model_id, _SPARK_POINTS)))
+        steps = fold_newest_points(visit.read(lambda tx: points.read_newest(tx, line.model_id, _SPARK_POINTS)))
     losses = [step.values["loss"] for step in steps if "loss" in step.values]
     metrics = (
-        [] if logged_name is None else visit.read(lambda tx: queries.logged_points(tx, line.model_id, _SPARK_REWARDS))
+        []
+        if logged_name is None
+        else visit.read(lambda tx: queries.list_logged_steps(tx, line.model_id, _SPARK_REWARDS))
     )
     rewards = [reward for point in metrics if (reward := find_reward(point.values)) is not None]
 
     return RunView(
         line=line,
-        name=logged_name or line.display_name or short_id(line.model_id),
+        name=logged_name or line.display_name or shorten_id(line.model_id),
         rank=spec.lora.rank,
         optimizer=spec.optimizer,
         state=find_state(line.status, line.last_request_at, visit.now, has_finished=line.finished_at is not None),
         step=max(line.num_steps, max((step.step for step in steps if step.is_applied), default=0)),
         loss=losses[-1] if losses else None,
-        loss_spark=spark(losses),
+        loss_spark=draw_spark(losses),
         reward=rewards[-1] if rewards else None,
-        reward_spark=spark(rewards),
+        reward_spark=draw_spark(rewards),
         tokens=tokens,
     )
 
@@ -257,7 +259,9 @@ def find_reward(values: Mapping[str, float | None]) -> float | None:
     """Return the reward among metrics that a client logged, under any of its usual names; None without one."""
     named = [name for name in values if "reward" in name.lower()]
     exact = [
-        name for name in named if name.lower().rpartition("/")[2] in ("reward", "reward_mean", "mean_reward", "total")
+        name
+        for name in named
+        if name.lower().rpartition("/")[2] in ("reward", "reward_mean", "mean_reward", "total")
     ]
     return values[(exact or named)[0]] if named else None
 

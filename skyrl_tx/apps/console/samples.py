@@ -30,14 +30,14 @@ def find_owner(visit: Visit, line: RunLine) -> str | None:
 def read_tab(visit: Visit, line: RunLine) -> dict[str, Any]:
     """Return what the template of the tab shows: the samples of `?step=`, by default of the newest."""
     owner = find_owner(visit, line)
-    kept = visit.read(lambda tx: kept_samples.steps(tx, line.model_id, owner, _MAX_STEPS))
+    kept = visit.read(lambda tx: kept_samples.list_steps(tx, line.model_id, owner, _MAX_STEPS))
     # Step n trains on what the weights after n - 1 optimizer steps made.
     steps = [(number + 1, count) for number, count in kept if number is not None]
-    step = visit.whole("step", steps[0][0] if steps else 0)
-    rows = visit.read(lambda tx: kept_samples.of_step(tx, line.model_id, step - 1, _MAX_GROUPS, owner=owner))
+    step = visit.get_whole("step", steps[0][0] if steps else 0)
+    rows = visit.read(lambda tx: kept_samples.read_step(tx, line.model_id, step - 1, _MAX_GROUPS, owner=owner))
 
     groups = describe_groups(rows, make_decoder(get_service(visit.request).text))
-    number = visit.whole("group", 0, most=_MAX_GROUPS)
+    number = visit.get_whole("group", 0, most=_MAX_GROUPS)
     return {
         "sample_steps": steps,
         "step": step,

@@ -7,12 +7,12 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from skyrl_tx.apps.console import queries
-from skyrl_tx.apps.console.format import count, short_id
+from skyrl_tx.apps.console.format import format_count, shorten_id
 from skyrl_tx.apps.console.runs import describe_runs
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit, see_other
-from skyrl_tx.apps.history.curves import displayed_step
-from skyrl_tx.apps.history.routes import trace_url
-from skyrl_tx.apps.history.timeline import Group, Span, newest_spans, session_groups
+from skyrl_tx.apps.history.curves import get_displayed_step
+from skyrl_tx.apps.history.routes import make_trace_url
+from skyrl_tx.apps.history.timeline import TimelineGroup, TimelineSpan, keep_newest_spans, read_session_groups
 from skyrl_tx.apps.teams.usage import BUCKET_S, FINE_S, HOUR_S
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.server.identity import access
@@ -43,9 +43,9 @@ Bucket = tuple[int, str, int]
 @pages.get("/sessions", menu="Sessions")
 def list_sessions(visit: Visit) -> Page:
     """Show the sessions of the visitor and its projects, to admins those of all owners, newest first."""
-    query = visit.list_query(_PAGE_ROWS)
-    found, total = visit.read(lambda tx: queries.session_page(tx, query))
-    pager = visit.pager(_PAGE_ROWS, len(found), total)
+    query = visit.make_list_query(_PAGE_ROWS)
+    found, total = visit.read(lambda tx: queries.read_session_page(tx, query))
+    pager = visit.make_pager(_PAGE_ROWS, len(found), total)
     values = {"sessions": found, "pager": pager, "search": query.search, "project": query.project}
     return Page("sessions.jinja", values)
 
@@ -56,14 +56,14 @@ def show_session(visit: Visit) -> Page:
     session_id = _find_session(visit)
     row = visit.read(lambda tx: sessions.get(tx, session_id))
     assert row is not None
-    lines = visit.read(lambda tx: queries.runs_of_session(tx, session_id, _MAX_RUNS))
+    lines = visit.read(lambda tx: queries.list_runs_of_session(tx, session_id, _MAX_RUNS))
     samplers = _read_samplers(visit, session_id)
 
     # Requests and tokens over time.
-    groups = visit.read(lambda tx: session_groups(tx, session_id, visit.now, _MAX_REQUESTS, with_logged=False))
+    groups = visit.read(lambda tx: read_session_groups(tx, session_id, visit.now, _MAX_REQUESTS, with_logged=False))
     since = int(visit.now) - _TRAFFIC_S
-    buckets = visit.read(lambda tx: queries.usage_of_session(tx, session_id, since, _MAX_BUCKETS))
-    opened = visit.read(lambda tx: queries.open_groups(tx, row.owner))
+    buckets = visit.read(lambda tx: queries.read_usage_of_session(tx, session_id, since, _MAX_BUCKETS))
+    opened = visit.read(lambda tx: queries.list_open_groups(tx, row.owner))
     waiting = [group for group in opened if group.session_id == session_id]
 
     return Page(
@@ -75,7 +75,7 @@ def show_session(visit: Visit) -> Page:
             "requests": list_requests(groups, _MAX_REQUESTS),
             "traffic": make_traffic(buckets, row.created_at, visit.now),
             "waiting": sum(group.number for group in waiting),
-            "address": visit.address(),
+            "address": visit.make_address(),
         },
     )
 
@@ -83,41 +83,43 @@ def show_session(visit: Visit) -> Page:
 @pages.get("/sessions/{session_id}/trace")
 def download_trace(visit: Visit) -> Response:
     """Go to a signed address of the timeline as a Perfetto trace."""
-    return see_other(trace_url(visit.context, visit.caller, visit.request, _find_session(visit)))
+    return see_other(make_trace_url(visit.context, visit.caller, visit.request, _find_session(visit)))
 
 
 @pages.get("/console/data/sessions/{session_id}/timeline")
 def send_timeline(visit: Visit) -> Response:
     """Send the newest requests of a session, with `after` only those after a position."""
-    session_id, after = _find_session(visit), visit.whole("after", 0, most=2**53)
+    session_id, after = _find_session(visit), visit.get_whole("after", 0, most=2**53)
     groups = visit.read(
-        lambda tx: session_groups(tx, session_id, visit.now, _MAX_SPANS, after=after, with_logged=False)
+        lambda tx: read_session_groups(tx, session_id, visit.now, _MAX_SPANS, after=after, with_logged=False)
     )
     weights = _describe_weights(_read_samplers(visit, session_id))
-    return JSONResponse(make_timeline(newest_spans(groups, _MAX_SPANS), visit.now, weights, after))
+    return JSONResponse(make_timeline(keep_newest_spans(groups, _MAX_SPANS), visit.now, weights, after))
 
 
 def _find_session(visit: Visit) -> SessionId:
     """Return the session of the address. Raises ApiError 404 if the visitor has none of this id."""
     session_id = SessionId(visit.path["session_id"])
-    return visit.read(lambda tx: access.visible_session(tx, visit.caller, session_id)).session_id
+    return visit.read(lambda tx: access.find_visible_session(tx, visit.caller, session_id)).session_id
 
 
 def _read_samplers(visit: Visit, session_id: SessionId) -> Sequence[SamplingSessionRow]:
     """Return the newest samplers of a session."""
-    return visit.read(lambda tx: queries.samplers_of_session(tx, session_id, _MAX_SAMPLERS))
+    return visit.read(lambda tx: queries.list_samplers_of_session(tx, session_id, _MAX_SAMPLERS))
 
 
 def _describe_weights(samplers: Sequence[SamplingSessionRow]) -> Mapping[str, str]:
     """Return what each sampler samples from, by its id."""
     return {
         row.sampling_session_id: row.model_path
-        or (row.base_model if row.model_id is None else f"weights of {short_id(row.model_id)}")
+        or (row.base_model if row.model_id is None else f"weights of {shorten_id(row.model_id)}")
         for row in samplers
     }
 
 
-def make_timeline(groups: Sequence[Group], now: float, weights: Mapping[str, str], after: int = 0) -> dict[str, Any]:
+def make_timeline(
+    groups: Sequence[TimelineGroup], now: float, weights: Mapping[str, str], after: int = 0
+) -> dict[str, Any]:
     """Return requests as tracks for the drawing. `weights` describes what each sampler samples from.
 
     A reader keeps the requests that it has, by their position, and asks for those after `cursor`.
@@ -141,27 +143,27 @@ def make_timeline(groups: Sequence[Group], now: float, weights: Mapping[str, str
     }
 
 
-def _name_track(group: Group) -> str:
+def _name_track(group: TimelineGroup) -> str:
     """Return the name of a track."""
     name = group.model_id or group.sampling_session_id
     if name is None:
         return "other requests"
     kind = "sampler" if group.model_id is None else "model"
-    return f"{kind} {name.partition(':')[2] or short_id(name)}"
+    return f"{kind} {name.partition(':')[2] or shorten_id(name)}"
 
 
-def _list_span(span: Span) -> list[object]:
+def _list_span(span: TimelineSpan) -> list[object]:
     started = None if span.started_at is None else round(min(max(span.started_at, span.created_at), span.end), 3)
     times = (round(span.created_at, 3), started, round(span.end, 3))
     return [span.position, span.name, *times, span.status, round(span.device_s, 3), _describe_span(span)]
 
 
-def _describe_span(span: Span) -> str:
+def _describe_span(span: TimelineSpan) -> str:
     """Return what else is known of a request than its times."""
     known = span.annotations
     words: list[str] = []
     if isinstance(step := known.get("step"), int):
-        words.append(f"step {displayed_step('step' if span.name == 'optim_step' else span.name, step)}")
+        words.append(f"step {get_displayed_step('step' if span.name == 'optim_step' else span.name, step)}")
     elif "seq_id" in known:
         words.append(f"number {known['seq_id']}")
     if tokens := known.get("tokens"):
@@ -175,19 +177,19 @@ class SpanLine:
 
     track: str
     model_id: str | None
-    span: Span
+    span: TimelineSpan
     detail: str
     queue_s: float
     run_s: float | None
 
 
-def list_requests(groups: Iterable[Group], limit: int) -> list[SpanLine]:
+def list_requests(groups: Iterable[TimelineGroup], limit: int) -> list[SpanLine]:
     """Return the newest requests of all tracks, newest first."""
     lines = [_describe_request(group, span) for group in groups for span in group.spans]
     return sorted(lines, key=lambda line: -line.span.position)[:limit]
 
 
-def _describe_request(group: Group, span: Span) -> SpanLine:
+def _describe_request(group: TimelineGroup, span: TimelineSpan) -> SpanLine:
     started = span.end if span.started_at is None else min(max(span.started_at, span.created_at), span.end)
     run_s = None if span.started_at is None else span.end - started
     queue_s = started - span.created_at
@@ -235,7 +237,7 @@ def make_traffic(buckets: Sequence[Bucket], began: float, now: float) -> Traffic
                 totals[min((at - begin) // bar_s, number - 1)] += tokens
         rates = [total / length for total, length in zip(totals, lengths, strict=True)]
         peak = max(rates)
-        panels.append(Panel(title, count(sum(totals)), f"{count(peak)} tok/s", _draw_bars(rates, peak)))
+        panels.append(Panel(title, format_count(sum(totals)), f"{format_count(peak)} tok/s", _draw_bars(rates, peak)))
     return Traffic(panels, max(begin, began), min(ends[-1], now), bar_s)
 
 

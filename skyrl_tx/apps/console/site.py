@@ -33,7 +33,7 @@ from skyrl_tx.apps.console.rendering import StaticFiles, load_templates
 from skyrl_tx.apps.console.visit import Handler, Page, PageTable, Visit, see_other
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import SessionId
-from skyrl_tx.server.context import ApiContext, Call, base_url
+from skyrl_tx.server.context import ApiCall, ApiContext, get_base_url
 from skyrl_tx.server.errors import ApiError, bad_request
 from skyrl_tx.server.http.body import BodyLimits, read_body
 from skyrl_tx.server.identity.authentication import OWNER
@@ -67,23 +67,23 @@ def create_routes(context: ApiContext) -> list[Route]:
     """Return the routes of the console."""
     console = Console(context)
     routes = [
-        Route("/", console.home, methods=["GET"]),
-        Route("/login", console.login_page, methods=["GET"]),
+        Route("/", console.redirect_to_overview, methods=["GET"]),
+        Route("/login", console.show_login, methods=["GET"]),
         Route("/login", console.log_in, methods=["POST"]),
         Route("/logout", console.log_out, methods=["POST"]),
         Route("/console/static/{digest}/{name:path}", console.static.serve, methods=["GET"]),
     ]
     for table in TABLES:
         for method, path, handler in table.entries:
-            routes.append(Route(path, console.endpoint(handler, is_form=method == "POST"), methods=[method]))
+            routes.append(Route(path, console.make_endpoint(handler, is_form=method == "POST"), methods=[method]))
     return [*routes, *playground.create_routes(context)]
 
 
-def describe_session(call: Call, request: Request, session_id: SessionId) -> str | None:
+def describe_session(call: ApiCall, request: Request, session_id: SessionId) -> str | None:
     """Return a line with the address of a session's page."""
     if call.settings.no_console:
         return None
-    return f"live: {base_url(call.settings, request)}/sessions/{session_id}"
+    return f"live: {get_base_url(call.settings, request)}/sessions/{session_id}"
 
 
 class Console:
@@ -98,7 +98,7 @@ class Console:
         self._templates = load_templates(self.static)
         self._menu = [entry for table in TABLES for entry in table.menu]
 
-    def endpoint(self, handler: Handler, *, is_form: bool) -> Endpoint:
+    def make_endpoint(self, handler: Handler, *, is_form: bool) -> Endpoint:
         """Return the endpoint of a page or of a form."""
 
         async def serve(request: Request) -> Response:
@@ -106,18 +106,18 @@ class Console:
 
         return serve
 
-    async def home(self, request: Request) -> Response:
+    async def redirect_to_overview(self, request: Request) -> Response:
         """Go to the overview."""
         return see_other("/overview")
 
-    async def login_page(self, request: Request) -> Response:
+    async def show_login(self, request: Request) -> Response:
         """Show the form for a key, unless the visitor is known."""
 
         def work(_: Form) -> Response:
             then = request.query_params.get("next", "")
-            if self._sessions.visitor(request) is not None:
-                return see_other(_own_path(then))
-            return self._render(request, None, _login_page(then))
+            if self._sessions.find_visitor(request) is not None:
+                return see_other(_check_own_path(then))
+            return self._render(request, None, _make_login_page(then))
 
         return await self._serve(request, work)
 
@@ -132,11 +132,11 @@ class Console:
                 principal = self._sessions.log_in(form.get("key", [""])[-1].strip(), address)
             except ApiError as error:
                 self._failed_logins.record(error.detail, address)
-                return self._render(request, None, _login_page(then, error))
+                return self._render(request, None, _make_login_page(then, error))
             self._context.store.write(
                 lambda tx: audit.record(tx, "organization_login", principal.actor, time.time(), address=address)
             )
-            response = see_other(_own_path(then))
+            response = see_other(_check_own_path(then))
             self._sessions.set_cookie(request, response, principal)
             return response
 
@@ -146,7 +146,7 @@ class Console:
         """Forget the cookie."""
 
         def work(form: Form) -> Response:
-            visitor = self._sessions.visitor(request)
+            visitor = self._sessions.find_visitor(request)
             if visitor is not None:
                 check_form(request, form.get(FORM_TOKEN, [""])[-1], visitor.form_token)
             response = see_other("/login")
@@ -163,14 +163,14 @@ class Console:
         except ClientDisconnect:
             raise
         except Exception as error:
-            return await to_thread.run_sync(self._error, request, error, limiter=self._limiter)
+            return await to_thread.run_sync(self._make_error_page, request, error, limiter=self._limiter)
 
     def _answer(self, handler: Handler, request: Request, form: Form, *, is_form: bool) -> Response:
-        visitor = self._visitor(request)
+        visitor = self._find_visitor(request)
         if visitor is None:
             if is_form or "hx-request" in request.headers or request.url.path.startswith(_DATA):
                 raise ApiError(HTTPStatus.UNAUTHORIZED, "your console session has ended: log in again")
-            return see_other("/login?" + urlencode({"next": request.url.path + _query(request)}))
+            return see_other("/login?" + urlencode({"next": request.url.path + _get_query(request)}))
         request.scope[OWNER] = visitor.principal.owner  # for the log
         if is_form:
             check_form(request, form.get(FORM_TOKEN, [""])[-1], visitor.form_token)
@@ -184,15 +184,15 @@ class Console:
             answer.headers.setdefault(name, value)
         return answer
 
-    def _visitor(self, request: Request) -> Visitor | None:
+    def _find_visitor(self, request: Request) -> Visitor | None:
         """Return who asks; programs may send a key for the data of charts, as they do for the API."""
         key = request.headers.get("x-api-key", "")
         if not key or not request.url.path.startswith(_DATA):
-            return self._sessions.visitor(request)
+            return self._sessions.find_visitor(request)
         address = "" if request.client is None else request.client.host
         return Visitor(self._sessions.log_in(key, address), "")
 
-    def _error(self, request: Request, error: Exception) -> Response:
+    def _make_error_page(self, request: Request, error: Exception) -> Response:
         about = {"owner": request.scope.get(OWNER)}
         match error:
             case ApiError():
@@ -233,25 +233,25 @@ async def _read_form(request: Request) -> Form:
     """Receive the fields of a form. Raises ApiError 400 or 413."""
     body = await read_body(request, _FORM_LIMITS)
     try:
-        return parse_qs(body.data().decode(), keep_blank_values=True, max_num_fields=_MAX_FIELDS)
+        return parse_qs(body.decompress().decode(), keep_blank_values=True, max_num_fields=_MAX_FIELDS)
     except ValueError as error:
         raise bad_request(f"this form cannot be read: {error}") from error
 
 
-def _login_page(then: str, error: ApiError | None = None) -> Page:
-    values = {"next": _own_path(then), "problem": error and error.detail}
+def _make_login_page(then: str, error: ApiError | None = None) -> Page:
+    values = {"next": _check_own_path(then), "problem": error and error.detail}
     if error is None:
         return Page("login.jinja", values)
     kept = {name: value for name, value in (error.headers or {}).items() if name == "Retry-After"}
     return Page("login.jinja", values, error.status, kept)
 
 
-def _own_path(path: str) -> str:
+def _check_own_path(path: str) -> str:
     """Return a path of this server to go to; the overview instead of anything that may lead elsewhere."""
     parts = urlsplit(path) if len(path) < 1000 and "\\" not in path and path.isprintable() else None
     is_own = parts is not None and not parts.scheme and not parts.netloc and path.startswith("/") and path[1:2] != "/"
     return path if is_own and not path.startswith(("/login", "/logout")) else "/overview"
 
 
-def _query(request: Request) -> str:
+def _get_query(request: Request) -> str:
     return f"?{request.url.query}" if request.url.query else ""

@@ -7,9 +7,9 @@ from urllib.parse import quote
 
 from starlette.responses import Response
 
-from skyrl_tx.apps.console.visit import Page, PageTable, Visit, csv_response
+from skyrl_tx.apps.console.visit import Page, PageTable, Visit, make_csv_response
 from skyrl_tx.apps.teams.prices import TeamsSettings
-from skyrl_tx.apps.teams.usage_report import SUBJECTS, Subject, UsageLine, usage_lines
+from skyrl_tx.apps.teams.usage_report import SUBJECTS, Subject, UsageLine, read_usage_lines
 from skyrl_tx.server.errors import bad_request
 
 Box = tuple[str, float, float, float, float]
@@ -54,7 +54,7 @@ def show_usage(visit: Visit) -> Page:
                 for line in lines[:_MAX_SHOWN]
                 if by in _ADDRESSES and " " not in line.subject
             },
-            "csv": visit.address(by=by, days=days).replace("/usage", "/usage.csv", 1),
+            "csv": visit.make_address(by=by, days=days).replace("/usage", "/usage.csv", 1),
         },
     )
 
@@ -64,21 +64,21 @@ def send_usage(visit: Visit) -> Response:
     """Send the same lines as CSV."""
     by, days = _read_choice(visit)
     rows = [[_write_cell(getattr(line, name)) for name in _COLUMNS] for line in _read_lines(visit, by, days)]
-    return csv_response(f"usage-by-{by}.csv", [[by, *_COLUMNS[1:]], *rows], line_end="\n")
+    return make_csv_response(f"usage-by-{by}.csv", [[by, *_COLUMNS[1:]], *rows], line_end="\n")
 
 
 def _read_choice(visit: Visit) -> tuple[Subject, int]:
     """Return by what the visitor wants to see usage, and of how many days."""
-    by = visit.query("by", "owner" if visit.caller.is_admin else "run")
+    by = visit.get_query("by", "owner" if visit.caller.is_admin else "run")
     if by not in SUBJECTS:
         raise bad_request(f"by: {by[:30]!r} is not one of {', '.join(SUBJECTS)}")
-    return by, visit.whole("days", 30, least=1, most=400)
+    return by, visit.get_whole("days", 30, least=1, most=400)
 
 
 def _read_lines(visit: Visit, by: Subject, days: int) -> list[UsageLine]:
-    prices, owner = visit.context.settings.for_app(TeamsSettings).prices, visit.caller.owner_filter
+    prices, owner = visit.context.settings.get_app_settings(TeamsSettings).prices, visit.caller.owner_filter
     since = visit.now - visit.now % _DAY_S - (days - 1) * _DAY_S
-    return list(visit.read(lambda tx: usage_lines(tx, owner, by, since, prices)))
+    return list(visit.read(lambda tx: read_usage_lines(tx, owner, by, since, prices)))
 
 
 def _write_cell(value: object) -> object:

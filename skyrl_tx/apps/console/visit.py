@@ -38,7 +38,7 @@ def see_other(path: str) -> Response:
     return RedirectResponse(path, HTTPStatus.SEE_OTHER, headers=NO_STORE)
 
 
-def csv_response(filename: str, rows: Iterable[Iterable[object]], line_end: str = "\r\n") -> Response:
+def make_csv_response(filename: str, rows: Iterable[Iterable[object]], line_end: str = "\r\n") -> Response:
     """Return rows as a file to download."""
     text = io.StringIO()
     csv.writer(text, lineterminator=line_end).writerows(rows)
@@ -81,7 +81,7 @@ class Visit:
     @property
     def offset(self) -> int:
         """The number of rows before the shown part of a list."""
-        return self.whole("offset", 0)
+        return self.get_whole("offset", 0)
 
     def require_admin(self, reason: str) -> None:
         """Raise ApiError 403 with the reason unless an admin looks at the page."""
@@ -96,51 +96,51 @@ class Visit:
         """Run a transaction and wait for its commit."""
         return self.context.store.write(work)
 
-    def query(self, name: str, default: str = "") -> str:
+    def get_query(self, name: str, default: str = "") -> str:
         """Return a parameter of the address, cut to a length that no honest one has."""
         return self.request.query_params.get(name, default)[:500]
 
-    def whole(self, name: str, default: int, *, least: int = 0, most: int = _MAX_OFFSET) -> int:
+    def get_whole(self, name: str, default: int, *, least: int = 0, most: int = _MAX_OFFSET) -> int:
         """Return a parameter of the address as a whole number. Raises ApiError 400 naming it."""
-        return _whole(name, self.query(name), default, least, most)
+        return _parse_whole(name, self.get_query(name), default, least, most)
 
-    def field(self, name: str, default: str = "") -> str:
+    def get_field(self, name: str, default: str = "") -> str:
         """Return a field of the form, without spaces around it."""
         return self.form.get(name, [default])[-1].strip()
 
-    def fields(self, name: str) -> Sequence[str]:
+    def get_fields(self, name: str) -> Sequence[str]:
         """Return all values of a field of the form."""
         return self.form.get(name, [])
 
-    def address(self, **changes: object) -> str:
+    def make_address(self, **changes: object) -> str:
         """Return the address of this page with other parameters; None removes one."""
         parameters = {**self.request.query_params, **changes}
         kept = {name: value for name, value in parameters.items() if value is not None}
         return self.request.url.path + ("?" + urlencode(kept) if kept else "")
 
-    def list_query(self, limit: int) -> ListQuery:
+    def make_list_query(self, limit: int) -> ListQuery:
         """Return which rows of a list the visitor asks for, among those that it may see."""
         return ListQuery(
             owner=self.caller.owner_filter,
-            search=self.query("q").strip(),
-            project=self.query("project") or None,
+            search=self.get_query("q").strip(),
+            project=self.get_query("project") or None,
             limit=limit,
             offset=self.offset,
         )
 
-    def pager(self, limit: int, shown: int, total: int) -> Pager:
+    def make_pager(self, limit: int, shown: int, total: int) -> Pager:
         """Return the pager of a list that shows `shown` of `total` rows, and at most `limit` on a page."""
         offset = self.offset
         return Pager(
             first=offset + 1 if shown else 0,
             last=offset + shown,
             total=total,
-            before=self.address(offset=max(offset - limit, 0) or None) if offset else None,
-            after=self.address(offset=offset + limit) if offset + shown < total else None,
+            before=self.make_address(offset=max(offset - limit, 0) or None) if offset else None,
+            after=self.make_address(offset=offset + limit) if offset + shown < total else None,
         )
 
 
-def _whole(name: str, text: str, default: int, least: int, most: int) -> int:
+def _parse_whole(name: str, text: str, default: int, least: int, most: int) -> int:
     if not text:
         return default
     if not (text.isascii() and text.isdigit() and len(text) < 18) or not least <= int(text) <= most:

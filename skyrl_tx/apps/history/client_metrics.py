@@ -14,16 +14,16 @@ from typing import cast
 from sqlmodel import Session
 
 from skyrl_tx.apps.history import logged
-from skyrl_tx.apps.history.logged import Logged, LoggedRun
+from skyrl_tx.apps.history.logged import LoggedRun, NewLoggedPoint
 from skyrl_tx.apps.history.schemas import MAX_METRICS, MAX_NAME_LENGTH, MAX_STEP, Values
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, SessionId
-from skyrl_tx.server.context import Call
+from skyrl_tx.server.context import ApiCall
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.identity import access
-from skyrl_tx.server.identity.access import spec_of
+from skyrl_tx.server.identity.access import decode_spec
 from skyrl_tx.store import models, sessions
-from skyrl_tx.store.database import Store, existing
+from skyrl_tx.store.database import Store, get_existing
 from skyrl_tx.store.tables import ModelRow, SessionRow
 
 ACTIVE_S = 600.0
@@ -47,13 +47,13 @@ class RunMetrics:
     """Points of one logged run, and how its model is found: named, or sought among the owner's active ones."""
 
     run: LoggedRun
-    points: Sequence[Logged]
+    points: Sequence[NewLoggedPoint]
     config: Mapping[str, object] | None = None
     model_id: ModelId | None = None
     seeks_model: bool = False
 
 
-def metrics_of_model(owner: str, model_id: ModelId, points: Sequence[Logged] = ()) -> RunMetrics:
+def make_metrics_of_model(owner: str, model_id: ModelId, points: Sequence[NewLoggedPoint] = ()) -> RunMetrics:
     """Return metrics whose model the client named."""
     run = LoggedRun(owner=owner, project="", key=model_id, name=CLIENT_RUN)
     return RunMetrics(run=run, points=points, model_id=model_id)
@@ -62,7 +62,7 @@ def metrics_of_model(owner: str, model_id: ModelId, points: Sequence[Logged] = (
 def store_metrics(store: Store, metrics: RunMetrics, now: float) -> int:
     """Store points of a logged run; return how many are new. Raises UserError if the owner has too many runs."""
 
-    def work(tx: Session, points: Sequence[Logged]) -> int:
+    def work(tx: Session, points: Sequence[NewLoggedPoint]) -> int:
         row = logged.open_run(
             tx,
             metrics.run,
@@ -72,15 +72,15 @@ def store_metrics(store: Store, metrics: RunMetrics, now: float) -> int:
             seeks_model=metrics.seeks_model,
         )
         if row.seeks_model:
-            found = candidates(tx, metrics.run, row.config, now)
+            found = find_candidate_models(tx, metrics.run, row.config, now)
             if found:
                 logged.set_model(tx, row, found[0].model_id if len(found) == 1 else None)
         return logged.add_points(tx, row, points, now)
 
-    return sum(store.write(lambda tx, part=part: work(tx, part)) for part in _parts(metrics.points))
+    return sum(store.write(lambda tx, part=part: work(tx, part)) for part in _split_points(metrics.points))
 
 
-def candidates(tx: Session, run: LoggedRun, config: Mapping[str, object], now: float) -> list[ModelRow]:
+def find_candidate_models(tx: Session, run: LoggedRun, config: Mapping[str, object], now: float) -> list[ModelRow]:
     """Return the models of its owner that a logged run with this config may train.
 
     A config that names a model of the owner decides. Otherwise these are the active ones, without those of another LoRA
@@ -88,60 +88,62 @@ def candidates(tx: Session, run: LoggedRun, config: Mapping[str, object], now: f
     """
     for name in _MODEL_NAMES:
         value = config.get(name)
-        if isinstance(value, str) and models.owner(tx, ModelId(value)) == run.owner:
+        if isinstance(value, str) and models.get_owner(tx, ModelId(value)) == run.owner:
             row = models.get(tx, ModelId(value))
             return [] if row is None else [row]
     rank = config.get("lora_rank")
-    found = [row for row in models.active(tx, run.owner, now - ACTIVE_S) if rank in (None, spec_of(row).lora.rank)]
+    found = [
+        row for row in models.list_active(tx, run.owner, now - ACTIVE_S) if rank in (None, decode_spec(row).lora.rank)
+    ]
     # The cookbook names the session and the logged run alike if it gets a `wandb_name`.
-    return [row for row in found if existing(tx, SessionRow, row.session_id).display_name == run.name] or found
+    return [row for row in found if get_existing(tx, SessionRow, row.session_id).display_name == run.name] or found
 
 
-def as_object(value: object) -> Mapping[str, object]:
+def to_object(value: object) -> Mapping[str, object]:
     """Return a JSON object; an empty one for any other value."""
     return cast(Mapping[str, object], value) if isinstance(value, dict) else {}
 
 
-def as_list(value: object) -> Sequence[object]:
+def to_list(value: object) -> Sequence[object]:
     """Return a JSON list; an empty one for any other value."""
     return cast(list[object], value) if isinstance(value, list) else ()
 
 
-def readable_values(metrics: Mapping[str, object]) -> Values:
+def clean_values(metrics: Mapping[str, object]) -> Values:
     """Return the numbers among logged values, with None for NaN and infinity; others and surplus names are left out."""
     values: Values = {}
     for name, value in metrics.items():
         if len(values) == MAX_METRICS:
             break
-        if readable_name(name) is None:
+        if clean_name(name) is None:
             continue
         if isinstance(value, bool | int | float):
-            values[name] = _finite(value)
+            values[name] = _clean_number(value)
         elif isinstance(value, str) and value in _NON_FINITE:
             values[name] = None
     return values
 
 
-def readable_name(value: object) -> str | None:
+def clean_name(value: object) -> str | None:
     """Return a logged name; None for what is no text, too long, or not storable in every database."""
     if isinstance(value, str) and 0 < len(value) <= MAX_NAME_LENGTH and "\0" not in value:
         return value
     return None
 
 
-def readable_step(value: object) -> int | None:
+def clean_step(value: object) -> int | None:
     """Return a logged step; None for anything but an integer that JSON readers keep."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MAX_STEP:
         return value
     return None
 
 
-def readable_config(value: object) -> dict[str, object]:
+def clean_config(value: object) -> dict[str, object]:
     """Return the scalars of a logged config, within bounds; other parts are left out."""
     config: dict[str, object] = {}
     num_chars = 0
-    for name, part in as_object(value).items():
-        if isinstance(part, int | float) and _finite(part) is None:
+    for name, part in to_object(value).items():
+        if isinstance(part, int | float) and _clean_number(part) is None:
             continue
         if isinstance(part, str | int | float):
             num_chars += len(name) + (len(part) if isinstance(part, str) else 20)
@@ -151,7 +153,7 @@ def readable_config(value: object) -> dict[str, object]:
     return config
 
 
-def _finite(value: float) -> float | None:
+def _clean_number(value: float) -> float | None:
     try:
         number = float(value)
     except OverflowError:
@@ -159,12 +161,12 @@ def _finite(value: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _parts(points: Sequence[Logged]) -> Iterator[Sequence[Logged]]:
+def _split_points(points: Sequence[NewLoggedPoint]) -> Iterator[Sequence[NewLoggedPoint]]:
     for start in range(0, len(points), _POINTS_PER_TRANSACTION):
         yield points[start : start + _POINTS_PER_TRANSACTION]
 
 
-def keep_telemetry(call: Call) -> None:
+def keep_telemetry(call: ApiCall) -> None:
     """Store the events named `metrics` of one of the caller's sessions; others, and what is malformed, are dropped.
 
     Raises StoreError.
@@ -172,42 +174,42 @@ def keep_telemetry(call: Call) -> None:
     if f'"{_EVENT}"'.encode() not in call.body.raw or not call.caller.has_full_scope:
         return  # without parsing the body
     try:
-        body = call.body.mapping()
-        session_id = SessionId(readable_name(body.get("session_id")) or "")
-        points: defaultdict[str | None, list[Logged]] = defaultdict(list)
-        for model_name, point in _logged_metrics(body):
+        body = call.body.parse_object()
+        session_id = SessionId(clean_name(body.get("session_id")) or "")
+        points: defaultdict[str | None, list[NewLoggedPoint]] = defaultdict(list)
+        for model_name, point in _read_metrics(body):
             points[model_name].append(point)
         for model_name, of_model in points.items():
-            found = call.store.read(lambda tx, name=model_name: _destination(tx, call, session_id, name))
+            found = call.store.read(lambda tx, name=model_name: _find_destination(tx, call, session_id, name))
             store_metrics(call.store, replace(found, points=of_model), time.time())
     except (ApiError, UserError):
         return
 
 
-def _logged_metrics(body: Mapping[str, object]) -> Iterator[tuple[str | None, Logged]]:
+def _read_metrics(body: Mapping[str, object]) -> Iterator[tuple[str | None, NewLoggedPoint]]:
     """Yield the metrics among the events of a batch, each with the model that it names."""
-    for event in map(as_object, as_list(body.get("events"))):
+    for event in map(to_object, to_list(body.get("events"))):
         if event.get("event") != "GENERIC_EVENT" or event.get("event_name") != _EVENT:
             continue
-        data = as_object(event.get("event_data"))
-        step, log_id = readable_step(data.get("step")), readable_name(event.get("event_id"))
-        values = readable_values({name: value for name, value in data.items() if name not in _NOT_METRICS})
+        data = to_object(event.get("event_data"))
+        step, log_id = clean_step(data.get("step")), clean_name(event.get("event_id"))
+        values = clean_values({name: value for name, value in data.items() if name not in _NOT_METRICS})
         if step is not None and log_id is not None and values:
-            yield readable_name(data.get("model_id")), Logged(log_id=log_id, step=step, values=values)
+            yield clean_name(data.get("model_id")), NewLoggedPoint(log_id=log_id, step=step, values=values)
 
 
-def _destination(tx: Session, call: Call, session_id: SessionId, model_name: str | None) -> RunMetrics:
+def _find_destination(tx: Session, call: ApiCall, session_id: SessionId, model_name: str | None) -> RunMetrics:
     """Return the model that an event names, or the session's only one; with several or none the session itself.
 
     Raises ApiError 404 for a session or a model that the caller may not see.
     """
-    session = access.session(tx, call.caller, session_id)
+    session = access.find_session(tx, call.caller, session_id)
     if model_name is not None:
-        model_id = access.model(tx, call.caller, ModelId(model_name)).model_id
-        return metrics_of_model(models.owner(tx, model_id) or session.owner, model_id)
-    trained = models.of_session(tx, session_id)
+        model_id = access.find_model(tx, call.caller, ModelId(model_name)).model_id
+        return make_metrics_of_model(models.get_owner(tx, model_id) or session.owner, model_id)
+    trained = models.list_by_session(tx, session_id)
     if len(trained) == 1:
-        return metrics_of_model(session.owner, trained[0].model_id)
+        return make_metrics_of_model(session.owner, trained[0].model_id)
     row = sessions.get(tx, session_id)
     name, project = (None, None) if row is None else (row.display_name, row.project_id)
     run = LoggedRun(owner=session.owner, project=project or "", key=session_id, name=(name or session_id)[:200])

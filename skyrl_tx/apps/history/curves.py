@@ -23,7 +23,7 @@ _SAMPLED_AGAIN = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class OptimizerStep:
     """One optimizer step of a run: its passes and its update together. Steps are numbered from 1."""
 
     step: int
@@ -76,11 +76,11 @@ CURVES: tuple[Curve, ...] = (
     Curve("queue_s", "Queue time", "the longest time that a request of the step waited for the device", "s"),
     Curve("wall_s", "Wall time", "seconds from the first request of the step to its last result", "s"),
 )
-_OF_STEP = frozenset({"tokens", "datums", "device_s", "queue_s", "wall_s"})
+_STEP_NAMES = frozenset({"tokens", "datums", "device_s", "queue_s", "wall_s"})
 _MEANS = ("ratio", "kl_to_sampler", "clip_fraction")
 
 
-def displayed_step(kind: str, step: int) -> int:
+def get_displayed_step(kind: str, step: int) -> int:
     """Return the number, from 1, of the optimizer step that a point belongs to."""
     return step if kind == "step" else step + 1
 
@@ -122,21 +122,21 @@ def _reduce(reduction: str, values: Sequence[float], weights: Sequence[float]) -
     return result if math.isfinite(result) else None
 
 
-def fold(points: Iterable[Point]) -> list[Step]:
+def fold_points(points: Iterable[Point]) -> list[OptimizerStep]:
     """Fold points into steps, in order of their numbers."""
     by_step: dict[int, list[Point]] = {}
     for point in points:
-        by_step.setdefault(displayed_step(point.kind, point.step), []).append(point)
+        by_step.setdefault(get_displayed_step(point.kind, point.step), []).append(point)
     return [_fold_step(step, by_step[step]) for step in sorted(by_step)]
 
 
-def newest_steps(points: Sequence[Point]) -> list[Step]:
+def fold_newest_points(points: Sequence[Point]) -> list[OptimizerStep]:
     """Fold the newest points of a run; the first step is left out, because some of its points may be missing."""
-    steps = fold(points)
+    steps = fold_points(points)
     return steps[1:] if len(steps) > 2 else steps
 
 
-def _fold_step(step: int, points: Sequence[Point]) -> Step:
+def _fold_step(step: int, points: Sequence[Point]) -> OptimizerStep:
     passes = [point for point in points if point.kind == "train"]
     forwards = [point for point in points if point.kind == "forward"]
     updates = [point for point in points if point.kind == "step"]
@@ -147,9 +147,9 @@ def _fold_step(step: int, points: Sequence[Point]) -> Step:
     wall_s = max(point.at for point in timed) - min(point.created_at for point in timed)
     queue_s = max(max(point.started_at - point.created_at, 0.0) for point in timed)
     device_s = sum(point.device_s for point in timed)
-    values: dict[str, Value] = _pass_curves(passes)
+    values: dict[str, Value] = _fold_passes(passes)
     if forwards:
-        values["forward_loss"] = _pass_curves(forwards).get("loss")
+        values["forward_loss"] = _fold_passes(forwards).get("loss")
     if updates:
         update = updates[-1].values
         for name, metric in (("grad_norm", "unclipped_grad_l2:mean"), ("learning_rate", "learning_rate:mean")):
@@ -157,7 +157,7 @@ def _fold_step(step: int, points: Sequence[Point]) -> Step:
                 values[name] = update[metric]
     if passes or updates:
         values |= {"tokens": tokens, "datums": datums, "device_s": device_s, "queue_s": queue_s, "wall_s": wall_s}
-    return Step(
+    return OptimizerStep(
         step=step,
         at=max(point.at for point in timed),
         began_at=min(point.created_at for point in timed),
@@ -171,7 +171,7 @@ def _fold_step(step: int, points: Sequence[Point]) -> Step:
     )
 
 
-def _pass_curves(passes: Sequence[Point]) -> dict[str, Value]:
+def _fold_passes(passes: Sequence[Point]) -> dict[str, Value]:
     """Return the curves of the passes of one step."""
     if not passes:
         return {}
@@ -195,7 +195,7 @@ def _pass_curves(passes: Sequence[Point]) -> dict[str, Value]:
     return curves
 
 
-def thin(steps: Sequence[Step], names: Sequence[str], buckets: int = _BUCKETS) -> list[Step]:
+def thin_steps(steps: Sequence[OptimizerStep], names: Sequence[str], buckets: int = _BUCKETS) -> list[OptimizerStep]:
     """Return at most a few steps a bucket: the first, the last, and for each curve its least and its greatest.
 
     So that spikes stay. Few steps are returned as they are.
@@ -229,7 +229,7 @@ def smooth(values: Sequence[Value], weight: float) -> list[Value]:
     return smoothed
 
 
-def spark(values: Sequence[Value], width: int = 120, height: int = 28) -> str:
+def draw_spark(values: Sequence[Value], width: int = 120, height: int = 28) -> str:
     """Return the points of an SVG polyline through the values, which fills a box; empty for fewer than two values."""
     known = [(index, value) for index, value in enumerate(values) if value is not None]
     if len(known) < 2:
@@ -238,14 +238,14 @@ def spark(values: Sequence[Value], width: int = 120, height: int = 28) -> str:
     span = high - low
     last = len(values) - 1
 
-    def place(index: int, value: float) -> str:
+    def format_point(index: int, value: float) -> str:
         y = height - 3 - (value - low) / span * (height - 6) if span else height / 2
         return f"{index / last * (width - 4) + 2:.1f},{y:.1f}"
 
-    return " ".join(place(index, value) for index, value in known)
+    return " ".join(format_point(index, value) for index, value in known)
 
 
-def with_samples(step: Step, sampled: SampledStep) -> Step:
+def add_samples(step: OptimizerStep, sampled: SampledStep) -> OptimizerStep:
     """Return a step with the curves of the samples from the weights that it began with."""
     curves: dict[str, Value] = {}
     if sampled.samples:
@@ -264,12 +264,12 @@ class CurveCache:
         self._lock = threading.Lock()
         self._runs: OrderedDict[str, _CachedRun] = OrderedDict()
 
-    def steps(
+    def read_steps(
         self,
         model_id: str,
         read: Callable[[int, int], Sequence[Point]],
         read_sampled: Callable[[int], Sequence[SampledStep]] = lambda _: (),
-    ) -> Sequence[Step]:
+    ) -> Sequence[OptimizerStep]:
         """Return all steps of a run.
 
         `read(after, limit)` returns its points after a position, in order; `read_sampled(after)` the sums over its
@@ -291,15 +291,15 @@ class _CachedRun:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._steps: dict[int, Step] = {}
+        self._steps: dict[int, OptimizerStep] = {}
         self._sampled: dict[int, SampledStep] = {}
-        self._merged: list[Step] = []
+        self._merged: list[OptimizerStep] = []
         self._after = -1
         """The position after which points are read again."""
 
     def refresh(
         self, read: Callable[[int, int], Sequence[Point]], read_sampled: Callable[[int], Sequence[SampledStep]]
-    ) -> Sequence[Step]:
+    ) -> Sequence[OptimizerStep]:
         with self._lock:
             points: list[Point] = []
             after = self._after
@@ -308,12 +308,12 @@ class _CachedRun:
                 if len(page) < _PAGE:
                     break
                 after = page[-1].position
-            folded = fold(points)
+            folded = fold_points(points)
             for step in folded:
                 self._steps[step.step] = step
             if points:
-                newest = max(displayed_step(point.kind, point.step) for point in points)
-                again = [point.position for point in points if displayed_step(point.kind, point.step) >= newest - 1]
+                newest = max(get_displayed_step(point.kind, point.step) for point in points)
+                again = [point.position for point in points if get_displayed_step(point.kind, point.step) >= newest - 1]
                 self._after = min(again) - 1
             again = max(self._sampled, default=-1) - _SAMPLED_AGAIN
             grown = {each.step: each for each in read_sampled(again) if self._sampled.get(each.step) != each}
@@ -330,4 +330,4 @@ class _CachedRun:
         del self._merged[kept:]
         for number in sorted(number for number in self._steps if number >= first):
             step, sampled = self._steps[number], self._sampled.get(number - 1)
-            self._merged.append(step if sampled is None else with_samples(step, sampled))
+            self._merged.append(step if sampled is None else add_samples(step, sampled))

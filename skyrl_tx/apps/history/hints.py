@@ -7,7 +7,7 @@ from typing import Literal
 
 from sqlmodel import Session
 
-from skyrl_tx.apps.history.curves import Step, Value
+from skyrl_tx.apps.history.curves import OptimizerStep, Value
 from skyrl_tx.apps.teams import usage
 from skyrl_tx.apps.teams.usage import Total
 from skyrl_tx.contract.ids import ModelId
@@ -42,57 +42,57 @@ class DeviceUser:
     device_s: float
 
 
-def hints(steps: Sequence[Step], now: float, others: Sequence[DeviceUser] = ()) -> list[Hint]:
+def find_hints(steps: Sequence[OptimizerStep], now: float, others: Sequence[DeviceUser] = ()) -> list[Hint]:
     """Return what the steps of a run, in order, say about it at a time; errors first.
 
-    `others` are the other users of the device since `slow_since`.
+    `others` are the other users of the device since `find_slow_since`.
     """
     if not steps:
         return []
     found = [
         hint
         for hint in (
-            _not_finite(steps),
-            _no_advantages(steps),
-            _large_gradient(steps),
-            _far_from_sampler(steps),
-            _much_clipped(steps),
-            _no_learning_rate(steps),
-            _cut_samples(steps),
-            _certain(steps),
-            _slow(steps, others),
-            _no_step(steps, now),
+            _check_finite(steps),
+            _check_advantages(steps),
+            _check_gradient(steps),
+            _check_kl(steps),
+            _check_clipping(steps),
+            _check_learning_rate(steps),
+            _check_cut_samples(steps),
+            _check_certainty(steps),
+            _check_slowness(steps, others),
+            _check_idle(steps, now),
         )
         if hint is not None
     ]
     return sorted(found, key=lambda hint: hint.level != "error")
 
 
-def _values(steps: Sequence[Step], name: str) -> list[tuple[int, Value]]:
+def _list_values(steps: Sequence[OptimizerStep], name: str) -> list[tuple[int, Value]]:
     return [(step.step, step.values[name]) for step in steps if name in step.values]
 
 
-def _known(steps: Sequence[Step], name: str) -> list[tuple[int, float]]:
-    return [(step, value) for step, value in _values(steps, name) if value is not None]
+def _list_known_values(steps: Sequence[OptimizerStep], name: str) -> list[tuple[int, float]]:
+    return [(step, value) for step, value in _list_values(steps, name) if value is not None]
 
 
-def _span(first: int, last: int) -> str:
+def _format_span(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first}–{last}"
 
 
-def _not_finite(steps: Sequence[Step]) -> Hint | None:
+def _check_finite(steps: Sequence[OptimizerStep]) -> Hint | None:
     for name, what in (("loss_sum", "loss"), ("grad_norm", "gradient norm")):
-        last = _values(steps, name)[-_MANY:]
+        last = _list_values(steps, name)[-_MANY:]
         bad = [step for step, value in last if value is None]
         if bad:
-            text = f"The {what} was NaN or infinite in {_span(bad[0], bad[-1])}."
+            text = f"The {what} was NaN or infinite in {_format_span(bad[0], bad[-1])}."
             advice = "Load the last good checkpoint and lower the learning rate, or clip the gradient."
             return Hint("error", text, advice, bad[0])
     return None
 
 
-def _no_advantages(steps: Sequence[Step]) -> Hint | None:
-    known = _known(steps, "advantages")
+def _check_advantages(steps: Sequence[OptimizerStep]) -> Hint | None:
+    known = _list_known_values(steps, "advantages")
     run: list[int] = []
     for step, number in reversed(known):
         if number:
@@ -102,14 +102,14 @@ def _no_advantages(steps: Sequence[Step]) -> Hint | None:
         return None
     return Hint(
         "warning",
-        f"All advantages were 0 in {_span(run[-1], run[0])}: every group got one reward, so nothing is learned.",
+        f"All advantages were 0 in {_format_span(run[-1], run[0])}: every group got one reward, so nothing is learned.",
         "Choose problems that are neither solved always nor never, or use larger groups.",
         run[-1],
     )
 
 
-def _large_gradient(steps: Sequence[Step]) -> Hint | None:
-    known = _known(steps, "grad_norm")[-_MANY:]
+def _check_gradient(steps: Sequence[OptimizerStep]) -> Hint | None:
+    known = _list_known_values(steps, "grad_norm")[-_MANY:]
     if len(known) < 2 * _FEW:
         return None
     usual = median(value for _, value in known)
@@ -124,8 +124,8 @@ def _large_gradient(steps: Sequence[Step]) -> Hint | None:
     )
 
 
-def _far_from_sampler(steps: Sequence[Step]) -> Hint | None:
-    known = _known(steps, "kl_to_sampler")[-_FEW:]
+def _check_kl(steps: Sequence[OptimizerStep]) -> Hint | None:
+    known = _list_known_values(steps, "kl_to_sampler")[-_FEW:]
     if len(known) < _FEW or min(value for _, value in known) <= _MAX_KL or known[-1][1] <= known[0][1]:
         return None
     return Hint(
@@ -136,8 +136,8 @@ def _far_from_sampler(steps: Sequence[Step]) -> Hint | None:
     )
 
 
-def _much_clipped(steps: Sequence[Step]) -> Hint | None:
-    known = _known(steps, "clip_fraction")[-_FEW:]
+def _check_clipping(steps: Sequence[OptimizerStep]) -> Hint | None:
+    known = _list_known_values(steps, "clip_fraction")[-_FEW:]
     if len(known) < _FEW or min(value for _, value in known) <= _MAX_CLIPPED:
         return None
     return Hint(
@@ -148,27 +148,27 @@ def _much_clipped(steps: Sequence[Step]) -> Hint | None:
     )
 
 
-def _no_learning_rate(steps: Sequence[Step]) -> Hint | None:
-    known = _known(steps, "learning_rate")[-_FEW:]
+def _check_learning_rate(steps: Sequence[OptimizerStep]) -> Hint | None:
+    known = _list_known_values(steps, "learning_rate")[-_FEW:]
     if len(known) < min(_FEW, len(steps)) or not known or any(value for _, value in known):
         return None
     return Hint("warning", "The learning rate is 0: steps change nothing.", "Look at the schedule.", known[0][0])
 
 
-def _cut_samples(steps: Sequence[Step]) -> Hint | None:
-    known = _known(steps, "cut_share")[-_FEW:]
+def _check_cut_samples(steps: Sequence[OptimizerStep]) -> Hint | None:
+    known = _list_known_values(steps, "cut_share")[-_FEW:]
     if len(known) < _FEW or (share := sum(value for _, value in known) / len(known)) <= _MAX_CUT:
         return None
     return Hint(
         "warning",
-        f"{share:.0%} of the samples of {_span(known[0][0], known[-1][0])} were cut by max_tokens.",
+        f"{share:.0%} of the samples of {_format_span(known[0][0], known[-1][0])} were cut by max_tokens.",
         "Their rewards are those of unfinished answers: raise max_tokens, or reward shorter ones.",
         known[0][0],
     )
 
 
-def _certain(steps: Sequence[Step]) -> Hint | None:
-    known = _known(steps, "surprise")[-_FEW:]
+def _check_certainty(steps: Sequence[OptimizerStep]) -> Hint | None:
+    known = _list_known_values(steps, "surprise")[-_FEW:]
     if len(known) < _FEW or max(value for _, value in known) >= _MIN_SURPRISE:
         return None
     return Hint(
@@ -184,10 +184,10 @@ class _Slowness:
     usual_s: float
     recent_s: float
     waits: bool
-    first: Step
+    first: OptimizerStep
 
 
-def _slowness(steps: Sequence[Step]) -> _Slowness | None:
+def _measure_slowness(steps: Sequence[OptimizerStep]) -> _Slowness | None:
     done = [step for step in steps[-2 * _MANY :] if step.is_applied and step.passes][-_MANY:]
     if len(done) < 4 * _FEW:
         return None
@@ -199,14 +199,14 @@ def _slowness(steps: Sequence[Step]) -> _Slowness | None:
     return _Slowness(usual, recent, waited > (recent - usual) / 2, newest[0])
 
 
-def slow_since(steps: Sequence[Step]) -> float | None:
+def find_slow_since(steps: Sequence[OptimizerStep]) -> float | None:
     """Return when the steps began to wait for the device for longer than before; None if they do not."""
-    slow = _slowness(steps)
+    slow = _measure_slowness(steps)
     return slow.first.began_at if slow is not None and slow.waits else None
 
 
-def _slow(steps: Sequence[Step], others: Sequence[DeviceUser]) -> Hint | None:
-    slow = _slowness(steps)
+def _check_slowness(steps: Sequence[OptimizerStep], others: Sequence[DeviceUser]) -> Hint | None:
+    slow = _measure_slowness(steps)
     if slow is None:
         return None
     reason = "they wait for the device" if slow.waits else "their own passes take longer"
@@ -223,7 +223,7 @@ def _slow(steps: Sequence[Step], others: Sequence[DeviceUser]) -> Hint | None:
     )
 
 
-def _no_step(steps: Sequence[Step], now: float) -> Hint | None:
+def _check_idle(steps: Sequence[OptimizerStep], now: float) -> Hint | None:
     last = steps[-1]
     if last.is_applied or not last.passes or now - last.at < _IDLE_S:
         return None
@@ -235,14 +235,16 @@ def _no_step(steps: Sequence[Step], now: float) -> Hint | None:
     )
 
 
-def device_users(
+def find_device_users(
     tx: Session, since: float, model_id: ModelId, owner: str, may_see: Callable[[str], bool]
 ) -> Sequence[DeviceUser]:
     """Return the users of the device since a time other than a run of an owner, those who used it most first."""
-    return named_users(usage.totals(tx, None, since, ("owner", "model_id")), model_id, owner, may_see)
+    return sum_device_users(usage.read_totals(tx, None, since, ("owner", "model_id")), model_id, owner, may_see)
 
 
-def named_users(totals: Sequence[Total], model_id: str, owner: str, may_see: Callable[[str], bool]) -> list[DeviceUser]:
+def sum_device_users(
+    totals: Sequence[Total], model_id: str, owner: str, may_see: Callable[[str], bool]
+) -> list[DeviceUser]:
     """Add up device seconds by owner and model: other runs of the owner by their ids, other owners by their names.
 
     Those whose names the reader may not see are one user.

@@ -138,16 +138,18 @@ def remove(tx: Session, request_ids: Iterable[RequestId]) -> None:
     execute_in_batches(tx, _DELETE_GROUPS, request_ids)
 
 
-_IS_OF_STEP = (
+_HAS_STEP = (
     (col(KeptSampleRow.model_id) == bindparam("model_id"))
     & col(KeptSampleRow.step).is_not_distinct_from(bindparam("step", type_=BigInteger))
     & (col(KeptSampleRow.at) >= bindparam("since"))
 )
 
 
-def groups_of_step(tx: Session, model_id: str, step: int | None, owner: str, since: float = 0.0) -> list[RequestId]:
+def list_groups_of_step(
+    tx: Session, model_id: str, step: int | None, owner: str, since: float = 0.0
+) -> list[RequestId]:
     """Return the groups that are kept of an owner's samples from one step of a model since a time."""
-    wanted = select(col(KeptSampleRow.request_id)).distinct().where(_IS_OF_STEP, col(KeptSampleRow.owner) == owner)
+    wanted = select(col(KeptSampleRow.request_id)).distinct().where(_HAS_STEP, col(KeptSampleRow.owner) == owner)
     return list(execute(tx, wanted, {"model_id": model_id, "step": step, "since": since}).scalars())
 
 
@@ -166,7 +168,7 @@ _TRAINED = (
 )
 
 
-def find(tx: Session, owner: str, sequence_ids: Iterable[str]) -> set[str]:
+def find_kept(tx: Session, owner: str, sequence_ids: Iterable[str]) -> set[str]:
     """Return those of an owner's sequences that are kept."""
     return {sequence_id for (sequence_id,) in execute_in_batches(tx, _KEPT, sequence_ids, owner=owner)}
 
@@ -179,7 +181,7 @@ def record_training(tx: Session, model_id: ModelId, step: int, trained: Iterable
         execute(tx, _TRAINED, rows)
 
 
-def steps(tx: Session, model_id: str, owner: str | None, limit: int = 1000) -> list[tuple[int | None, int]]:
+def list_steps(tx: Session, model_id: str, owner: str | None, limit: int = 1000) -> list[tuple[int | None, int]]:
     """Return the newest steps of a model with kept samples and their number of groups, newest first.
 
     `owner` None means all owners. The step is None where it is unknown, and for base weights.
@@ -192,7 +194,7 @@ def steps(tx: Session, model_id: str, owner: str | None, limit: int = 1000) -> l
     return [(found, number) for found, number in execute(tx, wanted.order_by(step.desc().nulls_last()).limit(limit))]
 
 
-def of_step(
+def read_step(
     tx: Session,
     model_id: str,
     step: int | None,
@@ -205,26 +207,26 @@ def of_step(
 
     `owner` None means all owners; another one sees no group but its own. A step of None is that of base weights.
     """
-    wanted = select(col(KeptSampleRow.request_id)).distinct().where(_IS_OF_STEP).order_by(col(KeptSampleRow.request_id))
+    wanted = select(col(KeptSampleRow.request_id)).distinct().where(_HAS_STEP).order_by(col(KeptSampleRow.request_id))
     if owner is not None:
         wanted = wanted.where(col(KeptSampleRow.owner) == owner)
     if after is not None:
         wanted = wanted.where(col(KeptSampleRow.request_id) > after)
     parameters = {"model_id": model_id, "step": step, "since": 0.0}
-    return groups(tx, list(execute(tx, wanted.limit(limit), parameters).scalars()), owner=owner)
+    return read_groups(tx, list(execute(tx, wanted.limit(limit), parameters).scalars()), owner=owner)
 
 
-_OF_GROUPS = (
+_GROUP_ROWS = (
     select(*(getattr(KeptSampleRow, name) for name in KeptSampleRow.model_fields))
     .where(is_in_batch(col(KeptSampleRow.request_id)))
     .order_by(col(KeptSampleRow.request_id), col(KeptSampleRow.sample_index))
 )
 
 
-def groups(tx: Session, request_ids: Sequence[RequestId], *, owner: str | None) -> list[KeptGroup]:
+def read_groups(tx: Session, request_ids: Sequence[RequestId], *, owner: str | None) -> list[KeptGroup]:
     """Return those groups that are kept, by request id; `owner` None means any owner."""
     rows: dict[RequestId, list[Any]] = {}
-    for row in execute_in_batches(tx, _OF_GROUPS, request_ids):
+    for row in execute_in_batches(tx, _GROUP_ROWS, request_ids):
         if owner is None or row.owner == owner:
             rows.setdefault(row.request_id, []).append(row)
     return [
@@ -262,7 +264,7 @@ def expire(tx: Session, before: float, *, limit: int = MAX_ROWS) -> int:
     return execute(tx, delete(KeptSampleRow).where(col(KeptSampleRow.sequence_id).in_(old))).rowcount
 
 
-def superfluous(tx: Session, model_id: str, owner: str, max_bytes: int) -> list[RequestId]:
+def find_superfluous(tx: Session, model_id: str, owner: str, max_bytes: int) -> list[RequestId]:
     """Return the oldest groups of an owner and a model, without which the others take at most `max_bytes`."""
     at = func.max(col(KeptSampleRow.at))
     sizes = (
@@ -286,14 +288,14 @@ def remove_runs(tx: Session, model_ids: Sequence[ModelId]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class KeepDecision:
     """The decision about a new group. `replaced` is the group that it takes the place of."""
 
     is_kept: bool
     replaced: RequestId | None = None
 
 
-_LEFT_OUT = Choice(is_kept=False)
+_LEFT_OUT = KeepDecision(is_kept=False)
 
 
 @dataclass(slots=True)
@@ -307,20 +309,20 @@ class KeptGroups:
         default_factory=OrderedDict[tuple[str, Origin, int], list[RequestId]]
     )
 
-    def choose(self, owner: str, origin: Origin, request_id: RequestId, now: float) -> Choice:
+    def choose(self, owner: str, origin: Origin, request_id: RequestId, now: float) -> KeepDecision:
         """Decide about a group that is about to be written."""
         if not self.max_groups:
             return _LEFT_OUT
         chosen = self._read_chosen(owner, origin, now)
         if request_id in chosen:
-            return Choice(is_kept=True)
+            return KeepDecision(is_kept=True)
         replaced = None
         if len(chosen) >= self.max_groups:
             if request_id > chosen[-1]:
                 return _LEFT_OUT
             replaced = chosen.pop()
         insort(chosen, request_id)
-        return Choice(is_kept=True, replaced=replaced)
+        return KeepDecision(is_kept=True, replaced=replaced)
 
     def _read_chosen(self, owner: str, origin: Origin, now: float) -> list[RequestId]:
         since = 0 if origin.step is not None else int(now) // _PERIOD_S * _PERIOD_S
@@ -329,7 +331,7 @@ class KeptGroups:
             if len(self._chosen) >= _MAX_STEPS:
                 self._chosen.popitem(last=False)
             self._chosen[key] = sorted(
-                self.store.read(lambda tx: groups_of_step(tx, origin.model_id, origin.step, owner, since))
+                self.store.read(lambda tx: list_groups_of_step(tx, origin.model_id, origin.step, owner, since))
             )
         self._chosen.move_to_end(key)
         return self._chosen[key]

@@ -50,7 +50,7 @@ class LoggedRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Logged:
+class NewLoggedPoint:
     """Metrics of one step; None for NaN and infinity."""
 
     log_id: str
@@ -113,7 +113,7 @@ def open_run(
     return found
 
 
-def add_points(tx: Session, run: LoggedRunRow, points: Sequence[Logged], now: float) -> int:
+def add_points(tx: Session, run: LoggedRunRow, points: Sequence[NewLoggedPoint], now: float) -> int:
     """Append points to a logged run and return how many are new; one whose `log_id` is known is a retry."""
     run_id = run.logged_run_id
     assert run_id is not None
@@ -186,16 +186,16 @@ def list_runs(
 def read_points(tx: Session, logged_run_ids: Sequence[int], *, after: int = 0, limit: int = 1000) -> list[LoggedPoint]:
     """Return points of these runs after a position, in order of arrival."""
     wanted = _POINTS.where(col(LoggedPointRow.logged_run_id).in_(logged_run_ids), col(LoggedPointRow.position) > after)
-    return _points(tx, wanted.order_by(col(LoggedPointRow.position)).limit(limit))
+    return _select_points(tx, wanted.order_by(col(LoggedPointRow.position)).limit(limit))
 
 
-def last_points(tx: Session, logged_run_ids: Sequence[int], *, limit: int) -> list[LoggedPoint]:
+def read_last_points(tx: Session, logged_run_ids: Sequence[int], *, limit: int) -> list[LoggedPoint]:
     """Return the last points of these runs, in order of arrival."""
     wanted = _POINTS.where(col(LoggedPointRow.logged_run_id).in_(logged_run_ids))
-    return _points(tx, wanted.order_by(col(LoggedPointRow.position).desc()).limit(limit))[::-1]
+    return _select_points(tx, wanted.order_by(col(LoggedPointRow.position).desc()).limit(limit))[::-1]
 
 
-def _points(tx: Session, wanted: Executable) -> list[LoggedPoint]:
+def _select_points(tx: Session, wanted: Executable) -> list[LoggedPoint]:
     return [
         LoggedPoint(position=position, project=project, run=name, step=step, at=at, values=values)
         for position, project, name, step, at, values in execute(tx, wanted)
@@ -208,7 +208,7 @@ def read_points_of_model(tx: Session, model_id: ModelId, *, after: int = 0, limi
     return read_points(tx, run_ids, after=after, limit=limit)
 
 
-def last_step(tx: Session, logged_run_id: int) -> int | None:
+def get_last_step(tx: Session, logged_run_id: int) -> int | None:
     """Return the largest step of a logged run; None without points."""
     wanted = select(func.max(col(LoggedPointRow.step))).where(col(LoggedPointRow.logged_run_id) == logged_run_id)
     return execute(tx, wanted).scalar_one()

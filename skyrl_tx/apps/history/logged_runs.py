@@ -11,21 +11,21 @@ from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.store import models
 
 
-def visible(tx: Session, caller: Principal, logged_run_id: int) -> LoggedRunRow:
+def find_logged_run(tx: Session, caller: Principal, logged_run_id: int) -> LoggedRunRow:
     """Find a logged run. Raises ApiError 404 if the caller has none of this id."""
     row = logged.get_run(tx, logged_run_id)
-    if row is None or not caller.acts_for(row.owner):
+    if row is None or not caller.can_act_for(row.owner):
         raise not_found(f"logged run {logged_run_id} does not exist")
     return row
 
 
-def join(tx: Session, caller: Principal, logged_run_id: int, run_id: str | None) -> None:
+def join_logged_run(tx: Session, caller: Principal, logged_run_id: int, run_id: str | None) -> None:
     """Join a logged run to a training run of the same owner, or with None to none. Raises ApiError 400 or 404."""
-    row = visible(tx, caller, logged_run_id)
+    row = find_logged_run(tx, caller, logged_run_id)
     if run_id is None:
         logged.set_model(tx, row, None)
         return
-    model_id = access.model(tx, caller, ModelId(run_id)).model_id
-    if models.owner(tx, model_id) != row.owner:
+    model_id = access.find_model(tx, caller, ModelId(run_id)).model_id
+    if models.get_owner(tx, model_id) != row.owner:
         raise bad_request(f"training_run_id {model_id!r}: it belongs to another owner than the logged run")
     logged.set_model(tx, row, model_id)

@@ -17,7 +17,7 @@ from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import ModelPass, Sample, SampledSpan
 from skyrl_tx.contract.results import ForwardBackwardOutput, OptimStepOutput, SampleOutput
 from skyrl_tx.engine.activity import DeviceTime
-from skyrl_tx.engine.extension import Bound, EngineExtension, ResultObserver, RetentionClock, RetentionRule
+from skyrl_tx.engine.extension import EngineExtension, ResultObserver, RetentionClock, RetentionRule, RowLimit
 from skyrl_tx.engine.request_log import ObserverRows, QueuedRequest
 from skyrl_tx.engine.residency import LiveModel
 from skyrl_tx.engine.settings import EngineSettings
@@ -36,23 +36,25 @@ class HistoryObserver(ResultObserver):
     store: Store
     settings: EngineSettings
     _groups: KeptGroups = field(init=False)
-    _points: Bound[ModelId] = field(init=False)
-    _samples: Bound[tuple[str, str]] = field(init=False)
+    _points: RowLimit[ModelId] = field(init=False)
+    _samples: RowLimit[tuple[str, str]] = field(init=False)
     """By model and owner."""
 
     def __post_init__(self) -> None:
         self._groups = KeptGroups(self.store, self.settings.keep_samples)
-        self._points = Bound(
-            find_superfluous=lambda tx, model_id: points.superfluous(tx, model_id),
+        self._points = RowLimit(
+            find_superfluous=lambda tx, model_id: points.find_superfluous(tx, model_id),
             remove=points.remove,
         )
-        self._samples = Bound(
-            find_superfluous=lambda tx, key: kept_samples.superfluous(tx, *key, self.settings.max_kept_sample_bytes),
+        self._samples = RowLimit(
+            find_superfluous=lambda tx, key: kept_samples.find_superfluous(
+                tx, *key, self.settings.max_kept_sample_bytes
+            ),
             remove=kept_samples.remove,
         )
 
     @property
-    def bounds(self) -> Sequence[Bound[Any]]:
+    def row_limits(self) -> Sequence[RowLimit[Any]]:
         """The points of a run, and the kept samples of one owner from one model."""
         return self._points, self._samples
 
@@ -64,7 +66,7 @@ class HistoryObserver(ResultObserver):
         assert request is not None
         self._points.grown.add(model.model_id)
 
-        def rows(tx: Session, now: float) -> None:
+        def write_rows(tx: Session, now: float) -> None:
             point = Point(
                 position=queued.position,
                 model_id=model.model_id,
@@ -80,11 +82,11 @@ class HistoryObserver(ResultObserver):
             )
             points.add(tx, point)
             if request.backward and not isinstance(request.sampled, UnsetType) and self.settings.keep_samples:
-                kept = kept_samples.find(tx, queued.owner, {span.sequence_id for span in request.sampled})
-                trained = _trained_sequences(request, request.sampled, output, kept)
+                kept = kept_samples.find_kept(tx, queued.owner, {span.sequence_id for span in request.sampled})
+                trained = _describe_trained_sequences(request, request.sampled, output, kept)
                 kept_samples.record_training(tx, model.model_id, step, trained)
 
-        return rows
+        return write_rows
 
     def observe_step(
         self, queued: QueuedRequest, model: LiveModel, output: OptimStepOutput, time: DeviceTime
@@ -93,7 +95,7 @@ class HistoryObserver(ResultObserver):
         step = model.num_steps
         self._points.grown.add(model.model_id)
 
-        def rows(tx: Session, now: float) -> None:
+        def write_rows(tx: Session, now: float) -> None:
             point = Point(
                 position=queued.position,
                 model_id=model.model_id,
@@ -109,7 +111,7 @@ class HistoryObserver(ResultObserver):
             )
             points.add(tx, point)
 
-        return rows
+        return write_rows
 
     def observe_sample(
         self, queued: QueuedRequest, request: Sample, output: SampleOutput, origin: Origin, now: float, device_s: float
@@ -119,19 +121,19 @@ class HistoryObserver(ResultObserver):
         is_scoring = request.options.wants_prompt and (request.params.max_tokens or 0) == 1
         if is_scoring or request.is_private is True:
             return None
-        sampled = None if origin.step is None else _sums(origin.step, request, output)
+        sampled = None if origin.step is None else _sum_samples(origin.step, request, output)
         group, replaced = self._choose_group(queued, request, output, origin, now)
         if sampled is None and group is None:
             return None
 
-        def rows(tx: Session, now: float) -> None:
+        def write_rows(tx: Session, now: float) -> None:
             if sampled is not None:
                 points.add_sampled(tx, origin.model_id, queued.owner, sampled)
             if group is not None:
                 kept_samples.remove(tx, replaced)
                 kept_samples.add(tx, group, now)
 
-        return rows
+        return write_rows
 
     def _choose_group(
         self, queued: QueuedRequest, request: Sample, output: SampleOutput, origin: Origin, now: float
@@ -167,7 +169,7 @@ class HistoryObserver(ResultObserver):
         return group, [] if choice.replaced is None else [choice.replaced]
 
 
-def _sums(step: int, request: Sample, output: SampleOutput) -> SampledStep:
+def _sum_samples(step: int, request: Sample, output: SampleOutput) -> SampledStep:
     """Return what a request adds to the sums of its step."""
     is_scored = request.params.temperature >= _MIN_TEMPERATURE
     tokens = sum(sequence.tokens.size for sequence in output.sequences)
@@ -183,7 +185,7 @@ def _sums(step: int, request: Sample, output: SampleOutput) -> SampledStep:
     )
 
 
-def _trained_sequences(
+def _describe_trained_sequences(
     request: ModelPass, spans: Sequence[SampledSpan], output: ForwardBackwardOutput, kept: Collection[str]
 ) -> Iterator[TrainedSequence]:
     """Yield the mean advantage of each kept sequence, and how far its log-probabilities moved since it was sampled."""
@@ -201,10 +203,10 @@ def _trained_sequences(
                 advantages.append(advantage[of_span])
             if (sampled := inputs.get("logprobs")) is not None and sampled.shape == trained.shape:
                 differences.append(sampled[of_span] - trained[of_span])
-        yield TrainedSequence(sequence_id=sequence_id, advantage=_mean(advantages), kl=_mean(differences))
+        yield TrainedSequence(sequence_id=sequence_id, advantage=_average(advantages), kl=_average(differences))
 
 
-def _mean(parts: Sequence[NumberArray]) -> float | None:
+def _average(parts: Sequence[NumberArray]) -> float | None:
     """Return the mean of all values; None if there are none, or if it is not finite."""
     values = np.concatenate(parts) if parts else np.empty(0)
     mean = float(values.mean(dtype=np.float64)) if values.size else math.nan

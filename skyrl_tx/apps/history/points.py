@@ -11,10 +11,10 @@ from typing import Any
 from sqlalchemy import bindparam, delete, func, insert, select
 from sqlmodel import Session, col
 
-from skyrl_tx.apps.history.tables import PointKind, RunPointRow, SampledStepRow, numbers_text
+from skyrl_tx.apps.history.tables import PointKind, RunPointRow, SampledStepRow, encode_numbers
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
-from skyrl_tx.store.prepared import Prepared, adding_to_sums
+from skyrl_tx.store.prepared import PreparedStatement, make_upsert_builder
 
 MAX_POINTS = 200_000
 """Points of one run; beyond that, half of the steps in its older half are dropped."""
@@ -50,13 +50,13 @@ class SampledStep:
 
 
 _NAMES = tuple(Point.__dataclass_fields__)
-_INSERT = Prepared(lambda _: insert(RunPointRow), _NAMES)
+_INSERT = PreparedStatement(lambda _: insert(RunPointRow), _NAMES)
 
 
 def add(tx: Session, point: Point) -> None:
     """Insert a point. Values that are not finite become null."""
     row = {name: getattr(point, name) for name in _NAMES}
-    _INSERT.execute(tx, {**row, "values": numbers_text(point.values)})
+    _INSERT.execute(tx, {**row, "values": encode_numbers(point.values)})
 
 
 _COLUMNS = tuple(getattr(RunPointRow, name) for name in _NAMES)
@@ -74,35 +74,35 @@ _NEWEST = (
 )
 
 
-def series(tx: Session, model_id: ModelId, after_position: int = 0, limit: int = 10_000) -> list[Point]:
+def read_points(tx: Session, model_id: ModelId, after_position: int = 0, limit: int = 10_000) -> list[Point]:
     """Return at most `limit` points of a run after a position, in order of arrival.
 
     A pass may be completed after one that arrived later, for requests without a sequence number or for forward passes.
     A reader that polls therefore sees a late point only in a new series.
     """
-    return _points(execute(tx, _SERIES, {"model_id": model_id, "after": after_position, "limit": limit}))
+    return _make_points(execute(tx, _SERIES, {"model_id": model_id, "after": after_position, "limit": limit}))
 
 
-def newest(tx: Session, model_id: ModelId, limit: int, kind: PointKind | None = None) -> list[Point]:
+def read_newest(tx: Session, model_id: ModelId, limit: int, kind: PointKind | None = None) -> list[Point]:
     """Return the last points of a run, of one kind or of all, in order of arrival."""
     wanted = _NEWEST if kind is None else _NEWEST.where(col(RunPointRow.kind) == kind)
-    return _points(execute(tx, wanted, {"model_id": model_id, "limit": limit}))[::-1]
+    return _make_points(execute(tx, wanted, {"model_id": model_id, "limit": limit}))[::-1]
 
 
-def of_step(tx: Session, model_id: ModelId, first_step: int, last_step: int, limit: int = 10_000) -> list[Point]:
+def read_steps(tx: Session, model_id: ModelId, first_step: int, last_step: int, limit: int = 10_000) -> list[Point]:
     """Return the points whose `step` is in a range, in order of arrival.
 
     The passes of step n have `step` n - 1, because that many steps were taken before them.
     """
     is_in_range = col(RunPointRow.step).between(first_step, last_step)
-    return _points(execute(tx, _SERIES.where(is_in_range), {"model_id": model_id, "after": -1, "limit": limit}))
+    return _make_points(execute(tx, _SERIES.where(is_in_range), {"model_id": model_id, "after": -1, "limit": limit}))
 
 
-def _points(rows: Iterable[Any]) -> list[Point]:
+def _make_points(rows: Iterable[Any]) -> list[Point]:
     return [Point(**row._mapping) for row in rows]
 
 
-def superfluous(tx: Session, model_id: ModelId, most: int = MAX_POINTS) -> list[int]:
+def find_superfluous(tx: Session, model_id: ModelId, most: int = MAX_POINTS) -> list[int]:
     """Return the positions of every second step in the older half of a run with more than `most` points.
 
     Whole steps go, so that the curves of passes and of steps stay complete for the others.
@@ -138,7 +138,7 @@ _SUM_KEY = ("model_id", "step", "owner")
 _SUM_COLUMNS = tuple(name for name in _SUM_NAMES if name not in _SUM_KEY)
 
 
-_ADD_SUMS = Prepared(adding_to_sums(SampledStepRow, _SUM_KEY, _SUM_COLUMNS), (*_SUM_KEY, *_SUM_COLUMNS))
+_ADD_SUMS = PreparedStatement(make_upsert_builder(SampledStepRow, _SUM_KEY, _SUM_COLUMNS), (*_SUM_KEY, *_SUM_COLUMNS))
 
 
 def add_sampled(tx: Session, model_id: str, owner: str, sampled: SampledStep) -> None:

@@ -13,14 +13,14 @@ from sqlmodel import Session
 
 from skyrl_tx.apps.history import logged, logged_runs, schemas, session_trace
 from skyrl_tx.apps.history import points as stored_points
-from skyrl_tx.apps.history.client_metrics import metrics_of_model, store_metrics
-from skyrl_tx.apps.history.logged import Logged, LoggedPoint
+from skyrl_tx.apps.history.client_metrics import make_metrics_of_model, store_metrics
+from skyrl_tx.apps.history.logged import LoggedPoint, NewLoggedPoint
 from skyrl_tx.apps.history.points import Point
 from skyrl_tx.apps.history.session_trace import MAX_SLICES
 from skyrl_tx.apps.history.tables import LoggedRunRow
-from skyrl_tx.apps.history.timeline import Group, session_groups
+from skyrl_tx.apps.history.timeline import TimelineGroup, read_session_groups
 from skyrl_tx.contract.ids import ModelId, SessionId
-from skyrl_tx.server.context import AccessScope, ApiContext, Incoming, Limit, Offset, base_url, get_context
+from skyrl_tx.server.context import AccessScope, ApiContext, Incoming, Limit, Offset, get_base_url, get_context
 from skyrl_tx.server.errors import ApiError, bad_request
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import Principal
@@ -38,34 +38,34 @@ LoggedRunId = Annotated[int, Path(ge=0, lt=2**63)]
 @router.post("/training_runs/{run_id}/metrics")
 def log_metrics(run_id: str, call: Incoming) -> dict[str, bool]:
     """Store metrics of one step of a training run; `is_new` is false for a retry."""
-    request = call.body.model(schemas.LogMetricsRequest)
+    request = call.body.parse_model(schemas.LogMetricsRequest)
     model_id = ModelId(run_id)
 
     def find_owner(tx: Session) -> str:
-        row = access.model(tx, call.caller, model_id)
-        return models.owner(tx, row.model_id) or call.caller.owner
+        row = access.find_model(tx, call.caller, model_id)
+        return models.get_owner(tx, row.model_id) or call.caller.owner
 
     log_id = request.log_id or call.idempotency_key or secrets.token_hex(16)
-    point = Logged(log_id=log_id[: schemas.MAX_NAME_LENGTH], step=request.step, values=request.metrics)
-    metrics = metrics_of_model(call.store.read(find_owner), model_id, [point])
+    point = NewLoggedPoint(log_id=log_id[: schemas.MAX_NAME_LENGTH], step=request.step, values=request.metrics)
+    metrics = make_metrics_of_model(call.store.read(find_owner), model_id, [point])
     return {"is_new": store_metrics(call.store, metrics, time.time()) > 0}
 
 
 @router.get("/training_runs/{run_id}/metrics")
 def get_metrics(run_id: str, call: Incoming, cursor: str = "0-0", limit: PageSize = 1000) -> schemas.MetricsResponse:
     """Return the points of a training run after a cursor: one of each request, and what clients logged."""
-    after, logged_after = _positions(cursor)
+    after, logged_after = _parse_cursor(cursor)
 
     def work(tx: Session) -> schemas.MetricsResponse:
-        model_id = access.visible_run(tx, call.caller, ModelId(run_id)).model_id
-        points = stored_points.series(tx, model_id, after, limit)
+        model_id = access.find_visible_run(tx, call.caller, ModelId(run_id)).model_id
+        points = stored_points.read_points(tx, model_id, after, limit)
         found = logged.read_points_of_model(tx, model_id, after=logged_after, limit=limit)
         last = points[-1].position if points else after
         last_logged = found[-1].position if found else logged_after
         return schemas.MetricsResponse(
             training_run_id=model_id,
-            points=[_run_point(row) for row in points],
-            logged=[_logged_metrics(point) for point in found],
+            points=[_describe_point(row) for row in points],
+            logged=[_describe_logged_point(point) for point in found],
             cursor=f"{last}-{last_logged}",
             has_more=limit in (len(points), len(found)),
         )
@@ -86,7 +86,7 @@ def list_logged_runs(
 
     def work(tx: Session) -> schemas.LoggedRunsResponse:
         rows = logged.list_runs(tx, owner, project=project, limit=limit, offset=offset)
-        return schemas.LoggedRunsResponse(logged_runs=[_logged_run(row) for row in rows])
+        return schemas.LoggedRunsResponse(logged_runs=[_describe_logged_run(row) for row in rows])
 
     return call.store.read(work)
 
@@ -98,10 +98,10 @@ def get_logged_metrics(
     """Return the points of a logged run after a cursor."""
 
     def work(tx: Session) -> schemas.LoggedMetricsResponse:
-        logged_runs.visible(tx, call.caller, logged_run_id)
+        logged_runs.find_logged_run(tx, call.caller, logged_run_id)
         found = logged.read_points(tx, [logged_run_id], after=cursor, limit=limit)
         return schemas.LoggedMetricsResponse(
-            logged=[_logged_metrics(point) for point in found],
+            logged=[_describe_logged_point(point) for point in found],
             cursor=found[-1].position if found else cursor,
             has_more=len(found) == limit,
         )
@@ -112,9 +112,9 @@ def get_logged_metrics(
 @router.put("/logged_runs/{logged_run_id}/training_run")
 def join_training_run(logged_run_id: LoggedRunId, call: Incoming) -> dict[str, str | None]:
     """Join a logged run to a training run of the same owner, or separate them."""
-    run_id = call.body.model(schemas.JoinRunRequest).training_run_id
+    run_id = call.body.parse_model(schemas.JoinRunRequest).training_run_id
 
-    call.store.write(lambda tx: logged_runs.join(tx, call.caller, logged_run_id, run_id))
+    call.store.write(lambda tx: logged_runs.join_logged_run(tx, call.caller, logged_run_id, run_id))
     return {"training_run_id": run_id}
 
 
@@ -126,18 +126,18 @@ class TraceExport(Response):
 
 
 @router.get("/sessions/{session_id}/trace_export")
-def trace_export(session_id: str, call: Incoming, request: Request) -> TraceExport:
+def get_trace_export(session_id: str, call: Incoming, request: Request) -> TraceExport:
     """Return a signed URL of a session's timeline as a Perfetto trace."""
-    found = call.store.read(lambda tx: access.visible_session(tx, call.caller, SessionId(session_id)))
-    return TraceExport(url=trace_url(call.context, call.caller, request, found.session_id))
+    found = call.store.read(lambda tx: access.find_visible_session(tx, call.caller, SessionId(session_id)))
+    return TraceExport(url=make_trace_url(call.context, call.caller, request, found.session_id))
 
 
-def trace_url(context: ApiContext, caller: Principal, request: Request, session_id: SessionId) -> str:
+def make_trace_url(context: ApiContext, caller: Principal, request: Request, session_id: SessionId) -> str:
     """Return a signed URL of the trace of a session that the caller may see."""
     expires = int(time.time() + context.settings.download_url_ttl_s)
     signature = context.signing_key.sign(_PURPOSE, session_id, str(expires), str(caller.key_id))
     key = "" if caller.key_id is None else f"&key={caller.key_id}"
-    base = base_url(context.settings, request)
+    base = get_base_url(context.settings, request)
     return f"{base}/api/v1/traces/{session_id}?expires={expires}{key}&signature={signature}"
 
 
@@ -156,17 +156,17 @@ def fetch_trace(
         raise ApiError(HTTPStatus.FORBIDDEN, "this URL has expired; ask for a new one")
     now = time.time()
 
-    def work(tx: Session) -> tuple[str, list[Group]]:
-        asker = context.authenticator.find_key(tx, key)
+    def work(tx: Session) -> tuple[str, list[TimelineGroup]]:
+        asker = context.authenticator.find_key_principal(tx, key)
         if asker is None:
             raise ApiError(HTTPStatus.FORBIDDEN, "the API key with which this URL was made was revoked or has expired")
-        found = access.visible_session(tx, asker, SessionId(session_id))
+        found = access.find_visible_session(tx, asker, SessionId(session_id))
         row = sessions.get(tx, found.session_id)
         title = found.session_id if row is None or not row.display_name else row.display_name
-        return title, session_groups(tx, found.session_id, now, MAX_SLICES)
+        return title, read_session_groups(tx, found.session_id, now, MAX_SLICES)
 
     title, groups = context.store.read(work)
-    parts: Iterator[bytes] = session_trace.trace_parts(title, groups)
+    parts: Iterator[bytes] = session_trace.encode_trace(title, groups)
     first = next(parts)  # an error here becomes a status
     headers = {
         "content-disposition": f'attachment; filename="{session_id}.pftrace"',
@@ -176,7 +176,7 @@ def fetch_trace(
     return StreamingResponse(chain([first], parts), HTTPStatus.OK, headers, "application/octet-stream")
 
 
-def _positions(cursor: str) -> tuple[int, int]:
+def _parse_cursor(cursor: str) -> tuple[int, int]:
     """Parse a cursor: the last position of each list. Raises ApiError 400."""
     parts = cursor.split("-")
     if len(parts) != 2 or not all(part.isascii() and part.isdigit() and len(part) <= 18 for part in parts):
@@ -184,7 +184,7 @@ def _positions(cursor: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
-def _run_point(row: Point) -> schemas.RunPoint:
+def _describe_point(row: Point) -> schemas.RunPoint:
     return schemas.RunPoint(
         kind=row.kind,
         step=row.step,
@@ -198,13 +198,13 @@ def _run_point(row: Point) -> schemas.RunPoint:
     )
 
 
-def _logged_metrics(point: LoggedPoint) -> schemas.LoggedMetrics:
+def _describe_logged_point(point: LoggedPoint) -> schemas.LoggedMetrics:
     return schemas.LoggedMetrics(
         project=point.project, run=point.run, step=point.step, at=point.at, metrics=dict(point.values)
     )
 
 
-def _logged_run(row: LoggedRunRow) -> schemas.LoggedRunResponse:
+def _describe_logged_run(row: LoggedRunRow) -> schemas.LoggedRunResponse:
     return schemas.LoggedRunResponse(
         logged_run_id=row.logged_run_id or 0,
         project=row.project,

@@ -10,15 +10,15 @@ from dataclasses import asdict, dataclass
 from sqlmodel import Session
 
 from skyrl_tx.apps.history import logged, points
-from skyrl_tx.apps.history.curves import newest_steps, with_samples
-from skyrl_tx.apps.history.hints import Hint, device_users, hints, slow_since
+from skyrl_tx.apps.history.curves import add_samples, fold_newest_points
+from skyrl_tx.apps.history.hints import Hint, find_device_users, find_hints, find_slow_since
 from skyrl_tx.apps.history.logged import LoggedPoint
 from skyrl_tx.apps.history.points import Point
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.launch.command import CommandError
-from skyrl_tx.launch.command_line import Record, open_database, table, when
+from skyrl_tx.launch.command_line import Record, format_table, format_time, open_database
 from skyrl_tx.store import checkpoints, models, sessions
 from skyrl_tx.store.tables import CheckpointRow, ModelRow
 
@@ -32,7 +32,7 @@ _WIDTH = 40
 _NO_VALUE = "·"
 _MAX_CURVES = 12
 
-Curve = Sequence[tuple[int, float | None]]
+CurvePoints = Sequence[tuple[int, float | None]]
 """Steps and values; None for NaN and infinity."""
 
 
@@ -41,7 +41,7 @@ class RunReport:
     """A run with its curves and checkpoints."""
 
     summary: Record
-    curves: Mapping[str, Curve]
+    curves: Mapping[str, CurvePoints]
     checkpoints: Sequence[Record]
     hints: Sequence[Hint] = ()
 
@@ -59,7 +59,7 @@ def show(arguments: argparse.Namespace) -> None:
             )
         )
     else:
-        print(*report_lines(report), sep="\n")
+        print(*format_report(report), sep="\n")
 
 
 def read_report(tx: Session, model_id: ModelId) -> RunReport:
@@ -67,46 +67,48 @@ def read_report(tx: Session, model_id: ModelId) -> RunReport:
     row = models.get(tx, model_id)
     if row is None:
         raise CommandError(f"{model_id!r}: there is no such run; `skyrl-tx runs list` shows all")
-    found = points.newest(tx, model_id, MAX_POINTS)
-    values = _newest_logged(tx, model_id)
-    saved = checkpoints.list_of_run(tx, model_id, time.time())
+    found = points.read_newest(tx, model_id, MAX_POINTS)
+    values = _read_newest_logged(tx, model_id)
+    saved = checkpoints.list_by_run(tx, model_id, time.time())
     return RunReport(
-        summary=_summary(tx, row, found),
-        curves=curves_of(found, values),
-        checkpoints=list(map(_checkpoint, saved)),
-        hints=_hints(tx, model_id, found),
+        summary=_make_summary(tx, row, found),
+        curves=make_curves(found, values),
+        checkpoints=list(map(_make_checkpoint_record, saved)),
+        hints=_find_hints(tx, model_id, found),
     )
 
 
-def _hints(tx: Session, model_id: ModelId, found: Sequence[Point]) -> Sequence[Hint]:
+def _find_hints(tx: Session, model_id: ModelId, found: Sequence[Point]) -> Sequence[Hint]:
     """Return the warnings of the run's page, as an admin sees them."""
-    owner = models.owner(tx, model_id) or ""
+    owner = models.get_owner(tx, model_id) or ""
     sampled = {each.step + 1: each for each in points.read_sampled(tx, model_id, owner, limit=MAX_POINTS)}
-    steps = [with_samples(step, sampled[step.step]) if step.step in sampled else step for step in newest_steps(found)]
-    since = slow_since(steps)
-    users = () if since is None else device_users(tx, since, model_id, owner, lambda _: True)
-    return hints(steps, time.time(), users)
+    steps = [
+        add_samples(step, sampled[step.step]) if step.step in sampled else step for step in fold_newest_points(found)
+    ]
+    since = find_slow_since(steps)
+    users = () if since is None else find_device_users(tx, since, model_id, owner, lambda _: True)
+    return find_hints(steps, time.time(), users)
 
 
-def last_loss(found: Iterable[Point]) -> float | None:
+def get_last_loss(found: Iterable[Point]) -> float | None:
     """Return the loss of the last step that has one, of all its passes, with six digits."""
-    curve = _losses(found)
+    curve = _sum_losses(found)
     return None if not curve or curve[-1][1] is None else float(f"{curve[-1][1]:.6g}")
 
 
-def curves_of(found: Sequence[Point], values: Iterable[LoggedPoint]) -> dict[str, Curve]:
+def make_curves(found: Sequence[Point], values: Iterable[LoggedPoint]) -> dict[str, CurvePoints]:
     """Return the curves of a run by name: loss, gradient norm, then what clients logged."""
     norms = [
         (row.step, row.values[GRADIENT_NORM]) for row in found if row.kind == "step" and GRADIENT_NORM in row.values
     ]
-    curves: dict[str, list[tuple[int, float | None]]] = {LOSS_CURVE: _losses(found), "gradient norm": norms}
+    curves: dict[str, list[tuple[int, float | None]]] = {LOSS_CURVE: _sum_losses(found), "gradient norm": norms}
     for point in values:
         for name, value in point.values.items():
             curves.setdefault(name, []).append((point.step, value))
     return {name: curve for name, curve in curves.items() if curve}
 
 
-def sparkline(values: Sequence[float | None], width: int = _WIDTH) -> str:
+def draw_sparkline(values: Sequence[float | None], width: int = _WIDTH) -> str:
     """Draw values with block characters, averaged to at most `width`; a dot stands for values that are not finite."""
     count = min(width, len(values))
     means: list[float | None] = []
@@ -118,10 +120,10 @@ def sparkline(values: Sequence[float | None], width: int = _WIDTH) -> str:
     if not finite:
         return _NO_VALUE * count
     low, high = min(finite), max(finite)
-    return "".join(_NO_VALUE if mean is None else _block(mean, low, high) for mean in means)
+    return "".join(_NO_VALUE if mean is None else _choose_block(mean, low, high) for mean in means)
 
 
-def _block(value: float, low: float, high: float) -> str:
+def _choose_block(value: float, low: float, high: float) -> str:
     half_range = high / 2 - low / 2  # halves: the range of two floats may not be a float
     if half_range == 0:  # equal, or next to each other
         return _BLOCKS[len(_BLOCKS) // 2 - 1]
@@ -129,42 +131,46 @@ def _block(value: float, low: float, high: float) -> str:
     return _BLOCKS[min(len(_BLOCKS) - 1, int(share * len(_BLOCKS)))]
 
 
-def report_lines(report: RunReport) -> Iterator[str]:
+def format_report(report: RunReport) -> Iterator[str]:
     """Yield the lines of a report for people. Text of clients is shown without control characters."""
     width = max(map(len, report.summary))
     for name, value in report.summary.items():
-        yield f"{name.replace('_', ' '):<{width}}  {_printable(value)}"
+        yield f"{name.replace('_', ' '):<{width}}  {_format_value(value)}"
     if report.hints:
         yield ""
     for hint in report.hints:
-        yield f"{hint.level}: {_printable(hint.text)} {_printable(hint.advice)}"
+        yield f"{hint.level}: {_format_value(hint.text)} {_format_value(hint.advice)}"
     if report.curves:
         yield ""
-        yield from table([_curve_record(name, curve) for name, curve in list(report.curves.items())[:_MAX_CURVES]])
+        yield from format_table(
+            [_make_curve_record(name, curve) for name, curve in list(report.curves.items())[:_MAX_CURVES]]
+        )
         if len(report.curves) > _MAX_CURVES:
             yield f"and {len(report.curves) - _MAX_CURVES} more metrics; --json prints all"
     if report.checkpoints:
         yield ""
-        yield from table([{name: _printable(value) for name, value in row.items()} for row in report.checkpoints])
+        yield from format_table(
+            [{name: _format_value(value) for name, value in row.items()} for row in report.checkpoints]
+        )
 
 
-def _curve_record(name: str, curve: Curve) -> Record:
+def _make_curve_record(name: str, curve: CurvePoints) -> Record:
     values = [value for _, value in curve]
     return {
-        "metric": _printable(name),
-        "first": _number(values[0]),
-        "curve": sparkline(values),
-        "last": _number(values[-1]),
+        "metric": _format_value(name),
+        "first": _format_number(values[0]),
+        "curve": draw_sparkline(values),
+        "last": _format_number(values[-1]),
         "step": curve[-1][0],
     }
 
 
-def _printable(value: object) -> str:
+def _format_value(value: object) -> str:
     text = "-" if value is None else str(value)
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def _summary(tx: Session, row: ModelRow, found: Sequence[Point]) -> Record:
+def _make_summary(tx: Session, row: ModelRow, found: Sequence[Point]) -> Record:
     spec = codec.decode(row.spec)
     assert isinstance(spec, ModelSpec)
     session = sessions.get(tx, row.session_id)
@@ -178,33 +184,35 @@ def _summary(tx: Session, row: ModelRow, found: Sequence[Point]) -> Record:
         "base_model": row.base_model,
         "rank": spec.lora.rank,
         "loaded_from": row.loaded_from,
-        "created": when(row.created_at),
-        "last_used": when(row.last_request_at),
+        "created": format_time(row.created_at),
+        "last_used": format_time(row.last_request_at),
         "step": row.num_steps,
-        "loss": last_loss(found),
+        "loss": get_last_loss(found),
         "incomplete_gradient": row.poisoned_by,
-        "deleted": when(row.deleted_at),
+        "deleted": format_time(row.deleted_at),
     }
 
 
-def _checkpoint(row: CheckpointRow) -> Record:
+def _make_checkpoint_record(row: CheckpointRow) -> Record:
     return {
         "path": str(row.path),
         "step": row.step,
-        "made": when(row.created_at),
-        "expires": when(row.expires_at),
+        "made": format_time(row.created_at),
+        "expires": format_time(row.expires_at),
         "bytes": row.size_bytes,
         "copied_from": row.copied_from,
     }
 
 
-def _newest_logged(tx: Session, model_id: ModelId) -> list[LoggedPoint]:
+def _read_newest_logged(tx: Session, model_id: ModelId) -> list[LoggedPoint]:
     """Return the newest points that clients logged for a run, by step."""
     run_ids = [row.logged_run_id for row in logged.list_runs(tx, None, model_id=model_id) if row.logged_run_id]
-    return sorted(logged.last_points(tx, run_ids, limit=MAX_POINTS), key=lambda point: (point.step, point.position))
+    return sorted(
+        logged.read_last_points(tx, run_ids, limit=MAX_POINTS), key=lambda point: (point.step, point.position)
+    )
 
 
-def _losses(found: Iterable[Point]) -> list[tuple[int, float | None]]:
+def _sum_losses(found: Iterable[Point]) -> list[tuple[int, float | None]]:
     """Return the loss of each step: the sum over the passes that its optimizer step used."""
     losses: dict[int, float | None] = {}
     for row in found:
@@ -214,5 +222,5 @@ def _losses(found: Iterable[Point]) -> list[tuple[int, float | None]]:
     return list(losses.items())
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"

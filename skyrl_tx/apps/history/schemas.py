@@ -17,14 +17,14 @@ MAX_STEP = 2**53
 Values = dict[str, float | None]
 
 
-def _few_metrics(value: object) -> object:
+def _check_metric_count(value: object) -> object:
     """Refuse an object with many names, before its values are validated. Raises ValueError."""
     if isinstance(value, dict) and len(cast(dict[str, object], value)) > MAX_METRICS:
         raise ValueError(f"must have at most {MAX_METRICS} names")
     return cast(object, value)
 
 
-def _finite_or_none(values: Values) -> Values:
+def _replace_non_finite(values: Values) -> Values:
     return {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
 
 
@@ -36,7 +36,9 @@ class LogMetricsRequest(WireModel):
     """Metrics of one step. NaN and infinity are stored as null."""
 
     step: Annotated[int, Field(ge=-MAX_STEP, le=MAX_STEP)]
-    metrics: Annotated[dict[MetricName, _Number | None], BeforeValidator(_few_metrics), AfterValidator(_finite_or_none)]
+    metrics: Annotated[
+        dict[MetricName, _Number | None], BeforeValidator(_check_metric_count), AfterValidator(_replace_non_finite)
+    ]
     log_id: Annotated[Name, Field(min_length=1)] | None = None
     """Equal in all retries; default: the `X-Idempotency-Key` header, or a random one."""
 

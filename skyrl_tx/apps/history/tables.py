@@ -1,7 +1,7 @@
 """The tables of curves, kept samples, and metrics that clients log.
 
 Nothing here is needed to serve or to recover: rows have a retention, and clients see no difference without them.
-Columns that end in `_at` hold seconds since the epoch.
+Columns that end in `_scale_to_temperature` hold seconds since the epoch.
 """
 
 # pyright: reportAssignmentType=false
@@ -20,7 +20,7 @@ from skyrl_tx.store.tables import BIG_KEY, AppTable
 PointKind = Literal["train", "forward", "step"]
 
 
-def numbers_text(values: Mapping[str, float | None] | None) -> str:
+def encode_numbers(values: Mapping[str, float | None] | None) -> str:
     """Return numbers by name as JSON; those that are not finite become null."""
     return msgspec.json.encode(values).decode()
 
@@ -33,7 +33,7 @@ class NumbersText(TypeDecorator[Mapping[str, float | None]]):
 
     def process_bind_param(self, value: Mapping[str, float | None] | None, dialect: Dialect) -> Any:
         """Encode."""
-        return numbers_text(value)
+        return encode_numbers(value)
 
     def process_result_value(self, value: Any, dialect: Dialect) -> Mapping[str, float | None]:
         """Decode."""

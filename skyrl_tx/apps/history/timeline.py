@@ -51,7 +51,7 @@ class RequestTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class TimelineSpan:
     """One request on the timeline; times are seconds since the epoch."""
 
     name: str
@@ -73,11 +73,11 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class TimelineGroup:
     """A model or a sampler: its requests, and values over time by their name."""
 
     title: str
-    spans: Sequence[Span]
+    spans: Sequence[TimelineSpan]
     model_id: str | None = None
     sampling_session_id: str | None = None
     counters: Mapping[str, Sequence[tuple[float, float]]] = field(
@@ -85,37 +85,41 @@ class Group:
     )
 
 
-def session_groups(
+def read_session_groups(
     tx: Session, session_id: SessionId, now: float, limit: int, *, after: int = 0, with_logged: bool = True
-) -> list[Group]:
+) -> list[TimelineGroup]:
     """Return the newest requests of a session, at most `limit` of each source, by model and by sampler.
 
     `after` leaves out those up to a position. `with_logged` adds the metrics that the client logged.
     """
     by_model: defaultdict[ModelId, list[RequestTimes]] = defaultdict(list)
-    by_sampler: defaultdict[str | None, list[Span]] = defaultdict(list)
-    for row in requests_of_session(tx, session_id, limit, after):
+    by_sampler: defaultdict[str | None, list[TimelineSpan]] = defaultdict(list)
+    for row in read_requests_of_session(tx, session_id, limit, after):
         if row.model_id is not None:
             by_model[row.model_id].append(row)
         else:
-            by_sampler[row.sampling_session_id].append(request_span(row, now))
-    groups: list[Group] = []
+            by_sampler[row.sampling_session_id].append(make_request_span(row, now))
+    groups: list[TimelineGroup] = []
     left = limit
-    for model in reversed(models.of_session(tx, session_id)[-_MAX_GROUPS:]):  # the oldest models get what is left
-        found = points.series(tx, model.model_id, after, left) if after else points.newest(tx, model.model_id, left)
+    for model in reversed(models.list_by_session(tx, session_id)[-_MAX_GROUPS:]):  # the oldest models get what is left
+        found = (
+            points.read_points(tx, model.model_id, after, left)
+            if after
+            else points.read_newest(tx, model.model_id, left)
+        )
         logged_points = logged.read_points_of_model(tx, model.model_id, limit=left) if with_logged else []
         title = f"model {model.model_id.partition(':')[2] or model.model_id}"
         requests = by_model[model.model_id]
-        groups.append(model_group(title, model.model_id, requests, found, logged_points, now))
+        groups.append(make_model_group(title, model.model_id, requests, found, logged_points, now))
         left = max(0, left - len(found) - len(logged_points))
     groups.reverse()
     for name, spans in list(by_sampler.items())[-_MAX_GROUPS:]:
         title = "other requests" if name is None else f"sampler {name}"
-        groups.append(Group(title=title, spans=spans, sampling_session_id=name))
+        groups.append(TimelineGroup(title=title, spans=spans, sampling_session_id=name))
     return groups
 
 
-def newest_spans(groups: list[Group], limit: int) -> list[Group]:
+def keep_newest_spans(groups: list[TimelineGroup], limit: int) -> list[TimelineGroup]:
     """Return the groups with their newest spans alone, at most `limit` together."""
     positions = sorted((span.position for group in groups for span in group.spans), reverse=True)
     if len(positions) <= limit:
@@ -124,28 +128,28 @@ def newest_spans(groups: list[Group], limit: int) -> list[Group]:
     return [replace(group, spans=[span for span in group.spans if span.position >= first]) for group in groups]
 
 
-def model_group(
+def make_model_group(
     title: str,
     model_id: str,
     requests: Iterable[RequestTimes],
     passes: Sequence[Point],
     metrics: Sequence[LoggedPoint],
     now: float,
-) -> Group:
+) -> TimelineGroup:
     """Return the group of a model. Points outlive the requests, which add those that have no point."""
-    by_position = {request.position: request_span(request, now) for request in requests}
+    by_position = {request.position: make_request_span(request, now) for request in requests}
     counters: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in passes:
-        by_position[row.position] = _point_span(row)
-        _count(counters, row.at, row.values)
+        by_position[row.position] = _make_point_span(row)
+        _add_count(counters, row.at, row.values)
     for point in metrics:
-        _count(counters, point.at, point.values)
+        _add_count(counters, point.at, point.values)
     spans = [by_position[position] for position in sorted(by_position)]
     shown = {name: counters[name] for name in sorted(counters)[:MAX_COUNTERS]}
-    return Group(title=title, spans=spans, model_id=model_id, counters=shown)
+    return TimelineGroup(title=title, spans=spans, model_id=model_id, counters=shown)
 
 
-def request_span(request: RequestTimes, now: float) -> Span:
+def make_request_span(request: RequestTimes, now: float) -> TimelineSpan:
     """Return a request as a span, which lasts until now while it is open."""
     annotations: dict[str, Value] = {"request_id": request.request_id, "status": request.status}
     if request.seq_id is not None:
@@ -153,7 +157,7 @@ def request_span(request: RequestTimes, now: float) -> Span:
     started_at = request.started_at
     if request.status == "open" and started_at is not None and started_at <= request.created_at:
         started_at = None  # the column has the time of arrival until the request is started
-    return Span(
+    return TimelineSpan(
         name=request.kind,
         created_at=request.created_at,
         started_at=started_at,
@@ -164,11 +168,11 @@ def request_span(request: RequestTimes, now: float) -> Span:
     )
 
 
-def _point_span(row: Point) -> Span:
+def _make_point_span(row: Point) -> TimelineSpan:
     annotations: dict[str, Value] = {"step": row.step, "tokens": row.tokens, "datums": row.datums}
     annotations |= {"device_s": row.device_s}
     annotations |= {name: value for name, value in row.values.items() if value is not None}
-    return Span(
+    return TimelineSpan(
         name=_KINDS[row.kind],
         created_at=row.created_at,
         started_at=row.started_at,
@@ -179,7 +183,7 @@ def _point_span(row: Point) -> Span:
     )
 
 
-def _count(
+def _add_count(
     counters: defaultdict[str, list[tuple[float, float]]], at: float, values: Mapping[str, float | None]
 ) -> None:
     for name, value in values.items():
@@ -201,24 +205,24 @@ _COLUMNS = (
 )
 
 
-def requests_of_session(tx: Session, session_id: SessionId, limit: int, after: int = 0) -> list[RequestTimes]:
+def read_requests_of_session(tx: Session, session_id: SessionId, limit: int, after: int = 0) -> list[RequestTimes]:
     """Return the newest requests of a session after a position, in order of arrival.
 
     Those whose rows are pruned are missing, and completed ones that have a point.
     """
     of_session = (col(RequestRow.session_id) == session_id) & (col(RequestRow.position) > after)
-    newest = _heads().where(of_session).limit(limit * _LOOKED_AT).subquery().c
+    newest = _select_columns().where(of_session).limit(limit * _LOOKED_AT).subquery().c
     others = select(newest.position).where(newest.kind.not_in(_WITH_POINTS)).limit(limit)
     positions = set(execute(tx, others.order_by(newest.position.desc())).scalars())
     for status in ("open", "failed"):
         of_status = of_session & (col(RequestRow.status) == literal_column(f"'{status}'"))
-        positions |= {position for position, _ in execute(tx, _heads().where(of_status).limit(_MAX_PASSES))}
+        positions |= {position for position, _ in execute(tx, _select_columns().where(of_status).limit(_MAX_PASSES))}
     wanted = select(*_COLUMNS).where(is_in_batch(col(RequestRow.position)))
     chosen = sorted(positions, reverse=True)[:limit]
     rows = sorted(execute_in_batches(tx, wanted, chosen), key=lambda row: row.position)
     return [RequestTimes(**row._mapping) for row in rows]
 
 
-def _heads() -> Select[int | None, str]:
+def _select_columns() -> Select[int | None, str]:
     """Return a query of columns before the body, newest first."""
     return select(col(RequestRow.position), col(RequestRow.kind)).order_by(col(RequestRow.position).desc())

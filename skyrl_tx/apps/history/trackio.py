@@ -20,21 +20,21 @@ from skyrl_tx import __version__
 from skyrl_tx.apps.history import logged
 from skyrl_tx.apps.history.client_metrics import (
     RunMetrics,
-    as_object,
-    readable_config,
-    readable_name,
-    readable_step,
-    readable_values,
+    clean_config,
+    clean_name,
+    clean_step,
+    clean_values,
     store_metrics,
+    to_object,
 )
-from skyrl_tx.apps.history.logged import Logged, LoggedRun
+from skyrl_tx.apps.history.logged import LoggedRun, NewLoggedPoint
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.server.context import Call, held_call
+from skyrl_tx.server.context import ApiCall, receive_call
 from skyrl_tx.server.errors import bad_request
 from skyrl_tx.server.http.body import LOG_LIMITS
 from skyrl_tx.server.http.connections import ThrottledWarning
 from skyrl_tx.server.identity.authentication import Principal, authenticate_credential
-from skyrl_tx.server.submission.validation import shown
+from skyrl_tx.server.submission.validation import quote_value
 
 router = APIRouter(prefix="/trackio")
 _log = logging.getLogger(__name__)
@@ -54,27 +54,27 @@ async def _authenticate(request: Request) -> Principal:
     )
 
 
-async def _read(request: Request, caller: Annotated[Principal, Depends(_authenticate)]) -> AsyncGenerator[Call]:
-    async with held_call(request, caller, LOG_LIMITS) as call:
+async def _read_call(request: Request, caller: Annotated[Principal, Depends(_authenticate)]) -> AsyncGenerator[ApiCall]:
+    async with receive_call(request, caller, LOG_LIMITS) as call:
         yield call
 
 
 @router.get("/version")
-async def version() -> dict[str, object]:
+async def get_version() -> dict[str, object]:
     """Name the protocol version that the trackio client asks for; no API key is needed."""
     return {"version": __version__, "api_version": _API_VERSION, "api_transport": "http"}
 
 
 @router.post("/api/{name}")
-def call_api(name: str, call: Annotated[Call, Depends(_read)]) -> JSONResponse:
+def call_api(name: str, call: Annotated[ApiCall, Depends(_read_call)]) -> JSONResponse:
     """Store metrics that the trackio client logs, and list its runs; media and artifacts are refused."""
     function = _FUNCTIONS.get(name)
     if function is None:
-        text = f"{shown(name)}: this server stores the numbers that trackio logs, no media, tables or artifacts"
+        text = f"{quote_value(name)}: this server stores the numbers that trackio logs, no media, tables or artifacts"
         # The client shows the text of a 200 alone; an upload must have another status.
         status = HTTPStatus.UNSUPPORTED_MEDIA_TYPE if name == "upload" else HTTPStatus.OK
         return JSONResponse({"data": None, "error": text}, status_code=status)
-    arguments = call.body.mapping().get("kwargs", {})
+    arguments = call.body.parse_object().get("kwargs", {})
     if not isinstance(arguments, dict):
         raise bad_request("kwargs: must be an object")
     try:
@@ -84,17 +84,17 @@ def call_api(name: str, call: Annotated[Call, Depends(_read)]) -> JSONResponse:
     return JSONResponse({"data": data, "error": None})
 
 
-def _log_metrics(call: Call, arguments: _Arguments) -> dict[str, int]:
+def _log_metrics(call: ApiCall, arguments: _Arguments) -> dict[str, int]:
     """Store logged entries; return how many were new, and how many were left out because they have no number."""
-    entries = _entries(arguments)
-    points: defaultdict[LoggedRun, list[Logged]] = defaultdict(list)
+    entries = _read_entries(arguments)
+    points: defaultdict[LoggedRun, list[NewLoggedPoint]] = defaultdict(list)
     configs: dict[LoggedRun, dict[str, object]] = {}
     for entry in entries:
-        found = _point(call.caller.owner, entry)
+        found = _read_point(call.caller.owner, entry)
         if found is not None:
             run, point = found
             points[run].append(point)
-            if run not in configs and (config := readable_config(as_object(entry).get("config"))):
+            if run not in configs and (config := clean_config(to_object(entry).get("config"))):
                 configs[run] = config
     num_ignored = len(entries) - sum(map(len, points.values()))
     if num_ignored:
@@ -107,25 +107,27 @@ def _log_metrics(call: Call, arguments: _Arguments) -> dict[str, int]:
     return {"stored": num_new, "ignored": num_ignored}
 
 
-def _point(owner: str, entry: object) -> tuple[LoggedRun, Logged] | None:
+def _read_point(owner: str, entry: object) -> tuple[LoggedRun, NewLoggedPoint] | None:
     """Return a logged entry and its run; None for one that cannot be stored."""
-    fields = as_object(entry)
-    project, name = readable_name(fields.get("project")), readable_name(fields.get("run"))
-    log_id = secrets.token_hex(16) if fields.get("log_id") is None else readable_name(fields.get("log_id"))
-    key = name if fields.get("run_id") is None else readable_name(fields.get("run_id"))
-    step, values = readable_step(fields.get("step")), readable_values(as_object(fields.get("metrics")))
+    fields = to_object(entry)
+    project, name = clean_name(fields.get("project")), clean_name(fields.get("run"))
+    log_id = secrets.token_hex(16) if fields.get("log_id") is None else clean_name(fields.get("log_id"))
+    key = name if fields.get("run_id") is None else clean_name(fields.get("run_id"))
+    step, values = clean_step(fields.get("step")), clean_values(to_object(fields.get("metrics")))
     if project is None or name is None or key is None or log_id is None or step is None or not values:
         return None
-    return LoggedRun(owner=owner, project=project, key=key, name=name), Logged(log_id=log_id, step=step, values=values)
+    return LoggedRun(owner=owner, project=project, key=key, name=name), NewLoggedPoint(
+        log_id=log_id, step=step, values=values
+    )
 
 
-def _ignore(call: Call, arguments: _Arguments) -> None:
+def _ignore(call: ApiCall, arguments: _Arguments) -> None:
     """Accept and discard CPU metrics of the client, and alerts, which the client prints by itself."""
 
 
-def _list_runs(call: Call, arguments: _Arguments) -> list[dict[str, str]]:
+def _list_runs(call: ApiCall, arguments: _Arguments) -> list[dict[str, str]]:
     """List the owner's runs of a project."""
-    project = _project(arguments)
+    project = _read_project(arguments)
     rows = call.store.read(lambda tx: logged.list_runs(tx, call.caller.owner, project=project, limit=_MAX_LISTED))
     return [
         {"id": row.key, "name": row.name, "created_at": datetime.fromtimestamp(row.created_at, UTC).isoformat()}
@@ -133,9 +135,9 @@ def _list_runs(call: Call, arguments: _Arguments) -> list[dict[str, str]]:
     ]
 
 
-def _summarize_run(call: Call, arguments: _Arguments) -> dict[str, object]:
+def _summarize_run(call: ApiCall, arguments: _Arguments) -> dict[str, object]:
     """Return the last step of a run, from which a resumed one counts on."""
-    project, key, name = _project(arguments), arguments.get("run_id"), arguments.get("run")
+    project, key, name = _read_project(arguments), arguments.get("run_id"), arguments.get("run")
     rows = call.store.read(lambda tx: logged.list_runs(tx, call.caller.owner, project=project, limit=_MAX_LISTED))
     found = next((row for row in rows if (row.key == key if key is not None else row.name == name)), None)
     run_id = 0 if found is None else found.logged_run_id or 0
@@ -146,25 +148,25 @@ def _summarize_run(call: Call, arguments: _Arguments) -> dict[str, object]:
         "num_logs": 0 if found is None else found.num_points,
         "metrics": [],
         "config": {} if found is None else dict(found.config),
-        "last_step": call.store.read(lambda tx: logged.last_step(tx, run_id)),
+        "last_step": call.store.read(lambda tx: logged.get_last_step(tx, run_id)),
     }
 
 
-def _entries(arguments: _Arguments) -> list[object]:
+def _read_entries(arguments: _Arguments) -> list[object]:
     entries = arguments.get("logs")
     if not isinstance(entries, list):
         raise bad_request("kwargs.logs: must be a list")
     return cast(list[object], entries)
 
 
-def _project(arguments: _Arguments) -> str:
-    project = readable_name(arguments.get("project"))
+def _read_project(arguments: _Arguments) -> str:
+    project = clean_name(arguments.get("project"))
     if project is None:
         raise bad_request("kwargs.project: must be a name of at most 200 characters")
     return project
 
 
-_FUNCTIONS: Mapping[str, Callable[[Call, _Arguments], object]] = {
+_FUNCTIONS: Mapping[str, Callable[[ApiCall, _Arguments], object]] = {
     "bulk_log": _log_metrics,
     "bulk_log_system": _ignore,
     "bulk_alert": _ignore,

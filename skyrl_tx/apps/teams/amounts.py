@@ -19,7 +19,7 @@ def parse_amount(text: str) -> int:
     return int(value)
 
 
-def amount_text(value: int) -> str:
+def format_amount(value: int) -> str:
     """Return a number as people write it, without loss: 200M for 200000000, 200_001 for 200001."""
     for unit in ("T", "G", "M", "k"):
         size = _UNITS[unit]

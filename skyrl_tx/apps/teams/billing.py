@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from sqlmodel import Session
 
 from skyrl_tx.apps.teams import schemas, storage_hours, usage
-from skyrl_tx.apps.teams.prices import GIGABYTE, Prices, cost_storage, cost_tokens, price_per_million
+from skyrl_tx.apps.teams.prices import GIGABYTE, Prices, compute_storage_cost, compute_token_cost, get_price_per_million
 from skyrl_tx.apps.teams.storage_hours import StorageHour
 from skyrl_tx.apps.teams.usage import HOUR_S, GroupColumn, Total
 from skyrl_tx.contract.ids import SessionId
@@ -24,7 +24,7 @@ _GROUP: tuple[GroupColumn, ...] = ("hour", "session_id", "owner", "project_id", 
 
 def check_window(starting_on: datetime, ending_before: datetime, now: datetime) -> tuple[int, int]:
     """Return the begin and the end of a window in seconds. Raises ApiError 400 naming the wrong bound."""
-    start, end = _hour("starting_on", starting_on), _hour("ending_before", ending_before)
+    start, end = _parse_hour("starting_on", starting_on), _parse_hour("ending_before", ending_before)
     if start > now:
         raise bad_request(f"starting_on: {start.isoformat()} is in the future")
     if end <= start:
@@ -34,7 +34,7 @@ def check_window(starting_on: datetime, ending_before: datetime, now: datetime) 
     return int(start.timestamp()), int(end.timestamp())
 
 
-def _hour(name: str, at: datetime) -> datetime:
+def _parse_hour(name: str, at: datetime) -> datetime:
     try:
         at = at.replace(tzinfo=UTC) if at.tzinfo is None else at.astimezone(UTC)
     except OverflowError:
@@ -44,7 +44,7 @@ def _hour(name: str, at: datetime) -> datetime:
     return at
 
 
-def read(
+def read_usage(
     tx: Session, owner: str | None, start: int, end: int, *, prices: Prices, base_model: str
 ) -> schemas.UsageResponse:
     """Return the events from `start` until `end`; `owner` None means all owners.
@@ -52,21 +52,21 @@ def read(
     `base_model` names what was sampled from base weights, and the model of removed runs. Raises ApiError 400 if there
     are too many events.
     """
-    totals = usage.totals(tx, owner, start, _GROUP, until=end, limit=_MAX_EVENTS)
-    stored = storage_hours.hours(tx, owner, start, end, limit=_MAX_EVENTS)
+    totals = usage.read_totals(tx, owner, start, _GROUP, until=end, limit=_MAX_EVENTS)
+    stored = storage_hours.read_hours(tx, owner, start, end, limit=_MAX_EVENTS)
     if max(len(totals), len(stored)) >= _MAX_EVENTS:
         raise bad_request(f"ending_before: the window has more than {_MAX_EVENTS:,} events; ask for a shorter one")
-    events = [*_work_events(totals, prices, base_model), *_storage_events(stored, prices)]
+    events = [*_make_work_events(totals, prices, base_model), *_make_storage_events(stored, prices)]
     events.sort(key=lambda event: (event.bucket_start, -event.num_tokens))
     names = {SessionId(event.session_id) for event in events if event.session_id}
-    found = sessions.metadata_of(tx, names)
+    found = sessions.get_metadata(tx, names)
     metadata = {name: {key: str(value) for key, value in found.get(name, {}).items()} for name in sorted(names)}
     return schemas.UsageResponse(
         data=events, sessions={name: schemas.UsageSession(user_metadata=metadata[name] or None) for name in metadata}
     )
 
 
-def _work_events(totals: Sequence[Total], prices: Prices, base_model: str) -> Iterator[schemas.UsageEvent]:
+def _make_work_events(totals: Sequence[Total], prices: Prices, base_model: str) -> Iterator[schemas.UsageEvent]:
     merged: dict[tuple[object, ...], int] = {}
     for total in totals:
         kind = "training" if total.kind == "forward" else total.kind  # forward passes cost as training does
@@ -75,19 +75,19 @@ def _work_events(totals: Sequence[Total], prices: Prices, base_model: str) -> It
         if amount:  # an optimizer step has no tokens
             merged[key] = merged.get(key, 0) + amount
     for (hour, session_id, owner, project_id, model, kind), amount in merged.items():
-        yield _event(
+        yield _make_event(
             int(str(hour)),
             str(session_id),
             str(owner),
             None if project_id is None else str(project_id),
             base_model=base_model if model is None else str(model),
-            event_info=_info(str(kind), amount),
-            estimated_cost_usd=cost_tokens(prices, str(kind), amount),
-            effective_rate_usd_per_million_tokens=price_per_million(prices, str(kind)),
+            event_info=_make_info(str(kind), amount),
+            estimated_cost_usd=compute_token_cost(prices, str(kind), amount),
+            effective_rate_usd_per_million_tokens=get_price_per_million(prices, str(kind)),
         )
 
 
-def _info(kind: str, amount: int) -> schemas.EventInfo:
+def _make_info(kind: str, amount: int) -> schemas.EventInfo:
     match kind:
         case "training":
             return schemas.TrainingEvent(token_count=amount)
@@ -99,21 +99,21 @@ def _info(kind: str, amount: int) -> schemas.EventInfo:
             return schemas.PrefillEvent(cached=kind == "prefill_cached", token_count=amount)
 
 
-def _storage_events(hours: Sequence[StorageHour], prices: Prices) -> Iterator[schemas.UsageEvent]:
+def _make_storage_events(hours: Sequence[StorageHour], prices: Prices) -> Iterator[schemas.UsageEvent]:
     for hour in hours:
         gigabyte_hours = hour.num_bytes / GIGABYTE
-        yield _event(
+        yield _make_event(
             hour.hour_at,
             hour.session_id,
             hour.owner,
             hour.project_id,
             event_info=schemas.StorageEvent(gigabyte_hours=gigabyte_hours),
-            estimated_cost_usd=cost_storage(prices, gigabyte_hours),
+            estimated_cost_usd=compute_storage_cost(prices, gigabyte_hours),
             effective_rate_usd_per_gigabyte_month=prices.storage,
         )
 
 
-def _event(hour: int, session_id: str, owner: str, project_id: str | None, **values: object) -> schemas.UsageEvent:
+def _make_event(hour: int, session_id: str, owner: str, project_id: str | None, **values: object) -> schemas.UsageEvent:
     return schemas.UsageEvent.model_validate(
         {
             "bucket_start": datetime.fromtimestamp(hour, UTC),

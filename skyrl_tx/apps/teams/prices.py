@@ -34,7 +34,7 @@ class TeamsSettings(BaseModel):
     """Prices in reports of usage; without one, reports show no cost."""
 
 
-def price_per_million(prices: Prices, kind: str) -> float | None:
+def get_price_per_million(prices: Prices, kind: str) -> float | None:
     """Return the price of a million tokens of a kind of `UsageRow`; None without one, and for other kinds."""
     match kind:
         case "training" | "forward":
@@ -45,12 +45,12 @@ def price_per_million(prices: Prices, kind: str) -> float | None:
             return None
 
 
-def cost_tokens(prices: Prices, kind: str, tokens: int) -> float | None:
+def compute_token_cost(prices: Prices, kind: str, tokens: int) -> float | None:
     """Return the cost of tokens of a kind, if it has a price."""
-    price = price_per_million(prices, kind)
+    price = get_price_per_million(prices, kind)
     return None if price is None else price * tokens / _MILLION
 
 
-def cost_storage(prices: Prices, gigabyte_hours: float) -> float | None:
+def compute_storage_cost(prices: Prices, gigabyte_hours: float) -> float | None:
     """Return the cost of storage, if it has a price."""
     return None if prices.storage is None else prices.storage * gigabyte_hours / HOURS_PER_MONTH

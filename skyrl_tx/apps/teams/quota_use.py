@@ -12,9 +12,9 @@ from skyrl_tx.apps.teams import quotas, usage
 from skyrl_tx.apps.teams.quotas import DAY_LIMITS, LIMITS, Account, Limit, Quota, Rules, Subject
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, SessionId
-from skyrl_tx.store.checkpoints import is_visible, total_bytes
+from skyrl_tx.store.checkpoints import is_visible, sum_bytes
 from skyrl_tx.store.database import execute
-from skyrl_tx.store.pauses import is_of_subject
+from skyrl_tx.store.pauses import belongs_to_subject
 from skyrl_tx.store.tables import ApiKeyRow, CheckpointRow, ModelRow, SessionRow, SubjectKind
 
 DAY_S = 86_400
@@ -31,38 +31,38 @@ _MAX_LISTED = 5
 _MAX_USES = 2000
 
 
-def day_start(now: float) -> int:
+def get_day_start(now: float) -> int:
     """Return the begin of the day in UTC, in seconds since the epoch."""
     return int(now) // DAY_S * DAY_S
 
 
-def tokens_today(tx: Session, now: float) -> Counter[tuple[Subject, Limit]]:
+def count_tokens_today(tx: Session, now: float) -> Counter[tuple[Subject, Limit]]:
     """Return the tokens of each subject since the day began, by the limit that they count for."""
     found: Counter[tuple[Subject, Limit]] = Counter()
     groups = ("owner", "key_id", "project_id")
-    for total in usage.totals(tx, None, day_start(now), groups, limit=_MAX_TOTALS):
+    for total in usage.read_totals(tx, None, get_day_start(now), groups, limit=_MAX_TOTALS):
         limit = _DAY_LIMIT_OF_KIND.get(total.kind)
-        for subject in Account(*total.group).subjects() if limit else ():
+        for subject in Account(*total.group).list_subjects() if limit else ():
             found[subject, limit] += total.tokens  # pyright: ignore[reportArgumentType]
     return found
 
 
-def account_of(tx: Session, session_id: SessionId) -> Account | None:
+def find_account(tx: Session, session_id: SessionId) -> Account | None:
     """Return whom the work of a session counts for; None if there is no such session."""
     columns = col(SessionRow.owner), col(SessionRow.key_id), col(SessionRow.project_id)
     found = execute(tx, select(*columns).where(col(SessionRow.session_id) == session_id)).first()
     return None if found is None else Account(*found)
 
 
-def refusal_of_model(tx: Session, rules: Rules, session_id: SessionId) -> str | None:
+def find_model_refusal(tx: Session, rules: Rules, session_id: SessionId) -> str | None:
     """Return why a session may not have one more model; None if it may."""
-    account = account_of(tx, session_id)
-    for quota in () if account is None else rules.of_account("models_in_training", account):
-        models = models_in_training(tx, quota.subject)
+    account = find_account(tx, session_id)
+    for quota in () if account is None else rules.list_account_quotas("models_in_training", account):
+        models = list_models_in_training(tx, quota.subject)
         if len(models) < quota.value:
             continue
         own = [model_id for model_id, owner in models if account is not None and owner == account.owner]
-        way_out = f"unload one of {_listed(own)}, or end its session" if own else "ask an admin for more"
+        way_out = f"unload one of {_join_model_ids(own)}, or end its session" if own else "ask an admin for more"
         return (
             f"models_in_training: {quota.subject.label} has {len(models)} models in training and may have "
             f"{quota.value}: {way_out}"
@@ -70,13 +70,13 @@ def refusal_of_model(tx: Session, rules: Rules, session_id: SessionId) -> str | 
     return None
 
 
-def refusal_of_checkpoint(
+def find_checkpoint_refusal(
     tx: Session, rules: Rules, session_id: SessionId, now: float, *, is_stored: bool
 ) -> str | None:
     """Return why a session may not have one more checkpoint; None if it may. `is_stored`: it is already among them."""
-    account = account_of(tx, session_id)
-    for quota in () if account is None else rules.of_account("checkpoint_bytes", account):
-        used = checkpoint_bytes(tx, quota.subject, now)
+    account = find_account(tx, session_id)
+    for quota in () if account is None else rules.list_account_quotas("checkpoint_bytes", account):
+        used = count_checkpoint_bytes(tx, quota.subject, now)
         if used > quota.value or (used == quota.value and not is_stored):
             return (
                 f"checkpoint_bytes: the checkpoints of {quota.subject.label} take {used:,} bytes"
@@ -88,17 +88,17 @@ def refusal_of_checkpoint(
 
 def check_checkpoint(tx: Session, session_id: SessionId, now: float) -> None:
     """Raise UserError if the checkpoints of a session's account, with one that is just stored, exceed a quota."""
-    reason = refusal_of_checkpoint(tx, quotas.read(tx), session_id, now, is_stored=True)
+    reason = find_checkpoint_refusal(tx, quotas.read_rules(tx), session_id, now, is_stored=True)
     if reason is not None:
         raise UserError(reason)
 
 
-def _listed(model_ids: list[ModelId]) -> str:
+def _join_model_ids(model_ids: list[ModelId]) -> str:
     rest = len(model_ids) - _MAX_LISTED
     return ", ".join(model_ids[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def models_in_training(tx: Session, subject: Subject) -> list[tuple[ModelId, str]]:
+def list_models_in_training(tx: Session, subject: Subject) -> list[tuple[ModelId, str]]:
     """Return the models of a subject that exist and have not ended, oldest first, with their owners."""
     wanted = (
         select(col(ModelRow.model_id), col(SessionRow.owner))
@@ -107,21 +107,21 @@ def models_in_training(tx: Session, subject: Subject) -> list[tuple[ModelId, str
             col(ModelRow.status) == literal_column("'ready'"),
             col(ModelRow.deleted_at).is_(None),
             col(SessionRow.finished_at).is_(None),
-            is_of_subject(subject.kind, subject.name),
+            belongs_to_subject(subject.kind, subject.name),
         )
         .order_by(col(ModelRow.created_at), col(ModelRow.model_id))
     )
     return [(model_id, owner) for model_id, owner in execute(tx, wanted)]
 
 
-def checkpoint_bytes(tx: Session, subject: Subject, now: float) -> int:
+def count_checkpoint_bytes(tx: Session, subject: Subject, now: float) -> int:
     """Return the size of a subject's checkpoints, as the storage report counts them."""
     wanted = (
-        select(total_bytes())
+        select(sum_bytes())
         .select_from(CheckpointRow)
         .join(ModelRow, col(ModelRow.model_id) == col(CheckpointRow.model_id))
         .join(SessionRow, col(SessionRow.session_id) == col(ModelRow.session_id))
-        .where(is_visible(now), is_of_subject(subject.kind, subject.name))
+        .where(is_visible(now), belongs_to_subject(subject.kind, subject.name))
     )
     return execute(tx, wanted).scalar_one()
 
@@ -134,34 +134,36 @@ class QuotaUse:
     used: int
 
 
-def quota_uses(tx: Session, rules: Rules, owner: str | None, now: float, *, limit: int = _MAX_USES) -> list[QuotaUse]:
+def read_quota_uses(
+    tx: Session, rules: Rules, owner: str | None, now: float, *, limit: int = _MAX_USES
+) -> list[QuotaUse]:
     """Return what is used of the quotas of an owner, of its keys and of its projects; None means all owners.
 
     They are in the order of subjects, then of limits. At most `limit` are returned.
     """
     if not rules.values:
         return []
-    tokens = tokens_today(tx, now) if rules.has(*DAY_LIMITS) else Counter[tuple[Subject, Limit]]()
+    tokens = count_tokens_today(tx, now) if rules.has_limit(*DAY_LIMITS) else Counter[tuple[Subject, Limit]]()
     found = (
         quota
-        for subject in _subjects(tx, rules, owner)
-        for quota in map(partial(rules.of_subject, subject=subject), LIMITS)
+        for subject in _list_subjects(tx, rules, owner)
+        for quota in map(partial(rules.get_subject_quota, subject=subject), LIMITS)
         if quota is not None
     )
-    return [QuotaUse(quota, _used(tx, quota, tokens, now)) for quota in islice(found, limit)]
+    return [QuotaUse(quota, _measure_use(tx, quota, tokens, now)) for quota in islice(found, limit)]
 
 
-def _used(tx: Session, quota: Quota, tokens: Counter[tuple[Subject, Limit]], now: float) -> int:
+def _measure_use(tx: Session, quota: Quota, tokens: Counter[tuple[Subject, Limit]], now: float) -> int:
     match quota.limit:
         case "training_tokens_per_day" | "sample_tokens_per_day":
             return tokens[quota.subject, quota.limit]
         case "models_in_training":
-            return len(models_in_training(tx, quota.subject))
+            return len(list_models_in_training(tx, quota.subject))
         case "checkpoint_bytes":
-            return checkpoint_bytes(tx, quota.subject, now)
+            return count_checkpoint_bytes(tx, quota.subject, now)
 
 
-def _subjects(tx: Session, rules: Rules, owner: str | None) -> list[Subject]:
+def _list_subjects(tx: Session, rules: Rules, owner: str | None) -> list[Subject]:
     """Return the owners, keys and projects that a quota concerns, of one owner or of all."""
     columns = {"owner": col(SessionRow.owner), "key": col(SessionRow.key_id), "project": col(SessionRow.project_id)}
     found: set[Subject] = set() if owner is None else {Subject("owner", owner)}

@@ -74,7 +74,7 @@ class Account(NamedTuple):
     key_id: int | None = None
     project_id: str | None = None
 
-    def subjects(self) -> Iterator[Subject]:
+    def list_subjects(self) -> Iterator[Subject]:
         """Yield the subjects whose quotas apply."""
         yield Subject("owner", self.owner)
         if self.key_id is not None:
@@ -101,7 +101,7 @@ class Rules:
     weights: Mapping[str, int] = field(default_factory=lambda: {})
     """The weights of owners; others have 1."""
 
-    def of_subject(self, limit: Limit, subject: Subject) -> Quota | None:
+    def get_subject_quota(self, limit: Limit, subject: Subject) -> Quota | None:
         """Return the quota of a subject, its own or else that of `*`; None if it has none."""
         of_kind = self.values.get((subject.kind, limit))
         if of_kind is None:
@@ -109,21 +109,21 @@ class Rules:
         found = of_kind.get(subject.name, of_kind.get(ANY))
         return None if found is None else found._replace(subject=subject)
 
-    def of_account(self, limit: Limit, account: Account) -> list[Quota]:
+    def list_account_quotas(self, limit: Limit, account: Account) -> list[Quota]:
         """Return the quotas that apply to work for an account, all of which must hold."""
-        found = (self.of_subject(limit, subject) for subject in account.subjects())
+        found = (self.get_subject_quota(limit, subject) for subject in account.list_subjects())
         return [quota for quota in found if quota is not None]
 
-    def has(self, *limits: Limit) -> bool:
+    def has_limit(self, *limits: Limit) -> bool:
         """Whether any subject has one of the limits."""
         return any((kind, limit) in self.values for kind in get_args(SubjectKind) for limit in limits)
 
 
-def read(tx: Session) -> Rules:
+def read_rules(tx: Session) -> Rules:
     """Read all quotas and weights, without those of dropped limits."""
     values: dict[tuple[SubjectKind, str], dict[str, Quota]] = {}
     weights: dict[str, int] = {}
-    for row in rows(tx):
+    for row in list_rows(tx):
         if row.name == WEIGHT:
             weights[row.subject] = row.value
         elif row.name in LIMITS:
@@ -132,14 +132,16 @@ def read(tx: Session) -> Rules:
     return Rules(values, weights)
 
 
-def rows(tx: Session) -> list[QuotaRow]:
+def list_rows(tx: Session) -> list[QuotaRow]:
     """Return all rows, by subject and name."""
     return sorted(tx.exec(select(QuotaRow)), key=lambda row: (row.subject_kind, row.subject, row.name))
 
 
-def without_effect(tx: Session) -> Sequence[str]:
+def list_without_effect(tx: Session) -> Sequence[str]:
     """Return the stored quotas of dropped limits as text: `samples_at_once of ann`."""
-    return [f"{row.name} of {Subject(row.subject_kind, row.subject)}" for row in rows(tx) if row.name in DROPPED_LIMITS]
+    return [
+        f"{row.name} of {Subject(row.subject_kind, row.subject)}" for row in list_rows(tx) if row.name in DROPPED_LIMITS
+    ]
 
 
 def put(
@@ -157,7 +159,7 @@ def put(
 
     `details` are added to the entry of the audit log. Raises UserError for a name or a value that is not possible.
     """
-    check(subject, name, value, over)
+    check_quota(subject, name, value, over)
     row = tx.get(QuotaRow, (subject.kind, subject.name, name))
     before = None if row is None else row.value
     if value is None:
@@ -177,7 +179,7 @@ def put(
     return True
 
 
-def check(subject: Subject, name: str, value: int | None, over: OverQuota = "wait") -> None:
+def check_quota(subject: Subject, name: str, value: int | None, over: OverQuota = "wait") -> None:
     """Raise UserError for a limit that does not exist, and for a value that it cannot have."""
     if name in DROPPED_LIMITS:
         if value is None:

@@ -7,7 +7,7 @@ from typing import Literal
 from fastapi import APIRouter
 
 from skyrl_tx.apps.teams import billing, schemas
-from skyrl_tx.apps.teams.prices import GIGABYTE, HOURS_PER_MONTH, TeamsSettings, cost_storage
+from skyrl_tx.apps.teams.prices import GIGABYTE, HOURS_PER_MONTH, TeamsSettings, compute_storage_cost
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import CheckpointPath
 from skyrl_tx.server.context import Incoming
@@ -23,22 +23,22 @@ _MAX_ENTRIES = 100_000
 
 
 @router.get("/billing/usage/events")
-def usage(call: Incoming, starting_on: datetime, ending_before: datetime) -> schemas.UsageResponse:
+def get_usage(call: Incoming, starting_on: datetime, ending_before: datetime) -> schemas.UsageResponse:
     """Return the usage of each hour of at most 14 days, by session and kind."""
     start, end = billing.check_window(starting_on, ending_before, datetime.now(UTC))
     settings, owner = call.context.settings, call.caller.owner_filter
-    prices = settings.for_app(TeamsSettings).prices
+    prices = settings.get_app_settings(TeamsSettings).prices
     return call.store.read(
-        lambda tx: billing.read(tx, owner, start, end, prices=prices, base_model=settings.public_model_name)
+        lambda tx: billing.read_usage(tx, owner, start, end, prices=prices, base_model=settings.public_model_name)
     )
 
 
 @router.get("/billing/usage/checkpoints/current")
-def stored(call: Incoming, project_id: str | None = None) -> schemas.StorageResponse:
+def get_storage(call: Incoming, project_id: str | None = None) -> schemas.StorageResponse:
     """Report the storage of checkpoints by owner and project."""
-    prices = call.context.settings.for_app(TeamsSettings).prices
+    prices = call.context.settings.get_app_settings(TeamsSettings).prices
     found = call.store.read(
-        lambda tx: checkpoints.usage_by_owner(tx, call.caller.owner_filter, project_id, time.time())
+        lambda tx: checkpoints.get_usage_by_owner(tx, call.caller.owner_filter, project_id, time.time())
     )
     return schemas.StorageResponse(
         effective_rate_usd_per_gigabyte_month=prices.storage,
@@ -50,7 +50,7 @@ def stored(call: Incoming, project_id: str | None = None) -> schemas.StorageResp
                 checkpoint_count=what.num_checkpoints,
                 size_bytes=what.num_bytes,
                 size_gigabytes=what.num_bytes / GIGABYTE,
-                estimated_monthly_cost_usd=cost_storage(prices, what.num_bytes / GIGABYTE * HOURS_PER_MONTH),
+                estimated_monthly_cost_usd=compute_storage_cost(prices, what.num_bytes / GIGABYTE * HOURS_PER_MONTH),
             )
             for owner, project, what in found
         ],
@@ -58,7 +58,7 @@ def stored(call: Incoming, project_id: str | None = None) -> schemas.StorageResp
 
 
 @router.get("/audit", response_model_exclude_none=True)
-def audit_log(call: Incoming, event_type: EventType = "all", day: date | None = None) -> schemas.AuditResponse:
+def get_audit_log(call: Incoming, event_type: EventType = "all", day: date | None = None) -> schemas.AuditResponse:
     """Return what was done on one day in UTC, today by default, to checkpoints, projects and keys."""
     day = day or datetime.now(UTC).date()
     try:
@@ -68,14 +68,14 @@ def audit_log(call: Incoming, event_type: EventType = "all", day: date | None = 
         raise bad_request(f"day: {day} is not a day that has an end") from None
     resources = None if event_type == "all" else {event_type.removesuffix("s")}
     found = call.store.read(
-        lambda tx: audit.entries(
+        lambda tx: audit.list_entries(
             tx, since=start.timestamp(), until=end.timestamp(), resources=resources, limit=_MAX_ENTRIES
         )
     )
-    return schemas.AuditResponse(entries=[_entry(each) for each in found])
+    return schemas.AuditResponse(entries=[_describe_entry(each) for each in found])
 
 
-def _entry(row: AuditRow) -> schemas.AuditEntry:
+def _describe_entry(row: AuditRow) -> schemas.AuditEntry:
     known = {"actor": row.actor, "key_id": row.key_id, "tinker_path": row.path, **row.details}
     purpose = row.details.get("purpose")
     return schemas.AuditEntry.model_validate(
@@ -83,14 +83,14 @@ def _entry(row: AuditRow) -> schemas.AuditEntry:
             "timestamp": datetime.fromtimestamp(row.at, UTC),
             "event": row.event,
             "event_details": {name: value for name, value in known.items() if value is not None},
-            "model_id": None if row.path is None else _model_id(row.path),
+            "model_id": None if row.path is None else _read_model_id(row.path),
             "tinker_path": row.path,
             "purpose": purpose,
         }
     )
 
 
-def _model_id(path: str) -> str | None:
+def _read_model_id(path: str) -> str | None:
     try:
         return CheckpointPath.parse(path).model_id
     except UserError:

@@ -9,7 +9,7 @@ from sqlmodel import Session, col
 from skyrl_tx.apps.teams.tables import StorageHourRow
 from skyrl_tx.apps.teams.usage import HOUR_S, RETENTION_S
 from skyrl_tx.contract.ids import SessionId
-from skyrl_tx.store.checkpoints import is_visible, total_bytes
+from skyrl_tx.store.checkpoints import is_visible, sum_bytes
 from skyrl_tx.store.database import execute
 from skyrl_tx.store.tables import CheckpointRow, ModelRow, SessionRow
 
@@ -25,13 +25,13 @@ class StorageHour:
     num_bytes: int
 
 
-def record(tx: Session, now: float) -> bool:
+def record_hour(tx: Session, now: float) -> bool:
     """Record the storage of the current hour, unless that was done; return whether it was done now."""
     hour_at = int(now) // HOUR_S * HOUR_S
     if execute(tx, select(exists().where(col(StorageHourRow.hour_at) == hour_at))).scalar():
         return False
     stored = (
-        select(literal(hour_at), col(SessionRow.session_id), col(SessionRow.owner), total_bytes())
+        select(literal(hour_at), col(SessionRow.session_id), col(SessionRow.owner), sum_bytes())
         .join(ModelRow, col(ModelRow.session_id) == col(SessionRow.session_id))
         .join(CheckpointRow, col(CheckpointRow.model_id) == col(ModelRow.model_id))
         .where(is_visible(now))
@@ -42,7 +42,7 @@ def record(tx: Session, now: float) -> bool:
     return True
 
 
-def hours(
+def read_hours(
     tx: Session, owner: str | None, since: float, until: float | None = None, *, limit: int = 10_000
 ) -> Sequence[StorageHour]:
     """Return the recorded hours from `since` until `until`, in order; `owner` None means all owners."""

@@ -13,7 +13,7 @@ from sqlmodel import Session, col
 from skyrl_tx.apps.teams.tables import UsageKind, UsageRow
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
-from skyrl_tx.store.prepared import Prepared, adding_to_sums
+from skyrl_tx.store.prepared import PreparedStatement, make_upsert_builder
 from skyrl_tx.store.tables import ModelRow, SessionRow
 
 BUCKET_S = 300
@@ -50,7 +50,7 @@ _KEY = ("bucket_at", "session_id", "model_id", "kind")
 _SUMS = ("tokens", "requests", "device_s")
 
 
-_ADD = Prepared(adding_to_sums(UsageRow, _KEY, _SUMS), (*_KEY, "owner", *_SUMS))
+_ADD = PreparedStatement(make_upsert_builder(UsageRow, _KEY, _SUMS), (*_KEY, "owner", *_SUMS))
 
 
 def add(tx: Session, owner: str, session_id: SessionId, model_id: str, now: float, work: Sequence[Work]) -> None:
@@ -75,7 +75,7 @@ def _add_rows(tx: Session, rows: list[dict[str, Any]]) -> None:
         _ADD.execute(tx, rows if len(rows) > 1 else rows[0])
 
 
-def totals(
+def read_totals(
     tx: Session,
     owner: str | None,
     since: float,
@@ -92,7 +92,7 @@ def totals(
     `key_id` are those of the session, None once it has been removed; `base_model` is the model's, None for base weights
     and once the model has been removed. Times are rounded down to buckets.
     """
-    groups = [_group(name) for name in group_by]
+    groups = [_get_group_column(name) for name in group_by]
     bucket_at = col(UsageRow.bucket_at)
     wanted = (
         select(
@@ -119,17 +119,17 @@ def totals(
         wanted = wanted.where(col(UsageRow.session_id).in_(session_ids))
     if model_id is not None:
         wanted = wanted.where(col(UsageRow.model_id) == model_id)
-    return _totals(execute(tx, wanted))
+    return _make_totals(execute(tx, wanted))
 
 
-def _totals(rows: Iterable[Any]) -> list[Total]:
+def _make_totals(rows: Iterable[Any]) -> list[Total]:
     return [
         Total(group=tuple(group), kind=kind, tokens=tokens, requests=requests, device_s=device_s)
         for *group, kind, tokens, requests, device_s in rows
     ]
 
 
-def _group(name: GroupColumn) -> Any:
+def _get_group_column(name: GroupColumn) -> Any:
     bucket_at = col(UsageRow.bucket_at)
     match name:
         case "hour" | "day":
@@ -152,7 +152,7 @@ _FINE_BUCKETS = (
     .order_by(col(UsageRow.bucket_at))
     .limit(bindparam("limit"))
 )
-_OF_BUCKETS = select(*(getattr(UsageRow, name) for name in (*_KEY, "owner", *_SUMS))).where(
+_BUCKET_ROWS = select(*(getattr(UsageRow, name) for name in (*_KEY, "owner", *_SUMS))).where(
     is_in_batch(col(UsageRow.bucket_at))
 )
 _DELETE_BUCKETS = delete(UsageRow).where(_IS_FINE, is_in_batch(col(UsageRow.bucket_at)))
@@ -168,7 +168,7 @@ def prune(tx: Session, now: float, *, retention_s: float = RETENTION_S, limit: i
     if len(buckets) > 1:
         buckets.pop()  # it may be incomplete
     hours: list[dict[str, Any]] = []
-    for row in execute_in_batches(tx, _OF_BUCKETS, buckets):
+    for row in execute_in_batches(tx, _BUCKET_ROWS, buckets):
         hours.append({**row._mapping, "bucket_at": row.bucket_at // HOUR_S * HOUR_S})
     _add_rows(tx, hours)
     execute_in_batches(tx, _DELETE_BUCKETS, buckets)

@@ -63,5 +63,5 @@ def _add(queued: QueuedRequest, model_id: str, work: Sequence[Work]) -> Observer
 
 RETENTION = (
     RetentionRule(name="usage", prune=lambda tx, clock: usage.prune(tx, clock.now)),
-    RetentionRule(name="storage hours", expire=lambda tx, clock: storage_hours.record(tx, clock.now)),
+    RetentionRule(name="storage hours", expire=lambda tx, clock: storage_hours.record_hour(tx, clock.now)),
 )

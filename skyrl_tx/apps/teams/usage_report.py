@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from sqlmodel import Session
 
 from skyrl_tx.apps.teams import storage_hours, usage
-from skyrl_tx.apps.teams.prices import GIGABYTE, Prices, cost_storage, cost_tokens
+from skyrl_tx.apps.teams.prices import GIGABYTE, Prices, compute_storage_cost, compute_token_cost
 from skyrl_tx.apps.teams.usage import GroupColumn
 
 Subject = Literal["owner", "project", "key", "session", "run", "day"]
@@ -60,7 +60,7 @@ _FIELDS: Mapping[str, str] = {
 }
 
 
-def usage_lines(
+def read_usage_lines(
     tx: Session, owner: str | None, by: Subject, since: float, prices: Prices, *, until: float | None = None
 ) -> Sequence[UsageLine]:
     """Return a line for each subject with usage since a time, those with the most tokens first; days in order.
@@ -68,16 +68,16 @@ def usage_lines(
     `owner` None means all owners.
     """
     lines: dict[str, UsageLine] = {}
-    for total in usage.totals(tx, owner, since, (_COLUMNS[by],), until=until, limit=MAX_LINES):
-        name = _name(by, total.group[0])
+    for total in usage.read_totals(tx, owner, since, (_COLUMNS[by],), until=until, limit=MAX_LINES):
+        name = _format_name(by, total.group[0])
         line = lines.get(name, UsageLine(subject=name))
-        cost = cost_tokens(prices, total.kind, total.tokens)
+        cost = compute_token_cost(prices, total.kind, total.tokens)
         if total.kind == "checkpoint":
             line = replace(line, checkpoints=line.checkpoints + total.requests)
         else:
             field = _FIELDS[total.kind]
             line = replace(line, **{field: getattr(line, field) + total.tokens})
-        lines[name] = replace(line, device_s=line.device_s + total.device_s, cost_usd=_sum(line.cost_usd, cost))
+        lines[name] = replace(line, device_s=line.device_s + total.device_s, cost_usd=_add_costs(line.cost_usd, cost))
     _add_storage(tx, lines, owner, by, since, until, prices)
     if by == "day":
         return sorted(lines.values(), key=lambda line: line.subject)
@@ -95,15 +95,15 @@ def _add_storage(
 ) -> None:
     if by in ("key", "run"):  # storage is recorded by session
         return
-    for hour in storage_hours.hours(tx, owner, since, until, limit=MAX_LINES):
+    for hour in storage_hours.read_hours(tx, owner, since, until, limit=MAX_LINES):
         values = {"owner": hour.owner, "project": hour.project_id, "session": hour.session_id, "day": hour.hour_at}
-        name, stored = _name(by, values[by]), hour.num_bytes / GIGABYTE
+        name, stored = _format_name(by, values[by]), hour.num_bytes / GIGABYTE
         line = lines.get(name, UsageLine(subject=name))
-        cost = _sum(line.cost_usd, cost_storage(prices, stored))
+        cost = _add_costs(line.cost_usd, compute_storage_cost(prices, stored))
         lines[name] = replace(line, gigabyte_hours=line.gigabyte_hours + stored, cost_usd=cost)
 
 
-def _name(by: Subject, value: object) -> str:
+def _format_name(by: Subject, value: object) -> str:
     match by:
         case "day":
             assert isinstance(value, int)
@@ -114,5 +114,5 @@ def _name(by: Subject, value: object) -> str:
             return _NAMES_OF_NONE.get(by, "none") if value is None else str(value)
 
 
-def _sum(total: float | None, more: float | None) -> float | None:
+def _add_costs(total: float | None, more: float | None) -> float | None:
     return total if more is None else (total or 0.0) + more

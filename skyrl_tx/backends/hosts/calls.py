@@ -19,17 +19,17 @@ from skyrl_tx.contract.backend import AbstractBackend, Pass, Snapshot
 from skyrl_tx.contract.codec import decode_array, encode_array
 from skyrl_tx.contract.errors import MemoryExhausted
 
-PROTOCOL = 2
+PROTOCOL_VERSION = 2
 _DIGEST_BYTES = 8
 _RESULT = "result"
 _PLAN = "plan"
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
+class BackendCall(msgspec.Struct, frozen=True, kw_only=True):
     """A call that all hosts make. Its subclasses are made from the methods of `AbstractBackend` and `Pass`."""
 
 
-def _make_call_type(name: str, owner: type, method: str) -> type[Call]:
+def _make_call_type(name: str, owner: type, method: str) -> type[BackendCall]:
     """Return the record of a call: its fields are the parameters of the method, its tag is `name`.
 
     A pass or a snapshot is the number of the call that made it. Collections are tuples, so that their order is the
@@ -38,14 +38,16 @@ def _make_call_type(name: str, owner: type, method: str) -> type[Call]:
     function = getattr(owner, method)
     types = get_type_hints(function)
     parameters = list(inspect.signature(function).parameters)[1:]
-    fields_ = [(parameter, _wire_type(types[parameter])) for parameter in parameters]
+    fields_ = [(parameter, _get_wire_type(types[parameter])) for parameter in parameters]
     if owner is Pass:
         fields_.insert(0, ("handle", int))
-    made: Any = msgspec.defstruct(name, fields_, bases=(Call,), frozen=True, kw_only=True, tag=name, module=__name__)
+    made: Any = msgspec.defstruct(
+        name, fields_, bases=(BackendCall,), frozen=True, kw_only=True, tag=name, module=__name__
+    )
     return made
 
 
-def _wire_type(annotation: Any) -> Any:
+def _get_wire_type(annotation: Any) -> Any:
     if annotation is Snapshot:
         return int
     if get_origin(annotation) is Collection:
@@ -60,13 +62,13 @@ _BACKEND_METHODS = (
 )
 PASS_METHODS = {"step_pass": "step", "finish_pass": "results", "abort_pass": "abort"}
 """The methods of `Pass` by the names of their calls."""
-CALLS: Mapping[str, type[Call]] = {
+CALLS: Mapping[str, type[BackendCall]] = {
     **{name: _make_call_type(name, AbstractBackend, name) for name in _BACKEND_METHODS},
     **{name: _make_call_type(name, Pass, method) for name, method in PASS_METHODS.items()},
 }
 
 
-class OpenSnapshot(Call, frozen=True, kw_only=True, tag="open_snapshot"):
+class OpenSnapshot(BackendCall, frozen=True, kw_only=True, tag="open_snapshot"):
     """`AbstractBackend.open_snapshot`; its number names the snapshot.
 
     The bytes of the files follow in their order, each file in frames of at most CHUNK_BYTES.
@@ -116,7 +118,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
+class HostReply(msgspec.Struct, frozen=True, kw_only=True):
     """The result or error of a call on one host."""
 
     number: int
@@ -127,28 +129,28 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
 
 
-def reply_of(number: int, result: object) -> Reply:
+def make_reply(number: int, result: object) -> HostReply:
     """Return the reply to a call that returned a result."""
     parts = {_RESULT: result}
     if is_dataclass(result):
         parts = {each.name: getattr(result, each.name) for each in fields(result)}
-    return Reply(number=number, digests={name: _digest(part) for name, part in parts.items()})
+    return HostReply(number=number, digests={name: _digest(part) for name, part in parts.items()})
 
 
-def reply_of_error(number: int, error: Exception) -> Reply:
+def make_error_reply(number: int, error: Exception) -> HostReply:
     """Return the reply to a call that raised."""
     digests = {_PLAN: _digest(error.plan)} if isinstance(error, MemoryExhausted) else {}
-    return Reply(number=number, digests=digests, error=type(error).__name__, message=" ".join(str(error).split()))
+    return HostReply(number=number, digests=digests, error=type(error).__name__, message=" ".join(str(error).split()))
 
 
-def difference(rank: int, call: Call, reply: Reply, own: Reply) -> str | None:
+def describe_difference(rank: int, call: BackendCall, reply: HostReply, own: HostReply) -> str | None:
     """Return how a host's reply differs from that of rank 0, or None if both did the same.
 
     Two that raised the same type of error did, if they go on in the same way: messages name paths and addresses.
     """
-    name = name_of(call)
+    name = get_call_name(call)
     if reply.error != own.error:
-        return f"host {rank} {_end_of(reply)} in {name}, call {own.number}, where host 0 {_end_of(own)}"
+        return f"host {rank} {_describe_outcome(reply)} in {name}, call {own.number}, where host 0 {_describe_outcome(own)}"
     differing = sorted(each for each in own.digests.keys() | reply.digests.keys() if _differs(each, reply, own))
     if not differing:
         return None
@@ -156,13 +158,13 @@ def difference(rank: int, call: Call, reply: Reply, own: Reply) -> str | None:
     return f"host {rank} computed another result than host 0{of} in {name}, call {own.number}"
 
 
-def name_of(call: Call) -> str:
+def get_call_name(call: BackendCall) -> str:
     """Return the name of a call for people, such as step_sample."""
     return str(call.__struct_config__.tag)
 
 
 _DECODERS = {
-    kind: msgspec.msgpack.Decoder(kind, dec_hook=decode_array) for kind in (Frame, Hello, Reply, Welcome | Refusal)
+    kind: msgspec.msgpack.Decoder(kind, dec_hook=decode_array) for kind in (Frame, Hello, HostReply, Welcome | Refusal)
 }
 """Made once, because two threads cannot safely make decoders of a class; see `contract.codec`."""
 
@@ -183,11 +185,11 @@ def is_inside(path: str) -> bool:
     return bool(parts) and ".." not in parts and not PurePosixPath(path).is_absolute()
 
 
-def _differs(name: str, reply: Reply, own: Reply) -> bool:
+def _differs(name: str, reply: HostReply, own: HostReply) -> bool:
     return reply.digests.get(name) != own.digests.get(name)
 
 
-def _end_of(reply: Reply) -> str:
+def _describe_outcome(reply: HostReply) -> str:
     return f"raised {reply.error}: {reply.message}" if reply.error else "returned"
 
 

@@ -11,12 +11,12 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 import msgspec
 
 from skyrl_tx import __version__
-from skyrl_tx.backends.hosts.calls import PROTOCOL, Hello, Refusal, Welcome, decode, encode
+from skyrl_tx.backends.hosts.calls import PROTOCOL_VERSION, Hello, Refusal, Welcome, decode, encode
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.contract.errors import UserError
 
-_GREETING_S = 10
-_GREETING_BYTES = 2**20
+_HANDSHAKE_TIMEOUT_S = 10
+_MAX_HANDSHAKE_BYTES = 2**20
 _RETRY_S = 0.5
 _KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 """A host that vanished from the network is noticed after 25 seconds."""
@@ -45,7 +45,7 @@ def accept_all(listener: socket.socket, settings: HostsSettings, welcome: Welcom
         _log.info("waiting for host%s %s", "s" * (len(missing) > 1), ", ".join(map(str, missing)))
         accepted, (peer, *_) = listener.accept()
         try:
-            found = _greet(accepted, settings, welcome)
+            found = _handshake(accepted, settings, welcome)
         except (OSError, EOFError, AuthenticationError, msgspec.DecodeError) as error:
             _log.warning("a connection from %s is not that of a host: %s", peer, error or type(error).__name__)
             continue
@@ -57,14 +57,14 @@ def accept_all(listener: socket.socket, settings: HostsSettings, welcome: Welcom
     return joined
 
 
-def _greet(accepted: socket.socket, settings: HostsSettings, welcome: Welcome) -> tuple[int, Connection] | None:
+def _handshake(accepted: socket.socket, settings: HostsSettings, welcome: Welcome) -> tuple[int, Connection] | None:
     """Return rank and connection of a host, or None if it was refused."""
-    connection = _connection(accepted, timeout_s=_GREETING_S)
+    connection = _make_connection(accepted, timeout_s=_HANDSHAKE_TIMEOUT_S)
     try:
         deliver_challenge(connection, settings.key_bytes)
         answer_challenge(connection, settings.key_bytes)
-        hello: Hello = decode(connection.recv_bytes(_GREETING_BYTES), Hello)
-        if reason := _reason_to_refuse(hello, settings):
+        hello: Hello = decode(connection.recv_bytes(_MAX_HANDSHAKE_BYTES), Hello)
+        if reason := _find_refusal(hello, settings):
             _log.warning("host %d cannot join: %s", hello.rank, reason)
             connection.send_bytes(encode(Refusal(reason=reason)))
             connection.close()
@@ -77,8 +77,8 @@ def _greet(accepted: socket.socket, settings: HostsSettings, welcome: Welcome) -
     return hello.rank, connection
 
 
-def _reason_to_refuse(hello: Hello, settings: HostsSettings) -> str:
-    if (hello.protocol, hello.version) != (PROTOCOL, __version__):
+def _find_refusal(hello: Hello, settings: HostsSettings) -> str:
+    if (hello.protocol, hello.version) != (PROTOCOL_VERSION, __version__):
         return f"it runs skyrl_tx {hello.version}, and host 0 {__version__}"
     if hello.size != settings.size:
         return f"its hosts.size is {hello.size}, and that of host 0 {settings.size}"
@@ -99,17 +99,19 @@ def connect(settings: HostsSettings) -> tuple[Connection, Welcome]:
 
 
 def _join(settings: HostsSettings) -> tuple[Connection, Welcome]:
-    connection = _connection(socket.create_connection(settings.host_and_port, _GREETING_S), timeout_s=_GREETING_S)
+    connection = _make_connection(
+        socket.create_connection(settings.host_and_port, _HANDSHAKE_TIMEOUT_S), timeout_s=_HANDSHAKE_TIMEOUT_S
+    )
     try:
         try:
             answer_challenge(connection, settings.key_bytes)
             deliver_challenge(connection, settings.key_bytes)
         except AuthenticationError as error:
             raise UserError(f"hosts.key: not that of host 0 at {settings.address}") from error
-        hello = Hello(protocol=PROTOCOL, version=__version__, rank=settings.rank, size=settings.size)
+        hello = Hello(protocol=PROTOCOL_VERSION, version=__version__, rank=settings.rank, size=settings.size)
         connection.send_bytes(encode(hello))
         _set_timeout(connection.fileno(), 0)  # from here on rank 0 may take its time
-        reply = decode(connection.recv_bytes(_GREETING_BYTES), Welcome | Refusal)
+        reply = decode(connection.recv_bytes(_MAX_HANDSHAKE_BYTES), Welcome | Refusal)
         if isinstance(reply, Refusal):
             raise UserError(f"host 0 at {settings.address} refuses this host: {reply.reason}")
     except BaseException:
@@ -118,7 +120,7 @@ def _join(settings: HostsSettings) -> tuple[Connection, Welcome]:
     return connection, reply
 
 
-def _connection(connected: socket.socket, *, timeout_s: int) -> Connection:
+def _make_connection(connected: socket.socket, *, timeout_s: int) -> Connection:
     connected.settimeout(None)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

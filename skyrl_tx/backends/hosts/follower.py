@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_tx.backends.hosts import calls
-from skyrl_tx.backends.hosts.calls import Call, Frame
+from skyrl_tx.backends.hosts.calls import BackendCall, Frame
 from skyrl_tx.backends.hosts.channel import LeaderLost, connect
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.backends.registry import find_backend
@@ -20,9 +20,9 @@ from skyrl_tx.contract.backend import AbstractBackend, Pass, Snapshot
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.process.threads import ServiceThread
 
-_MAX_RECEIVED = 8
+_MAX_QUEUED_FRAMES = 8
 """Frames that wait to be read, at most: those of files are large."""
-_END_S = 5.0
+_SHUTDOWN_GRACE_S = 5.0
 """Time for the running call to fail by itself when rank 0 has ended."""
 
 _log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Follower:
         self._rank = rank
         self._on_ready = on_ready
         self._on_lost = on_lost
-        self._received: queue.Queue[bytes | None] = queue.Queue(_MAX_RECEIVED)
+        self._frames: queue.Queue[bytes | None] = queue.Queue(_MAX_QUEUED_FRAMES)
         self._has_ended = threading.Event()
         self._passes: dict[int, Pass] = {}
         self._snapshots: dict[int, Snapshot] = {}
@@ -54,7 +54,7 @@ class Follower:
 
     def run(self) -> None:
         """Follow until rank 0 closes the backend. Raises LeaderLost if it ends in another way."""
-        ServiceThread("leader", self._receive).start()
+        ServiceThread("leader", self._receive_frames).start()
         try:
             self._follow()
         finally:
@@ -64,47 +64,47 @@ class Follower:
 
     def _follow(self) -> None:
         while True:
-            frame: Frame = calls.decode(self._next(), Frame)
+            frame: Frame = calls.decode(self._get_frame(), Frame)
             for handle in frame.released:
                 self._forget(handle)
-            reply = self._reply(frame)
+            reply = self._make_reply(frame)
             try:
                 self._connection.send_bytes(calls.encode(reply))
             except OSError as error:
                 raise LeaderLost(f"host 0 has ended: {error.strerror or error}") from error
-            if calls.name_of(frame.call) == "close":
+            if calls.get_call_name(frame.call) == "close":
                 return
 
-    def _receive(self) -> None:
+    def _receive_frames(self) -> None:
         while True:
             try:
                 data = self._connection.recv_bytes()
             except (EOFError, OSError):
                 break
-            self._received.put(data)
+            self._frames.put(data)
         with suppress(queue.Full):
-            self._received.put(None, timeout=_END_S)
-        if not self._has_ended.wait(_END_S):
+            self._frames.put(None, timeout=_SHUTDOWN_GRACE_S)
+        if not self._has_ended.wait(_SHUTDOWN_GRACE_S):
             self._on_lost("host 0 has ended, and a call of this host does not return")
 
-    def _next(self) -> bytes:
-        data = self._received.get()
+    def _get_frame(self) -> bytes:
+        data = self._frames.get()
         if data is None:
             self._has_ended.set()
             raise LeaderLost("host 0 has ended")
         return data
 
-    def _reply(self, frame: Frame) -> calls.Reply:
+    def _make_reply(self, frame: Frame) -> calls.HostReply:
         files = self._receive_files(frame) if isinstance(frame.call, calls.OpenSnapshot) else None
         try:
-            return calls.reply_of(frame.number, self._make(frame.number, frame.call, files))
+            return calls.make_reply(frame.number, self._make_call(frame.number, frame.call, files))
         except Exception as error:
-            _log.debug("%s failed", calls.name_of(frame.call), exc_info=error)
-            return calls.reply_of_error(frame.number, error)
+            _log.debug("%s failed", calls.get_call_name(frame.call), exc_info=error)
+            return calls.make_error_reply(frame.number, error)
 
-    def _make(self, number: int, call: Call, files: Path | None) -> object:
+    def _make_call(self, number: int, call: BackendCall, files: Path | None) -> object:
         """Make a call and return its result. Passes and snapshots are not results: they are kept here."""
-        name = calls.name_of(call)
+        name = calls.get_call_name(call)
         arguments: dict[str, Any] = {field: getattr(call, field) for field in call.__struct_fields__}
         match name:
             case "join_hosts":
@@ -143,7 +143,7 @@ class Follower:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as file:
                 while file.tell() < size:
-                    file.write(self._next())
+                    file.write(self._get_frame())
         return directory
 
     def _forget(self, handle: int) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_tx.backends.hosts import calls
-from skyrl_tx.backends.hosts.calls import Call, Frame, Reply, Welcome, decode, name_of
+from skyrl_tx.backends.hosts.calls import BackendCall, Frame, HostReply, Welcome, decode, get_call_name
 from skyrl_tx.backends.hosts.channel import accept_all, listen
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.contract.backend import AbstractBackend, HostRank, Pass, Snapshot
@@ -31,11 +31,11 @@ from skyrl_tx.process.threads import ServiceThread
 
 _log = logging.getLogger(__name__)
 
-GONE_S = 5.0
+LOSS_GRACE_S = 5.0
 """Time for the running call of rank 0 to fail by itself when another host has ended."""
-FAILED_S = 30.0
+FAILURE_GRACE_S = 30.0
 """Time for all hosts to fail in a call when one has failed."""
-_PERIOD_S = 0.1
+_CHECK_PERIOD_S = 0.1
 _CHECKS_PER_LIMIT = 4
 
 
@@ -44,11 +44,11 @@ class _RunningCall:
     """The call that all hosts make now. Times are those in which this process ran."""
 
     number: int
-    call: Call
+    call: BackendCall
     is_limited: bool
-    own: Reply | None = None
+    own: HostReply | None = None
     """The reply of rank 0, when its call has ended."""
-    replies: dict[int, Reply] = field(default_factory=dict[int, Reply])
+    replies: dict[int, HostReply] = field(default_factory=dict[int, HostReply])
     spent_s: float = 0.0
     """Without what the compiler of rank 0 took."""
     trouble_s: float = 0.0
@@ -76,19 +76,19 @@ class Followers:
         self._on_lost = on_lost
         self._changed = threading.Condition()
         self._running: _RunningCall | None = None
-        self._gone: list[int] = []
-        self._lost = ""
+        self._lost_ranks: list[int] = []
+        self._loss_reason = ""
         self._is_closed = False
-        self._period_s = min(_PERIOD_S, silence_s / _CHECKS_PER_LIMIT)
-        self._thread = ServiceThread("hosts", self._receive)
+        self._period_s = min(_CHECK_PERIOD_S, silence_s / _CHECKS_PER_LIMIT)
+        self._thread = ServiceThread("hosts", self._receive_replies)
         self._thread.start()
 
     @property
-    def lost(self) -> str:
+    def loss_reason(self) -> str:
         """Why the hosts can make no further call; empty while they can."""
-        return self._lost
+        return self._loss_reason
 
-    def begin(self, number: int, call: Call, *, is_limited: bool) -> None:
+    def begin(self, number: int, call: BackendCall, *, is_limited: bool) -> None:
         """Watch a call, before it is sent."""
         with self._changed:
             self._running = _RunningCall(number=number, call=call, is_limited=is_limited)
@@ -99,21 +99,23 @@ class Followers:
             try:
                 connection.send_bytes(data)
             except OSError as error:
-                raise self.lose(f"host {rank} has ended: {error.strerror or error}") from error
+                raise self.mark_lost(f"host {rank} has ended: {error.strerror or error}") from error
 
-    def replies(self, own: Reply) -> Mapping[int, Reply]:
+    def wait_for_replies(self, own: HostReply) -> Mapping[int, HostReply]:
         """Wait for the replies of all to the running call, which has ended here. Raises BackendLost without them."""
         with self._changed:
             running = self._running
             assert running is not None
             running.own = own
-            self._changed.wait_for(lambda: self._lost or self._gone or len(running.replies) == len(self._connections))
+            self._changed.wait_for(
+                lambda: self._loss_reason or self._lost_ranks or len(running.replies) == len(self._connections)
+            )
             self._running = None
-            missing = [rank for rank in self._gone if rank not in running.replies]
+            missing = [rank for rank in self._lost_ranks if rank not in running.replies]
         if missing:
-            raise self.lose(self._end_of(missing[0], running))
-        if self._lost:
-            raise BackendLost(self._lost)
+            raise self.mark_lost(self._describe_end(missing[0], running))
+        if self._loss_reason:
+            raise BackendLost(self._loss_reason)
         return running.replies
 
     def close(self) -> None:
@@ -124,14 +126,14 @@ class Followers:
         for connection in self._connections.values():
             connection.close()
 
-    def lose(self, reason: str) -> BackendLost:
+    def mark_lost(self, reason: str) -> BackendLost:
         """Make no further call, and return the error to raise."""
         with self._changed:
-            self._lost = self._lost or reason
+            self._loss_reason = self._loss_reason or reason
             self._changed.notify_all()
-        return BackendLost(self._lost)
+        return BackendLost(self._loss_reason)
 
-    def _receive(self) -> None:
+    def _receive_replies(self) -> None:
         open_ranks = {connection: rank for rank, connection in self._connections.items()}
         checked_at = time.monotonic()
         while not self._is_closed:
@@ -141,53 +143,53 @@ class Followers:
                     data = connection.recv_bytes()
                 except (EOFError, OSError):
                     with self._changed:
-                        self._gone.append(open_ranks.pop(connection))
+                        self._lost_ranks.append(open_ranks.pop(connection))
                         self._changed.notify_all()
                 else:
-                    self._add(open_ranks[connection], decode(data, Reply))
+                    self._record_reply(open_ranks[connection], decode(data, HostReply))
             if not open_ranks:
                 time.sleep(self._period_s)
             now = time.monotonic()
-            self._check(min(now - checked_at, 2 * self._period_s))  # not the time of a stopped process
+            self._check_limits(min(now - checked_at, 2 * self._period_s))  # not the time of a stopped process
             checked_at = now
 
-    def _add(self, rank: int, reply: Reply) -> None:
+    def _record_reply(self, rank: int, reply: HostReply) -> None:
         with self._changed:
             running = self._running
             if running is not None and reply.number == running.number:
                 running.replies[rank] = reply
                 self._changed.notify_all()
 
-    def _check(self, elapsed_s: float) -> None:
+    def _check_limits(self, elapsed_s: float) -> None:
         """Count time to the running call, and end what exceeds its limit."""
         with self._changed:
-            if self._lost or self._is_closed:
+            if self._loss_reason or self._is_closed:
                 return
             running = self._running
-            reason = self._reason(running, elapsed_s)
+            reason = self._find_loss_reason(running, elapsed_s)
             if not reason:
                 return
-            self._lost = reason
+            self._loss_reason = reason
             self._changed.notify_all()
             is_waiting = running is not None and running.own is not None
         if not is_waiting:
             self._on_lost(reason)
 
-    def _reason(self, running: _RunningCall | None, elapsed_s: float) -> str:
+    def _find_loss_reason(self, running: _RunningCall | None, elapsed_s: float) -> str:
         """Return why the hosts are lost, or nothing. Called with the lock."""
         if running is None:
-            return f"host {self._gone[0]} has ended" if self._gone else ""
+            return f"host {self._lost_ranks[0]} has ended" if self._lost_ranks else ""
         replies = running.replies if running.own is None else {0: running.own, **running.replies}
         failed = next((rank for rank, reply in replies.items() if reply.error), None)
         missing = [rank for rank in self._connections if rank not in replies]
-        if self._gone or failed is not None:
+        if self._lost_ranks or failed is not None:
             running.trouble_s += elapsed_s
         if running.own is not None or not self._is_compiling():
             running.spent_s += elapsed_s
-        what = f"{name_of(running.call)}, call {running.number}"
-        if self._gone and running.trouble_s > GONE_S:
-            return self._end_of(self._gone[0], running)
-        if failed is not None and running.trouble_s > FAILED_S:
+        what = f"{get_call_name(running.call)}, call {running.number}"
+        if self._lost_ranks and running.trouble_s > LOSS_GRACE_S:
+            return self._describe_end(self._lost_ranks[0], running)
+        if failed is not None and running.trouble_s > FAILURE_GRACE_S:
             reply = replies[failed]
             others = missing or [0]
             return f"host {failed} raised {reply.error} in {what}, and host {others[0]} did not end: {reply.message}"
@@ -195,17 +197,17 @@ class Followers:
             return f"host {missing[0]} has not ended {what} within --step-timeout-s, which is {self._silence_s:g} s"
         return ""
 
-    def _end_of(self, rank: int, running: _RunningCall) -> str:
-        return f"host {rank} has ended during {name_of(running.call)}, call {running.number}"
+    def _describe_end(self, rank: int, running: _RunningCall) -> str:
+        return f"host {rank} has ended during {get_call_name(running.call)}, call {running.number}"
 
 
-def _on_all_hosts(name: str) -> Callable[..., Any]:
+def _make_collective_method(name: str) -> Callable[..., Any]:
     """Return a method of `AbstractBackend` that makes its call on all hosts."""
     signature = inspect.signature(getattr(AbstractBackend, name))
 
     def method(self: "LeadingBackend", *args: Any, **kwargs: Any) -> Any:
         _, *arguments = signature.bind(self, *args, **kwargs).arguments.items()
-        return self._make(name, getattr(self._own, name), **dict(arguments))  # pyright: ignore[reportPrivateUsage]
+        return self._make_call(name, getattr(self._own, name), **dict(arguments))  # pyright: ignore[reportPrivateUsage]
 
     method.__name__, method.__doc__ = name, f"Make `AbstractBackend.{name}` on all hosts."
     return method
@@ -252,8 +254,8 @@ class LeadingBackend(AbstractBackend):
         )
         size, coordinator = self._settings.size, self._settings.coordinator
         rank = HostRank(rank=0, size=size, coordinator=coordinator)
-        self._make("join_hosts", self._own.join_hosts, is_limited=False, rank=rank)
-        capabilities = self._make("start", self._own.start, is_limited=False)
+        self._make_call("join_hosts", self._own.join_hosts, is_limited=False, rank=rank)
+        capabilities = self._make_call("start", self._own.start, is_limited=False)
         _log.info("%d hosts have started", size)
         return capabilities
 
@@ -264,9 +266,9 @@ class LeadingBackend(AbstractBackend):
             self._own.close()
             return
         try:
-            if not followers.lost:
+            if not followers.loss_reason:
                 with suppress(BackendLost):
-                    self._call(followers, calls.CALLS["close"](), self._own.close)
+                    self._send_call(followers, calls.CALLS["close"](), self._own.close)
         finally:
             followers.close()
 
@@ -288,31 +290,31 @@ class LeadingBackend(AbstractBackend):
 
     # Calls of all hosts
 
-    check_devices: Any = _on_all_hosts("check_devices")
-    create_model: Any = _on_all_hosts("create_model")
-    delete_model: Any = _on_all_hosts("delete_model")
-    begin_pass: Any = _on_all_hosts("begin_pass")
-    optim_step: Any = _on_all_hosts("optim_step")
-    gradient_norm: Any = _on_all_hosts("gradient_norm")
-    clear_gradient: Any = _on_all_hosts("clear_gradient")
-    capture: Any = _on_all_hosts("capture")
-    restore: Any = _on_all_hosts("restore")
-    load_sampler: Any = _on_all_hosts("load_sampler")
-    drop_sampler: Any = _on_all_hosts("drop_sampler")
-    begin_sample: Any = _on_all_hosts("begin_sample")
-    step_sample: Any = _on_all_hosts("step_sample")
-    cancel_sample: Any = _on_all_hosts("cancel_sample")
-    end_sample: Any = _on_all_hosts("end_sample")
+    check_devices: Any = _make_collective_method("check_devices")
+    create_model: Any = _make_collective_method("create_model")
+    delete_model: Any = _make_collective_method("delete_model")
+    begin_pass: Any = _make_collective_method("begin_pass")
+    optim_step: Any = _make_collective_method("optim_step")
+    gradient_norm: Any = _make_collective_method("gradient_norm")
+    clear_gradient: Any = _make_collective_method("clear_gradient")
+    capture: Any = _make_collective_method("capture")
+    restore: Any = _make_collective_method("restore")
+    load_sampler: Any = _make_collective_method("load_sampler")
+    drop_sampler: Any = _make_collective_method("drop_sampler")
+    begin_sample: Any = _make_collective_method("begin_sample")
+    step_sample: Any = _make_collective_method("step_sample")
+    cancel_sample: Any = _make_collective_method("cancel_sample")
+    end_sample: Any = _make_collective_method("end_sample")
 
     def open_snapshot(self, directory: Path) -> Snapshot:
         """See AbstractBackend. The other hosts get the files from here, so that they need not share a directory."""
         paths = sorted(path for path in directory.rglob("*") if path.is_file())
         files = tuple((path.relative_to(directory).as_posix(), path.stat().st_size) for path in paths)
-        chunks = (chunk for path, (_, size) in zip(paths, files, strict=True) for chunk in _chunks(path, size))
+        chunks = (chunk for path, (_, size) in zip(paths, files, strict=True) for chunk in _read_chunks(path, size))
         call = calls.OpenSnapshot(files=files)
-        return self._call(self._live_followers(), call, lambda: self._own.open_snapshot(directory), chunks)
+        return self._send_call(self._live_followers(), call, lambda: self._own.open_snapshot(directory), chunks)
 
-    def _make(self, name: str, own: Callable[..., Any], *, is_limited: bool = True, **arguments: Any) -> Any:
+    def _make_call(self, name: str, own: Callable[..., Any], *, is_limited: bool = True, **arguments: Any) -> Any:
         """Make a call on all hosts and return its result."""
         followers = self._live_followers()
         in_order = {
@@ -323,20 +325,20 @@ class LeadingBackend(AbstractBackend):
         sent = {key: value.handle if isinstance(value, _LeadingSnapshot) else value for key, value in in_order.items()}
         here = {key: value.own if isinstance(value, _LeadingSnapshot) else value for key, value in in_order.items()}
         here.pop("handle", None)  # of a pass, which rank 0 has itself
-        return self._call(followers, calls.CALLS[name](**sent), lambda: own(**here), is_limited=is_limited)
+        return self._send_call(followers, calls.CALLS[name](**sent), lambda: own(**here), is_limited=is_limited)
 
     def _live_followers(self) -> Followers:
         """Return the other hosts. Raises BackendLost if one is lost."""
         followers = self._followers
         assert followers is not None, "the backend is not started"
-        if followers.lost:
-            raise BackendLost(followers.lost)
+        if followers.loss_reason:
+            raise BackendLost(followers.loss_reason)
         return followers
 
-    def _call(
+    def _send_call(
         self,
         followers: Followers,
-        call: Call,
+        call: BackendCall,
         own: Callable[[], Any],
         chunks: Iterator[bytes] | None = None,
         *,
@@ -352,7 +354,9 @@ class LeadingBackend(AbstractBackend):
             for chunk in chunks or ():
                 followers.send(chunk)
         except OSError as error:
-            raise followers.lose(f"host 0 cannot read what it sends in {calls.name_of(call)}: {error}") from error
+            raise followers.mark_lost(
+                f"host 0 cannot read what it sends in {calls.get_call_name(call)}: {error}"
+            ) from error
 
         # The call of this host. Its passes and snapshots are not results: the other hosts have their own.
         error: Exception | None = None
@@ -360,20 +364,20 @@ class LeadingBackend(AbstractBackend):
         try:
             result = own()
             is_kept = isinstance(result, Pass | Snapshot)
-            reply = calls.reply_of(number, None if is_kept else result)
+            reply = calls.make_reply(number, None if is_kept else result)
         except Exception as raised:
-            error, is_kept, reply = raised, False, calls.reply_of_error(number, raised)
+            error, is_kept, reply = raised, False, calls.make_error_reply(number, raised)
 
-        for rank, other in sorted(followers.replies(reply).items()):
-            if differing := calls.difference(rank, call, other, reply):
-                raise followers.lose(differing) from error
+        for rank, other in sorted(followers.wait_for_replies(reply).items()):
+            if differing := calls.describe_difference(rank, call, other, reply):
+                raise followers.mark_lost(differing) from error
         if error is not None:
             raise error
-        return self._keep(result, number) if is_kept else result
+        return self._wrap_handle(result, number) if is_kept else result
 
-    def _keep(self, own: Pass | Snapshot, number: int) -> Pass | Snapshot:
+    def _wrap_handle(self, own: Pass | Snapshot, number: int) -> Pass | Snapshot:
         """Return a pass or a snapshot of all hosts, which the other hosts drop after it is dropped here."""
-        kept = _LeadingPass(self._make, own, number) if isinstance(own, Pass) else _LeadingSnapshot(own, number)
+        kept = _LeadingPass(self._make_call, own, number) if isinstance(own, Pass) else _LeadingSnapshot(own, number)
         weakref.finalize(kept, self._released.append, number).atexit = False
         return kept
 
@@ -382,32 +386,32 @@ class _LeadingPass(Pass):
     """A pass of all hosts. Rank 0 lets it go on with less memory when all hosts are out of it at the same place."""
 
     def __init__(self, make: Callable[..., Any], own: Pass, handle: int) -> None:
-        self._make = make
+        self._make_call = make
         self._own = own
         self._handle = handle
 
     def step(self) -> bool:
         """See Pass."""
         try:
-            return bool(self._make("step_pass", self._own.step, handle=self._handle))
+            return bool(self._make_call("step_pass", self._own.step, handle=self._handle))
         except MemoryExhausted as error:
-            _note_retry(error)
+            _log_retry(error)
             return False
 
     def results(self) -> list[PassResult]:
         """See Pass."""
         while True:
             try:
-                found = self._make("finish_pass", self._own.results, handle=self._handle)
+                found = self._make_call("finish_pass", self._own.results, handle=self._handle)
             except MemoryExhausted as error:
-                _note_retry(error)
+                _log_retry(error)
             else:
                 assert isinstance(found, list)
                 return found
 
     def abort(self) -> None:
         """See Pass."""
-        self._make("abort_pass", self._own.abort, handle=self._handle)
+        self._make_call("abort_pass", self._own.abort, handle=self._handle)
 
 
 class _LeadingSnapshot(Snapshot):
@@ -422,11 +426,11 @@ class _LeadingSnapshot(Snapshot):
         self.own.write(directory)
 
 
-def _note_retry(error: MemoryExhausted) -> None:
+def _log_retry(error: MemoryExhausted) -> None:
     _log.warning("all hosts ran out of memory in the same call; all go on with %s: %s", error.plan, error)
 
 
-def _chunks(path: Path, size: int) -> Iterator[bytes]:
+def _read_chunks(path: Path, size: int) -> Iterator[bytes]:
     """Yield the bytes of a file. Raises OSError if it has become shorter."""
     with path.open("rb") as file:
         for start in range(0, size, calls.CHUNK_BYTES):

@@ -28,13 +28,13 @@ class HostsFlags(BaseModel):
 
     @field_validator("address")
     @classmethod
-    def _has_port(cls, address: str | None) -> str | None:
+    def _validate_address(cls, address: str | None) -> str | None:
         if address is not None:
             split_address(address)
         return address
 
     @model_validator(mode="after")
-    def _is_complete(self) -> Self:
+    def _validate_rank(self) -> Self:
         if self.rank >= self.size:
             raise ValueError(f"hosts.rank {self.rank} must be below hosts.size, which is {self.size}")
         return self

@@ -15,28 +15,45 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from skyrl_tx import models
 from skyrl_tx.backends.jax import checkpoint, distributed, mesh
 from skyrl_tx.backends.jax.compiler import Compiler, set_cpu_options
-from skyrl_tx.backends.jax.config import JaxConfig, JaxFlags, half_of_cores
-from skyrl_tx.backends.jax.costs import RANK
-from skyrl_tx.backends.jax.devices import CompilationMonitor, capacity_errors, check_devices, compilation_monitor
-from skyrl_tx.backends.jax.kernel_choice import KernelError, choose_kernels, explain_kernels, fit_cache, num_mixtures
-from skyrl_tx.backends.jax.memory import (
-    Memory,
-    device_memory,
-    longest_example,
-    max_models,
-    memory_limit,
-    plan_training_memory,
-    plan_without_memory,
-    training_costs,
+from skyrl_tx.backends.jax.config import JaxConfig, JaxFlags, count_compile_threads
+from skyrl_tx.backends.jax.costs import DEFAULT_RANK
+from skyrl_tx.backends.jax.devices import (
+    CompilationMonitor,
+    check_devices,
+    convert_memory_errors,
+    get_compilation_monitor,
 )
-from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
+from skyrl_tx.backends.jax.kernel_choice import (
+    KernelError,
+    choose_kernels,
+    count_moe_layers,
+    explain_kernels,
+    pad_cached_dims,
+)
+from skyrl_tx.backends.jax.memory import (
+    ActiveMemoryPlan,
+    choose_max_models,
+    estimate_training_costs,
+    find_longest_example,
+    make_default_memory_plan,
+    plan_training_memory,
+    read_device_memory,
+    read_memory_limit,
+)
+from skyrl_tx.backends.jax.sample.jax_programs import ModelRunner
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.backends.jax.start_plan import plan_start
-from skyrl_tx.backends.jax.train.adapters import AdapterPool, apply_gradient, fresh_training_state, padded_rank, placed
+from skyrl_tx.backends.jax.train.adapters import (
+    TrainingStates,
+    apply_gradient,
+    make_training_state,
+    pad_rank,
+    put_on_devices,
+)
 from skyrl_tx.backends.jax.train.optimizer import global_norm
 from skyrl_tx.backends.jax.train.passes import DispatchLimit, JaxPass
-from skyrl_tx.backends.jax.train.step_programs import StepPrograms, StepShapes, shapes_of_params
+from skyrl_tx.backends.jax.train.step_programs import MicroBatchShapes, TrainingPrograms, make_param_shapes
 from skyrl_tx.backends.jax.warmup import warm_up
 from skyrl_tx.contract.backend import AbstractBackend, HostRank, Pass, Snapshot, StatePart
 from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatch
@@ -56,7 +73,7 @@ from skyrl_tx.weights.peft import AdapterFormat
 
 log = logging.getLogger(__name__)
 
-SAMPLE_COMPILE_THREADS = 8
+MAX_SAMPLE_COMPILE_THREADS = 8
 """Threads that compile programs of sampling, at most."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -82,17 +99,17 @@ class JaxBackend(AbstractBackend):
     _sample_memory: SampleMemory
     _scheduler: SampleScheduler
     # Training
-    _memory: Memory
+    _memory: ActiveMemoryPlan
     _max_training_length: int
     _max_models: int
-    _pool: AdapterPool
+    _pool: TrainingStates
     _dispatch_limit: DispatchLimit
 
     def __init__(self, base_model: str, config: JaxFlags) -> None:
         self._base_model = base_model
-        self._config = JaxConfig.complete(config)
+        self._config = JaxConfig.from_flags(config)
         self._is_started = False
-        self._step_programs: StepPrograms | None = None
+        self._training_programs: TrainingPrograms | None = None
         self._sample_compiler: Compiler[Hashable] | None = None
 
     def join_hosts(self, rank: HostRank) -> None:
@@ -108,7 +125,7 @@ class JaxBackend(AbstractBackend):
             raise
 
     def _start(self) -> Capabilities:
-        with self._user_errors():
+        with self._convert_errors():
             config, layout = self._choose_devices()
             self._read_model_config(config, layout)
             self._load_weights(config, layout)
@@ -117,7 +134,7 @@ class JaxBackend(AbstractBackend):
         self.check_devices()  # compiles its program, which must exist when a device is lost
         self._is_started = True
 
-        capabilities = self._capabilities(config)
+        capabilities = self._make_capabilities(config)
         if config.warmup:
             warm_up(
                 self,
@@ -130,7 +147,7 @@ class JaxBackend(AbstractBackend):
         return capabilities
 
     @contextmanager
-    def _user_errors(self) -> Generator[None]:
+    def _convert_errors(self) -> Generator[None]:
         """Raise UserError, naming the setting, for a model, mesh or kernel that is not supported."""
         try:
             yield
@@ -145,24 +162,24 @@ class JaxBackend(AbstractBackend):
         """Configure JAX, and return the mesh with the settings that suit its platform."""
         config = self._config
         configure_jax(config)
-        self._compilation = compilation_monitor()
+        self._compilation = get_compilation_monitor()
         layout = mesh.make_layout(config.mesh)
-        if (warning := mesh.warning_of_unused(jax.devices(), config.mesh)) is not None:
+        if (warning := mesh.describe_unused_devices(jax.devices(), config.mesh)) is not None:
             log.warning(warning)
 
-        if mesh.platform_of(layout) == "cpu" and layout.is_split:
+        if mesh.get_platform(layout) == "cpu" and layout.is_sharded:
             disable_compilation_cache()
             config = config.model_copy(update={"compile_cache_dir": None})
-        return config.for_platform(mesh.platform_of(layout)), layout
+        return config.with_platform_defaults(mesh.get_platform(layout)), layout
 
     def _read_model_config(self, config: JaxConfig, layout: Layout) -> None:
         """Read what the model is, and choose its type and kernels."""
-        platform = mesh.platform_of(layout)
-        content = hf.read_json(hf.resolve(self._base_model, with_weights=False), "config.json")
+        platform = mesh.get_platform(layout)
+        content = hf.read_json(hf.resolve_model(self._base_model, with_weights=False), "config.json")
         self._family = models.find_family(content)
         model = replace(self._family.config_from_hf(content), expert_lora=config.expert_lora)
-        self._model = fit_cache(model, platform)
-        mesh.check_divides(layout, self._model)
+        self._model = pad_cached_dims(model, platform)
+        mesh.check_divisible(layout, self._model)
         self._dtype = mesh.choose_dtype(config, layout)
         self._kernels = choose_kernels(config, platform, self._dtype)
         for line in explain_kernels(self._kernels, self._model):
@@ -170,72 +187,74 @@ class JaxBackend(AbstractBackend):
 
     def _load_weights(self, config: JaxConfig, layout: Layout) -> None:
         """Load the base weights, while programs of training are compiled in the background."""
-        self._directory = hf.resolve(self._base_model, with_weights=config.load_format == "auto")
+        self._directory = hf.resolve_model(self._base_model, with_weights=config.load_format == "auto")
         described = models.describe_params(self._model)
-        self._step_programs = self._compile_steps(config, layout, described)
-        load = hf.dummy
+        self._training_programs = self._start_training_compiler(config, layout, described)
+        load = hf.make_dummy
         if config.load_format != "dummy":
             load = partial(hf.load, self._directory, weights=self._family.weights)
-        params = load(parameters=described, dtype=self._dtype, placement=partial(mesh.parameter_sharding, layout))
+        params = load(parameters=described, dtype=self._dtype, placement=partial(mesh.get_parameter_sharding, layout))
 
-        in_training = mesh.training_layout(layout)
+        in_training = mesh.make_training_layout(layout)
         self._params = replace(params, layout=layout, kernels=self._kernels)
         self._training_params = replace(self._params, layout=in_training)
         self._shards = in_training.num_shards("batch"), in_training.num_shards("tokens")
-        self._placement = mesh.adapter_placement(layout, self._model)
-        self._format = models.adapter_format(self._model, self._family.weights, self._base_model)
+        self._placement = mesh.make_adapter_placement(layout, self._model)
+        self._format = models.make_adapter_format(self._model, self._family.weights, self._base_model)
 
     def _start_sampling(self, config: JaxConfig, layout: Layout) -> None:
         """Allocate the KV cache and the slots of samples and adapters."""
         self._sample_compiler = self._start_sample_compiler(layout)
-        programs = JaxPrograms(self._params, self._model, config, self._sample_compiler)
+        programs = ModelRunner(self._params, self._model, config, self._sample_compiler)
         self._sample_memory = programs.memory
         self._scheduler = SampleScheduler(programs, config, programs.memory, hf.read_eos_token_ids(self._directory))
 
     def _plan_training(self, config: JaxConfig) -> None:
         """Choose micro-batches and the longest example for the memory that the KV cache leaves free."""
-        costs = training_costs(self._training_params, self._model)
-        self._memory = Memory(plan_training_memory(config, self._training_params, self._model, costs))
-        self._max_training_length = longest_example(
+        costs = estimate_training_costs(self._training_params, self._model)
+        self._memory = ActiveMemoryPlan(plan_training_memory(config, self._training_params, self._model, costs))
+        self._max_training_length = find_longest_example(
             config, self._training_params, self._model, costs, self._memory.plan
         )
-        self._max_models = max_models(config, self._params, self._model)
-        self._pool = AdapterPool(self._max_models)
+        self._max_models = choose_max_models(config, self._params, self._model)
+        self._pool = TrainingStates(self._max_models)
         self._dispatch_limit = DispatchLimit()
 
-    def _compile_steps(self, config: JaxConfig, layout: Layout, described: models.DecoderParams) -> StepPrograms | None:
+    def _start_training_compiler(
+        self, config: JaxConfig, layout: Layout, described: models.DecoderParams
+    ) -> TrainingPrograms | None:
         """Begin to compile programs of training, which run while weights are read; None if that is not wanted."""
-        in_training = mesh.training_layout(layout)
+        in_training = mesh.make_training_layout(layout)
         if not config.compile_threads or distributed.is_distributed():
             return None
-        passes, limit = plan_without_memory(config), memory_limit(layout)
+        passes, limit = make_default_memory_plan(config), read_memory_limit(layout)
         if limit is not None:
-            platform = mesh.platform_of(layout)
+            platform = mesh.get_platform(layout)
             passes = plan_start(config, layout, self._model, self._dtype, platform=platform, limit_bytes=limit).passes
         num_rows, num_splits = in_training.num_shards("batch"), in_training.num_shards("tokens")
-        programs = StepPrograms(
-            shapes_of_params(described, in_training, self._kernels, self._dtype),
+        programs = TrainingPrograms(
+            make_param_shapes(described, in_training, self._kernels, self._dtype),
             self._model,
             Compiler(config.compile_threads, self._compilation),
         )
-        shapes = StepShapes(
+        shapes = MicroBatchShapes(
             budget=max(1, passes.micro_batch_tokens // num_rows),
             num_rows=num_rows,
             multiple=num_splits,
-            rank=padded_rank(min(RANK, config.max_lora_rank)),
-            remat=lambda num_tokens: passes.policy(num_tokens // (num_rows * num_splits)),
+            rank=pad_rank(min(DEFAULT_RANK, config.max_lora_rank)),
+            remat=lambda num_tokens: passes.get_remat_policy(num_tokens // (num_rows * num_splits)),
         )
         programs.start(shapes, config.compile_cache_dir)
         return programs
 
     def _start_sample_compiler(self, layout: Layout) -> Compiler[Hashable] | None:
         """Return what compiles programs of sampling at the same time; None on CPU, whose cores compute too."""
-        if mesh.platform_of(layout) == "cpu" or distributed.is_distributed():
+        if mesh.get_platform(layout) == "cpu" or distributed.is_distributed():
             return None
-        return Compiler(half_of_cores(SAMPLE_COMPILE_THREADS), self._compilation)
+        return Compiler(count_compile_threads(MAX_SAMPLE_COMPILE_THREADS), self._compilation)
 
     def _stop_compiling(self) -> None:
-        programs, self._step_programs = self._step_programs, None
+        programs, self._training_programs = self._training_programs, None
         compiler, self._sample_compiler = self._sample_compiler, None
         for each in (programs, compiler):
             if each is not None:
@@ -264,8 +283,8 @@ class JaxBackend(AbstractBackend):
         limit, compilation = self._dispatch_limit, self._compilation
         return replace(
             self._scheduler.meters(),
-            progress=None if self._step_programs is None else self._step_programs.progress(),
-            device_memory=device_memory(self._params),
+            progress=None if self._training_programs is None else self._training_programs.progress(),
+            device_memory=read_device_memory(self._params),
             compilations=compilation.num_compiled,
             compile_seconds=compilation.seconds,
             out_of_memory_retries=limit.num_retries,
@@ -277,10 +296,10 @@ class JaxBackend(AbstractBackend):
 
     def create_model(self, model_id: ModelId, spec: ModelSpec) -> None:
         """See AbstractBackend."""
-        self._check(spec)
+        self._check_spec(spec)
         self._pool.check_capacity(model_id)
-        with capacity_errors("another model in training"):
-            state = placed(fresh_training_state(self._model, spec.lora), self._placement)
+        with convert_memory_errors("another model in training"):
+            state = put_on_devices(make_training_state(self._model, spec.lora), self._placement)
         self._pool.put(model_id, state)
 
     def delete_model(self, model_id: ModelId) -> None:
@@ -298,13 +317,13 @@ class JaxBackend(AbstractBackend):
             memory=self._memory,
             limit=self._dispatch_limit,
             shards=self._shards,
-            programs=self._step_programs,
+            programs=self._training_programs,
         )
 
     def optim_step(self, model_id: ModelId, params: OptimizerParams) -> Metrics:
         """See AbstractBackend."""
         before = self._pool.get(model_id)
-        with capacity_errors("an optimizer step, which needs the new and the old weights and moments"):
+        with convert_memory_errors("an optimizer step, which needs the new and the old weights and moments"):
             after, norm = apply_gradient(before, params)
             grad_norm = float(norm)  # a device may report only now that its memory was exhausted
         metrics = {
@@ -318,7 +337,7 @@ class JaxBackend(AbstractBackend):
     def gradient_norm(self, model_id: ModelId) -> float:
         """See AbstractBackend."""
         gradient = self._pool.get(model_id).gradient
-        with capacity_errors("the norm of a gradient"):
+        with convert_memory_errors("the norm of a gradient"):
             return 0.0 if gradient is None else float(global_norm(gradient))
 
     def clear_gradient(self, model_id: ModelId) -> None:
@@ -337,11 +356,11 @@ class JaxBackend(AbstractBackend):
 
     def restore(self, model_id: ModelId, spec: ModelSpec, source: Snapshot, parts: Collection[StatePart]) -> None:
         """See AbstractBackend."""
-        self._check(spec)
+        self._check_spec(spec)
         self._pool.check_capacity(model_id)
-        state = checkpoint.restore(fresh_training_state(self._model, spec.lora), _own(source), parts)
-        with capacity_errors("another model in training"):
-            state = placed(state, self._placement)
+        state = checkpoint.restore(make_training_state(self._model, spec.lora), _as_adapter_snapshot(source), parts)
+        with convert_memory_errors("another model in training"):
+            state = put_on_devices(state, self._placement)
         self._pool.put(model_id, state)
 
     def fingerprint_changes(self) -> Mapping[str, str]:
@@ -352,8 +371,8 @@ class JaxBackend(AbstractBackend):
 
     def load_sampler(self, sampler: SamplerId, source: Snapshot) -> None:
         """See AbstractBackend."""
-        snapshot = _own(source)
-        self._scheduler.load(sampler, snapshot.adapter(padded_rank(snapshot.rank)))
+        snapshot = _as_adapter_snapshot(source)
+        self._scheduler.load(sampler, snapshot.make_adapter(pad_rank(snapshot.rank)))
 
     def drop_sampler(self, sampler: SamplerId) -> None:
         """See AbstractBackend."""
@@ -389,15 +408,15 @@ class JaxBackend(AbstractBackend):
         # Unset, transformers asks on the terminal whether to execute code of the model.
         return AutoTokenizer.from_pretrained(self._directory, trust_remote_code=False)
 
-    def _base_model_hash(self) -> str:
+    def _hash_base_model(self) -> str:
         weights = hash_of_base_model(self._directory, with_weights=self._config.load_format == "auto")
-        has_experts = any(target.num_experts is not None for target in models.targets(self._model).values())
+        has_experts = any(target.num_experts is not None for target in models.get_targets(self._model).values())
         return f"{weights}+expert_lora=shared" if has_experts and self._config.expert_lora == "shared" else weights
 
-    def _check(self, spec: ModelSpec) -> None:
+    def _check_spec(self, spec: ModelSpec) -> None:
         assert 1 <= spec.lora.rank <= self._config.max_lora_rank and spec.optimizer == "adamw", spec
 
-    def _capabilities(self, config: JaxConfig) -> Capabilities:
+    def _make_capabilities(self, config: JaxConfig) -> Capabilities:
         devices = jax.tree.leaves(self._params)[0].devices()
         device = min(devices, key=lambda device: device.id)
         return Capabilities(
@@ -425,16 +444,16 @@ class JaxBackend(AbstractBackend):
                 "device": device.device_kind,
                 "dtype": self._dtype.name,
                 "mesh": str(config.mesh),
-                **distributed.fingerprint(),
+                **distributed.make_fingerprint(),
                 "attention_kernel": self._kernels.attention_name,
                 "pages_kernel": self._kernels.pages_name,
-                **({"experts_kernel": self._kernels.experts_name} if num_mixtures(self._model) else {}),
+                **({"experts_kernel": self._kernels.experts_name} if count_moe_layers(self._model) else {}),
                 **self.fingerprint_changes(),
                 "sample_slots": f"{self._sample_memory.num_slots} of {self._sample_memory.tokens} tokens",
                 "prefill_chunk_tokens": str(config.prefill_chunk_tokens),
                 "xla_flags": os.environ.get("XLA_FLAGS", ""),
             },
-            base_model_hash=self._base_model_hash(),
+            base_model_hash=self._hash_base_model(),
         )
 
 
@@ -460,6 +479,6 @@ def disable_compilation_cache() -> None:
     reset_cache()  # JAX reads that setting once
 
 
-def _own(source: Snapshot) -> checkpoint.AdapterSnapshot:
+def _as_adapter_snapshot(source: Snapshot) -> checkpoint.AdapterSnapshot:
     assert isinstance(source, checkpoint.AdapterSnapshot), "the snapshot is of another backend"
     return source

@@ -13,7 +13,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from skyrl_tx.backends.jax.distributed import fetch_one_by_one, is_distributed
-from skyrl_tx.backends.jax.train.adapters import TrainingState, padded_rank, resize_rank
+from skyrl_tx.backends.jax.train.adapters import TrainingState, pad_rank, resize_rank
 from skyrl_tx.backends.jax.train.optimizer import OptimizerState
 from skyrl_tx.contract.backend import Snapshot, StatePart
 from skyrl_tx.contract.errors import UserError
@@ -33,7 +33,7 @@ class AdapterSnapshot(Snapshot):
     parts: Mapping[StatePart, Any]
     """The weights, the optimizer's state and the gradient, which may be None."""
 
-    def adapter(self, rank: int) -> Adapter:
+    def make_adapter(self, rank: int) -> Adapter:
         """Return the adapter for sampling, as host arrays padded to `rank`. Raises UserError without weights."""
         if StatePart.WEIGHTS not in self.parts:
             raise UserError(f"checkpoint: holds no {StatePart.WEIGHTS}")
@@ -44,16 +44,19 @@ class AdapterSnapshot(Snapshot):
         """See Snapshot."""
         self.format.write_config(directory, self.targets, self.rank, self.alpha)
         for part, value in self.parts.items():
-            save_file(dict(self._tensors(value)), directory / FILES[part], metadata={"format": "pt"})
+            save_file(dict(self._make_tensors(value)), directory / FILES[part], metadata={"format": "pt"})
 
-    def _tensors(self, value: AdapterWeights | OptimizerState | None) -> Tensors:
+    def _make_tensors(self, value: AdapterWeights | OptimizerState | None) -> Tensors:
         if isinstance(value, OptimizerState):
-            moments = {**self._named(value.first, FIRST_MOMENT), **self._named(value.second, SECOND_MOMENT)}
+            moments = {
+                **self._name_tensors(value.first, FIRST_MOMENT),
+                **self._name_tensors(value.second, SECOND_MOMENT),
+            }
             return {**moments, STEP: np.asarray(value.step, np.int32)}
-        return {} if value is None else self._named(value)
+        return {} if value is None else self._name_tensors(value)
 
-    def _named(self, tree: AdapterWeights, prefix: str = "") -> Tensors:
-        return self.format.tensors(resize_rank({name: tree[name] for name in self.targets}, self.rank), prefix)
+    def _name_tensors(self, tree: AdapterWeights, prefix: str = "") -> Tensors:
+        return self.format.to_tensors(resize_rank({name: tree[name] for name in self.targets}, self.rank), prefix)
 
 
 def capture(state: TrainingState, parts: Collection[StatePart], format: AdapterFormat) -> AdapterSnapshot:
@@ -105,26 +108,28 @@ def restore(fresh: TrainingState, source: AdapterSnapshot, parts: Collection[Sta
 def open_snapshot(directory: Path, format: AdapterFormat) -> AdapterSnapshot:
     """Read a snapshot's files. Raises UserError if they do not fit the base model."""
     config = read_config(directory)
-    targets, rank = format.targets(config), config["r"]
+    targets, rank = format.read_targets(config), config["r"]
     tensors = {part: read_tensors(directory / name) for part, name in FILES.items() if (directory / name).is_file()}
     any_form = tensors.keys() == {StatePart.WEIGHTS}  # moments and gradients are not those of the other form
 
-    def tree(part: StatePart, prefix: str = "") -> AdapterWeights:
-        weights = format.weights(tensors[part], targets, rank, prefix, any_form=any_form)
-        return resize_rank(weights, padded_rank(rank))
+    def read_tree(part: StatePart, prefix: str = "") -> AdapterWeights:
+        weights = format.to_weights(tensors[part], targets, rank, prefix, any_form=any_form)
+        return resize_rank(weights, pad_rank(rank))
 
-    def value(part: StatePart) -> AdapterWeights | OptimizerState | None:
+    def read_part(part: StatePart) -> AdapterWeights | OptimizerState | None:
         if part is not StatePart.OPTIMIZER:
-            return tree(part) if part is StatePart.WEIGHTS or tensors[part] else None
+            return read_tree(part) if part is StatePart.WEIGHTS or tensors[part] else None
         step = tensors[part].get(STEP)
         if step is None:
             raise UserError(f"adapter: {FILES[part]} lacks tensor {STEP!r}")
-        return OptimizerState(first=tree(part, FIRST_MOMENT), second=tree(part, SECOND_MOMENT), step=np.int32(step))
+        return OptimizerState(
+            first=read_tree(part, FIRST_MOMENT), second=read_tree(part, SECOND_MOMENT), step=np.int32(step)
+        )
 
     return AdapterSnapshot(
         format=format,
         rank=rank,
         alpha=config["lora_alpha"],
         targets=targets,
-        parts={part: value(part) for part in tensors},
+        parts={part: read_part(part) for part in tensors},
     )

@@ -31,7 +31,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 _NICENESS = 5
 """The niceness of threads that compile: on busy cores, one of them has a third of the time of another thread."""
-_CALM_S = 1.0
+_IDLE_S = 1.0
 """Likely programs wait until no call has compiled a program itself for this long: a request needs several in turn.
 
 XLA compiles the parts of all programs with the same threads, in their order, whatever the niceness of who asks.
@@ -54,13 +54,13 @@ class Program:
         """Return the compiled program."""
         return self.function.lower(*self.arguments, **self.static).compile()
 
-    def on_first_call(self) -> Callable[..., Any]:
+    def compile_lazily(self) -> Callable[..., Any]:
         """Return the function, which compiles itself when it is called."""
         return partial(self.function, **self.static)
 
 
 @dataclass(slots=True)
-class Ready:
+class CompiledProgram:
     """A program that can be called with all arguments but the static ones."""
 
     call: Callable[..., Any]
@@ -76,7 +76,7 @@ class Compiler(Generic[Key]):
 
         By `monitor`, likely programs wait for calls that compile programs themselves.
         """
-        self.ready: dict[Key, Ready] = {}
+        self.ready: dict[Key, CompiledProgram] = {}
         """The programs that are compiled."""
         self._monitor = monitor
         self._lock = threading.Condition()
@@ -84,22 +84,22 @@ class Compiler(Generic[Key]):
         self._needed: deque[tuple[Key, Program]] = deque()
         self._running: set[Key] = set()
         self._num_done = 0
-        self._since = time.monotonic()
+        self._started_at = time.monotonic()
         self._is_closed = False
         self._threads = [ServiceThread("compiler", partial(self._work, self._needed))]
         for number in range(num_threads):
-            work = partial(self._work_nicely, self._needed, self._likely)
+            work = partial(self._work_at_low_priority, self._needed, self._likely)
             self._threads.append(ServiceThread(f"compiler-{number}", work))
         for thread in self._threads:
             thread.start()
 
-    def expect(self, programs: Iterable[tuple[Key, Program]]) -> None:
+    def queue_likely(self, programs: Iterable[tuple[Key, Program]]) -> None:
         """Compile programs when no request needs another, in this order."""
         with self._lock:
             self._likely.extend(programs)
             self._lock.notify_all()
 
-    def need(self, key: Key, program: Callable[[], Program]) -> None:
+    def queue_needed(self, key: Key, program: Callable[[], Program]) -> None:
         """Compile a program before those that are merely likely, and after those that were needed earlier."""
         with self._lock:
             if key in self.ready or self._is_pending(key):
@@ -115,7 +115,7 @@ class Compiler(Generic[Key]):
         with self._lock, self._monitor.waiting():
             return self._lock.wait_for(lambda: key in self.ready, timeout_s)
 
-    def finish(self, key: Key) -> None:
+    def wait_if_pending(self, key: Key) -> None:
         """Wait for a program if it is needed and not ready. Any other is left to its first call."""
         with self._lock:
             if not self._is_pending(key):
@@ -134,7 +134,7 @@ class Compiler(Generic[Key]):
                 return None
             return (
                 f"compiled {self._num_done} of {self._num_done + num_left} programs in the background, "
-                f"{time.monotonic() - self._since:.0f} s"
+                f"{time.monotonic() - self._started_at:.0f} s"
             )
 
     def close(self) -> None:
@@ -150,36 +150,36 @@ class Compiler(Generic[Key]):
         for thread in self._threads:
             thread.join()
 
-    def _work_nicely(self, *queues: deque[tuple[Key, Program]]) -> None:
+    def _work_at_low_priority(self, *queues: deque[tuple[Key, Program]]) -> None:
         if sys.platform == "linux":  # elsewhere the niceness is that of the process
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         self._work(*queues)
 
     def _work(self, *queues: deque[tuple[Key, Program]]) -> None:
-        self._monitor.leave_out_this_thread()
-        while (taken := self._take(queues)) is not None:
+        self._monitor.exclude_this_thread()
+        while (taken := self._take_program(queues)) is not None:
             key, program = taken
             try:
-                ready = Ready(program.compile())
+                ready = CompiledProgram(program.compile())
             except Exception:  # the request that needs it gets the error itself
                 log.warning("cannot compile %s in the background", key, exc_info=True)
-                ready = Ready(program.on_first_call())
+                ready = CompiledProgram(program.compile_lazily())
             with self._lock:
                 self.ready[key] = ready
                 self._running.discard(key)
                 self._num_done += 1
                 self._lock.notify_all()
-            self._report()
+            self._log_progress()
 
-    def _take(self, queues: Iterable[deque[tuple[Key, Program]]]) -> tuple[Key, Program] | None:
+    def _take_program(self, queues: Iterable[deque[tuple[Key, Program]]]) -> tuple[Key, Program] | None:
         """Return the next program of the first queue that has one; None when the compiler is closed."""
         with self._lock:
             while not self._is_closed:
                 wait_s = None
                 for queue in queues:
                     if queue is self._likely and queue:
-                        wait_s = max(_CALM_S - self._monitor.seconds_since_call, 0.0)
+                        wait_s = max(_IDLE_S - self._monitor.seconds_since_call, 0.0)
                         if wait_s:
                             continue
                     while queue:
@@ -190,10 +190,12 @@ class Compiler(Generic[Key]):
                 self._lock.wait(wait_s)
             return None
 
-    def _report(self) -> None:
+    def _log_progress(self) -> None:
         progress = self.progress()
         if progress is None:
-            log.info("compiled %d programs in the background, %.0f s", self._num_done, time.monotonic() - self._since)
+            log.info(
+                "compiled %d programs in the background, %.0f s", self._num_done, time.monotonic() - self._started_at
+            )
         elif self._num_done % _LOG_EVERY == 0:
             log.info("%s", progress)
 
@@ -227,20 +229,24 @@ class Popularity:
             log.warning("cannot write which programs are popular: %s", error)
 
 
-_Options = dict[str, bool | int | str] | None
+_CompilerOptions = dict[str, bool | int | str] | None
 
-_ARE_KNOWN = tuple(map(int, version("jax").split(".")[:2])) < (0, 12)
+_OPTIONS_ARE_KNOWN = tuple(map(int, version("jax").split(".")[:2])) < (0, 12)
 
-TRAINING: _Options = {"xla_gpu_enable_dus_accumulator_zero_init_elimination": True} if _ARE_KNOWN else None
+TRAINING_OPTIONS: _CompilerOptions = (
+    {"xla_gpu_enable_dus_accumulator_zero_init_elimination": True} if _OPTIONS_ARE_KNOWN else None
+)
 """The arrays in which a loop over layers keeps what the backward pass reads are not filled with zeros first.
 
 Measured on an H200: 36 of 2,273 ms of a step of Qwen3-8B, and 10 of 379 ms of 0.6B.
 """
 
-_IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
+_CUDA_GRAPH_COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
 
-DECODING: _Options = (
-    {"xla_gpu_dot_merger_threshold_mb": 4, "xla_gpu_enable_command_buffer": _IN_GRAPHS} if _ARE_KNOWN else None
+DECODING_OPTIONS: _CompilerOptions = (
+    {"xla_gpu_dot_merger_threshold_mb": 4, "xla_gpu_enable_command_buffer": _CUDA_GRAPH_COMMANDS}
+    if _OPTIONS_ARE_KNOWN
+    else None
 )
 """Which products are joined, and what is a part of CUDA graphs.
 
@@ -252,7 +258,7 @@ one more, and is busy with a slice until that has ended. With them a step of 256
 Qwen3-0.6B takes 3.53 in place of 4.05 ms on an H200. A training step takes as long.
 """
 
-_FOR_CPU = "xla_cpu_disable_loop_unrolling=1,xla_cpu_disable_tiled_emitter=1"
+_CPU_OPTIONS = "xla_cpu_disable_loop_unrolling=1,xla_cpu_disable_tiled_emitter=1"
 """Loops of kernels are vectorized, but not unrolled, and all kernels are generated alike.
 
 A gradient of 30M parameters compiles in 0.7 of the CPU time, and a step and decoding take as long.
@@ -268,4 +274,4 @@ def set_cpu_options(environment: MutableMapping[str, str]) -> None:
     """
     flags = environment.get("XLA_FLAGS", "")
     if _CPU_FLAG not in flags:
-        environment["XLA_FLAGS"] = f"{flags} {_CPU_FLAG}={_FOR_CPU}".strip()
+        environment["XLA_FLAGS"] = f"{flags} {_CPU_FLAG}={_CPU_OPTIONS}".strip()

@@ -6,11 +6,11 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
-STEP_COMPILE_THREADS = 4
+MAX_TRAINING_COMPILE_THREADS = 4
 """Threads that compile programs of training on CPU, at most."""
 
 
-def half_of_cores(most: int) -> int:
+def count_compile_threads(most: int) -> int:
     """Return how many threads compile: half of the cores, as each program uses more than one, between 1 and `most`."""
     return min(most, max(1, (os.cpu_count() or 1) // 2))
 
@@ -115,7 +115,7 @@ class JaxFlags(BaseModel):
     A state of linear attention counts as the tokens that take as many bytes. Unset: a quarter of max_sample_tokens."""
 
     @model_validator(mode="after")
-    def _offload_needs_remat(self) -> Self:
+    def _validate_offload(self) -> Self:
         if self.offload and self.remat is False:
             raise ValueError("offload: only the inputs of rematerialized layers are offloaded; remove remat: false")
         return self
@@ -129,7 +129,7 @@ class JaxFlags(BaseModel):
 class JaxConfig(JaxFlags):
     """The settings of the backend: what an operator sets, and constants. Only tests and benchmarks set constants.
 
-    Those that are unset depend on the devices, see `for_platform`.
+    Those that are unset depend on the devices, see `with_platform_defaults`.
     """
 
     compile_threads: int | None = Field(default=None, ge=0)
@@ -168,11 +168,11 @@ class JaxConfig(JaxFlags):
     """Largest top-k of log-probabilities that a client may request, as on the OpenAI API."""
 
     @classmethod
-    def complete(cls, flags: JaxFlags) -> "JaxConfig":
+    def from_flags(cls, flags: JaxFlags) -> "JaxConfig":
         """Return what an operator set, with constants."""
         return flags if isinstance(flags, cls) else cls.model_validate(flags.model_dump(exclude_unset=True))
 
-    def for_platform(self, platform: str) -> Self:
+    def with_platform_defaults(self, platform: str) -> Self:
         """Return the settings with what is unset and depends on the devices alone. `platform` is as JAX names it.
 
         Larger chunks of prompts keep an accelerator busy, and take too long on CPU. Programs are compiled ahead on CPU
@@ -185,14 +185,14 @@ class JaxConfig(JaxFlags):
             "prefill_chunk_tokens": chunk,
             "prefill_tokens": step,
             "async_decoding": not is_cpu,
-            "compile_threads": half_of_cores(STEP_COMPILE_THREADS) if has_threads else 0,
+            "compile_threads": count_compile_threads(MAX_TRAINING_COMPILE_THREADS) if has_threads else 0,
         }
         unset = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return self.model_copy(update=unset)
 
     @field_validator("prefill_chunk_tokens")
     @classmethod
-    def _is_power_of_two(cls, value: int | None) -> int | None:
+    def _validate_chunk_tokens(cls, value: int | None) -> int | None:
         if value is not None and value & (value - 1):
             raise ValueError(f"{value} is not a power of two")
         return value

@@ -43,7 +43,7 @@ def check_devices(mesh: Mesh) -> None:
         placed = put(numbers, NamedSharding(mesh, PartitionSpec(mesh.axis_names)))
         found = float(_sum(placed))
     except jax.errors.JaxRuntimeError as error:
-        if is_exhausted(error) and not is_distributed():
+        if is_out_of_memory(error) and not is_distributed():
             return
         raise BackendLost(f"the devices do not compute any more: {error}") from error
     if found != numbers.sum():
@@ -78,7 +78,7 @@ class CompilationMonitor:
         """Seconds since a call compiled a program itself; 0 while one does. Waits for other threads do not count."""
         return 0.0 if self._num_running > self._num_waiting else time.monotonic() - self._last_end
 
-    def leave_out_this_thread(self) -> None:
+    def exclude_this_thread(self) -> None:
         """Count programs of this thread as compiled, but not as waited for: it compiles in the background."""
         self._this_thread.is_left_out = True
 
@@ -115,7 +115,7 @@ class CompilationMonitor:
 
 
 @functools.cache
-def compilation_monitor() -> CompilationMonitor:
+def get_compilation_monitor() -> CompilationMonitor:
     """Return the monitor of this process, which listens from the first call on. Call it while nothing compiles."""
     monitor = CompilationMonitor()
     jax.monitoring.register_scalar_listener(monitor.on_start)
@@ -123,12 +123,12 @@ def compilation_monitor() -> CompilationMonitor:
     return monitor
 
 
-def is_exhausted(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Return whether a device, or the host on its behalf, ran out of memory."""
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
-def no_memory(purpose: str, error: Exception) -> CapacityError:
+def make_capacity_error(purpose: str, error: Exception) -> CapacityError:
     """Return the client's error for an exhausted device, and log the device's own message."""
     log.error("no memory left for %s: %s", purpose, error)
     return CapacityError(
@@ -139,22 +139,22 @@ def no_memory(purpose: str, error: Exception) -> CapacityError:
 
 
 @contextmanager
-def capacity_errors(purpose: str) -> Generator[None]:
-    """Raise the error of `no_memory` when the device runs out of memory inside the context.
+def convert_memory_errors(purpose: str) -> Generator[None]:
+    """Raise the error of `make_capacity_error` when the device runs out of memory inside the context.
 
     With several hosts that is BackendLost: the others may have had enough memory, and wait for this one.
     """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if not is_exhausted(error):
+        if not is_out_of_memory(error):
             raise
-        capacity = no_memory(purpose, error)
-        check_alone(error)
+        capacity = make_capacity_error(purpose, error)
+        check_single_host(error)
         raise capacity from error
 
 
-def check_alone(error: Exception) -> None:
+def check_single_host(error: Exception) -> None:
     """Raise BackendLost for an error of a device if there are several hosts.
 
     The others may not have it. Then they wait for this host in the same program, and it must start no other one.
@@ -166,11 +166,11 @@ def check_alone(error: Exception) -> None:
         )
         raise BackendLost(
             f"a device of this host failed, and other hosts may wait for it: {error}"
-            + (advice if is_exhausted(error) else "")
+            + (advice if is_out_of_memory(error) else "")
         ) from error
 
 
-def drain() -> None:
+def drain_devices() -> None:
     """Wait until the devices of this host have computed all that was dispatched.
 
     That never returns if another host has not dispatched the same, which a watchdog of the hosts ends. Memory that was
@@ -180,5 +180,5 @@ def drain() -> None:
         try:
             array.block_until_ready()
         except jax.errors.JaxRuntimeError as error:
-            if not is_exhausted(error):
+            if not is_out_of_memory(error):
                 raise

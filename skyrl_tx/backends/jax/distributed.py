@@ -52,7 +52,7 @@ def is_distributed() -> bool:
     return jax.distributed.is_initialized()
 
 
-def fingerprint() -> dict[str, str]:
+def make_fingerprint() -> dict[str, str]:
     """Return what results depend on with several hosts: their number, and on CPU the library that adds up."""
     if not is_distributed():
         return {}
@@ -60,7 +60,7 @@ def fingerprint() -> dict[str, str]:
     return {"hosts": f"{jax.process_count()}{library}"}
 
 
-def own_devices(devices: Collection[Any]) -> list[Any]:
+def list_local_devices(devices: Collection[Any]) -> list[Any]:
     """Return the devices of this host in order of their ids; a set has another order in each process."""
     ordered = sorted(devices, key=lambda device: device.id)
     if not is_distributed():
@@ -80,7 +80,7 @@ def put(leaf: Any, sharding: Sharding) -> jax.Array:
 def fetch(tree: Any) -> Any:
     """Return a tree of arrays on the host, whole on each. Array by array, so that few programs serve all trees."""
     if is_distributed():
-        tree = jax.tree.map(_replicated, tree)
+        tree = jax.tree.map(_replicate_leaf, tree)
     return jax.device_get(tree)
 
 
@@ -89,21 +89,21 @@ def fetch_one_by_one(tree: Any) -> Any:
     return jax.tree.map(fetch, tree)
 
 
-def agreed(num_bytes: int) -> int:
+def agree_on_minimum(num_bytes: int) -> int:
     """Return the least of the hosts' numbers of bytes, in whole MiB if there are several: JAX has no int64 here."""
     if not is_distributed():
         return num_bytes
     return int(np.min(multihost_utils.process_allgather(np.int32(num_bytes // _MIB)))) * _MIB
 
 
-def _replicated(leaf: Any) -> Any:
+def _replicate_leaf(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
         return leaf
     assert isinstance(leaf.sharding, NamedSharding)
     assert isinstance(leaf.sharding.mesh, Mesh)
-    return _replicate(leaf.sharding.mesh)(leaf)
+    return _make_replicate_program(leaf.sharding.mesh)(leaf)
 
 
 @cache
-def _replicate(mesh: Mesh) -> Any:
+def _make_replicate_program(mesh: Mesh) -> Any:
     return jax.jit(lambda leaf: leaf, out_shardings=NamedSharding(mesh, PartitionSpec()))

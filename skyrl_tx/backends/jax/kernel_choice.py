@@ -9,20 +9,20 @@ import jax.numpy as jnp
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.layers.kernels.choice import (
-    EXPERTS_TABLE,
+    ATTENTION_KERNELS,
+    EXPERTS_KERNELS,
     LOOPS,
     MOSAIC_PAGES,
-    PAGES_TABLE,
-    TABLE,
+    PAGED_ATTENTION_KERNELS,
     AttentionKernel,
     ExpertsKernel,
     Kernels,
-    PagesKernel,
+    PagedAttentionKernel,
 )
 from skyrl_tx.models.config import Block
 from skyrl_tx.models.parts.feed_forward import Mixture
 
-_Kernel = TypeVar("_Kernel", AttentionKernel, PagesKernel, ExpertsKernel)
+_Kernel = TypeVar("_Kernel", AttentionKernel, PagedAttentionKernel, ExpertsKernel)
 
 
 class KernelError(ValueError):
@@ -38,14 +38,14 @@ def choose_kernels(config: JaxConfig, platform: str, dtype: jnp.dtype) -> Kernel
     if config.kernels == LOOPS:
         return Kernels(None, None, None, chunks_together=platform != "cpu")
     return Kernels(
-        _chosen("attention_kernel", config.attention_kernel, TABLE, platform, dtype),
-        _chosen("pages_kernel", config.pages_kernel, PAGES_TABLE, platform, dtype),
-        _chosen("experts_kernel", config.experts_kernel, EXPERTS_TABLE, platform, dtype),
+        _choose_kernel("attention_kernel", config.attention_kernel, ATTENTION_KERNELS, platform, dtype),
+        _choose_kernel("pages_kernel", config.pages_kernel, PAGED_ATTENTION_KERNELS, platform, dtype),
+        _choose_kernel("experts_kernel", config.experts_kernel, EXPERTS_KERNELS, platform, dtype),
         chunks_together=platform != "cpu",
     )
 
 
-def _chosen(
+def _choose_kernel(
     field: str, wanted: str, table: Mapping[tuple[str, str], _Kernel], platform: str, dtype: jnp.dtype
 ) -> _Kernel | None:
     found = table.get((platform, dtype.name))
@@ -57,7 +57,7 @@ def _chosen(
     return found
 
 
-def fit_cache(model: models.ModelConfig, platform: str) -> models.ModelConfig:
+def pad_cached_dims(model: models.ModelConfig, platform: str) -> models.ModelConfig:
     """Return the model with keys and values in the cache as the devices of a platform hold them.
 
     On TPU their dims are a multiple of 128, as the kernel for pages needs them. Fewer would take as much memory there,
@@ -66,12 +66,12 @@ def fit_cache(model: models.ModelConfig, platform: str) -> models.ModelConfig:
     if platform != "tpu":
         return model
 
-    def fitted(block: Block) -> Block:
+    def pad_block(block: Block) -> Block:
         mixer = block.mixer
         return block if mixer is None else replace(block, mixer=mixer.with_cached_dims(MOSAIC_PAGES.multiple))
 
     groups = (
-        replace(group, stacks=tuple(replace(stack, block=fitted(stack.block)) for stack in group.stacks))
+        replace(group, stacks=tuple(replace(stack, block=pad_block(stack.block)) for stack in group.stacks))
         for group in model.groups
     )
     return replace(model, groups=tuple(groups))
@@ -85,22 +85,25 @@ def explain_kernels(kernels: Kernels, model: models.ModelConfig) -> Iterator[str
     attention, pages = kernels.attention, kernels.pages
     mixers = [block.mixer for block in model.blocks if block.mixer is not None]
     of_layers = [each.heads for each in mixers if each.heads is not None]
-    cached = [each.cached_heads for each in mixers if each.cached_heads is not None]
+    cached = [each.cache_heads for each in mixers if each.cache_heads is not None]
     in_training = [
-        _how(kernels.attention_name, None if attention is None else attention.refusal(each)) for each in of_layers
+        _describe_choice(kernels.attention_name, None if attention is None else attention.find_refusal(each))
+        for each in of_layers
     ]
-    in_sampling = [_how(kernels.pages_name, None if pages is None else pages.refusal(each)) for each in cached]
+    in_sampling = [
+        _describe_choice(kernels.pages_name, None if pages is None else pages.find_refusal(each)) for each in cached
+    ]
     for where, found in (("training", in_training), ("sampling", in_sampling)):
         for how in dict.fromkeys(found):
             yield f"attention of {found.count(how)} layers in {where}: {how}"
-    if num_mixtures(model):
-        yield f"experts of {num_mixtures(model)} layers: {kernels.experts_name}"
+    if count_moe_layers(model):
+        yield f"experts of {count_moe_layers(model)} layers: {kernels.experts_name}"
 
 
-def num_mixtures(model: models.ModelConfig) -> int:
+def count_moe_layers(model: models.ModelConfig) -> int:
     """Return the number of layers with experts."""
     return sum(isinstance(block.feed_forward, Mixture) for block in model.blocks)
 
 
-def _how(kernel: str, refusal: str | None) -> str:
+def _describe_choice(kernel: str, refusal: str | None) -> str:
     return kernel if refusal is None else f"{LOOPS}, as {kernel} has no {refusal}"

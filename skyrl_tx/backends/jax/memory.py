@@ -11,16 +11,16 @@ import jax
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.costs import RANK, Costs, adapter_bytes, costs_of
-from skyrl_tx.backends.jax.distributed import agreed, own_devices
-from skyrl_tx.backends.jax.mesh import num_copies
+from skyrl_tx.backends.jax.costs import DEFAULT_RANK, TrainingCosts, count_adapter_bytes, estimate_costs
+from skyrl_tx.backends.jax.distributed import agree_on_minimum, list_local_devices
+from skyrl_tx.backends.jax.mesh import count_replicas
 from skyrl_tx.backends.jax.shapes import SampleMemory
-from skyrl_tx.backends.jax.train.adapters import padded_rank
+from skyrl_tx.backends.jax.train.adapters import pad_rank
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.meters import DeviceMemory
 from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.layers.remat import HOST_MEMORY, RematPolicy
-from skyrl_tx.layers.sharding import WHOLE, Layout
+from skyrl_tx.layers.sharding import UNSHARDED, Layout
 
 TRAINING_SHARE = 0.5
 """Share of the memory left by weights and KV cache that a micro-batch may take; models need the rest."""
@@ -43,7 +43,7 @@ DEFAULT_MICRO_BATCH_TOKENS = 1024
 """Tokens of a micro-batch on a device that does not report its memory, as CPUs do not."""
 DEFAULT_SAMPLE_TOKENS = 65536
 """Positions of the KV cache on a device that does not report its memory, if the host has as much."""
-SLOTS = (256, 128, 64, 32)
+DEFAULT_SLOTS = (256, 128, 64, 32)
 """Samples at the same time, unless configured: on accelerators the first with SLOT_TOKENS for each, on CPU the last.
 
 An accelerator reads the weights once for all of them, so with `dp` each copy of the weights has as many; arithmetic is
@@ -76,14 +76,14 @@ class MemoryPlan:
         known = ((self.offload_above, RematPolicy.OFFLOAD), above, (-1, RematPolicy.SAVE_MATMULS))
         object.__setattr__(self, "policies", tuple((size, each) for size, each in known if size is not None))
 
-    def policy(self, num_tokens: int) -> RematPolicy:
+    def get_remat_policy(self, num_tokens: int) -> RematPolicy:
         """Return the remat policy of a micro-batch, or of a longer row, of `num_tokens` on each device."""
         return next(remat for above, remat in self.policies if num_tokens > above)
 
     @property
-    def policy_of_longest(self) -> RematPolicy:
+    def longest_row_policy(self) -> RematPolicy:
         """The remat policy of rows that fit with no other."""
-        return self.policy(1 << 62)
+        return self.get_remat_policy(1 << 62)
 
     @property
     def fingerprint(self) -> dict[str, str]:
@@ -95,7 +95,7 @@ class MemoryPlan:
             **{name: str(size) for name, size in above.items() if size is not None},
         }
 
-    def smaller(self) -> Iterator["MemoryPlan"]:
+    def iter_smaller(self) -> Iterator["MemoryPlan"]:
         """Yield plans to try, in this order, when the device has too little memory for this one."""
         tokens = self.micro_batch_tokens // 2
         while tokens > 0:
@@ -107,7 +107,7 @@ class MemoryPlan:
             yield replace(self, remat=True, offload_above=0)
 
 
-class Memory:
+class ActiveMemoryPlan:
     """The memory plan in force. It only shrinks during the life of the process."""
 
     def __init__(self, plan: MemoryPlan) -> None:
@@ -128,19 +128,19 @@ class Memory:
         )
 
 
-def training_costs(params: models.DecoderParams, model: models.ModelConfig) -> Costs | None:
+def estimate_training_costs(params: models.DecoderParams, model: models.ModelConfig) -> TrainingCosts | None:
     """Return what training costs with the layout of training; None when devices do not report their memory."""
-    if not device_memory(params):
+    if not read_device_memory(params):
         return None
-    return costs_of(params, model, next(iter(params.embed.devices())).platform)
+    return estimate_costs(params, model, next(iter(params.embed.devices())).platform)
 
 
 def plan_training_memory(
-    config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig, costs: Costs | None
+    config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig, costs: TrainingCosts | None
 ) -> MemoryPlan:
     """Return the memory plan for this device, and log its reason. Configured values take precedence.
 
-    Call it when weights and KV cache are on the device, with the `training_costs`. Raises UserError for `offload` where
+    Call it when weights and KV cache are on the device, with the `estimate_training_costs`. Raises UserError for `offload` where
     devices cannot copy to the host's memory.
     """
     if not can_offload(params):
@@ -149,13 +149,15 @@ def plan_training_memory(
         config = config.model_copy(update={"offload": False})
     if costs is None:
         reason = "the device does not report its memory"
-        plan = plan_without_memory(config)
+        plan = make_default_memory_plan(config)
     else:
-        free = _reported_free(params)
+        free = _get_reported_free_bytes(params)
         num_shards = params.layout.num_shards("batch") * params.layout.num_shards("tokens")
-        plan = plan_for(free, costs, config, num_shards=num_shards)
-        plan = with_long_rows(plan, free - model_bytes(config, params, model), costs, config, num_shards=num_shards)
-        cost = costs.of_token(plan.policy(plan.micro_batch_tokens // num_shards))
+        plan = choose_memory_plan(free, costs, config, num_shards=num_shards)
+        plan = add_long_row_policies(
+            plan, free - count_model_bytes(config, params, model), costs, config, num_shards=num_shards
+        )
+        cost = costs.get_bytes_per_token(plan.get_remat_policy(plan.micro_batch_tokens // num_shards))
         reason = f"{free / 2**30:.1f} GiB are free, a token takes {cost / 2**10:.0f} KiB"
     configured = [name for name in ("micro_batch_tokens", "remat", "offload") if getattr(config, name) is not None]
     log.info(
@@ -171,11 +173,11 @@ def plan_training_memory(
     return plan
 
 
-def longest_example(
+def find_longest_example(
     config: JaxConfig,
     params: models.DecoderParams,
     model: models.ModelConfig,
-    costs: Costs | None,
+    costs: TrainingCosts | None,
     plan: MemoryPlan,
 ) -> int:
     """Return the most tokens of an example: the model's limit, or what fits on the devices that share its row.
@@ -185,63 +187,69 @@ def longest_example(
     """
     if costs is None:
         return model.max_context_length
-    free = _reported_free(params) - model_bytes(config, params, model)
-    return min(model.max_context_length, longest_row(free, costs, plan, params.layout, _host_bytes(params)))
+    free = _get_reported_free_bytes(params) - count_model_bytes(config, params, model)
+    return min(model.max_context_length, find_longest_row(free, costs, plan, params.layout, _get_offload_limit(params)))
 
 
 def can_offload(params: models.DecoderParams) -> bool:
     """Return whether the devices of this host can copy to its memory."""
-    kinds = ({each.kind for each in device.addressable_memories()} for device in own_devices(params.embed.devices()))
+    kinds = (
+        {each.kind for each in device.addressable_memories()} for device in list_local_devices(params.embed.devices())
+    )
     return all(HOST_MEMORY in each for each in kinds)
 
 
-def _host_bytes(params: models.DecoderParams) -> int:
+def _get_offload_limit(params: models.DecoderParams) -> int:
     """Return the memory of the smallest host that each of its devices may offload to."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return agreed(int(HOST_SHARE * physical) // len(own_devices(params.embed.devices())))
+    return agree_on_minimum(int(HOST_SHARE * physical) // len(list_local_devices(params.embed.devices())))
 
 
-def _reported_free(params: models.DecoderParams) -> int:
-    free = free_bytes(params)
-    assert free is not None, "the devices report their memory: see training_costs"
+def _get_reported_free_bytes(params: models.DecoderParams) -> int:
+    free = get_free_bytes(params)
+    assert free is not None, "the devices report their memory: see estimate_training_costs"
     return free
 
 
-def longest_row(free: int, costs: Costs, plan: MemoryPlan, layout: Layout, host_bytes: int | None = None) -> int:
+def find_longest_row(
+    free: int, costs: TrainingCosts, plan: MemoryPlan, layout: Layout, host_bytes: int | None = None
+) -> int:
     """Return the most tokens of a row for `free` bytes of each device, with the layout of training.
 
     Each device may offload `host_bytes` to its host; None is as many as it likes.
     """
-    remat = plan.policy_of_longest
-    fitting = costs.fitting(ROW_SHARE * free, remat=remat)
+    remat = plan.longest_row_policy
+    fitting = costs.count_fitting_tokens(ROW_SHARE * free, remat=remat)
     if remat is RematPolicy.OFFLOAD and host_bytes is not None:
         fitting = max(min(fitting, host_bytes // costs.host_token), plan.offload_above or 0)
     return max(fitting * layout.num_shards("tokens"), plan.micro_batch_tokens // layout.num_shards("batch"))
 
 
-def plan_without_memory(config: JaxConfig) -> MemoryPlan:
+def make_default_memory_plan(config: JaxConfig) -> MemoryPlan:
     """Return the memory plan for devices that do not report their memory."""
     offload_above = 0 if config.offload else None
     tokens = config.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
     return MemoryPlan(tokens, bool(config.remat or config.offload), offload_above=offload_above)
 
 
-def plan_for(free: int, costs: Costs, config: JaxConfig, *, num_shards: int) -> MemoryPlan:
+def choose_memory_plan(free: int, costs: TrainingCosts, config: JaxConfig, *, num_shards: int) -> MemoryPlan:
     """Return the memory plan for `free` bytes of each device and `num_shards` shards of a micro-batch's tokens."""
 
-    def tokens_of(remat: RematPolicy) -> int:
-        fitting = costs.fitting(TRAINING_SHARE * free, remat=remat)
+    def count_tokens(remat: RematPolicy) -> int:
+        fitting = costs.count_fitting_tokens(TRAINING_SHARE * free, remat=remat)
         return min(max(1 << int(math.log2(max(fitting, 1))), MIN_TOKENS), MAX_TOKENS)
 
     remat = bool(config.offload or config.remat)
     if not config.offload and config.remat is None:
-        remat = tokens_of(RematPolicy.SAVE_MATMULS) < SUFFICIENT_TOKENS
+        remat = count_tokens(RematPolicy.SAVE_MATMULS) < SUFFICIENT_TOKENS
     plan = MemoryPlan(config.micro_batch_tokens or 0, remat, offload_above=0 if config.offload else None)
-    fitting = tokens_of(plan.policy(SUFFICIENT_TOKENS))
+    fitting = count_tokens(plan.get_remat_policy(SUFFICIENT_TOKENS))
     return plan if config.micro_batch_tokens else replace(plan, micro_batch_tokens=fitting * num_shards)
 
 
-def with_long_rows(plan: MemoryPlan, free: int, costs: Costs, config: JaxConfig, *, num_shards: int) -> MemoryPlan:
+def add_long_row_policies(
+    plan: MemoryPlan, free: int, costs: TrainingCosts, config: JaxConfig, *, num_shards: int
+) -> MemoryPlan:
     """Return the plan with the remat policies of rows that are longer than a micro-batch.
 
     Such a row has `free` bytes of each device to itself. The first policy with which it fits is taken, so that a row
@@ -249,20 +257,20 @@ def with_long_rows(plan: MemoryPlan, free: int, costs: Costs, config: JaxConfig,
     """
     own = -(-plan.micro_batch_tokens // num_shards)
 
-    def fitting(remat: RematPolicy) -> int:
-        return max(_rounded_down(max(costs.fitting(ROW_SHARE * free, remat=remat), 0)), own)
+    def count_tokens(remat: RematPolicy) -> int:
+        return max(_round_down(max(costs.count_fitting_tokens(ROW_SHARE * free, remat=remat), 0)), own)
 
     if not plan.remat and config.remat is None:
-        plan = replace(plan, remat_above=fitting(RematPolicy.SAVE_MATMULS))
+        plan = replace(plan, remat_above=count_tokens(RematPolicy.SAVE_MATMULS))
     if config.offload is None and config.remat is not False:
-        plan = replace(plan, offload_above=fitting(RematPolicy.FULL))
+        plan = replace(plan, offload_above=count_tokens(RematPolicy.FULL))
     return plan
 
 
-def device_memory(params: models.DecoderParams) -> tuple[DeviceMemory, ...]:
+def read_device_memory(params: models.DecoderParams) -> tuple[DeviceMemory, ...]:
     """Return the memory of each device of this host, by their ids; empty when devices do not report their memory."""
     found: list[DeviceMemory] = []
-    for device in own_devices(params.embed.devices()):
+    for device in list_local_devices(params.embed.devices()):
         stats = device.memory_stats()
         if not stats or "bytes_limit" not in stats:
             return ()
@@ -270,16 +278,16 @@ def device_memory(params: models.DecoderParams) -> tuple[DeviceMemory, ...]:
     return tuple(found)
 
 
-def memory_limit(layout: Layout) -> int | None:
+def read_memory_limit(layout: Layout) -> int | None:
     """Return the memory of each device of a mesh; None when devices do not report it."""
     assert layout.mesh is not None
     return (layout.mesh.devices.flat[0].memory_stats() or {}).get("bytes_limit")
 
 
-def free_bytes(params: models.DecoderParams) -> int | None:
+def get_free_bytes(params: models.DecoderParams) -> int | None:
     """Return the free memory of the fullest device of all hosts; None when devices do not report their memory."""
-    free = min((each.limit_bytes - each.used_bytes for each in device_memory(params)), default=None)
-    return None if free is None else agreed(free)
+    free = min((each.limit_bytes - each.used_bytes for each in read_device_memory(params)), default=None)
+    return None if free is None else agree_on_minimum(free)
 
 
 def plan_sample_memory(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> SampleMemory:
@@ -288,18 +296,21 @@ def plan_sample_memory(config: JaxConfig, params: models.DecoderParams, model: m
     Call it when the weights are on the device. There are never more pages than all slots can use.
     """
     layout, dtype = params.layout, params.embed.dtype
-    room, shards = RoomBytes.of(model, layout, dtype.itemsize), layout.num_shards("batch")
-    free, memories = free_bytes(params), shards
-    most, numbers = sys.maxsize, tuple(number * num_copies(layout) for number in SLOTS)
+    room, shards = CacheBytes.from_model(model, layout, dtype.itemsize), layout.num_shards("batch")
+    free, memories = get_free_bytes(params), shards
+    most, numbers = sys.maxsize, tuple(number * count_replicas(layout) for number in DEFAULT_SLOTS)
     if free is None:
-        free = _free_on_host(params)
-        most, numbers = DEFAULT_SAMPLE_TOKENS, SLOTS[-1:]
-        room, memories = RoomBytes.of(model, WHOLE, dtype.itemsize), 1  # all devices share the host's memory
+        free = _get_free_host_memory(params)
+        most, numbers = DEFAULT_SAMPLE_TOKENS, DEFAULT_SLOTS[-1:]
+        room, memories = (
+            CacheBytes.from_model(model, UNSHARDED, dtype.itemsize),
+            1,
+        )  # all devices share the host's memory
     fitting = int(SAMPLE_SHARE * max(free, 0)) // room.position * memories
     if config.sample_slots is not None:
         numbers = (config.sample_slots,)
-    each = (_largest_sample_memory(number, fitting, most, config, model, room, shards) for number in numbers)
-    memory = next(memory for memory in each if memory.num_slots == numbers[-1] or _is_enough(memory))
+    each = (_find_largest_sample_memory(number, fitting, most, config, model, room, shards) for number in numbers)
+    memory = next(memory for memory in each if memory.num_slots == numbers[-1] or _has_enough_tokens(memory))
     log.info(
         "KV cache of %d samples and %d tokens%s, and of %d for prefixes: %.1f GiB are free, a token takes %.1f KiB%s",
         memory.num_slots,
@@ -314,7 +325,7 @@ def plan_sample_memory(config: JaxConfig, params: models.DecoderParams, model: m
 
 
 @dataclass(frozen=True, slots=True)
-class RoomBytes:
+class CacheBytes:
     """The bytes that the cache takes on each device."""
 
     position: int
@@ -323,14 +334,14 @@ class RoomBytes:
     """For the state of one sample, or of one prompt, whatever its length."""
 
     @classmethod
-    def of(cls, model: models.ModelConfig, layout: Layout, itemsize: int) -> "RoomBytes":
+    def from_model(cls, model: models.ModelConfig, layout: Layout, itemsize: int) -> "CacheBytes":
         """Return the bytes for a model whose base weights have `itemsize`."""
 
         def size(each: Parameter) -> int:
             shards = (math.gcd(layout.num_shards(axis), size) for axis, size in zip(each.axes, each.shape, strict=True))
             return math.prod(each.shape) // math.prod(shards) * (4 if each.is_float32 else itemsize)
 
-        rooms = [(len(stack.layers), stack.block.room()) for stack in model.stacks]
+        rooms = [(len(stack.layers), stack.block.describe_cache()) for stack in model.stacks]
         position = sum(number * size(each) for number, room in rooms for each in jax.tree.leaves(room.positions))
         return cls(
             position=max(position, 1),  # a model without attention keeps nothing of positions
@@ -343,13 +354,13 @@ class RoomBytes:
         return -(-self.state // self.position)
 
 
-def _is_enough(memory: SampleMemory) -> bool:
+def _has_enough_tokens(memory: SampleMemory) -> bool:
     """Return whether there are enough tokens for each of its samples."""
     return memory.tokens >= memory.num_slots * min(SLOT_TOKENS, memory.max_length)
 
 
-def _largest_sample_memory(
-    num_slots: int, fitting: int, most: int, config: JaxConfig, model: models.ModelConfig, room: RoomBytes, shards: int
+def _find_largest_sample_memory(
+    num_slots: int, fitting: int, most: int, config: JaxConfig, model: models.ModelConfig, room: CacheBytes, shards: int
 ) -> SampleMemory:
     """Return the largest memory that takes as many bytes as `fitting` positions, on all devices together.
 
@@ -358,7 +369,7 @@ def _largest_sample_memory(
     context = min(model.max_context_length, config.max_context_length or model.max_context_length)
     most = min(most, num_slots * (config.max_context_length or context))
 
-    def of(tokens: int) -> SampleMemory:
+    def make_memory(tokens: int) -> SampleMemory:
         return SampleMemory(
             num_slots=num_slots,
             tokens=tokens,
@@ -369,14 +380,14 @@ def _largest_sample_memory(
         )
 
     if config.max_sample_tokens:
-        return of(config.max_sample_tokens)
-    memory = of(max(min(_rounded_down(fitting), most), 1))
+        return make_memory(config.max_sample_tokens)
+    memory = make_memory(max(min(_round_down(fitting), most), 1))
     while memory.tokens > 1 and memory.all_tokens + memory.slice_tokens > fitting:
-        memory = of(_rounded_down(memory.tokens - 1))
+        memory = make_memory(_round_down(memory.tokens - 1))
     return memory
 
 
-def max_models(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> int:
+def choose_max_models(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> int:
     """Return how many models may be in training at the same time, and log the reason.
 
     A configured number takes precedence. Call it when weights and KV cache are on the device. A model takes memory when
@@ -385,7 +396,7 @@ def max_models(config: JaxConfig, params: models.DecoderParams, model: models.Mo
     """
     if config.max_lora_adapters is not None:
         return config.max_lora_adapters
-    free, cost = max(_free(params), 0), model_bytes(config, params, model)
+    free, cost = max(_get_free_memory(params), 0), count_model_bytes(config, params, model)
     fitting = int(MODEL_SHARE * free / cost) - 1  # a step, or a load, needs the new and the old state of one model
     found = max(1, min(fitting, MAX_MODELS))
     log.info(
@@ -398,39 +409,41 @@ def max_models(config: JaxConfig, params: models.DecoderParams, model: models.Mo
     return found
 
 
-def model_bytes(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> int:
+def count_model_bytes(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> int:
     """Return the bytes of a model in training of the highest rank on each device: weights, gradient and two moments."""
-    return 4 * adapter_bytes(model, padded_rank(config.max_lora_rank), memory_layout(params))
+    return 4 * count_adapter_bytes(model, pad_rank(config.max_lora_rank), get_memory_layout(params))
 
 
-def num_adapter_slots(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> int:
+def choose_adapter_slots(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> int:
     """Return how many adapter slots the sampler pool has at start-up, the base model's included.
 
     That is the configured maximum, so that no program is compiled again when a sampler is loaded, or what fits into
     POOL_SHARE of the memory at the default rank. Call it when the weights are on the device.
     """
-    cost = adapter_bytes(model, min(RANK, config.max_lora_rank), memory_layout(params))
-    return min(1 + config.max_sampler_adapters, max(int(POOL_SHARE * _free(params) / cost), MIN_ADAPTER_SLOTS))
+    cost = count_adapter_bytes(model, min(DEFAULT_RANK, config.max_lora_rank), get_memory_layout(params))
+    return min(
+        1 + config.max_sampler_adapters, max(int(POOL_SHARE * _get_free_memory(params) / cost), MIN_ADAPTER_SLOTS)
+    )
 
 
-def memory_layout(params: models.DecoderParams) -> Layout:
+def get_memory_layout(params: models.DecoderParams) -> Layout:
     """Return how arrays are cut over memories: not at all where all devices share that of the host."""
-    return WHOLE if free_bytes(params) is None else params.layout
+    return UNSHARDED if get_free_bytes(params) is None else params.layout
 
 
-def _free(params: models.DecoderParams) -> int:
+def _get_free_memory(params: models.DecoderParams) -> int:
     """Return the free memory of the fullest device, or of the host when devices do not report theirs."""
-    reported = free_bytes(params)
-    return _free_on_host(params) if reported is None else reported
+    reported = get_free_bytes(params)
+    return _get_free_host_memory(params) if reported is None else reported
 
 
-def _free_on_host(params: models.DecoderParams) -> int:
+def _get_free_host_memory(params: models.DecoderParams) -> int:
     """Return the memory of the smallest host less the weights, of which decoding holds a second copy split by layer."""
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves((params, params.layers)))
-    return agreed(max(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - weights, 0))
+    return agree_on_minimum(max(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - weights, 0))
 
 
-def _rounded_down(size: int) -> int:
+def _round_down(size: int) -> int:
     """Return `size` rounded down to three bits, so that slightly less memory at a restart changes no shapes."""
     step = 1 << max(size.bit_length() - 3, 0)
     return size // step * step

@@ -3,7 +3,7 @@
 Batch rows are sharded over `dp`, `fsdp` and `ep`. Weights that all rows need are whole on each shard of `dp`. Over
 `fsdp` they are sharded for storage, and each layer gathers them before use. Heads, feed-forward layers and vocabulary
 are sharded over `tp`, experts over `ep`. For rows that are too long for one device there is `cp`: in sampling it is
-like `fsdp`, and in training it shards the tokens of a row, as `ep` does then (see `training_layout`).
+like `fsdp`, and in training it shards the tokens of a row, as `ep` does then (see `make_training_layout`).
 Adapters, gradients and moments are sharded like the linear maps that they adapt, with whole ranks; the KV cache like
 heads and rows.
 """
@@ -22,9 +22,9 @@ from skyrl_tx.backends.jax.distributed import put as put_on
 from skyrl_tx.layers.lora import AdapterWeights, LoraPair
 from skyrl_tx.layers.parameter import Axis, Parameter, map_named
 from skyrl_tx.layers.sharding import Layout
-from skyrl_tx.models import ModelConfig, adapter_axes
+from skyrl_tx.models import ModelConfig, get_adapter_axes
 
-RULES: Mapping[Axis, tuple[str, ...]] = {
+AXIS_RULES: Mapping[Axis, tuple[str, ...]] = {
     "layers": (),
     "embed": ("fsdp", "cp"),
     "heads": ("tp",),
@@ -38,7 +38,7 @@ RULES: Mapping[Axis, tuple[str, ...]] = {
     "row_heads": ("tp",),
     "expert_batch": ("dp", "fsdp", "cp"),
 }
-_SPLIT_ROWS: Mapping[Axis, tuple[str, ...]] = {
+_CONTEXT_PARALLEL_RULES: Mapping[Axis, tuple[str, ...]] = {
     "batch": ("dp", "fsdp"),
     "tokens": ("cp", "ep"),
     "row_heads": ("tp", "cp", "ep"),
@@ -62,10 +62,10 @@ def make_layout(config: MeshConfig) -> Layout:
     if wanted not in (1, len(devices)) or (wanted < len(devices) and is_distributed()):
         where = " on all hosts" if is_distributed() else ""
         raise MeshError(f"{config} needs {wanted} devices, but there are {len(devices)}{where}")
-    return layout_over(devices, config)
+    return layout_from_devices(devices, config)
 
 
-def warning_of_unused(devices: Sequence[Any], config: MeshConfig) -> str | None:
+def describe_unused_devices(devices: Sequence[Any], config: MeshConfig) -> str | None:
     """Return a warning if a mesh leaves accelerators of this process unused; None if there are none."""
     if config.num_devices >= len(devices) or devices[0].platform == "cpu":
         return None
@@ -74,7 +74,7 @@ def warning_of_unused(devices: Sequence[Any], config: MeshConfig) -> str | None:
     return f"{used}, and `skyrl-tx plan` names the best mesh for a model"
 
 
-def layout_over(devices: Sequence[Any], config: MeshConfig) -> Layout:
+def layout_from_devices(devices: Sequence[Any], config: MeshConfig) -> Layout:
     """Return a layout over the first devices of a list, as many as the mesh has.
 
     On TPU their order follows the links between chips; elsewhere it is that of the list.
@@ -83,10 +83,10 @@ def layout_over(devices: Sequence[Any], config: MeshConfig) -> Layout:
     own = mesh_utils.create_device_mesh(
         tuple(axes.values()), devices[: config.num_devices], allow_split_physical_axes=True
     )
-    return layout_of(Mesh(own, tuple(axes)))
+    return layout_from_mesh(Mesh(own, tuple(axes)))
 
 
-def layout_of(mesh: Mesh, rules: Mapping[Axis, tuple[str, ...]] = RULES) -> Layout:
+def layout_from_mesh(mesh: Mesh, rules: Mapping[Axis, tuple[str, ...]] = AXIS_RULES) -> Layout:
     """Return the layout of a mesh, which need not have all axes."""
     own: list[tuple[Axis, tuple[str, ...]]] = []
     for axis, names in rules.items():
@@ -94,24 +94,28 @@ def layout_of(mesh: Mesh, rules: Mapping[Axis, tuple[str, ...]] = RULES) -> Layo
     return Layout(mesh, tuple(own))
 
 
-def training_layout(layout: Layout) -> Layout:
+def make_training_layout(layout: Layout) -> Layout:
     """Return the layout of training. It is the same one but on a mesh with `cp`, which shards the tokens of rows."""
     assert layout.mesh is not None
-    return layout_of(layout.mesh, {**RULES, **_SPLIT_ROWS}) if "cp" in layout.mesh.shape else layout
+    return (
+        layout_from_mesh(layout.mesh, {**AXIS_RULES, **_CONTEXT_PARALLEL_RULES})
+        if "cp" in layout.mesh.shape
+        else layout
+    )
 
 
-def num_copies(layout: Layout) -> int:
+def count_replicas(layout: Layout) -> int:
     """Return the number of copies of the weights, each of which has rows of its own."""
     assert layout.mesh is not None
     return layout.mesh.shape.get("dp", 1)
 
 
-def check_divides(layout: Layout, config: ModelConfig) -> None:
+def check_divisible(layout: Layout, config: ModelConfig) -> None:
     """Raise MeshError unless every mesh axis divides the sizes that it shards."""
-    layout = training_layout(layout)
-    if layout.num_shards("expert") > 1 and all(axis != "expert" for axis, _, _ in _sizes(config)):
+    layout = make_training_layout(layout)
+    if layout.num_shards("expert") > 1 and all(axis != "expert" for axis, _, _ in _iter_sharded_sizes(config)):
         raise MeshError(f"ep={layout.num_shards('expert')}: the model has no experts; use dp, fsdp and tp")
-    for axis, name, size in _sizes(config):
+    for axis, name, size in _iter_sharded_sizes(config):
         axis = "row_heads" if axis == "heads" else axis  # which more axes may shard
         if size % layout.num_shards(axis):
             assert layout.mesh is not None
@@ -119,26 +123,26 @@ def check_divides(layout: Layout, config: ModelConfig) -> None:
             raise MeshError(f"{degrees} does not divide {name} = {size} of the model")
 
 
-def _sizes(config: ModelConfig) -> Iterator[tuple[Axis, str, int]]:
+def _iter_sharded_sizes(config: ModelConfig) -> Iterator[tuple[Axis, str, int]]:
     """Yield the logical axes that a mesh may shard, with their names in config.json and sizes."""
     yield "embed", "hidden_size", config.hidden_size
     yield "vocab", "vocab_size", config.vocab_size
     for stack in config.stacks:
         for part in stack.block.parts:
-            yield from part.sharded_sizes()
+            yield from part.list_sharded_sizes()
 
 
-def parameter_sharding(layout: Layout, parameter: Parameter) -> NamedSharding:
+def get_parameter_sharding(layout: Layout, parameter: Parameter) -> NamedSharding:
     """Return the sharding of a base parameter."""
     return layout.sharding(parameter.axes, parameter.shape)
 
 
-def adapter_placement(layout: Layout, config: ModelConfig, *, is_pool: bool = False) -> Placement:
+def make_adapter_placement(layout: Layout, config: ModelConfig, *, is_pool: bool = False) -> Placement:
     """Return the placement of adapters: LoRA pairs are sharded like their linear maps, all else is replicated.
 
     Pairs are found by name, so a tree may also hold moments or a gradient. A pool has a leading dim of adapter slots.
     """
-    axes = adapter_axes(config)
+    axes = get_adapter_axes(config)
     assert layout.mesh is not None
     whole = NamedSharding(layout.mesh, PartitionSpec())
 
@@ -154,7 +158,7 @@ def adapter_placement(layout: Layout, config: ModelConfig, *, is_pool: bool = Fa
 
 def constrain_adapter(layout: Layout, config: ModelConfig, weights: AdapterWeights) -> AdapterWeights:
     """Constrain computed adapter weights, or a gradient, to the sharding of the adapter."""
-    axes = adapter_axes(config)
+    axes = get_adapter_axes(config)
     return {
         name: LoraPair(a=layout.constrain(pair.a, *axes[name][0]), b=layout.constrain(pair.b, *axes[name][1]))
         for name, pair in weights.items()
@@ -165,10 +169,10 @@ def choose_dtype(config: JaxConfig, layout: Layout) -> jnp.dtype:
     """Return the dtype of the base weights."""
     if config.dtype != "auto":
         return jnp.dtype(config.dtype)
-    return jnp.dtype("float32" if platform_of(layout) == "cpu" else "bfloat16")
+    return jnp.dtype("float32" if get_platform(layout) == "cpu" else "bfloat16")
 
 
-def platform_of(layout: Layout) -> str:
+def get_platform(layout: Layout) -> str:
     """Return the platform of the devices: `cpu`, `gpu` or `tpu`."""
     assert layout.mesh is not None
     return layout.mesh.devices.flat[0].platform

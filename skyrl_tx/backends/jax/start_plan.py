@@ -13,21 +13,27 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.backends.jax.costs import Costs, adapter_bytes, copied_bytes, copies_of_states, costs_of
+from skyrl_tx.backends.jax.costs import (
+    TrainingCosts,
+    count_adapter_bytes,
+    count_copied_expert_bytes,
+    count_state_copies,
+    estimate_costs,
+)
 from skyrl_tx.backends.jax.kernel_choice import choose_kernels
 from skyrl_tx.backends.jax.memory import (
+    CacheBytes,
     MemoryPlan,
-    RoomBytes,
-    free_bytes,
-    longest_row,
-    max_models,
-    memory_layout,
-    model_bytes,
-    num_adapter_slots,
-    plan_for,
+    add_long_row_policies,
+    choose_adapter_slots,
+    choose_max_models,
+    choose_memory_plan,
+    count_model_bytes,
+    find_longest_row,
+    get_free_bytes,
+    get_memory_layout,
+    make_default_memory_plan,
     plan_sample_memory,
-    plan_without_memory,
-    with_long_rows,
 )
 from skyrl_tx.backends.jax.sample.adapter_pool import LOWEST_RANK
 from skyrl_tx.backends.jax.shapes import SampleMemory
@@ -61,7 +67,7 @@ class StartPlan:
 
     That is of states, which it changes in copies, of the keys of its tokens, of logits, and of copies of experts' maps.
     """
-    costs: Costs | None
+    costs: TrainingCosts | None
     """None if devices do not report their memory."""
     passes: MemoryPlan
     pass_bytes: int
@@ -75,12 +81,12 @@ class StartPlan:
     """Weights, gradient and moments of one model of the highest rank."""
 
 
-def layout_without_devices(config: MeshConfig) -> Layout:
+def make_abstract_layout(config: MeshConfig) -> Layout:
     """Return a layout for shapes and shardings. Arrays cannot be placed on it."""
     axes = config.axes
     auto = (AxisType.Auto,) * len(axes)  # as those of a mesh of devices; since jax 0.11 the default is another
     without = AbstractMesh(tuple(axes.values()), tuple(axes), auto)
-    return mesh.layout_of(cast(Mesh, without))  # a Mesh has more only for who places arrays
+    return mesh.layout_from_mesh(cast(Mesh, without))  # a Mesh has more only for who places arrays
 
 
 def plan_start(
@@ -99,44 +105,44 @@ def plan_start(
     """
     kernels = choose_kernels(config, platform, dtype)
     described = models.describe_params(model)
-    weight_bytes = bytes_on_each_device(described, layout, dtype)
+    weight_bytes = count_bytes_per_device(described, layout, dtype)
 
-    def params_after(used: int) -> models.DecoderParams:
+    def make_params(used: int) -> models.DecoderParams:
         devices = frozenset({_PlannedDevice(limit_bytes, used)})
         planned = map_named(lambda _, parameter: _PlannedArray(parameter, dtype, devices), described)
         return replace(planned, layout=layout, kernels=kernels)
 
-    params = params_after(weight_bytes)
-    free = free_bytes(params)
-    num_slots = num_adapter_slots(config, params, model)
-    pool_bytes = num_slots * adapter_bytes(model, LOWEST_RANK, memory_layout(params))
-    params = params_after(weight_bytes + pool_bytes)
+    params = make_params(weight_bytes)
+    free = get_free_bytes(params)
+    num_slots = choose_adapter_slots(config, params, model)
+    pool_bytes = num_slots * count_adapter_bytes(model, LOWEST_RANK, get_memory_layout(params))
+    params = make_params(weight_bytes + pool_bytes)
     samples = plan_sample_memory(config, params, model)
-    room = RoomBytes.of(model, memory_layout(params), dtype.itemsize)
+    room = CacheBytes.from_model(model, get_memory_layout(params), dtype.itemsize)
     positions = samples.num_pages * samples.page
     kv_bytes = (positions * room.position + samples.num_states * room.state) // layout.num_shards("batch")
-    params = params_after(weight_bytes + pool_bytes + kv_bytes)
+    params = make_params(weight_bytes + pool_bytes + kv_bytes)
     num_rows, num_logits = samples.num_rows // layout.num_shards("batch"), _LOGITS.get(platform, 1) * model.vocab_size
     of_row = (
-        room.state * copies_of_states(layout, model, platform)
+        room.state * count_state_copies(layout, model, platform)
         + config.decode_slice_tokens * room.position
         + num_logits * np.dtype(np.float32).itemsize
     )
     costs, pass_bytes, longest, offloaded_bytes = None, 0, None, 0
-    if (left := free_bytes(params)) is None:
-        passes = plan_without_memory(config)
+    if (left := get_free_bytes(params)) is None:
+        passes = make_default_memory_plan(config)
     else:
-        in_training = mesh.training_layout(layout)
+        in_training = mesh.make_training_layout(layout)
         num_shards = in_training.num_shards("batch") * in_training.num_shards("tokens")
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
-        costs = costs_of(replace(shapes, layout=in_training), model, platform)
-        passes = plan_for(left, costs, config, num_shards=num_shards)
-        for_row = left - model_bytes(config, params, model)
-        passes = with_long_rows(passes, for_row, costs, config, num_shards=num_shards)
+        costs = estimate_costs(replace(shapes, layout=in_training), model, platform)
+        passes = choose_memory_plan(left, costs, config, num_shards=num_shards)
+        for_row = left - count_model_bytes(config, params, model)
+        passes = add_long_row_policies(passes, for_row, costs, config, num_shards=num_shards)
         tokens = -(-passes.micro_batch_tokens // num_shards)
-        pass_bytes = costs.of_pass(tokens, remat=passes.policy(tokens))
-        longest = longest_row(for_row, costs, passes, in_training)
-        if passes.policy_of_longest is RematPolicy.OFFLOAD:
+        pass_bytes = costs.count_micro_batch_bytes(tokens, remat=passes.get_remat_policy(tokens))
+        longest = find_longest_row(for_row, costs, passes, in_training)
+        if passes.longest_row_policy is RematPolicy.OFFLOAD:
             tokens = -(-min(longest, model.max_context_length) // in_training.num_shards("tokens"))
             offloaded_bytes = costs.host_token * tokens if tokens > (passes.offload_above or 0) else 0
     return StartPlan(
@@ -149,21 +155,21 @@ def plan_start(
         pool_bytes=pool_bytes,
         samples=samples,
         kv_bytes=kv_bytes,
-        slice_bytes=num_rows * of_row + copied_bytes(params, model, platform),
+        slice_bytes=num_rows * of_row + count_copied_expert_bytes(params, model, platform),
         costs=costs,
         passes=passes,
         pass_bytes=pass_bytes,
         longest_row=longest,
         offloaded_bytes=offloaded_bytes,
-        max_models=max_models(config, params, model),
-        model_bytes=model_bytes(config, params, model),
+        max_models=choose_max_models(config, params, model),
+        model_bytes=count_model_bytes(config, params, model),
     )
 
 
-def bytes_on_each_device(described: models.DecoderParams, layout: Layout, dtype: np.dtype) -> int:
+def count_bytes_per_device(described: models.DecoderParams, layout: Layout, dtype: np.dtype) -> int:
     """Return the bytes of the base weights on each device of a mesh."""
     return sum(
-        int(np.prod(mesh.parameter_sharding(layout, each).shard_shape(each.shape))) * dtype.itemsize
+        int(np.prod(mesh.get_parameter_sharding(layout, each).shard_shape(each.shape))) * dtype.itemsize
         for each in flatten(described).values()
     )
 

@@ -16,16 +16,16 @@ from collections.abc import Iterator
 import numpy as np
 
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.costs import RANK
+from skyrl_tx.backends.jax.costs import DEFAULT_RANK
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
-from skyrl_tx.backends.jax.shapes import PrefillShapes, ascending
-from skyrl_tx.backends.jax.train.packing import micro_batch_length
+from skyrl_tx.backends.jax.shapes import PrefillShapes, iter_ascending
+from skyrl_tx.backends.jax.train.packing import choose_micro_batch_length
 from skyrl_tx.contract.backend import AbstractBackend, StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions, SamplingParams
 
-NAME = "warm-up"
+WARM_UP_ID = "warm-up"
 
 log = logging.getLogger(__name__)
 
@@ -41,36 +41,36 @@ def warm_up(
 ) -> None:
     """Train and sample once in every shape with a temporary model. `num_rows` is the batch's number of shards."""
     started = time.monotonic()
-    model, sampler = ModelId(NAME), SamplerId(NAME)
-    backend.create_model(model, ModelSpec(lora=LoraSpec(rank=min(RANK, config.max_lora_rank), seed=0)))
+    model, sampler = ModelId(WARM_UP_ID), SamplerId(WARM_UP_ID)
+    backend.create_model(model, ModelSpec(lora=LoraSpec(rank=min(DEFAULT_RANK, config.max_lora_rank), seed=0)))
     backend.load_sampler(sampler, backend.capture(model, {StatePart.WEIGHTS}))
     num_shapes = 0
-    for length in training_lengths(micro_batch_tokens // num_rows, max_length):
-        batch = training_batch(model, length, max_length, num_rows)
+    for length in iter_training_lengths(micro_batch_tokens // num_rows, max_length):
+        batch = make_training_batch(model, length, max_length, num_rows)
         backend.forward(batch)
         backend.forward_backward(batch)
         num_shapes += 1
     backend.optim_step(model, OptimizerParams())
-    lengths = PrefillShapes.of(config, max_length).prompt_lengths(max_length)
+    lengths = PrefillShapes.from_config(config, max_length).iter_prompt_lengths(max_length)
     for length, each in itertools.product(lengths, (None, sampler)):
-        backend.sample(_first_token(each, length - 1))
+        backend.sample(_make_first_token_batch(each, length - 1))
     scheduler.compile_all(sampler)
     backend.drop_sampler(sampler)
     backend.delete_model(model)
     log.info("warm-up: %d training shapes and all sampling shapes in %.1f s", num_shapes, time.monotonic() - started)
 
 
-def training_lengths(budget: int, max_length: int) -> Iterator[int]:
+def iter_training_lengths(budget: int, max_length: int) -> Iterator[int]:
     """Yield the length of every row shape of a micro-batch."""
-    return ascending(lambda size: micro_batch_length(size, budget), max(budget, max_length))
+    return iter_ascending(lambda size: choose_micro_batch_length(size, budget), max(budget, max_length))
 
 
-def training_batch(model: ModelId, num_tokens: int, max_length: int, num_rows: int) -> PreparedModelPassBatch:
+def make_training_batch(model: ModelId, num_tokens: int, max_length: int, num_rows: int) -> PreparedModelPassBatch:
     """Return the examples of one micro-batch of `num_rows` rows of `num_tokens` tokens."""
     lengths = [min(max_length, num_tokens - start) for start in range(0, num_tokens, max_length)]
     examples = [
         PassExample(
-            request_id=RequestId(NAME),
+            request_id=RequestId(WARM_UP_ID),
             model_id=model,
             tokens=np.zeros(length, np.int32),
             loss="cross_entropy",
@@ -82,10 +82,10 @@ def training_batch(model: ModelId, num_tokens: int, max_length: int, num_rows: i
     return PreparedModelPassBatch(examples=tuple(examples))
 
 
-def _first_token(sampler: SamplerId | None, prompt_length: int) -> PreparedSampleBatch:
+def _make_first_token_batch(sampler: SamplerId | None, prompt_length: int) -> PreparedSampleBatch:
     """Return a request for one token, which needs no slot."""
     request = SampleRequest(
-        request_id=RequestId(NAME),
+        request_id=RequestId(WARM_UP_ID),
         sampler=sampler,
         prompt=np.zeros(prompt_length, np.int32),
         num_samples=1,

@@ -22,7 +22,7 @@ class RaySettings(BaseModel):
 
     @field_validator("address")
     @classmethod
-    def _is_no_client(cls, address: str) -> str:
+    def _check_address(cls, address: str) -> str:
         if address.startswith("ray://"):
             raise ValueError("Ray Client is not supported: run the command on a node of the cluster, with HOST:PORT")
         if address != "auto":
@@ -31,7 +31,7 @@ class RaySettings(BaseModel):
 
     @field_validator("resources")
     @classmethod
-    def _are_positive(cls, resources: dict[str, float]) -> dict[str, float]:
+    def _check_positive(cls, resources: dict[str, float]) -> dict[str, float]:
         for name, amount in resources.items():
             if not 0 < amount < math.inf:
                 raise ValueError(f"{name}: {amount:g} must be above 0")

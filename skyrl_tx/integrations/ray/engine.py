@@ -19,7 +19,7 @@ from skyrl_tx.backends.hosts.settings import HostsSettings, join_address, split_
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.integrations.ray import RaySettings
 from skyrl_tx.integrations.ray.host import BEAT_S, HostFacts, RayHost
-from skyrl_tx.launch.engine_process import EngineEnd, EngineLaunch, EnginePlace
+from skyrl_tx.launch.engine_process import EngineEnd, EngineLaunch, EngineLocation
 from skyrl_tx.launch.launcher import EngineStarts
 from skyrl_tx.process.setup import CannotServe
 
@@ -38,7 +38,7 @@ _STOPPED = EngineEnd(message="stopped before it was placed", is_final=False, is_
 
 
 @contextmanager
-def connected(settings: RaySettings) -> Generator[Any]:
+def connect(settings: RaySettings) -> Generator[Any]:
     """Connect this process with the cluster, and yield the module `ray`.
 
     Raises CannotServe without Ray or a cluster. The cluster ends all actors of this process when it ends.
@@ -66,12 +66,12 @@ def connected(settings: RaySettings) -> Generator[Any]:
 @contextmanager
 def start_engines(settings: RaySettings, launch: EngineLaunch, num_engines: int) -> Generator[EngineStarts]:
     """Connect with the cluster, and yield what starts each engine. Raises CannotServe."""
-    with connected(settings) as ray:
+    with connect(settings) as ray:
         yield [partial(RayEngine, ray, launch, settings.resources) for _ in range(num_engines)]
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedHost:
     """A host that has ended."""
 
     rank: int
@@ -92,7 +92,7 @@ class RayEngine:
         self._stopping = asyncio.Event()
         self._is_ready = False
         self._actors: list[Any] = []
-        self.place: EnginePlace | None = None
+        self.location: EngineLocation | None = None
         """The machine and the process in which rank 0 runs, once it is started."""
 
     async def wait(self, on_ready: Callable[[Capabilities], None]) -> EngineEnd:
@@ -100,11 +100,11 @@ class RayEngine:
 
         `on_ready` is called when rank 0 is ready, and with it all.
         """
-        group = self._ray.util.placement_group(self._bundles(), strategy="STRICT_SPREAD")
+        group = self._ray.util.placement_group(self._make_bundles(), strategy="STRICT_SPREAD")
         try:
             if not await self._is_placed(group):
                 return _STOPPED
-            self._actors = [self._actor(group, rank) for rank in range(self._launch.hosts.size)]
+            self._actors = [self._start_actor(group, rank) for rank in range(self._launch.hosts.size)]
             return await self._run(on_ready)
         finally:
             await asyncio.gather(*map(self._free, self._actors))
@@ -124,7 +124,7 @@ class RayEngine:
         for actor in self._actors:
             self._ray.kill(actor)
 
-    def _bundles(self) -> list[dict[str, float]]:
+    def _make_bundles(self) -> list[dict[str, float]]:
         bundles = [dict(self._resources) for _ in range(self._launch.hosts.size)]
         if self._launch.settings.store_url is None:
             bundles[0][f"node:{self._ray.util.get_node_ip_address()}"] = _ON_THIS_NODE
@@ -137,11 +137,11 @@ class RayEngine:
             if self._stopping.is_set():
                 return False
             if not was_logged:
-                _log.info("waiting for %s", self._wanted())
+                _log.info("waiting for %s", self._describe_resources())
             was_logged = True
         return not self._stopping.is_set()
 
-    def _wanted(self) -> str:
+    def _describe_resources(self) -> str:
         size = self._launch.hosts.size
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
         amounts = ", ".join(f"{amount:g} {name}" for name, amount in self._resources.items())
@@ -150,7 +150,7 @@ class RayEngine:
             text += "; one is this machine, because the database is a file here: see --database-url"
         return text
 
-    def _actor(self, group: Any, rank: int) -> Any:
+    def _start_actor(self, group: Any, rank: int) -> Any:
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             placement_group=group, placement_group_bundle_index=rank
         )
@@ -172,22 +172,22 @@ class RayEngine:
         errors = self._ray.exceptions.RayError
         try:
             facts: Sequence[HostFacts] = await asyncio.gather(*(actor.facts.remote() for actor in self._actors))
-            if (refusal := _other_version(facts)) is not None:
+            if (refusal := _check_version(facts)) is not None:
                 return refusal
             await self._start(facts)
         except errors as error:
-            return EngineEnd(message=f"a host cannot start: {_line(error)}", is_final=False, is_crash=False)
+            return EngineEnd(message=f"a host cannot start: {_format_error(error)}", is_final=False, is_crash=False)
         ready = asyncio.create_task(self._wait_ready(on_ready))
         calls = [asyncio.create_task(self._call_again(actor)) for actor in self._actors]
-        ended: list[Ended] = []
+        ended: list[EndedHost] = []
 
         async def wait_for(rank: int) -> None:
             try:
-                ended.append(Ended(rank, await self._actors[rank].end.remote()))
+                ended.append(EndedHost(rank, await self._actors[rank].end.remote()))
             except errors as error:
-                reason = f"its actor has ended: {_line(error)}"
+                reason = f"its actor has ended: {_format_error(error)}"
                 end = EngineEnd(message=reason, is_final=False, is_crash=False, was_killed=True)
-                ended.append(Ended(rank, end))
+                ended.append(EndedHost(rank, end))
 
         waiting = {asyncio.create_task(wait_for(rank)) for rank in range(len(self._actors))}
         _, others = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -197,20 +197,20 @@ class RayEngine:
             by_itself = list(ended)
         for task in (ready, *calls, *others):
             task.cancel()
-        return cause_of(by_itself, num_hosts=len(self._actors))
+        return find_cause(by_itself, num_hosts=len(self._actors))
 
     async def _start(self, facts: Sequence[HostFacts]) -> None:
         launch, given = self._launch, self._launch.hosts
         environment = {name: value for name, value in os.environ.items() if name.startswith(_PASSED)}
         address = join_address(facts[0].ip, facts[0].port) if given.size > 1 else None
         key = SecretStr(given.key_bytes.decode() or secrets.token_hex(32))
-        starting: list[Coroutine[Any, Any, EnginePlace]] = []
+        starting: list[Coroutine[Any, Any, EngineLocation]] = []
         for rank, actor in enumerate(self._actors):
             hosts = HostsSettings(size=given.size, rank=rank, address=address, key=key, silence_s=given.silence_s)
             own = replace(launch, hosts=hosts, environment={**environment, **launch.environment})
             starting.append(actor.start.remote(own, os.getcwd()))
         places = await asyncio.gather(*starting)
-        self.place = places[0]
+        self.location = places[0]
         for rank, (place, fact) in enumerate(zip(places, facts, strict=True)):
             _log.info("host %d: engine process %d started on %s (%s)", rank, place.pid, place.host, fact.ip)
 
@@ -233,7 +233,7 @@ class RayEngine:
         self._ray.kill(actor)
 
 
-def _other_version(facts: Sequence[HostFacts]) -> EngineEnd | None:
+def _check_version(facts: Sequence[HostFacts]) -> EngineEnd | None:
     for rank, fact in enumerate(facts):
         if fact.version != __version__:
             reason = (
@@ -243,7 +243,7 @@ def _other_version(facts: Sequence[HostFacts]) -> EngineEnd | None:
     return None
 
 
-def cause_of(ended: Sequence[Ended], *, num_hosts: int) -> EngineEnd:
+def find_cause(ended: Sequence[EndedHost], *, num_hosts: int) -> EngineEnd:
     """Return the end that explains those of all hosts, given in order of time.
 
     When a host is killed or crashes, the others end because of it, and rank 0 does so as with a lost device. A kill
@@ -258,7 +258,7 @@ def cause_of(ended: Sequence[Ended], *, num_hosts: int) -> EngineEnd:
     return replace(cause.end, message=f"host {cause.rank}: {cause.end.message}")
 
 
-def _line(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     """Return an error of Ray in one line: of an exception in an actor that one, without its traceback."""
     cause = getattr(error, "cause", None)
     text = f"{type(cause).__name__}: {cause}" if isinstance(cause, Exception) else str(error)

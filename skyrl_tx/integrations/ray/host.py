@@ -11,7 +11,7 @@ from pathlib import Path
 
 from skyrl_tx import __version__
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.launch.engine_process import EngineEnd, EngineLaunch, EnginePlace, EngineProcess
+from skyrl_tx.launch.engine_process import EngineEnd, EngineLaunch, EngineLocation, EngineProcess
 
 BEAT_S = 5.0
 """Period in which the command calls each of its hosts."""
@@ -57,11 +57,11 @@ class RayHost:
     async def facts(self) -> HostFacts:
         """Reserve ports, and say where this is."""
         ip = importlib.import_module("ray.util").get_node_ip_address()
-        self._ports = reserved_ports(ip)
+        self._ports = reserve_ports(ip)
         port = self._ports[0].getsockname()[1]
         return HostFacts(version=__version__, name=socket.gethostname(), ip=ip, port=port)
 
-    async def start(self, launch: EngineLaunch, directory: str) -> EnginePlace:
+    async def start(self, launch: EngineLaunch, directory: str) -> EngineLocation:
         """Start the engine process, in a working directory if there is such a one here.
 
         It knows its cluster, in which a sampler may start servers.
@@ -74,7 +74,7 @@ class RayHost:
         self._end = asyncio.create_task(self._process.wait(self._ready.set_result))
         self._called_at = time.monotonic()
         self._watch = asyncio.create_task(self._end_without_command())
-        return self._process.place
+        return self._process.location
 
     async def beat(self) -> None:
         """Note that the command is there."""
@@ -109,22 +109,22 @@ class RayHost:
             await self.end()
 
 
-def reserved_ports(ip: str) -> list[socket.socket]:
+def reserve_ports(ip: str) -> list[socket.socket]:
     """Bind two neighbouring ports without listening on them.
 
     As long as these sockets exist the system gives the ports to no one who asks for any port, but one who asks for
     them with SO_REUSEADDR, as rank 0 and JAX do, may listen (Linux, socket(7)).
     """
     for _ in range(_MAX_TRIES):
-        first = _bound(ip, 0)
+        first = _bind_socket(ip, 0)
         try:
-            return [first, _bound(ip, first.getsockname()[1] + 1)]
+            return [first, _bind_socket(ip, first.getsockname()[1] + 1)]
         except (OSError, OverflowError):  # the next port is in use, or there is none
             first.close()
     raise OSError(f"{ip} has no two neighbouring ports that are free")
 
 
-def _bound(ip: str, port: int) -> socket.socket:
+def _bind_socket(ip: str, port: int) -> socket.socket:
     bound = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -19,7 +19,7 @@ def _load() -> type[Sampler]:
     return VllmSampler
 
 
-def _with_launcher(launcher: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
+def _add_launcher(launcher: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Start the server on a node of the Ray cluster that runs the engine, unless it runs already."""
     if launcher != "ray" or given.get("url") is not None:
         return given
@@ -30,5 +30,5 @@ SAMPLER = SamplerSpec(
     config=VllmFlags,
     load=_load,
     flags={"vllm_url": "url", "vllm_command": "command"},
-    with_launcher=_with_launcher,
+    with_launcher=_add_launcher,
 )

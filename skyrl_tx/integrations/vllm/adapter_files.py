@@ -75,7 +75,7 @@ class AdapterDirectory:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-class Adapter:
+class SamplerAdapter:
     """The adapter of one sampler, by a name that no other one ever has. Used by one event loop."""
 
     def __init__(self, name: str, source: Snapshot, place: AdapterDirectory) -> None:
@@ -84,7 +84,7 @@ class Adapter:
         self._place = place
         self._lock = asyncio.Lock()
 
-    async def directory(self) -> Path:
+    async def wait_for_directory(self) -> Path:
         """Return the directory of its files, which are written in another thread first.
 
         Raises UserError if vLLM cannot apply it, and OSError if it cannot be written now.

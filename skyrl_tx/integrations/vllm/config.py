@@ -40,7 +40,7 @@ class VllmFlags(BaseModel):
 
     @field_validator("url")
     @classmethod
-    def _is_url(cls, value: str | None) -> str | None:
+    def _check_url(cls, value: str | None) -> str | None:
         if value is None:
             return None
         urls = [part.strip().rstrip("/") for part in value.split(",")]
@@ -54,19 +54,19 @@ class VllmFlags(BaseModel):
 
     @field_validator("adapter_dir")
     @classmethod
-    def _absolute(cls, value: Path | None) -> Path | None:
+    def _make_absolute(cls, value: Path | None) -> Path | None:
         return None if value is None else value.expanduser().absolute()
 
     @field_validator("ray_resources")
     @classmethod
-    def _are_positive(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+    def _check_positive(cls, value: dict[str, float] | None) -> dict[str, float] | None:
         for name, amount in (value or {}).items():
             if not 0 < amount < math.inf:
                 raise ValueError(f"{name}: {amount:g} must be above 0")
         return value
 
     @model_validator(mode="after")
-    def _has_one_source(self) -> Self:
+    def _check_source(self) -> Self:
         of_own = ("command", "serve_flags", "ray_resources")
         if self.url is not None and (given := [name for name in of_own if getattr(self, name) not in (None, "")]):
             raise ValueError(f"{given[0].replace('_', '-')}: not with url, whose server runs already")

@@ -2,7 +2,7 @@
 
     python -m skyrl_tx.integrations.vllm.on_ray RESOURCES PORT ADAPTERS PROGRAM ARGUMENT...
 
-`OwnServer` runs this in place of the command, so that no engine process has Ray's threads and signal handlers. The
+`ManagedServer` runs this in place of the command, so that no engine process has Ray's threads and signal handlers. The
 cluster ends the actor with this process, and the actor ends vLLM. A program of another node is reached at the same
 address after each start, wherever that is.
 """
@@ -41,12 +41,12 @@ _PASSED = ("HF_", "VLLM_")
 _BUFFER_BYTES = 2**16
 
 
-class CannotServe(Exception):
+class NodeCannotServe(Exception):
     """The node that Ray chose cannot serve; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NodeAddress:
     """The node of the actor, and the address of vLLM there."""
 
     node: str
@@ -66,29 +66,29 @@ class VllmHost:
         self._called_at = time.monotonic()
         threading.Thread(target=self._end_without_engine, daemon=True).start()
 
-    def place(self) -> Place:
+    def place(self) -> NodeAddress:
         """Reserve a port, and say where this is."""
         ip = importlib.import_module("ray.util").get_node_ip_address()
         self._reserved = reserve_port(ip)
-        return Place(socket.gethostname(), ip, self._reserved.getsockname()[1])
+        return NodeAddress(socket.gethostname(), ip, self._reserved.getsockname()[1])
 
     def beat(self) -> None:
         """Note that the engine is there."""
         self._called_at = time.monotonic()
 
     def run(
-        self, command: Sequence[str], place: Place, adapters: str, variables: Mapping[str, str]
+        self, command: Sequence[str], place: NodeAddress, adapters: str, variables: Mapping[str, str]
     ) -> Generator[str, None, None]:
         """Run vLLM at the reserved port, and yield the lines of its log. Raises CannotServe also for its end."""
         if not Path(adapters).is_dir():
-            raise CannotServe(
+            raise NodeCannotServe(
                 f"vLLM runs on {place}, where the engine's directory {adapters} is not: name one that all nodes share "
                 "with --sampler-config.adapter-dir"
             )
         program, *arguments = command
         found = shutil.which(program, path=os.pathsep.join([str(Path(sys.executable).parent), *os.get_exec_path()]))
         if found is None:
-            raise CannotServe(f"--vllm-command: there is no program {program!r} on {place}, where vLLM is to run")
+            raise NodeCannotServe(f"--vllm-command: there is no program {program!r} on {place}, where vLLM is to run")
         own = [*arguments, "--host", place.ip, "--port", str(place.port)]  # the last ones count
         with subprocess.Popen(
             [sys.executable, "-P", guard.__file__, found, *own],
@@ -103,7 +103,7 @@ class VllmHost:
             for line in process.stdout:
                 yield line.rstrip()
             status = process.wait()
-        raise CannotServe(f"vLLM on {place} ended with status {status}")
+        raise NodeCannotServe(f"vLLM on {place} ended with status {status}")
 
     def _end_without_engine(self) -> None:
         while time.monotonic() - self._called_at < SILENCE_S:
@@ -111,7 +111,7 @@ class VllmHost:
         os._exit(1)
 
 
-async def forward(place: Place, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def forward(place: NodeAddress, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Copy what a connection brings to the server and back, until one of both closes it."""
     try:
         there_reader, there_writer = await asyncio.open_connection(place.ip, place.port)
@@ -145,7 +145,7 @@ async def serve(ray: Any, resources: Mapping[str, float], port: int, adapters: s
     assert this is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)  # in place of Ray's, which logs stacks
     try:
-        place = await _placed(actor, resources)
+        place = await _wait_for_node(actor, resources)
         print(f"vLLM runs on {place}, port {place.port}", flush=True)
         beats = asyncio.create_task(_beat(actor))
         variables = {name: value for name, value in os.environ.items() if name.startswith(_PASSED)}
@@ -157,7 +157,9 @@ async def serve(ray: Any, resources: Mapping[str, float], port: int, adapters: s
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", None)
         return (
-            str(cause) if isinstance(cause, CannotServe) else f"the actor of vLLM ended: {' '.join(str(error).split())}"
+            str(cause)
+            if isinstance(cause, NodeCannotServe)
+            else f"the actor of vLLM ended: {' '.join(str(error).split())}"
         )
     except asyncio.CancelledError:
         return "vLLM ends with the engine"
@@ -167,13 +169,13 @@ async def serve(ray: Any, resources: Mapping[str, float], port: int, adapters: s
         ray.kill(actor)
 
 
-async def _placed(actor: Any, resources: Mapping[str, float]) -> Place:
+async def _wait_for_node(actor: Any, resources: Mapping[str, float]) -> NodeAddress:
     """Wait until a node has the resources free, and return which it is."""
 
-    async def place() -> Place:
+    async def get_node() -> NodeAddress:
         return await actor.place.remote()
 
-    found = asyncio.create_task(place())
+    found = asyncio.create_task(get_node())
     if not (await asyncio.wait({found}, timeout=_START_S))[0]:
         amounts = ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
         print(f"waiting for a node of the Ray cluster with {amounts} free", flush=True)

@@ -56,7 +56,7 @@ def find_command(config: VllmConfig) -> list[str]:
     return [found]
 
 
-def serve_flags(config: VllmConfig, base_model: str, trainer: Capabilities, port: int) -> list[str]:
+def make_serve_flags(config: VllmConfig, base_model: str, trainer: Capabilities, port: int) -> list[str]:
     """Return what follows the command. Raises UserError if vLLM has no adapters of the trainer's highest rank."""
     rank = next((each for each in _RANKS if each >= trainer.max_lora_rank), None)
     if rank is None:
@@ -71,7 +71,7 @@ def serve_flags(config: VllmConfig, base_model: str, trainer: Capabilities, port
     return [*flags, *shlex.split(config.serve_flags)]
 
 
-def on_ray(resources: Mapping[str, float], port: int, adapters: Path, command: Sequence[str]) -> list[str]:
+def wrap_for_ray(resources: Mapping[str, float], port: int, adapters: Path, command: Sequence[str]) -> list[str]:
     """Return the command that runs another one in a Ray cluster; see the program of that name."""
     program = [sys.executable, "-m", "skyrl_tx.integrations.vllm.on_ray"]
     return [*program, json.dumps(dict(resources)), str(port), str(adapters), *command]
@@ -88,7 +88,7 @@ def reserve_port(ip: str) -> socket.socket:
     return reserved
 
 
-class OwnServer:
+class ManagedServer:
     """The process, its log, and its next start after it has ended."""
 
     def __init__(self, config: VllmConfig, base_model: str, trainer: Capabilities, adapters: Path) -> None:
@@ -98,11 +98,13 @@ class OwnServer:
         if sys.platform != "linux":
             self._reserved.close()
         try:
-            command = [*find_command(config), *serve_flags(config, base_model, trainer, port)]
+            command = [*find_command(config), *make_serve_flags(config, base_model, trainer, port)]
         except UserError:
             self._reserved.close()
             raise
-        wrapped = command if config.ray_resources is None else on_ray(config.ray_resources, port, adapters, command)
+        wrapped = (
+            command if config.ray_resources is None else wrap_for_ray(config.ray_resources, port, adapters, command)
+        )
         self._command = [sys.executable, "-P", guard.__file__, *wrapped]
         key = config.api_key or SecretStr(secrets.token_urlsafe(16))  # others on this machine could load adapters
         self.config = config.model_copy(update={"url": f"http://{_HOST}:{port}", "api_key": key})

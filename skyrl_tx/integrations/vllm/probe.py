@@ -25,7 +25,7 @@ LORA_FLAGS = "set VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and add --enable-lora"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probed:
+class ProbeResult:
     """The capabilities of servers and trainer together, and the servers' name of the base model."""
 
     capabilities: Capabilities
@@ -38,7 +38,7 @@ async def probe(
     trainer: Capabilities,
     is_abandoned: Callable[[str], bool],
     check: Callable[[], None] = lambda: None,
-) -> Probed:
+) -> ProbeResult:
     """Wait for all servers and check them. Raises UserError that names a server and what to change.
 
     `check` raises UserError if waiting is in vain.
@@ -55,7 +55,7 @@ async def probe(
         max_sample_tokens=length,
         max_topk_logprobs=min(each.max_topk_logprobs for each in both),
     )
-    return Probed(capabilities=capabilities, base_model=names.pop())
+    return ProbeResult(capabilities=capabilities, base_model=names.pop())
 
 
 async def _probe_one(
@@ -64,7 +64,7 @@ async def _probe_one(
     trainer: Capabilities,
     is_abandoned: Callable[[str], bool],
     check: Callable[[], None],
-) -> Probed:
+) -> ProbeResult:
     cards = await _wait_for(server, config.start_timeout_s, check)
     where = f"vLLM at {server.url}"
     bases = [card for card in cards if card.get("parent") is None and card.get("max_model_len")]
@@ -72,11 +72,11 @@ async def _probe_one(
         raise UserError(f"{where} serves no base model")
     base_model = bases[0]["id"]
     try:
-        if not await server.is_route("/inference/v1/generate"):
+        if not await server.has_route("/inference/v1/generate"):
             raise UserError(f"{where} has no /inference/v1/generate: start it with --enable-scale-out (vLLM 0.32)")
-        if not await server.is_route("/v1/load_lora_adapter"):
+        if not await server.has_route("/v1/load_lora_adapter"):
             raise UserError(f"{where} cannot load adapters while it runs: {LORA_FLAGS}")
-        most = await _max_logprobs(server, base_model, trainer.max_topk_logprobs + 1)
+        most = await _find_max_logprobs(server, base_model, trainer.max_topk_logprobs + 1)
         if most < 2:
             raise UserError(f"{where} returns no log-probabilities of likely tokens: start it with --max-logprobs 21")
         await _check_mode(server, base_model, most)
@@ -104,7 +104,7 @@ async def _probe_one(
         max_alt_tokens=0,
         offers_target_logprobs=False,
     )
-    return Probed(capabilities=capabilities, base_model=base_model)
+    return ProbeResult(capabilities=capabilities, base_model=base_model)
 
 
 async def _wait_for(server: VllmServer, timeout_s: float, check: Callable[[], None]) -> list[dict[str, Any]]:
@@ -127,11 +127,11 @@ async def _wait_for(server: VllmServer, timeout_s: float, check: Callable[[], No
         await asyncio.sleep(_RETRY_S)
 
 
-async def _max_logprobs(server: VllmServer, model: str, wanted: int) -> int:
+async def _find_max_logprobs(server: VllmServer, model: str, wanted: int) -> int:
     """Return how many likely tokens a server reports, `wanted` at most."""
     for number in (wanted, *(each for each in _COUNTS if each < wanted)):
         try:
-            await _first_token(server, model, temperature=1.0, logprobs=number)
+            await _request_first_token(server, model, temperature=1.0, logprobs=number)
         except Refused as error:
             if "logprobs" not in str(error):
                 raise
@@ -145,8 +145,8 @@ async def _check_mode(server: VllmServer, model: str, count: int) -> None:
 
     The distance of the likeliest tokens must halve at twice the temperature.
     """
-    once = await _first_token(server, model, temperature=1.0, logprobs=count)
-    twice = await _first_token(server, model, temperature=2.0, logprobs=count)
+    once = await _request_first_token(server, model, temperature=1.0, logprobs=count)
+    twice = await _request_first_token(server, model, temperature=2.0, logprobs=count)
     one, half = (np.ptp(values) for values in (once, twice))
     if max(once) > 0 or max(twice) > 0 or abs(half - one / 2) > abs(half - one):
         raise UserError(
@@ -155,7 +155,7 @@ async def _check_mode(server: VllmServer, model: str, count: int) -> None:
         )
 
 
-async def _first_token(server: VllmServer, model: str, *, temperature: float, logprobs: int) -> list[float]:
+async def _request_first_token(server: VllmServer, model: str, *, temperature: float, logprobs: int) -> list[float]:
     """Return the log-probabilities of the likeliest tokens after a short prompt, at most `logprobs` of them."""
     sampling = {
         "max_tokens": 1,
@@ -180,4 +180,4 @@ async def _unload_abandoned(
     """Unload the adapters of engines that have ended."""
     for card in cards:
         if card.get("parent") is not None and card["id"].startswith(PREFIX) and is_abandoned(str(card.get("root"))):
-            await server.unload(card["id"])
+            await server.unload_adapter(card["id"])

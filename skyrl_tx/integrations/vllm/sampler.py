@@ -21,9 +21,9 @@ from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.results import SampleDelta
 from skyrl_tx.contract.sampler import Sampler
 from skyrl_tx.integrations.vllm import wire
-from skyrl_tx.integrations.vllm.adapter_files import Adapter, AdapterDirectory
+from skyrl_tx.integrations.vllm.adapter_files import AdapterDirectory, SamplerAdapter
 from skyrl_tx.integrations.vllm.config import VllmConfig, VllmFlags
-from skyrl_tx.integrations.vllm.own_server import OwnServer, find_command
+from skyrl_tx.integrations.vllm.own_server import ManagedServer, find_command
 from skyrl_tx.integrations.vllm.probe import probe
 from skyrl_tx.integrations.vllm.server import Refused, ServerLost, ServerWatch, VllmServer
 from skyrl_tx.integrations.vllm.streams import RemoteSample, Streams
@@ -49,9 +49,9 @@ class VllmSampler(Sampler):
         assert isinstance(config, VllmFlags)
         self._base_model = base_model
         self._config = VllmConfig.complete(config)
-        self._own_server: OwnServer | None = None
+        self._managed_server: ManagedServer | None = None
         self._open: dict[_Key, RemoteSample] = {}
-        self._adapters: dict[SamplerId, Adapter] = {}
+        self._adapters: dict[SamplerId, SamplerAdapter] = {}
         self._arrived: deque[tuple[RemoteSample, SampleDelta]] = deque()
         self._has_arrived = threading.Event()
         self._numbers = count()
@@ -67,24 +67,24 @@ class VllmSampler(Sampler):
         self._directory = AdapterDirectory(self._config.adapter_dir)
         if self._config.url is None:
             try:
-                self._own_server = OwnServer(self._config, self._base_model, trainer, self._directory.path)
+                self._managed_server = ManagedServer(self._config, self._base_model, trainer, self._directory.path)
             except UserError:
                 self._directory.close()
                 raise
-            self._config = self._own_server.config
+            self._config = self._managed_server.config
         self._loop = asyncio.new_event_loop()
         self._thread = ServiceThread("vllm-streams", self._loop.run_forever)
         self._thread.start()
         self._servers = self._start(self._make_servers()).result()
-        check = (lambda: None) if self._own_server is None else self._own_server.check
+        check = (lambda: None) if self._managed_server is None else self._managed_server.check
         checks = probe(self._servers, self._config, trainer, self._directory.is_abandoned, check)
         found = self._start(checks).result()
-        if self._own_server is not None:
-            self._own_server.was_ready = True
+        if self._managed_server is not None:
+            self._managed_server.was_ready = True
         self._streams = Streams(
             self._servers,
             self._config,
-            self._arrive,
+            self._receive,
             base_model=found.base_model,
             eos_token_ids=trainer.eos_token_ids,
         )
@@ -97,8 +97,8 @@ class VllmSampler(Sampler):
         try:
             self._close_streams()
         finally:
-            if self._own_server is not None:
-                self._own_server.close()
+            if self._managed_server is not None:
+                self._managed_server.close()
 
     def _close_streams(self) -> None:
         if self._loop is None:
@@ -117,7 +117,7 @@ class VllmSampler(Sampler):
             if len(self._adapters) >= self._config.max_adapters:
                 raise CapacityError(f"all {self._config.max_adapters} places for adapters on vLLM are taken")
             name = f"{self._directory.path.name}-{next(self._numbers)}"
-            self._adapters[sampler] = adapter = Adapter(name, source, self._directory)
+            self._adapters[sampler] = adapter = SamplerAdapter(name, source, self._directory)
             self._start(self._write(adapter))
 
     def drop_sampler(self, sampler: SamplerId) -> None:
@@ -152,7 +152,7 @@ class VllmSampler(Sampler):
             if delta.stop_reason is not None or delta.error is not None:
                 del self._open[key]
             deltas.append(delta)
-        return deltas or [sample.delta() for sample in islice(self._open.values(), 1)]
+        return deltas or [sample.make_delta() for sample in islice(self._open.values(), 1)]
 
     def cancel_sample(self, request_ids: Collection[RequestId]) -> None:
         """See SamplingBackend. The end of a stream ends its sample on the server."""
@@ -188,24 +188,24 @@ class VllmSampler(Sampler):
 
     # In the event loop
 
-    def _arrive(self, sample: RemoteSample, delta: SampleDelta) -> None:
+    def _receive(self, sample: RemoteSample, delta: SampleDelta) -> None:
         self._arrived.append((sample, delta))
         self._has_arrived.set()
 
     async def _make_servers(self) -> list[VllmServer]:
         return [VllmServer(url, self._config) for url in self._config.urls]
 
-    async def _write(self, adapter: Adapter) -> None:
+    async def _write(self, adapter: SamplerAdapter) -> None:
         try:
-            await adapter.directory()
+            await adapter.wait_for_directory()
         except (RequestError, OSError) as error:  # its samples try again, and report the error
             _log.warning("adapter %s cannot be written: %s", adapter.name, error)
 
-    async def _drop(self, adapter: Adapter) -> None:
+    async def _drop(self, adapter: SamplerAdapter) -> None:
         """Unload an adapter from all servers and remove its files."""
         for server in self._servers:
             try:
-                await server.drop(adapter.name)
+                await server.drop_adapter(adapter.name)
             except (ServerLost, Refused) as error:
                 _log.warning("%s keeps adapter %s: %s", server.url, adapter.name, error)
         await adapter.remove()

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from skyrl_tx.integrations.vllm.config import VllmConfig
-from skyrl_tx.integrations.vllm.wire import error_of
+from skyrl_tx.integrations.vllm.wire import read_error
 
 _log = logging.getLogger(__name__)
 _DOWN_S = 2.0
@@ -88,18 +88,18 @@ class VllmServer:
 
     async def get(self, path: str, timeout_s: float) -> Any:
         """Return the content of a GET."""
-        return _content(await self._call("GET", path, None, timeout_s))
+        return _parse_content(await self._call("GET", path, None, timeout_s))
 
-    async def is_route(self, path: str) -> bool:
+    async def has_route(self, path: str) -> bool:
         """Whether the server has a route, which refuses an empty body. Without it the response names no error."""
         response = await self._call("POST", path, {}, None)
-        return "error" in _content(response)
+        return "error" in _parse_content(response)
 
     async def generate(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the whole response of `/inference/v1/generate`."""
         response = await self._call("POST", "/inference/v1/generate", body, None)
         self._check(response.status_code, response.text)
-        return _content(response)
+        return _parse_content(response)
 
     async def stream(self, body: Mapping[str, Any]) -> AsyncIterator[str]:
         """Yield the lines of a streamed response of `/inference/v1/generate`."""
@@ -108,15 +108,15 @@ class VllmServer:
                 if response.status_code != 200:
                     text = (await response.aread()).decode(errors="replace")
                     self._check(response.status_code, text)
-                self._note_works()
+                self._record_success()
                 async for line in response.aiter_lines():
                     if len(line) > _MAX_LINE_BYTES:
                         raise Refused(f"a line of {len(line)} characters")
                     yield line
         except (httpx.HTTPError, httpx.StreamError) as error:
-            raise self._lost(error) from error
+            raise self._record_loss(error) from error
 
-    async def ensure(self, name: str, directory: Path) -> None:
+    async def ensure_adapter(self, name: str, directory: Path) -> None:
         """Load an adapter, if this server does not have it."""
         loading = self._adapters.setdefault(name, _Loading())
         async with loading.lock:
@@ -125,29 +125,29 @@ class VllmServer:
             body = {"lora_name": name, "lora_path": str(directory)}
             response = await self._call("POST", "/v1/load_lora_adapter", body, self._load_timeout_s)
             if response.status_code != 200:
-                message = error_of(response.text)
+                message = read_error(response.text)
                 if response.status_code == 400 and "already been loaded" in message:  # by a call that was cut off
                     loading.is_loaded = True
                     return
                 raise Refused(f"the adapter cannot be loaded (HTTP {response.status_code}): {message}")
             loading.is_loaded = True
 
-    def forget(self, name: str) -> None:
+    def forget_adapter(self, name: str) -> None:
         """Note that the server does not have an adapter any more."""
         if (loading := self._adapters.get(name)) is not None:
             loading.is_loaded = False
 
-    async def drop(self, name: str) -> None:
+    async def drop_adapter(self, name: str) -> None:
         """Unload an adapter, if the server has it."""
         loading = self._adapters.pop(name, None)
         if loading is not None and loading.is_loaded:
-            await self.unload(name)
+            await self.unload_adapter(name)
 
-    async def unload(self, name: str) -> None:
+    async def unload_adapter(self, name: str) -> None:
         """Unload an adapter by name. The server may not have it."""
         response = await self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, self._load_timeout_s)
         if response.status_code not in (200, 404):
-            raise Refused(f"the adapter cannot be unloaded: {error_of(response.text)}")
+            raise Refused(f"the adapter cannot be unloaded: {read_error(response.text)}")
 
     async def _call(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None
@@ -156,27 +156,27 @@ class VllmServer:
         try:
             response = await self._client.request(method, path, json=body, timeout=timeout)
         except httpx.HTTPError as error:
-            raise self._lost(error) from error
+            raise self._record_loss(error) from error
         if response.status_code in _BROKEN_STATUSES:
-            raise self._lost(f"HTTP {response.status_code}: {error_of(response.text)}")
-        self._note_works()
+            raise self._record_loss(f"HTTP {response.status_code}: {read_error(response.text)}")
+        self._record_success()
         return response
 
-    def _note_works(self) -> None:
+    def _record_success(self) -> None:
         self._down_until, self._lost_since = 0.0, None
 
     def _check(self, status: int, text: str) -> None:
         """Raise what a response of `generate` means, unless it is a result."""
         if status == 200:
             return
-        message = error_of(text)
+        message = read_error(text)
         if status in _LOST_STATUSES:
-            raise self._lost(f"HTTP {status}: {message}")
+            raise self._record_loss(f"HTTP {status}: {message}")
         if status == 404 and "does not exist" in message:
             raise AdapterMissing(message)
         raise Refused(f"HTTP {status}: {message}")
 
-    def _lost(self, error: Exception | str) -> ServerLost:
+    def _record_loss(self, error: Exception | str) -> ServerLost:
         now = time.monotonic()
         self._down_until = now + _DOWN_S
         if self._lost_since is None:
@@ -222,11 +222,11 @@ class ServerWatch:
     @property
     def num_lost(self) -> int:
         """The number of servers that have not responded for `lost_after_s`."""
-        return len(self._lost())
+        return len(self._list_lost())
 
     def describe(self) -> str | None:
         """Return which servers are lost, without their addresses: everybody may read it. None if all are there."""
-        lost, number = self._lost(), len(self._servers)
+        lost, number = self._list_lost(), len(self._servers)
         if not lost:
             return None
         seconds = max(server.lost_s for server in lost)
@@ -237,14 +237,14 @@ class ServerWatch:
             return f"none of {number} vLLM servers has responded {reason}"
         return f"{len(lost)} of {number} vLLM servers lost {reason}; others draw their samples"
 
-    def _lost(self) -> list[VllmServer]:
+    def _list_lost(self) -> list[VllmServer]:
         return [server for server in self._servers if self._is_lost(server)]
 
     def _is_lost(self, server: VllmServer) -> bool:
         return server.lost_s >= self._lost_after_s
 
 
-def _content(response: httpx.Response) -> Any:
+def _parse_content(response: httpx.Response) -> Any:
     """Return the JSON of a response, or an empty mapping."""
     try:
         return response.json()

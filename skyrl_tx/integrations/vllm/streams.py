@@ -18,10 +18,10 @@ from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.errors import RequestError
 from skyrl_tx.contract.results import PromptResult, SampleDelta
 from skyrl_tx.integrations.vllm import wire
-from skyrl_tx.integrations.vllm.adapter_files import Adapter
+from skyrl_tx.integrations.vllm.adapter_files import SamplerAdapter
 from skyrl_tx.integrations.vllm.config import VllmConfig
 from skyrl_tx.integrations.vllm.server import AdapterMissing, Refused, ServerLost, VllmServer
-from skyrl_tx.integrations.vllm.wire import Chunk, WireError
+from skyrl_tx.integrations.vllm.wire import TokenChunk, WireError
 
 _log = logging.getLogger(__name__)
 _BACKOFF_S = 0.1
@@ -42,7 +42,7 @@ class RemoteSample:
 
     request: SampleRequest
     index: int
-    adapter: Adapter | None
+    adapter: SamplerAdapter | None
     """None: the base model."""
     tokens: list[int] = field(default_factory=list[int])
     num_restarts: int = 0
@@ -56,7 +56,7 @@ class RemoteSample:
         """Whether the sample has to bring results about the prompt, and does not have them."""
         return self.index == 0 and self.request.options.wants_prompt and self.prompt is None
 
-    def delta(self, *, error: str | None = None) -> SampleDelta:
+    def make_delta(self, *, error: str | None = None) -> SampleDelta:
         """Return a delta without tokens."""
         none = np.zeros(0, np.int32)
         return SampleDelta(
@@ -94,20 +94,20 @@ class Streams:
         try:
             await self._run(sample)
         except SampleFailed as error:
-            self._emit(sample, sample.delta(error=str(error)))
+            self._emit(sample, sample.make_delta(error=str(error)))
         except RequestError as error:
-            self._emit(sample, sample.delta(error=error.message))
+            self._emit(sample, sample.make_delta(error=error.message))
         except OSError as error:
-            self._emit(sample, sample.delta(error=f"the adapter cannot be written for vLLM: {error.strerror}"))
+            self._emit(sample, sample.make_delta(error=f"the adapter cannot be written for vLLM: {error.strerror}"))
         except Exception as error:  # one sample must not end the others
             _log.error("a sample on vLLM failed", exc_info=error)
-            self._emit(sample, sample.delta(error=f"internal error of the sampler: {type(error).__name__}"))
+            self._emit(sample, sample.make_delta(error=f"internal error of the sampler: {type(error).__name__}"))
 
     async def _run(self, sample: RemoteSample) -> None:
         lost_at, backoff_s, has_reloaded = 0.0, _BACKOFF_S, False
         while True:
             num_tokens = len(sample.tokens)
-            server = choose(self._servers, affinity(sample.request))
+            server = choose_server(self._servers, compute_affinity_key(sample.request))
             server.num_open += 1
             try:
                 await self._run_on(server, sample)
@@ -124,7 +124,7 @@ class Streams:
                 if len(sample.tokens) > num_tokens:  # it had worked meanwhile
                     lost_at, backoff_s, has_reloaded = 0.0, _BACKOFF_S, False
                 lost_at = lost_at or now
-                self._check_again(sample, error, lost_s=now - lost_at)
+                self._check_restart(sample, error, lost_s=now - lost_at)
                 if sample.tokens:
                     sample.num_restarts += 1
                 self.num_restarts += 1
@@ -133,7 +133,7 @@ class Streams:
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
-    def _check_again(self, sample: RemoteSample, error: Exception, *, lost_s: float) -> None:
+    def _check_restart(self, sample: RemoteSample, error: Exception, *, lost_s: float) -> None:
         """Raise SampleFailed if a sample has waited long enough, or has started often enough."""
         if sample.num_restarts >= self._config.max_restarts and sample.tokens:
             raise SampleFailed(f"the sample began {sample.num_restarts + 1} times and did not end: {error}")
@@ -146,13 +146,13 @@ class Streams:
     async def _run_on(self, server: VllmServer, sample: RemoteSample) -> None:
         request, adapter, model = sample.request, sample.adapter, self._base_model
         if adapter is not None:
-            await server.ensure(adapter.name, await adapter.directory())
+            await server.ensure_adapter(adapter.name, await adapter.wait_for_directory())
             model = adapter.name
         try:
             if sample.wants_prompt:
-                content = await server.generate(wire.prompt_body(request, model=model))
-                sample.prompt = wire.prompt_result(content, request.prompt, request.options)
-            body = wire.sample_body(
+                content = await server.generate(wire.make_prompt_body(request, model=model))
+                sample.prompt = wire.read_prompt_result(content, request.prompt, request.options)
+            body = wire.make_sample_body(
                 request,
                 sample.index,
                 model=model,
@@ -162,7 +162,7 @@ class Streams:
             await self._follow(server, sample, body)
         except AdapterMissing:
             if adapter is not None:
-                server.forget(adapter.name)
+                server.forget_adapter(adapter.name)
             raise
 
     async def _follow(self, server: VllmServer, sample: RemoteSample, body: dict[str, object]) -> None:
@@ -184,7 +184,7 @@ class Streams:
                 return
         raise ServerLost(f"vLLM at {server.url} ended the stream before the sample")
 
-    def _take(self, sample: RemoteSample, chunk: Chunk, skip: int) -> None:
+    def _take(self, sample: RemoteSample, chunk: TokenChunk, skip: int) -> None:
         tokens = chunk.tokens[skip:]
         if not tokens.size and chunk.stop_reason is None:
             return
@@ -192,7 +192,7 @@ class Streams:
         if topk is not None:
             topk = replace(topk, token_ids=topk.token_ids[skip:], logprobs=topk.logprobs[skip:])
         delta = structs.replace(
-            sample.delta(),
+            sample.make_delta(),
             tokens=tokens,
             logprobs=chunk.logprobs[skip:],
             stop_reason=chunk.stop_reason,
@@ -203,13 +203,13 @@ class Streams:
         self._emit(sample, delta)
 
 
-def affinity(request: SampleRequest) -> bytes:
+def compute_affinity_key(request: SampleRequest) -> bytes:
     """Return a key that requests share whose computed prompts may help each other."""
     start = request.prompt[:_PREFIX_TOKENS].tobytes()
     return blake2b(f"{request.sampler}|{request.cache_scope}|".encode() + start, digest_size=16).digest()
 
 
-def choose(servers: Sequence[VllmServer], key: bytes) -> VllmServer:
+def choose_server(servers: Sequence[VllmServer], key: bytes) -> VllmServer:
     """Return the server of a new sample.
 
     Rendezvous hashing with bounded loads (Mirrokni et al. 2016, arXiv:1608.01350). Servers that were lost a moment ago
@@ -217,8 +217,8 @@ def choose(servers: Sequence[VllmServer], key: bytes) -> VllmServer:
     """
     bound = _OVERLOAD * (sum(server.num_open for server in servers) + 1) / len(servers)
 
-    def rank(server: VllmServer) -> tuple[bool, bool, bytes]:
+    def get_rank(server: VllmServer) -> tuple[bool, bool, bytes]:
         own = blake2b(server.url.encode(), key=key, digest_size=8).digest()
         return server.is_down, server.num_open + 1 > max(bound, 1), own
 
-    return min(servers, key=rank)
+    return min(servers, key=get_rank)

@@ -30,7 +30,7 @@ class WireError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class TokenChunk:
     """New tokens of a sample: tokens int32 [N], logprobs float32 [N]."""
 
     tokens: Int32Array
@@ -59,13 +59,13 @@ def check_sample(request: SampleRequest, *, renormalizes: bool) -> None:
         raise UserError(f"sampling_params.top_p {params.top_p}: {reason}; it must be 1")
 
 
-def seed_of(seed: int, index: int) -> int:
+def derive_seed(seed: int, index: int) -> int:
     """Return the seed of one sample, from 0 to 2**63 - 1: near seeds and indices share no draws."""
     text = f"{seed % 2**64}:{index}".encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
-def sample_body(
+def make_sample_body(
     request: SampleRequest, index: int, *, model: str, eos_token_ids: Sequence[int], stream_tokens: int
 ) -> dict[str, Any]:
     """Return the body that streams one sample."""
@@ -74,7 +74,7 @@ def sample_body(
     sampling: dict[str, Any] = {
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
-        "seed": seed_of(params.seed, index),
+        "seed": derive_seed(params.seed, index),
         "stop_token_ids": stops,
         # vLLM would add the end tokens of the model's own files.
         "ignore_eos": True,
@@ -87,10 +87,10 @@ def sample_body(
         sampling["top_k"] = params.top_k
     if params.temperature > 0 and params.top_p < 1:
         sampling["top_p"] = params.top_p
-    return _body(request, model, sampling) | {"stream": True}
+    return _make_body(request, model, sampling) | {"stream": True}
 
 
-def prompt_body(request: SampleRequest, *, model: str) -> dict[str, Any]:
+def make_prompt_body(request: SampleRequest, *, model: str) -> dict[str, Any]:
     """Return the body that asks for the log-probabilities of a prompt. vLLM must draw a token, which is ignored."""
     sampling = {
         "max_tokens": 1,
@@ -99,17 +99,17 @@ def prompt_body(request: SampleRequest, *, model: str) -> dict[str, Any]:
         "prompt_logprobs": request.options.topk,
         "detokenize": False,
     }
-    return _body(request, model, sampling)
+    return _make_body(request, model, sampling)
 
 
-def _body(request: SampleRequest, model: str, sampling: dict[str, Any]) -> dict[str, Any]:
+def _make_body(request: SampleRequest, model: str, sampling: dict[str, Any]) -> dict[str, Any]:
     body: dict[str, Any] = {"model": model, "token_ids": request.prompt.tolist(), "sampling_params": sampling}
     if request.cache_scope:
         body["cache_salt"] = blake2b(request.cache_scope.encode(), digest_size=16).hexdigest()
     return body
 
 
-def read_event(line: str, num_top: int) -> Chunk | None:
+def read_event(line: str, num_top: int) -> TokenChunk | None:
     """Return the tokens of one line of an event stream, None for a line without tokens.
 
     Raises WireError if it is an error of the server or has another form.
@@ -119,7 +119,7 @@ def read_event(line: str, num_top: int) -> Chunk | None:
     try:
         content = json.loads(text)
         if "error" in content:
-            raise WireError(f"the server reports an error: {_message_of(content)}")
+            raise WireError(f"the server reports an error: {_read_error_message(content)}")
         if not content["choices"]:
             return None
         [choice] = content["choices"]
@@ -127,17 +127,17 @@ def read_event(line: str, num_top: int) -> Chunk | None:
         entries = (choice["logprobs"] or {}).get("content") or []
         if len(entries) != tokens.size:
             raise WireError(f"{tokens.size} tokens have {len(entries)} log-probabilities")
-        return Chunk(
+        return TokenChunk(
             tokens=tokens,
             logprobs=np.array([entry["logprob"] for entry in entries], np.float32),
-            topk=_likeliest([entry["top_logprobs"] for entry in entries], num_top) if num_top else None,
-            stop_reason=_stop_reason(choice["finish_reason"]),
+            topk=_read_topk([entry["top_logprobs"] for entry in entries], num_top) if num_top else None,
+            stop_reason=_read_stop_reason(choice["finish_reason"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise WireError(f"an event has an unexpected form ({type(error).__name__}: {error}): {text[:200]}") from error
 
 
-def _stop_reason(reason: str | None) -> StopReason | None:
+def _read_stop_reason(reason: str | None) -> StopReason | None:
     match reason:
         case None | "stop" | "length":
             return reason
@@ -145,7 +145,7 @@ def _stop_reason(reason: str | None) -> StopReason | None:
             raise WireError(f"the server ended the sample: {reason}")
 
 
-def _likeliest(rows: Sequence[Sequence[Mapping[str, Any]]], count: int) -> TopK:
+def _read_topk(rows: Sequence[Sequence[Mapping[str, Any]]], count: int) -> TopK:
     ids = np.zeros((len(rows), count), np.int32)
     logprobs = np.full((len(rows), count), _NO_LOGPROB, np.float32)
     for place, row in enumerate(rows):
@@ -155,7 +155,7 @@ def _likeliest(rows: Sequence[Sequence[Mapping[str, Any]]], count: int) -> TopK:
     return TopK(token_ids=ids, logprobs=logprobs)
 
 
-def prompt_result(content: Mapping[str, Any], prompt: Int32Array, options: PromptOptions) -> PromptResult:
+def read_prompt_result(content: Mapping[str, Any], prompt: Int32Array, options: PromptOptions) -> PromptResult:
     """Return the results about a prompt [T]. Raises WireError if they are not of the expected form."""
     start = 1 if options.last_n is None else max(1, prompt.size - options.last_n)
     logprobs = np.full(prompt.size, np.nan, np.float32)
@@ -172,7 +172,7 @@ def prompt_result(content: Mapping[str, Any], prompt: Int32Array, options: Promp
         raise WireError(f"prompt_logprobs have an unexpected form ({type(error).__name__}: {error})") from error
     topk = None
     if options.topk:
-        best = _likeliest(rows, options.topk)
+        best = _read_topk(rows, options.topk)
         ids = np.zeros((prompt.size, options.topk), np.int32)
         values = np.full((prompt.size, options.topk), _NO_LOGPROB, np.float32)
         ids[start:], values[start:] = best.token_ids, best.logprobs
@@ -180,13 +180,13 @@ def prompt_result(content: Mapping[str, Any], prompt: Int32Array, options: Promp
     return PromptResult(logprobs=logprobs if options.logprobs else None, topk=topk)
 
 
-def error_of(text: str) -> str:
+def read_error(text: str) -> str:
     """Return the message of an error response, or the beginning of its text."""
     try:
-        return _message_of(json.loads(text))
+        return _read_error_message(json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError):
         return " ".join(text.split())[:300]
 
 
-def _message_of(content: Mapping[str, Any]) -> str:
+def _read_error_message(content: Mapping[str, Any]) -> str:
     return " ".join(str(content["error"]["message"]).split())[:1000]

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from skyrl_tx.layers.attention import past_in_blocks
-from skyrl_tx.layers.flash_attention import Stats
+from skyrl_tx.layers.attention import attend_past_in_blocks
+from skyrl_tx.layers.flash_attention import SoftmaxStats
 from skyrl_tx.layers.kv_cache import Pages
 from skyrl_tx.layers.parameter import Axis
 from skyrl_tx.layers.sharding import Layout
@@ -26,7 +26,7 @@ Further arguments are `window`, and `interpret`, with which a kernel runs on any
 """
 
 
-Past = Callable[..., Stats]
+AttendPast = Callable[..., SoftmaxStats]
 """A function of (q, pages, start, first) that returns the statistics of the past of rows, up to rounding.
 
 Row b of the queries [B, K, G, T, H] attends to its positions < `start[b]`. Its queries are at consecutive positions
@@ -35,7 +35,7 @@ arguments are `window` and `interpret`, as of Attend.
 """
 
 
-Step = Callable[..., Stats]
+AttendStep = Callable[..., SoftmaxStats]
 """A function of (q, pages, start, recent, num_recent) that returns the statistics of a decode step, up to rounding.
 
 The query of row b [B, K, G, H] attends to its positions < `start[b]` in pages and to the first `num_recent` of the
@@ -51,7 +51,7 @@ Tile w of x [W, P, I] is multiplied with matrix `index[w]` of [X, I, O], in the 
 matrices are [X, O, I], the type `result`, and `interpret`.
 """
 
-RotateNormed = Callable[..., jax.Array]
+NormalizeAndRotate = Callable[..., jax.Array]
 """A function of (x, weight, cosine, sine) that returns heads after their norm and rotation, up to rounding.
 
 Heads [..., N, H] and the result have the type of the base weights. Further arguments are `epsilon` and `interpret`.
@@ -78,10 +78,10 @@ class AttentionKernel:
     attend: Attend
     max_dim: int
     """The largest head that was compiled for such devices."""
-    rotate_normed: RotateNormed | None = None
+    normalize_and_rotate: NormalizeAndRotate | None = None
     """A kernel for norm and rotation of heads, whose dim is a power of two; None for plain JAX."""
 
-    def refusal(self, heads: Heads) -> str | None:
+    def find_refusal(self, heads: Heads) -> str | None:
         """Return what the kernel lacks for these heads; None if it can compute them."""
         if max(heads.key_dim, heads.value_dim) > self.max_dim:
             return f"heads of {max(heads.key_dim, heads.value_dim)} dims"
@@ -89,18 +89,18 @@ class AttentionKernel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PagesKernel:
+class PagedAttentionKernel:
     """A kernel that reads the pages of the KV cache, as data. Sinks are no concern of it."""
 
     name: str
-    past: Past
-    step: Step | None = None
+    attend_past: AttendPast
+    attend_step: AttendStep | None = None
     """The kernel for a decode step, if there is one that reads recent tokens too."""
     dims: frozenset[int] | None
     """The dims of heads that it has; None: all multiples of `multiple`."""
     multiple: int
 
-    def refusal(self, heads: Heads) -> str | None:
+    def find_refusal(self, heads: Heads) -> str | None:
         """Return what the kernel lacks for these heads; None if it can read their pages."""
         if heads.is_latent:
             return "latents"
@@ -115,98 +115,98 @@ class ExpertsKernel:
 
     name: str
     multiply_tiles: MultiplyTiles
-    fewest: int
+    min_tile_rows: int
     """The fewest rows of a tile."""
 
 
 # Kernels are imported when they are first called: they are in experimental modules of JAX, which no CPU needs.
 
 
-def _splash(*arrays: Any, window: int | None, interpret: bool) -> jax.Array:
+def _attend_splash(*arrays: Any, window: int | None, interpret: bool) -> jax.Array:
     from skyrl_tx.layers.kernels import splash
 
     return splash.attend(*arrays, window=window, interpret=interpret)
 
 
-def _triton(*arrays: Any, window: int | None, interpret: bool) -> jax.Array:
+def _attend_triton(*arrays: Any, window: int | None, interpret: bool) -> jax.Array:
     from skyrl_tx.layers.kernels import triton
 
     return triton.attend(*arrays, window=window, interpret=interpret)
 
 
-def _rotate_normed(*arrays: Any, epsilon: float, interpret: bool) -> jax.Array:
+def _normalize_and_rotate(*arrays: Any, epsilon: float, interpret: bool) -> jax.Array:
     from skyrl_tx.layers.kernels import normed_rotation
 
-    return normed_rotation.rotate_normed(*arrays, epsilon=epsilon, interpret=interpret)
+    return normed_rotation.normalize_and_rotate(*arrays, epsilon=epsilon, interpret=interpret)
 
 
-def _triton_tiles(*arrays: Any, **settings: Any) -> jax.Array:
+def _multiply_tiles_triton(*arrays: Any, **settings: Any) -> jax.Array:
     from skyrl_tx.layers.kernels import gpu_grouped
 
     return gpu_grouped.multiply_tiles(*arrays, **settings)
 
 
-def _mosaic_tiles(*arrays: Any, **settings: Any) -> jax.Array:
+def _multiply_tiles_mosaic(*arrays: Any, **settings: Any) -> jax.Array:
     from skyrl_tx.layers.kernels import tpu_grouped
 
     return tpu_grouped.multiply_tiles(*arrays, **settings)
 
 
-def _mosaic(*arrays: Any, window: int | None, interpret: bool) -> Stats:
+def _attend_past_mosaic(*arrays: Any, window: int | None, interpret: bool) -> SoftmaxStats:
     from skyrl_tx.layers.kernels import tpu_pages
 
-    return tpu_pages.past(*arrays, window=window, interpret=interpret)
+    return tpu_pages.attend_past(*arrays, window=window, interpret=interpret)
 
 
-def _triton_pages(*arrays: Any, window: int | None, interpret: bool) -> Stats:
+def _attend_past_triton(*arrays: Any, window: int | None, interpret: bool) -> SoftmaxStats:
     from skyrl_tx.layers.kernels import gpu_pages
 
-    return gpu_pages.past(*arrays, window=window, interpret=interpret)
+    return gpu_pages.attend_past(*arrays, window=window, interpret=interpret)
 
 
-def _triton_step(*arrays: Any, window: int | None, interpret: bool) -> Stats:
+def _attend_step_triton(*arrays: Any, window: int | None, interpret: bool) -> SoftmaxStats:
     from skyrl_tx.layers.kernels import gpu_pages
 
-    return gpu_pages.step(*arrays, window=window, interpret=interpret)
+    return gpu_pages.attend_step(*arrays, window=window, interpret=interpret)
 
 
-SPLASH = AttentionKernel(name="splash", attend=_splash, max_dim=576)
-TRITON = AttentionKernel(name="triton", attend=_triton, max_dim=256, rotate_normed=_rotate_normed)
+SPLASH = AttentionKernel(name="splash", attend=_attend_splash, max_dim=576)
+TRITON = AttentionKernel(name="triton", attend=_attend_triton, max_dim=256, normalize_and_rotate=_normalize_and_rotate)
 
-TABLE: Mapping[tuple[str, str], AttentionKernel] = {
+ATTENTION_KERNELS: Mapping[tuple[str, str], AttentionKernel] = {
     ("tpu", "bfloat16"): SPLASH,
     ("tpu", "float32"): SPLASH,
     ("gpu", "bfloat16"): TRITON,
 }
 """The kernel of each platform and type of the base weights; the loops elsewhere."""
 
-MOSAIC_PAGES = PagesKernel(name="mosaic", past=_mosaic, dims=None, multiple=128)
-TRITON_PAGES = PagesKernel(
+MOSAIC_PAGES = PagedAttentionKernel(name="mosaic", attend_past=_attend_past_mosaic, dims=None, multiple=128)
+TRITON_PAGES = PagedAttentionKernel(
     name="triton",
-    past=_triton_pages,
-    step=_triton_step,
+    attend_past=_attend_past_triton,
+    attend_step=_attend_step_triton,
     dims=frozenset((16, 32, 64, 128, 256)),
     multiple=16,
 )
 
-PAGES_TABLE: Mapping[tuple[str, str], PagesKernel] = {
+PAGED_ATTENTION_KERNELS: Mapping[tuple[str, str], PagedAttentionKernel] = {
     ("tpu", "bfloat16"): MOSAIC_PAGES,
     ("tpu", "float32"): MOSAIC_PAGES,
     ("gpu", "bfloat16"): TRITON_PAGES,
 }
 """The kernel that reads pages, of each platform and type of the base weights; the loop elsewhere."""
 
-TRITON_EXPERTS = ExpertsKernel(name="triton", multiply_tiles=_triton_tiles, fewest=16)
-MOSAIC_EXPERTS = ExpertsKernel(name="mosaic", multiply_tiles=_mosaic_tiles, fewest=16)
+TRITON_EXPERTS = ExpertsKernel(name="triton", multiply_tiles=_multiply_tiles_triton, min_tile_rows=16)
+MOSAIC_EXPERTS = ExpertsKernel(name="mosaic", multiply_tiles=_multiply_tiles_mosaic, min_tile_rows=16)
 
-EXPERTS_TABLE: Mapping[tuple[str, str], ExpertsKernel] = {
+EXPERTS_KERNELS: Mapping[tuple[str, str], ExpertsKernel] = {
     ("tpu", "bfloat16"): MOSAIC_EXPERTS,
     ("tpu", "float32"): MOSAIC_EXPERTS,
     ("gpu", "bfloat16"): TRITON_EXPERTS,
 }
 """The kernel for experts, of each platform and type of the base weights; products of XLA elsewhere."""
 
-SMALLEST_DIM = 32
+MIN_ROTATED_DIM = 32
 """The smallest heads whose norm and rotation were run by the kernel on a GPU."""
 
 LOOPS = "loops"
@@ -219,7 +219,7 @@ class Kernels:
 
     attention: AttentionKernel | None = None
     """In training; None for the loops."""
-    pages: PagesKernel | None = None
+    pages: PagedAttentionKernel | None = None
     """In sampling; None for the loop."""
     experts: ExpertsKernel | None = None
     """For mixtures of experts; None for products of XLA."""
@@ -245,62 +245,62 @@ class Kernels:
         """The name of the kernel for experts."""
         return LOOPS if self.experts is None else self.experts.name
 
-    def multiply_tiles(self) -> partial[jax.Array] | None:
+    def get_tile_kernel(self) -> partial[jax.Array] | None:
         """Return the function that multiplies the tiles of experts; None for products of XLA."""
         return None if self.experts is None else partial(self.experts.multiply_tiles, interpret=self.interpret)
 
-    def attend(self, heads: Heads) -> partial[jax.Array] | None:
+    def get_attention_kernel(self, heads: Heads) -> partial[jax.Array] | None:
         """Return the function for the attention of a layer, without its arrays; None for the loops."""
-        if self.attention is None or self.attention.refusal(heads) is not None:
+        if self.attention is None or self.attention.find_refusal(heads) is not None:
             return None
         return partial(self.attention.attend, window=heads.window, interpret=self.interpret)
 
-    def rotate_normed(self, head_dim: int, rotated: int, layout: Layout) -> partial[jax.Array] | None:
+    def get_rotation_kernel(self, head_dim: int, rotated: int, layout: Layout) -> partial[jax.Array] | None:
         """Return the function for norm and rotation of heads, without arrays and epsilon; None for plain JAX.
 
         It is for heads that are rotated whole. On a mesh each device computes its heads.
         """
-        kernel = None if self.attention is None else self.attention.rotate_normed
+        kernel = None if self.attention is None else self.attention.normalize_and_rotate
         is_power = head_dim & (head_dim - 1) == 0
-        if kernel is None or rotated != head_dim or not is_power or head_dim < SMALLEST_DIM:
+        if kernel is None or rotated != head_dim or not is_power or head_dim < MIN_ROTATED_DIM:
             return None
-        return partial(_heads_on_each_device, kernel, layout, interpret=self.interpret)
+        return partial(_rotate_on_each_device, kernel, layout, interpret=self.interpret)
 
-    def past(self, heads: Heads, layout: Layout) -> Past | None:
+    def get_past_kernel(self, heads: Heads, layout: Layout) -> AttendPast | None:
         """Return the function for the past of a layer, None for the loop.
 
         On a mesh each device computes its kv heads, of rows whose pages it has.
         """
-        past: Past | None = None
-        if self.pages is not None and self.pages.refusal(heads) is None:
-            past = partial(self.pages.past, window=heads.window, interpret=self.interpret)
+        past: AttendPast | None = None
+        if self.pages is not None and self.pages.find_refusal(heads) is None:
+            past = partial(self.pages.attend_past, window=heads.window, interpret=self.interpret)
         elif layout.num_shards("batch") > 1:
-            past = partial(past_in_blocks, window=heads.window)
-        if past is None or not layout.is_split:
+            past = partial(attend_past_in_blocks, window=heads.window)
+        if past is None or not layout.is_sharded:
             return past
-        return partial(_on_each_device, past, layout)
+        return partial(_attend_on_each_device, past, layout)
 
-    def step(self, heads: Heads, layout: Layout) -> Step | None:
+    def get_step_kernel(self, heads: Heads, layout: Layout) -> AttendStep | None:
         """Return the function for a decode step of a layer; None if `past` has to do. On a mesh it is as `past` is."""
-        kernel = None if self.pages is None or self.pages.refusal(heads) is not None else self.pages.step
+        kernel = None if self.pages is None or self.pages.find_refusal(heads) is not None else self.pages.attend_step
         if kernel is None:
             return None
         step = partial(kernel, window=heads.window, interpret=self.interpret)
-        return partial(_on_each_device, step, layout) if layout.is_split else step
+        return partial(_attend_on_each_device, step, layout) if layout.is_sharded else step
 
 
-def _on_each_device(
-    statistics: Callable[..., Stats], layout: Layout, q: jax.Array, pages: Pages, *others: Any
-) -> Stats:
+def _attend_on_each_device(
+    statistics: Callable[..., SoftmaxStats], layout: Layout, q: jax.Array, pages: Pages, *others: Any
+) -> SoftmaxStats:
     """Return the statistics of queries [B, K, G, ..., H]. Each device computes its kv heads of rows whose pages it has.
 
     Other arguments are of all rows, [B], or [B, K, U, H].
     """
 
-    def local(q: jax.Array, stack: Any, layer: Any, page_BM: jax.Array, *others: Any) -> Stats:
+    def attend_local(q: jax.Array, stack: Any, layer: Any, page_BM: jax.Array, *others: Any) -> SoftmaxStats:
         return statistics(q, Pages(stack, layer, page_BM), *others)
 
-    def cut(leaf: jax.Array) -> PartitionSpec:
+    def get_spec(leaf: jax.Array) -> PartitionSpec:
         axes: tuple[Axis | None, ...] = ("batch", "kv_heads", None, None)
         return layout.spec(axes[: leaf.ndim], leaf.shape)
 
@@ -310,22 +310,22 @@ def _on_each_device(
     table = layout.spec(("batch", None), pages.page_BM.shape)
     others = jax.tree.map(jnp.asarray, others)
     alone = jax.shard_map(
-        local,
+        attend_local,
         mesh=layout.mesh,
-        in_specs=(queries, stack, PartitionSpec(), table, *jax.tree.map(cut, others)),
+        in_specs=(queries, stack, PartitionSpec(), table, *jax.tree.map(get_spec, others)),
         out_specs=(PartitionSpec(*queries[:-1]), PartitionSpec(*queries[:-1]), queries),
         check_vma=False,
     )
-    found: Stats = alone(q, pages.stack, jnp.int32(pages.layer), pages.page_BM, *others)
+    found: SoftmaxStats = alone(q, pages.stack, jnp.int32(pages.layer), pages.page_BM, *others)
     return found
 
 
-def _heads_on_each_device(
-    kernel: RotateNormed, layout: Layout, x: jax.Array, weight_H: jax.Array, *angles: jax.Array, **settings: Any
+def _rotate_on_each_device(
+    kernel: NormalizeAndRotate, layout: Layout, x: jax.Array, weight_H: jax.Array, *angles: jax.Array, **settings: Any
 ) -> jax.Array:
     """Return heads [B, ..., N, H] after norm and rotation, each device computing its own."""
     run = partial(kernel, **settings)
-    if not layout.is_split:
+    if not layout.is_sharded:
         return run(x, weight_H, *angles)
     leading: tuple[Axis | None, ...] = ("batch", "tokens")[: x.ndim - 2]
     angles = tuple(jnp.broadcast_to(each, (*x.shape[:-2], each.shape[-1])) for each in angles)

@@ -21,9 +21,9 @@ from skyrl_tx.layers.tiles import AddedProducts
 
 MOST_OUTPUTS, MOST_INPUTS = 128, 64
 """Outputs of a program, and inputs of one of its steps."""
-FEWEST = 16
+MIN_DOT_DIM = 16
 """The least dim of a product of a GPU."""
-FEW_ROWS = 32
+MAX_SHORT_ROWS = 32
 """Rows for which the time is that of reading the matrix: more steps are fetched ahead, by fewer threads."""
 
 
@@ -41,23 +41,23 @@ def multiply_tiles(
     """See `choice.MultiplyTiles`."""
     W, P, inputs = x_WPI.shape
     outputs = matrix_X.shape[1 if transposed else 2]
-    of_outputs = min(_block(outputs), MOST_OUTPUTS)
+    of_outputs = min(_get_block_size(outputs), MOST_OUTPUTS)
 
-    def whole(x: jax.Array) -> pl.BlockSpec:
+    def make_whole_spec(x: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec(x.shape, lambda o, w: (0,) * x.ndim)
 
-    def of_tile(x: jax.Array) -> pl.BlockSpec:
+    def make_tile_spec(x: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec((None, *x.shape[1:]), lambda o, w: (w,) + (0,) * (x.ndim - 1))
 
     used_1 = jnp.reshape(num_used, 1).astype(jnp.int32)
     arrays = [x_WPI, matrix_X, index_W.astype(jnp.int32)[:, None], used_1]
-    specs = [of_tile(arrays[0]), whole(matrix_X), of_tile(arrays[2]), whole(used_1)]
+    specs = [make_tile_spec(arrays[0]), make_whole_spec(matrix_X), make_tile_spec(arrays[2]), make_whole_spec(used_1)]
     if added is not None:
         own = added.index_W.astype(jnp.int32)[:, None]
         arrays += [added.x_WPR, added.matrix_Y, own]
-        specs += [of_tile(added.x_WPR), whole(added.matrix_Y), of_tile(own)]
+        specs += [make_tile_spec(added.x_WPR), make_whole_spec(added.matrix_Y), make_tile_spec(own)]
     is_small = getattr(jax.devices()[0], "compute_capability", None) in SMALL_MEMORY
-    is_short = P <= FEW_ROWS
+    is_short = P <= MAX_SHORT_ROWS
     found: jax.Array = pl.pallas_call(
         partial(_kernel, inputs=inputs, outputs=outputs, transposed=transposed),
         grid=(pl.cdiv(outputs, of_outputs), W),
@@ -73,9 +73,9 @@ def multiply_tiles(
     return found
 
 
-def _block(size: int) -> int:
+def _get_block_size(size: int) -> int:
     """Return the least block of a product that holds a dim."""
-    return max(pl.next_power_of_2(size), FEWEST)
+    return max(pl.next_power_of_2(size), MIN_DOT_DIM)
 
 
 def _kernel(
@@ -90,29 +90,29 @@ def _kernel(
 ) -> None:
     """Compute some outputs of a tile; zeros where it is not used."""
     *added, out_ref = others
-    size, span = out_ref.shape[1], min(_block(inputs), MOST_INPUTS)
+    size, span = out_ref.shape[1], min(_get_block_size(inputs), MOST_INPUTS)
     begin = pl.program_id(0) * size
     is_used = pl.program_id(1) < used_ref[0]
     index = index_ref[0]
 
-    def step(number: Any, out: jax.Array) -> jax.Array:
+    def add_product(number: Any, out: jax.Array) -> jax.Array:
         start = number * span
         x = _load(x_ref, (), (0, x_ref.shape[0], None), (start, span, inputs))
-        return out + _product(x, matrix_ref, index, (start, span, inputs), (begin, size, outputs), transposed)
+        return out + _multiply(x, matrix_ref, index, (start, span, inputs), (begin, size, outputs), transposed)
 
     num_steps = jnp.where(is_used, jnp.int32(pl.cdiv(inputs, span)), jnp.int32(0))
-    out = lax.fori_loop(jnp.int32(0), num_steps, step, jnp.zeros(out_ref.shape, jnp.float32))
+    out = lax.fori_loop(jnp.int32(0), num_steps, add_product, jnp.zeros(out_ref.shape, jnp.float32))
     if added:
         narrow_ref, other_ref, own_ref = added
         rank = narrow_ref.shape[1]
-        whole = (0, _block(rank), rank)
+        whole = (0, _get_block_size(rank), rank)
 
-        def add(_: Any, out: jax.Array) -> jax.Array:
+        def add_narrow_product(_: Any, out: jax.Array) -> jax.Array:
             narrow = _load(narrow_ref, (), (0, narrow_ref.shape[0], None), whole).astype(x_ref.dtype)
-            return out + _product(narrow, other_ref, own_ref[0], whole, (begin, size, outputs), transposed)
+            return out + _multiply(narrow, other_ref, own_ref[0], whole, (begin, size, outputs), transposed)
 
         once = jnp.where(is_used, jnp.int32(1), jnp.int32(0))
-        out = lax.fori_loop(jnp.int32(0), once, add, out)
+        out = lax.fori_loop(jnp.int32(0), once, add_narrow_product, out)
     mask = None if outputs % size == 0 else (begin + jnp.arange(size, dtype=jnp.int32) < outputs)[None, :]
     plgpu.store(out_ref, out.astype(out_ref.dtype), mask=mask)
 
@@ -121,7 +121,7 @@ _Span = tuple[Any, int, int | None]
 """The begin, the size, and how many there are in all: what is beyond counts as zero. None: as many as it has."""
 
 
-def _product(x: jax.Array, ref: Any, index: Any, inputs: _Span, outputs: _Span, transposed: bool) -> jax.Array:
+def _multiply(x: jax.Array, ref: Any, index: Any, inputs: _Span, outputs: _Span, transposed: bool) -> jax.Array:
     if transposed:
         return _dot(x, _load(ref, (index,), outputs, inputs).astype(x.dtype).T)
     return _dot(x, _load(ref, (index,), inputs, outputs).astype(x.dtype))

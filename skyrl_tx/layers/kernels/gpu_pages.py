@@ -19,19 +19,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from skyrl_tx.layers.flash_attention import LOWEST, Stats
+from skyrl_tx.layers.flash_attention import MASKED_SCORE, SoftmaxStats
 from skyrl_tx.layers.kv_cache import KeyValues, Pages
 
 FEWEST, MOST = 16, 128
 """Queries per block: the least that the products of a GPU have, and the most, for chunks of prompts."""
-PROGRAMS = 512
+MIN_PROGRAMS = 512
 """Programs that a call should have at least, to use all of a GPU."""
-MOST_PARTS = 16
+MAX_PARTS = 16
 
 _LOG2_E = math.log2(math.e)
 
 
-def past(
+def attend_past(
     q_BKGTH: jax.Array,
     pages: Pages,
     start_B: jax.Array,
@@ -39,12 +39,12 @@ def past(
     *,
     window: int | None,
     interpret: bool,
-) -> Stats:
-    """See `choice.Past`."""
-    return _statistics(q_BKGTH, pages, start_B, first_B, None, jnp.int32(0), window=window, interpret=interpret)
+) -> SoftmaxStats:
+    """See `choice.AttendPast`."""
+    return _compute_stats(q_BKGTH, pages, start_B, first_B, None, jnp.int32(0), window=window, interpret=interpret)
 
 
-def step(
+def attend_step(
     q_BKGH: jax.Array,
     pages: Pages,
     start_B: jax.Array,
@@ -53,15 +53,15 @@ def step(
     *,
     window: int | None,
     interpret: bool,
-) -> Stats:
+) -> SoftmaxStats:
     """See `choice.Step`."""
     first_B = start_B + num_recent - 1
     q_BKGTH = q_BKGH[:, :, :, None]
-    found = _statistics(q_BKGTH, pages, start_B, first_B, recent, num_recent, window=window, interpret=interpret)
+    found = _compute_stats(q_BKGTH, pages, start_B, first_B, recent, num_recent, window=window, interpret=interpret)
     return jax.tree.map(lambda x: x[:, :, :, 0], found)
 
 
-def _statistics(
+def _compute_stats(
     q_BKGTH: jax.Array,
     pages: Pages,
     start_B: jax.Array,
@@ -71,7 +71,7 @@ def _statistics(
     *,
     window: int | None,
     interpret: bool,
-) -> Stats:
+) -> SoftmaxStats:
     """Return the statistics of queries at positions from `first_B` on, of the past and of recent tokens."""
     B, K, G, T, H = q_BKGTH.shape
     k, v = pages.stack.k, pages.stack.v
@@ -79,7 +79,7 @@ def _statistics(
     *_, num_pages, _, P, _ = k.shape
     size = min(max(pl.next_power_of_2(G * T), FEWEST), MOST)
     blocks = pl.cdiv(G * T, size)
-    parts = min(max(PROGRAMS // (B * K * blocks), 1), MOST_PARTS, pages.page_BM.shape[1])
+    parts = min(max(MIN_PROGRAMS // (B * K * blocks), 1), MAX_PARTS, pages.page_BM.shape[1])
     page_BM = jnp.pad(pages.page_BM, ((0, 0), (0, -pages.page_BM.shape[1] % parts)))
     M = page_BM.shape[1]
     page_BKM = (pages.layer * num_pages + page_BM)[:, None] * K + jnp.arange(K, dtype=jnp.int32)[:, None]
@@ -123,10 +123,10 @@ def _statistics(
         *new,
     )
 
-    def by_head(x: jax.Array) -> jax.Array:
+    def reshape_heads(x: jax.Array) -> jax.Array:
         return x.reshape(B, K, G, T, *x.shape[2:])
 
-    highest, total, out = map(by_head, _joined(highest, total, out))
+    highest, total, out = map(reshape_heads, _merge_parts(highest, total, out))
     return highest, total, out
 
 
@@ -151,36 +151,36 @@ def _kernel(
     start, first_page = start_ref[...], pl.program_id(2) * num_pages
     position_R = first_ref[...] + lax.rem(query_R, jnp.int32(num_tokens))
 
-    def fold(carry: Stats, k: jax.Array, v: jax.Array, key_P: jax.Array, seen_P: jax.Array) -> Stats:
+    def add_keys(carry: SoftmaxStats, k: jax.Array, v: jax.Array, key_P: jax.Array, seen_P: jax.Array) -> SoftmaxStats:
         highest, total, out = carry
         scores, seen = _dot(q, k.T) * (_LOG2_E / math.sqrt(H)), seen_P[None, :]
         if window is not None:
             seen &= key_P[None, :] > position_R[:, None] - window
-        scores = jnp.where(seen, scores, LOWEST)
+        scores = jnp.where(seen, scores, MASKED_SCORE)
         higher = jnp.maximum(highest, scores.max(1))
         rescale, weights = jnp.exp2(highest - higher), jnp.exp2(scores - higher[:, None])
         return higher, total * rescale + weights.sum(1), out * rescale[:, None] + _dot(weights.astype(v.dtype), v)
 
-    def of_page(index: Any, carry: Stats) -> Stats:
+    def add_page(index: Any, carry: SoftmaxStats) -> SoftmaxStats:
         page, key_P = page_ref[index], (first_page + index) * P + jnp.arange(P, dtype=jnp.int32)
-        return fold(carry, k_ref[page], v_ref[page], key_P, key_P < start)
+        return add_keys(carry, k_ref[page], v_ref[page], key_P, key_P < start)
 
     lowest = jnp.int32(0) if window is None else jnp.maximum(lax.div(first_ref[...] - window + 1, P) - first_page, 0)
     upper = jnp.minimum(lax.div(start + (P - 1), P) - first_page, num_pages)
     zeros = jnp.zeros(R, jnp.float32)
-    found = lax.fori_loop(lowest, upper, of_page, (zeros + LOWEST, zeros, jnp.zeros((R, H), jnp.float32)))
+    found = lax.fori_loop(lowest, upper, add_page, (zeros + MASKED_SCORE, zeros, jnp.zeros((R, H), jnp.float32)))
     if recent:
         new_k_ref, new_v_ref, num_recent_ref = recent
         token_U = jnp.arange(new_k_ref.shape[0], dtype=jnp.int32)
         num_recent = num_recent_ref[...]
         is_recent_U = token_U < num_recent
 
-        def of_recent(_: Any, carry: Stats) -> Stats:
+        def add_recent(_: Any, carry: SoftmaxStats) -> SoftmaxStats:
             new_k, new_v = (plgpu.load(ref, mask=is_recent_U[:, None], other=0.0) for ref in (new_k_ref, new_v_ref))
-            return fold(carry, new_k, new_v, start + token_U, is_recent_U)
+            return add_keys(carry, new_k, new_v, start + token_U, is_recent_U)
 
         once = jnp.where(pl.program_id(2) == 0, jnp.int32(1), jnp.int32(0))
-        found = lax.fori_loop(jnp.int32(0), once, of_recent, found)
+        found = lax.fori_loop(jnp.int32(0), once, add_recent, found)
     highest, total, out = found
     plgpu.store(total_ref, total, mask=is_query_R)
     plgpu.store(out_ref, out, mask=is_query_R[:, None])
@@ -191,7 +191,7 @@ def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.dot(x, y, preferred_element_type=jnp.float32)
 
 
-def _joined(highest_ZXR: jax.Array, total_ZXR: jax.Array, out_ZXRH: jax.Array) -> Stats:
+def _merge_parts(highest_ZXR: jax.Array, total_ZXR: jax.Array, out_ZXRH: jax.Array) -> SoftmaxStats:
     """Return the statistics of all parts of a row."""
     if highest_ZXR.shape[0] == 1:
         return highest_ZXR[0], total_ZXR[0], out_ZXRH[0]

@@ -19,7 +19,7 @@ MAX_ROWS, MAX_HEADS = 16, 4
 """Rows and heads of a program, at most, which share the angles that it has read. Each divides what there is."""
 
 
-def rotate_normed(
+def normalize_and_rotate(
     x: jax.Array, weight_H: jax.Array, cosine: jax.Array, sine: jax.Array, *, epsilon: float, interpret: bool
 ) -> jax.Array:
     """Return heads [..., N, H] scaled to unit mean square, times the weight, and rotated, in the type of `x`.
@@ -29,29 +29,29 @@ def rotate_normed(
     *leading, num_heads, dim = x.shape
     rows = math.prod(leading)
     angles = (jnp.broadcast_to(each, (*leading, dim // 2)).reshape(rows, dim // 2) for each in (cosine, sine))
-    out: jax.Array = _rotated(epsilon, interpret, x.reshape(rows, num_heads, dim), weight_H[None], *angles)
+    out: jax.Array = _normalize_and_rotate(epsilon, interpret, x.reshape(rows, num_heads, dim), weight_H[None], *angles)
     return out.reshape(x.shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _rotated(epsilon: float, interpret: bool, x: jax.Array, *constants: jax.Array) -> jax.Array:
-    return _call(partial(_forward_kernel, epsilon=epsilon), "rotate_normed", interpret, (x,), constants)
+def _normalize_and_rotate(epsilon: float, interpret: bool, x: jax.Array, *constants: jax.Array) -> jax.Array:
+    return _run_kernel(partial(_forward_kernel, epsilon=epsilon), "rotate_normed", interpret, (x,), constants)
 
 
 def _forward(epsilon: float, interpret: bool, x: jax.Array, *constants: jax.Array) -> tuple[jax.Array, Any]:
-    return _rotated(epsilon, interpret, x, *constants), (x, constants)
+    return _normalize_and_rotate(epsilon, interpret, x, *constants), (x, constants)
 
 
 def _backward(epsilon: float, interpret: bool, kept: Any, d_out: jax.Array) -> tuple[jax.Array | None, ...]:
     x, constants = kept
     kernel = partial(_backward_kernel, epsilon=epsilon)
-    return _call(kernel, "d_rotate_normed", interpret, (x, d_out), constants), None, None, None
+    return _run_kernel(kernel, "d_rotate_normed", interpret, (x, d_out), constants), None, None, None
 
 
-_rotated.defvjp(_forward, _backward)
+_normalize_and_rotate.defvjp(_forward, _backward)
 
 
-def _call(kernel: Any, name: str, interpret: bool, heads: tuple[jax.Array, ...], constants: Any) -> jax.Array:
+def _run_kernel(kernel: Any, name: str, interpret: bool, heads: tuple[jax.Array, ...], constants: Any) -> jax.Array:
     """Run a kernel that reads and writes blocks of heads [M, N, H]."""
     x = heads[0]
     M, N, H = x.shape
@@ -73,11 +73,11 @@ def _call(kernel: Any, name: str, interpret: bool, heads: tuple[jax.Array, ...],
 
 
 def _forward_kernel(x_ref: Any, weight_ref: Any, cosine_ref: Any, sine_ref: Any, out_ref: Any, *, epsilon: float):
-    cosine, sine, weights = cosine_ref[...], sine_ref[...], _halves(weight_ref)
+    cosine, sine, weights = cosine_ref[...], sine_ref[...], _load_halves(weight_ref)
     for number in range(x_ref.shape[1]):
         head = jnp.int32(number)
-        halves = _halves(x_ref, head)
-        scale = _scale(halves, epsilon)
+        halves = _load_halves(x_ref, head)
+        scale = _compute_scale(halves, epsilon)
         first, second = (half * scale * weight for half, weight in zip(halves, weights, strict=True))
         _write(out_ref, head, first * cosine - second * sine, second * cosine + first * sine)
 
@@ -85,11 +85,11 @@ def _forward_kernel(x_ref: Any, weight_ref: Any, cosine_ref: Any, sine_ref: Any,
 def _backward_kernel(
     x_ref: Any, d_out_ref: Any, weight_ref: Any, cosine_ref: Any, sine_ref: Any, d_x_ref: Any, *, epsilon: float
 ):
-    cosine, sine, weights = cosine_ref[...], sine_ref[...], _halves(weight_ref)
+    cosine, sine, weights = cosine_ref[...], sine_ref[...], _load_halves(weight_ref)
     for number in range(x_ref.shape[1]):
         head = jnp.int32(number)
-        halves, (d_first, d_second) = _halves(x_ref, head), _halves(d_out_ref, head)
-        scale = _scale(halves, epsilon)
+        halves, (d_first, d_second) = _load_halves(x_ref, head), _load_halves(d_out_ref, head)
+        scale = _compute_scale(halves, epsilon)
         d_turned = d_first * cosine + d_second * sine, d_second * cosine - d_first * sine
         d_normed = [each * weight for each, weight in zip(d_turned, weights, strict=True)]
         normed = [half * scale for half in halves]
@@ -98,14 +98,14 @@ def _backward_kernel(
         _write(d_x_ref, head, *((d - n * mean) * scale for d, n in zip(d_normed, normed, strict=True)))
 
 
-def _halves(ref: Any, *head: Any) -> list[jax.Array]:
+def _load_halves(ref: Any, *head: Any) -> list[jax.Array]:
     """Return both halves of the dims of a block's rows, of one head of those that it has: float32 [rows, H / 2]."""
     size = ref.shape[-1] // 2
     places = (pl.ds(start, size) for start in (0, size))
     return [plgpu.load(ref.at[(slice(None), *head, place)]).astype(jnp.float32) for place in places]
 
 
-def _scale(halves: list[jax.Array], epsilon: float) -> jax.Array:
+def _compute_scale(halves: list[jax.Array], epsilon: float) -> jax.Array:
     total = sum(jnp.sum(half * half, axis=1, keepdims=True) for half in halves)
     return jax.lax.rsqrt(total / (2 * halves[0].shape[1]) + epsilon)
 

@@ -77,13 +77,13 @@ def _run(
         interpret=interpret,
     )
 
-    def one_row(q: jax.Array, k: jax.Array, v: jax.Array, start_T: jax.Array | None) -> Any:
+    def attend_row(q: jax.Array, k: jax.Array, v: jax.Array, start_T: jax.Array | None) -> Any:
         if start_T is None:
             return kernel(q, k, v, sinks=sinks_N)
         own = _without_hidden_blocks(kernel, start_T[::block], block)
         return own(q, k, v, splash.SegmentIds(q=start_T, kv=start_T), sinks=sinks_N)
 
-    out: jax.Array = jax.vmap(one_row)(q, k, v, start_BT)
+    out: jax.Array = jax.vmap(attend_row)(q, k, v, start_BT)
     return out
 
 
@@ -99,18 +99,18 @@ def _without_hidden_blocks(
     forward, d_query, d_key = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
     assert d_query is not None and d_key is not None and d_key.data_next is not None
 
-    def last_of(key_block: jax.Array) -> jax.Array:
+    def get_last_key(key_block: jax.Array) -> jax.Array:
         return (key_block + 1) * block - 1
 
-    def masked(info: Any, is_seen: jax.Array) -> Any:
+    def mask_blocks(info: Any, is_seen: jax.Array) -> Any:
         return info._replace(block_mask=jnp.where(is_seen, info.block_mask, 0).astype(info.block_mask.dtype))
 
-    def by_query(info: Any) -> Any:
-        return masked(info, last_of(info.data_next.astype(jnp.int32)) >= start_I[:, None])
+    def mask_by_query(info: Any) -> Any:
+        return mask_blocks(info, get_last_key(info.data_next.astype(jnp.int32)) >= start_I[:, None])
 
     key_block_J = jnp.arange(d_key.data_next.shape[-1])
-    by_key = masked(d_key, last_of(key_block_J) >= start_I[d_key.data_next.astype(jnp.int32)])
-    return splash.SplashAttentionKernel(by_query(forward), by_query(d_query), by_key, **kernel.kwargs)
+    by_key = mask_blocks(d_key, get_last_key(key_block_J) >= start_I[d_key.data_next.astype(jnp.int32)])
+    return splash.SplashAttentionKernel(mask_by_query(forward), mask_by_query(d_query), by_key, **kernel.kwargs)
 
 
 # The kernel has no argument for the precision of its products, so it is that of the context in which it is traced. The
@@ -127,7 +127,7 @@ def _attend(
     start_BT: jax.Array | None,
     sinks_N: jax.Array | None,
 ) -> jax.Array:
-    with _precision_of(k):
+    with _set_precision(k):
         return _run(window, interpret, start_BT, sinks_N, q, k, v)
 
 
@@ -140,18 +140,18 @@ def _forward(
     start_BT: jax.Array | None,
     sinks_N: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
-    with _precision_of(k):
+    with _set_precision(k):
         return jax.vjp(partial(_run, window, interpret, start_BT, sinks_N), q, k, v)
 
 
 def _backward(window: int | None, interpret: bool, backward: Any, d_out: jax.Array) -> tuple[Any, ...]:
-    with _precision_of(d_out):
+    with _set_precision(d_out):
         return (*backward(d_out), None, None)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _precision_of(x: jax.Array) -> Any:
+def _set_precision(x: jax.Array) -> Any:
     """Return the context in which products are exact in float32, and else have operands of the type of `x`."""
     return jax.default_matmul_precision("highest" if x.dtype == jnp.float32 else "default")

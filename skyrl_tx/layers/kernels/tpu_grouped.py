@@ -38,29 +38,29 @@ def multiply_tiles(
     """See `choice.MultiplyTiles`."""
     W, P, inputs = x_WPI.shape
     outputs, dtype = matrix_X.shape[1 if transposed else 2], x_WPI.dtype
-    size = _block(inputs * matrix_X.dtype.itemsize, outputs)
+    size = _get_block_size(inputs * matrix_X.dtype.itemsize, outputs)
 
     # Tiles that are not used fetch what the last one has fetched. The outer loop is over blocks of outputs.
-    def fetched(w: Any, used: Any) -> Any:
+    def get_fetched_tile(w: Any, used: Any) -> Any:
         return jnp.minimum(w, jnp.maximum(used[0] - 1, 0))
 
-    def of_tile(x: jax.Array) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *x.shape[1:]), lambda o, w, index, own, used: (fetched(w, used), 0, 0))
+    def make_tile_spec(x: jax.Array) -> pl.BlockSpec:
+        return pl.BlockSpec((None, *x.shape[1:]), lambda o, w, index, own, used: (get_fetched_tile(w, used), 0, 0))
 
-    def of_matrix(x: jax.Array, place: int) -> pl.BlockSpec:
-        def where(o: Any, w: Any, *numbers: Any) -> tuple[Any, ...]:
-            number = numbers[place][fetched(w, numbers[-1])]
+    def make_matrix_spec(x: jax.Array, place: int) -> pl.BlockSpec:
+        def locate_block(o: Any, w: Any, *numbers: Any) -> tuple[Any, ...]:
+            number = numbers[place][get_fetched_tile(w, numbers[-1])]
             return (number, o, 0) if transposed else (number, 0, o)
 
         block = (None, size, x.shape[2]) if transposed else (None, x.shape[1], size)
-        return pl.BlockSpec(block, where)
+        return pl.BlockSpec(block, locate_block)
 
-    arrays, specs = [x_WPI, matrix_X], [of_tile(x_WPI), of_matrix(matrix_X, 0)]
+    arrays, specs = [x_WPI, matrix_X], [make_tile_spec(x_WPI), make_matrix_spec(matrix_X, 0)]
     own_W = index_W
     if added is not None:
         own_W = added.index_W
         arrays += [added.x_WPR, added.matrix_Y]
-        specs += [of_tile(added.x_WPR), of_matrix(added.matrix_Y, 1)]
+        specs += [make_tile_spec(added.x_WPR), make_matrix_spec(added.matrix_Y, 1)]
     found: jax.Array = pl.pallas_call(
         partial(_kernel, transposed=transposed, dtype=dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -76,7 +76,7 @@ def multiply_tiles(
     return found
 
 
-def _block(row_bytes: int, outputs: int) -> int:
+def _get_block_size(row_bytes: int, outputs: int) -> int:
     """Return the outputs of a block: all, or as many whole registers as a block of the matrix may take."""
     size = max(MATRIX_BYTES // (row_bytes * WIDTH), 1) * WIDTH
     return min(size, outputs)
@@ -98,10 +98,10 @@ def _kernel(
 
     @pl.when(is_used)
     def _() -> None:
-        out = _product(x_ref[...], matrix_ref[...], dtype, transposed)
+        out = _multiply(x_ref[...], matrix_ref[...], dtype, transposed)
         if added:
             narrow_ref, other_ref = added
-            out += _product(narrow_ref[...], other_ref[...], dtype, transposed)
+            out += _multiply(narrow_ref[...], other_ref[...], dtype, transposed)
         out_ref[...] = out.astype(out_ref.dtype)
 
     @pl.when(jnp.logical_not(is_used))
@@ -109,7 +109,7 @@ def _kernel(
         out_ref[...] = jnp.zeros_like(out_ref)
 
 
-def _product(x: jax.Array, matrix: jax.Array, dtype: Any, transposed: bool) -> jax.Array:
+def _multiply(x: jax.Array, matrix: jax.Array, dtype: Any, transposed: bool) -> jax.Array:
     # The precision is that of the type: the context's, `highest`, would multiply bfloat16 in six passes.
     precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     dims = (((1,), (1 if transposed else 0,)), ((), ()))

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from skyrl_tx.layers.flash_attention import LOWEST, Stats
+from skyrl_tx.layers.flash_attention import MASKED_SCORE, SoftmaxStats
 from skyrl_tx.layers.kv_cache import Pages
 
-BLOCK = 256
+BLOCK_KEYS = 256
 """Keys of a block; fewer if the heads are many, so that a block of keys takes at most BLOCK_BYTES."""
 BLOCK_BYTES = 2**20
-QUERIES = 512
+MAX_QUERIES = 512
 """Queries that are computed together, over all kv heads: the scores of a block take half a MiB."""
 ROWS, WIDTH = 8, 128
 """The shape of a register. Queries are padded to a multiple of its rows; a number of a query fills its width."""
@@ -32,7 +32,7 @@ TABLE_BYTES = 2**18
 """Bytes of the page numbers of one call, which lie in scalar memory. Calls of more rows are split."""
 
 
-def past(
+def attend_past(
     q_BKGTH: jax.Array,
     pages: Pages,
     start_B: jax.Array,
@@ -40,12 +40,12 @@ def past(
     *,
     window: int | None,
     interpret: bool,
-) -> Stats:
-    """See `choice.Past`. Sizes of chunks are powers of two."""
+) -> SoftmaxStats:
+    """See `choice.AttendPast`. Sizes of chunks are powers of two."""
     B, K, G, T, H = q_BKGTH.shape
     assert T & (T - 1) == 0 and pages.stack.v is not None
     q_BKRH = q_BKGTH.reshape(B, K, G * T, H).astype(pages.stack.k.dtype)
-    size = min(G * T + -(G * T) % ROWS, QUERIES)
+    size = min(G * T + -(G * T) % ROWS, MAX_QUERIES)
     q_BKRH = jnp.pad(q_BKRH, ((0, 0), (0, 0), (0, -(G * T) % size), (0, 0)))
     splits = q_BKRH.shape[2] // size  # each is a row of its own
     q = jnp.moveaxis(q_BKRH.reshape(B, K, splits, size, H), 2, 1).reshape(B * splits, K, size, H)
@@ -57,11 +57,11 @@ def past(
     parts = [run(*(x[b : b + most] for x in (q, page, start, first))) for b in range(0, B * splits, most)]
     highest, total, out = (jnp.concatenate(each) for each in zip(*parts, strict=True))
 
-    def by_query(x: jax.Array) -> jax.Array:
+    def reshape_queries(x: jax.Array) -> jax.Array:
         x = jnp.moveaxis(x.reshape(B, splits, K, size, *x.shape[3:]), 1, 2)
         return x.reshape(B, K, splits * size, *x.shape[4:])[:, :, : G * T].reshape(B, K, G, T, *x.shape[4:])
 
-    return by_query(highest[..., 0]), by_query(total[..., 0]), by_query(out)
+    return reshape_queries(highest[..., 0]), reshape_queries(total[..., 0]), reshape_queries(out)
 
 
 def _run(
@@ -78,16 +78,16 @@ def _run(
     (B, K, R, H), M = q_BKRH.shape, page_BM.shape[1]
     k, v = pages.stack.k, pages.stack.v
     *_, P, _ = k.shape
-    num_heads = next(heads for heads in range(K, 0, -1) if K % heads == 0 and heads * R <= max(QUERIES, R))
+    num_heads = next(heads for heads in range(K, 0, -1) if K % heads == 0 and heads * R <= max(MAX_QUERIES, R))
     of_page = num_heads * P * H * k.dtype.itemsize
-    num_pages = max(min(BLOCK // P, BLOCK_BYTES // of_page, M), 1)
+    num_pages = max(min(BLOCK_KEYS // P, BLOCK_BYTES // of_page, M), 1)
     num_cores = 2 if B % 2 == 0 else 1  # as many as share the rows if the device has them
 
-    def row(core: Any, i: Any, heads: Any, *_: Any) -> tuple[Any, ...]:
+    def locate_row(core: Any, i: Any, heads: Any, *_: Any) -> tuple[Any, ...]:
         return core * (B // num_cores) + i, heads, 0, 0
 
-    def block(last: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, num_heads, R, last), row)
+    def make_block_spec(last: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, num_heads, R, last), locate_row)
 
     buffer = pltpu.VMEM((2, num_heads, num_pages * P, H), k.dtype)
     found: list[jax.Array] = pl.pallas_call(
@@ -95,8 +95,8 @@ def _run(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(num_cores, B // num_cores, K // num_heads),
-            in_specs=[block(H), pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pl.ANY)],
-            out_specs=[block(WIDTH), block(WIDTH), block(H)],
+            in_specs=[make_block_spec(H), pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pl.ANY)],
+            out_specs=[make_block_spec(WIDTH), make_block_spec(WIDTH), make_block_spec(H)],
             scratch_shapes=[buffer, buffer, pltpu.SMEM((1,), jnp.int32), pltpu.SemaphoreType.DMA((2,))],
         ),
         out_shape=[jax.ShapeDtypeStruct((B, K, R, last), jnp.float32) for last in (WIDTH, WIDTH, H)],
@@ -136,10 +136,10 @@ def _kernel(
     size = num_pages * page_size
     precision = jax.lax.Precision.HIGHEST if k_hbm.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
-    def first_block(row: Any) -> Any:
+    def get_first_block(row: Any) -> Any:
         return 0 if window is None else jax.lax.div(jnp.maximum(first_ref[row] - (window - 1), 0), size)
 
-    def copies(row: Any, group: Any, block: Any, slot: Any) -> list[Any]:
+    def make_copies(row: Any, group: Any, block: Any, slot: Any) -> list[Any]:
         found: list[Any] = []
         for each in range(num_pages):
             index = jnp.minimum(block * num_pages + each, row_pages - 1)
@@ -150,14 +150,14 @@ def _kernel(
         return found
 
     def fetch(row: Any, group: Any, block: Any, slot: Any) -> None:
-        for copy in copies(row, group, block, slot):
+        for copy in make_copies(row, group, block, slot):
             copy.start()
 
     row = core * num_rows + i
-    first = first_block(row)
+    first = get_first_block(row)
     last = jax.lax.div(start_ref[row] + size - 1, size)
     last = jnp.maximum(last, first + 1)  # of a row without past, a block that is hidden
-    highest_ref[...] = jnp.full_like(highest_ref, LOWEST)
+    highest_ref[...] = jnp.full_like(highest_ref, MASKED_SCORE)
     total_ref[...] = jnp.zeros_like(total_ref)
     out_ref[...] = jnp.zeros_like(out_ref)
 
@@ -166,7 +166,7 @@ def _kernel(
         slot_ref[0] = 0
         fetch(row, group, first, 0)
 
-    def one_block(block: Any, _: Any) -> None:
+    def add_block(block: Any, _: Any) -> None:
         slot = slot_ref[0]
 
         @pl.when(block + 1 < last)
@@ -179,9 +179,9 @@ def _kernel(
 
         @pl.when((block + 1 == last) & (group + 1 == num_groups) & (i + 1 < num_rows))
         def _() -> None:
-            fetch(row + 1, 0, first_block(row + 1), 1 - slot)
+            fetch(row + 1, 0, get_first_block(row + 1), 1 - slot)
 
-        for copy in copies(row, group, block, slot):
+        for copy in make_copies(row, group, block, slot):
             copy.wait()
         slot_ref[0] = 1 - slot
         scores = jax.lax.dot_general(
@@ -196,7 +196,7 @@ def _kernel(
         if window is not None:
             token = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1) & (tokens - 1)
             visible &= position > first_ref[row] + token - window
-        scores = jnp.where(visible, scores, LOWEST)
+        scores = jnp.where(visible, scores, MASKED_SCORE)
         highest = highest_ref[...]
         higher = jnp.maximum(highest, scores.max(axis=2, keepdims=True))
         weights = jnp.where(visible, jnp.exp(scores - higher[..., :1]), 0.0)
@@ -212,4 +212,4 @@ def _kernel(
         total_ref[...] = total_ref[...] * rescale + weights.sum(axis=2, keepdims=True)
         out_ref[...] = out_ref[...] * rescale[..., :1] + added
 
-    jax.lax.fori_loop(first, last, one_block, None)
+    jax.lax.fori_loop(first, last, add_block, None)

@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from skyrl_tx.layers.flash_attention import LOWEST
+from skyrl_tx.layers.flash_attention import MASKED_SCORE
 from skyrl_tx.layers.remat import mark_matmul
 
 MULTIPLE = 128
@@ -39,13 +39,13 @@ class Blocks:
     stages: int = 2
 
     @property
-    def parameters(self) -> plgpu.CompilerParams:
+    def compiler_params(self) -> plgpu.CompilerParams:
         """The parameters of the compiler."""
         return plgpu.CompilerParams(num_warps=self.warps, num_stages=self.stages)
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class KernelBlocks:
     """The blocks of the three kernels."""
 
     forward: Blocks
@@ -53,10 +53,10 @@ class Sizes:
     d_key: Blocks
 
 
-MEASURED_DIM = 128
-MEASURED = Sizes(forward=Blocks(128, 64, 4), d_query=Blocks(64, 64, 4), d_key=Blocks(64, 64, 4))
-"""For heads of up to MEASURED_DIM dims, the fastest of 25 variants on an H100."""
-SMALL = Sizes(forward=Blocks(64, 32, 4), d_query=Blocks(32, 32, 4), d_key=Blocks(32, 32, 4))
+LARGE_BLOCKS_MAX_DIM = 128
+LARGE_BLOCKS = KernelBlocks(forward=Blocks(128, 64, 4), d_query=Blocks(64, 64, 4), d_key=Blocks(64, 64, 4))
+"""For heads of up to LARGE_BLOCKS_MAX_DIM dims, the fastest of 25 variants on an H100."""
+SMALL_BLOCKS = KernelBlocks(forward=Blocks(64, 32, 4), d_query=Blocks(32, 32, 4), d_key=Blocks(32, 32, 4))
 """For larger heads, and for devices with SMALL_MEMORY, whose shared memory others exceed."""
 SMALL_MEMORY = frozenset({"8.6", "8.7", "8.9", "12.0", "12.1"})
 """Compute capabilities with 99 KiB of shared memory for a block of threads (CUDA C++ Programming Guide, table 27)."""
@@ -109,7 +109,7 @@ def _forward(
 ) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
     """Return the output and the residuals, with each query's logsumexp of scores [B, N, T], in base 2."""
     (B, T, N, H), G, V = q.shape, q.shape[2] // k.shape[2], v.shape[3]
-    blocks = _sizes(H, V).forward
+    blocks = _choose_blocks(H, V).forward
     queries, out_queries = (
         pl.BlockSpec((None, blocks.queries, None, pl.next_power_of_2(dim)), lambda i, b, n: (b, i, n, 0))
         for dim in (H, V)
@@ -123,7 +123,7 @@ def _forward(
         in_specs=[queries, keys, values, pl.BlockSpec((None, T), lambda i, b, n: (b, 0))],
         out_specs=[out_queries, pl.BlockSpec((None, None, blocks.queries), lambda i, b, n: (b, n, i))],
         out_shape=[jax.ShapeDtypeStruct((B, T, N, V), q.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)],
-        compiler_params=blocks.parameters,
+        compiler_params=blocks.compiler_params,
         interpret=interpret,
         name="mha_forward",
     )(q, k, v, first_BT)
@@ -141,7 +141,7 @@ def _forward(
 def _backward(interpret: bool, kept: tuple[Any, ...], d_out: jax.Array) -> tuple[Any, ...]:
     q, k, v, first_BT, out, logsumexp = kept
     (B, T, N, H), K, V = q.shape, k.shape[2], v.shape[3]
-    G, sizes = N // K, _sizes(H, V)
+    G, sizes = N // K, _choose_blocks(H, V)
     padded, padded_value = pl.next_power_of_2(H), pl.next_power_of_2(V)
     delta_BTN = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
     delta_BNT = jnp.swapaxes(delta_BTN, 1, 2)
@@ -160,14 +160,14 @@ def _backward(interpret: bool, kept: tuple[Any, ...], d_out: jax.Array) -> tuple
         in_specs=[queries, keys, values, pl.BlockSpec((None, T), lambda i, b, n: (b, 0)), d_outs, stats, stats],
         out_specs=queries,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        compiler_params=blocks.parameters,
+        compiler_params=blocks.compiler_params,
         interpret=interpret,
         name="mha_d_query",
     )(q, k, v, first_BT, d_out, logsumexp, delta_BNT)
 
     blocks = sizes.d_key
     J = T // blocks.keys
-    ends = [_num_seeing(first_BT, jnp.arange(J) * blocks.keys + key) for key in (0, blocks.keys - 1)]
+    ends = [_count_seeing_queries(first_BT, jnp.arange(J) * blocks.keys + key) for key in (0, blocks.keys - 1)]
     of_group, d_outs = (pl.BlockSpec((None, T, G, dim), lambda j, b, k: (b, 0, k, 0)) for dim in (padded, padded_value))
     keys, values = (
         pl.BlockSpec((None, blocks.keys, None, dim), lambda j, b, k: (b, j, k, 0)) for dim in (padded, padded_value)
@@ -180,7 +180,7 @@ def _backward(interpret: bool, kept: tuple[Any, ...], d_out: jax.Array) -> tuple
         in_specs=[of_group, keys, values, row, end, end, d_outs, stats, stats],
         out_specs=[keys, values],
         out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
-        compiler_params=blocks.parameters,
+        compiler_params=blocks.compiler_params,
         interpret=interpret,
         name="mha_d_key",
     )(q, k, v, first_BT, *ends, d_out, logsumexp, delta_BNT)
@@ -190,12 +190,12 @@ def _backward(interpret: bool, kept: tuple[Any, ...], d_out: jax.Array) -> tuple
 _attend.defvjp(_forward, _backward)
 
 
-def _sizes(*dims: int) -> Sizes:
+def _choose_blocks(*dims: int) -> KernelBlocks:
     is_small = getattr(jax.devices()[0], "compute_capability", None) in SMALL_MEMORY
-    return SMALL if is_small or max(dims) > MEASURED_DIM else MEASURED
+    return SMALL_BLOCKS if is_small or max(dims) > LARGE_BLOCKS_MAX_DIM else LARGE_BLOCKS
 
 
-def _num_seeing(first_BT: jax.Array, key_J: jax.Array) -> jax.Array:
+def _count_seeing_queries(first_BT: jax.Array, key_J: jax.Array) -> jax.Array:
     """Return the end of the queries that see a key [B, J]: how many have their first key at or before it."""
     return (first_BT[:, None, :] <= key_J[:, None]).sum(2, dtype=jnp.int32)
 
@@ -214,16 +214,16 @@ def _forward_kernel(
 ) -> None:
     """Compute one block of queries of a head."""
     begin = pl.program_id(0) * blocks.queries
-    load, load_values = _reader(q_ref, dim), _reader(v_ref, value_dim)
+    load, load_values = _make_loader(q_ref, dim), _make_loader(v_ref, value_dim)
     q = load(q_ref)
     first = first_ref[pl.ds(begin, blocks.queries)]
 
-    def step(index: Any, carry: Any, is_masked: bool) -> Any:
+    def add_keys(index: Any, carry: Any, is_masked: bool) -> Any:
         out, total, highest = carry
         span = pl.ds(index * blocks.keys, blocks.keys)
         scores = _dot(q, load(k_ref, span).T) * (_LOG2_E / math.sqrt(dim))
         if is_masked:
-            scores = jnp.where(_is_seen(begin, first, index, blocks), scores, LOWEST)
+            scores = jnp.where(_make_mask(begin, first, index, blocks), scores, MASKED_SCORE)
         higher = jnp.maximum(highest, scores.max(1))
         rescale, weights = jnp.exp2(highest - higher), jnp.exp2(scores - higher[:, None])
         out = out * rescale[:, None] + _dot(weights.astype(v_ref.dtype), load_values(v_ref, span))
@@ -231,7 +231,7 @@ def _forward_kernel(
 
     out = jnp.zeros(out_ref.shape, jnp.float32)
     total = jnp.zeros(blocks.queries, jnp.float32)
-    out, total, highest = _over_keys(first_ref, begin, blocks, step, (out, total, total - jnp.inf))
+    out, total, highest = _loop_over_keys(first_ref, begin, blocks, add_keys, (out, total, total - jnp.inf))
     logsumexp_ref[...] = highest + jnp.log2(total)
     _write(out_ref, out / total[:, None], value_dim)
 
@@ -252,21 +252,21 @@ def _d_query_kernel(
 ) -> None:
     """Compute the gradient of one block of queries of a head."""
     begin = pl.program_id(0) * blocks.queries
-    load, load_values = _reader(q_ref, dim), _reader(v_ref, value_dim)
+    load, load_values = _make_loader(q_ref, dim), _make_loader(v_ref, value_dim)
     q, d_out = load(q_ref), load_values(d_out_ref)
     first, logsumexp, delta = first_ref[pl.ds(begin, blocks.queries)], logsumexp_ref[...], delta_ref[...]
 
-    def step(index: Any, d_q: jax.Array, is_masked: bool) -> jax.Array:
+    def add_keys(index: Any, d_q: jax.Array, is_masked: bool) -> jax.Array:
         span = pl.ds(index * blocks.keys, blocks.keys)
         k = load(k_ref, span)
         scores = _dot(q, k.T) * (_LOG2_E / math.sqrt(dim))
         if is_masked:
-            scores = jnp.where(_is_seen(begin, first, index, blocks), scores, LOWEST)
+            scores = jnp.where(_make_mask(begin, first, index, blocks), scores, MASKED_SCORE)
         weights = jnp.exp2(scores - logsumexp[:, None])
         d_scores = weights * (_dot(d_out, load_values(v_ref, span).T) - delta[:, None])
         return d_q + _dot(d_scores.astype(k.dtype), k)
 
-    d_q = _over_keys(first_ref, begin, blocks, step, jnp.zeros(q.shape, jnp.float32))
+    d_q = _loop_over_keys(first_ref, begin, blocks, add_keys, jnp.zeros(q.shape, jnp.float32))
     _write(d_q_ref, d_q / math.sqrt(dim), dim)
 
 
@@ -291,62 +291,64 @@ def _d_key_kernel(
     """Compute the gradients of one block of keys and values of a kv head, from all its query heads."""
     number = pl.program_id(0)
     begin = number * blocks.keys
-    load, load_values = _reader(k_ref, dim), _reader(v_ref, value_dim)
+    load, load_values = _make_loader(k_ref, dim), _make_loader(v_ref, value_dim)
     k, v = load(k_ref), load_values(v_ref)
     # Queries that see a key: from the key on, up to its end. Blocks of queries that see all keys have no mask.
     lowest = lax.div(begin, blocks.queries)
-    upper = _blocks_of(end_of_last_ref[number], blocks.queries)
-    all_from = jnp.minimum(_blocks_of(begin + blocks.keys - 1, blocks.queries), upper)
+    upper = _count_blocks(end_of_last_ref[number], blocks.queries)
+    all_from = jnp.minimum(_count_blocks(begin + blocks.keys - 1, blocks.queries), upper)
     all_to = jnp.maximum(lax.div(end_of_first_ref[number], blocks.queries), all_from)
 
-    def of_head(head: Any, carry: Any) -> Any:
-        def step(index: Any, carry: Any, is_masked: bool) -> Any:
+    def add_head(head: Any, carry: Any) -> Any:
+        def add_queries(index: Any, carry: Any, is_masked: bool) -> Any:
             d_k, d_v = carry
             span = pl.ds(index * blocks.queries, blocks.queries)
             q, d_out = load(q_ref, span, head), load_values(d_out_ref, span, head)
             # Keys by queries: weights are then multiplied as they are, not transposed through shared memory.
             scores = _dot(k, q.T) * (_LOG2_E / math.sqrt(dim))
             if is_masked:
-                seen = _is_seen(index * blocks.queries, first_ref[span], number, blocks, by_key=True)
-                scores = jnp.where(seen, scores, LOWEST)
+                seen = _make_mask(index * blocks.queries, first_ref[span], number, blocks, by_key=True)
+                scores = jnp.where(seen, scores, MASKED_SCORE)
             weights = jnp.exp2(scores - logsumexp_ref[head, span][None, :])
             d_scores = weights * (_dot(v, d_out.T) - delta_ref[head, span][None, :])
             return d_k + _dot(d_scores.astype(q.dtype), q), d_v + _dot(weights.astype(d_out.dtype), d_out)
 
-        return _in_three(step, (lowest, all_from, all_to, upper), carry)
+        return _loop_in_three_parts(add_queries, (lowest, all_from, all_to, upper), carry)
 
     zeros = (jnp.zeros(each.shape, jnp.float32) for each in (k, v))
-    d_k, d_v = lax.fori_loop(0, num_heads, of_head, tuple(zeros))
+    d_k, d_v = lax.fori_loop(0, num_heads, add_head, tuple(zeros))
     _write(d_k_ref, d_k / math.sqrt(dim), dim)
     _write(d_v_ref, d_v, value_dim)
 
 
-def _over_keys(first_ref: Any, begin: Any, blocks: Blocks, step: Callable[..., Any], carry: Any) -> Any:
+def _loop_over_keys(first_ref: Any, begin: Any, blocks: Blocks, step: Callable[..., Any], carry: Any) -> Any:
     """Run a step for all blocks of keys that some query sees of the block of queries that begins there."""
     lowest = lax.div(first_ref[begin], blocks.keys)
     diagonal = lax.div(begin, blocks.keys)
-    all_from = _blocks_of(first_ref[begin + blocks.queries - 1], blocks.keys)
+    all_from = _count_blocks(first_ref[begin + blocks.queries - 1], blocks.keys)
     all_from = jnp.minimum(jnp.maximum(all_from, lowest), diagonal)
-    return _in_three(step, (lowest, all_from, diagonal, _blocks_of(begin + blocks.queries, blocks.keys)), carry)
+    return _loop_in_three_parts(
+        step, (lowest, all_from, diagonal, _count_blocks(begin + blocks.queries, blocks.keys)), carry
+    )
 
 
-def _in_three(step: Callable[..., Any], bounds: tuple[Any, Any, Any, Any], carry: Any) -> Any:
+def _loop_in_three_parts(step: Callable[..., Any], bounds: tuple[Any, Any, Any, Any], carry: Any) -> Any:
     """Run a step with mask, then without, then with."""
     for lower, upper, is_masked in zip(bounds[:-1], bounds[1:], (True, False, True), strict=True):
-        carry = lax.fori_loop(lower, upper, partial(_with_mask, step, is_masked), carry)
+        carry = lax.fori_loop(lower, upper, partial(_run_step, step, is_masked), carry)
     return carry
 
 
-def _with_mask(step: Callable[..., Any], is_masked: bool, index: Any, carry: Any) -> Any:
+def _run_step(step: Callable[..., Any], is_masked: bool, index: Any, carry: Any) -> Any:
     return step(index, carry, is_masked)
 
 
-def _blocks_of(num_positions: Any, size: int) -> Any:
+def _count_blocks(num_positions: Any, size: int) -> Any:
     """Return how many blocks hold the first positions."""
     return lax.div(num_positions + (size - 1), size)
 
 
-def _is_seen(begin: Any, first: jax.Array, key_block: Any, blocks: Blocks, *, by_key: bool = False) -> jax.Array:
+def _make_mask(begin: Any, first: jax.Array, key_block: Any, blocks: Blocks, *, by_key: bool = False) -> jax.Array:
     """Return which keys of a block are seen by each query of the block that begins there: [queries, keys].
 
     With `by_key`, [keys, queries].
@@ -362,7 +364,7 @@ def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.dot(x, y, preferred_element_type=jnp.float32)
 
 
-def _reader(ref: Any, dim: int) -> Callable[..., jax.Array]:
+def _make_loader(ref: Any, dim: int) -> Callable[..., jax.Array]:
     """Return a function that reads references like this one, whole or some rows. Dims beyond the heads' are 0."""
     size = ref.shape[-1]
     mask = None if size == dim else (jnp.arange(size) < dim)[None, :]

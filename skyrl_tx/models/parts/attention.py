@@ -13,19 +13,19 @@ import jax
 import jax.numpy as jnp
 
 from skyrl_tx.layers.attention import causal_attention
-from skyrl_tx.layers.cache_state import ChunkHeld, Held, StepHeld
+from skyrl_tx.layers.cache_state import DecodeLayerCache, LayerCache, PrefillLayerCache
 from skyrl_tx.layers.kernels.choice import Heads
 from skyrl_tx.layers.kv_cache import KeyValues
 from skyrl_tx.layers.lora import linear
 from skyrl_tx.layers.norm import rms_norm
 from skyrl_tx.layers.parameter import Parameter
 from skyrl_tx.layers.rope import Rope, rotate
-from skyrl_tx.layers.sharding import exchanged
+from skyrl_tx.layers.sharding import shard_before_exchange
 from skyrl_tx.models.parts.base import (
+    CacheSpec,
     LayerAdapters,
+    LayerContext,
     LayerParams,
-    Place,
-    Room,
     Rotation,
     ShardedSize,
     Target,
@@ -80,7 +80,7 @@ class Attention:
         return Heads(self.head_dim, self.head_dim, self.window, self.has_sinks)
 
     @property
-    def cached_heads(self) -> Heads:
+    def cache_heads(self) -> Heads:
         """See Mixer."""
         dim = self.cached_dim or self.head_dim
         return Heads(dim, dim, self.window, self.has_sinks)
@@ -112,7 +112,7 @@ class Attention:
                 found[name] = Parameter((self.head_dim,), ("head_dim",), "ones", is_float32=True)
         return found
 
-    def sharded_sizes(self) -> Iterator[ShardedSize]:
+    def list_sharded_sizes(self) -> Iterator[ShardedSize]:
         """See Part. A head stays whole."""
         yield "heads", "num_attention_heads", self.num_heads
         yield "kv_heads", "num_key_value_heads", self.num_kv_heads
@@ -122,66 +122,70 @@ class Attention:
         dim = -(-self.head_dim // multiple) * multiple
         return self if dim == self.head_dim else replace(self, cached_dim=dim)
 
-    def room(self) -> Room:
+    def describe_cache(self) -> CacheSpec:
         """See Mixer."""
         each = Parameter((self.num_kv_heads, self.cached_dim or self.head_dim), ("kv_heads", "head_dim"), "zeros")
-        return Room(positions=KeyValues(k=each, v=each))  # type: ignore[arg-type]
+        return CacheSpec(positions=KeyValues(k=each, v=each))  # type: ignore[arg-type]
 
     def prepare(self, start_BT: jax.Array | None) -> None:
         """See Mixer. Attention compares starts in each of its tiles."""
 
-    def rows(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: Place) -> jax.Array:
+    def forward(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: LayerContext) -> jax.Array:
         """See Mixer."""
         q_BTNH, k_BTKH, v_BTKH, gate = self._project(x, params, adapters, at)
         mixed_BTNH = attend_rows(q_BTNH, k_BTKH, v_BTKH, params.get("sinks"), self.heads, at)
-        return _output(mixed_BTNH, gate, params, adapters)
+        return _project_output(mixed_BTNH, gate, params, adapters)
 
-    def extend(
-        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: ChunkHeld, at: Place
-    ) -> tuple[jax.Array, Held]:
+    def prefill(
+        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: PrefillLayerCache, at: LayerContext
+    ) -> tuple[jax.Array, LayerCache]:
         """See Mixer."""
-        return self._over_cache(x, params, adapters, held.attend, at)
+        return self._attend_cache(x, params, adapters, held.attend, at)
 
-    def step(
-        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: StepHeld, at: Place
-    ) -> tuple[jax.Array, Held]:
+    def decode(
+        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: DecodeLayerCache, at: LayerContext
+    ) -> tuple[jax.Array, LayerCache]:
         """See Mixer."""
-        attend = partial(held.attend, step=at.kernels.step(self.cached_heads, at.layout))
-        return self._over_cache(x, params, adapters, attend, at)
+        attend = partial(held.attend, step=at.kernels.get_step_kernel(self.cache_heads, at.layout))
+        return self._attend_cache(x, params, adapters, attend, at)
 
-    def _over_cache(
+    def _attend_cache(
         self,
         x: jax.Array,
         params: LayerParams,
         adapters: LayerAdapters,
         attend: Callable[..., tuple[jax.Array, KeyValues]],
-        at: Place,
-    ) -> tuple[jax.Array, Held]:
+        at: LayerContext,
+    ) -> tuple[jax.Array, LayerCache]:
         """How keys and values are kept, and how many tokens each row has, are the cache's business."""
         q, k, v, gate = self._project(x, params, adapters, at)
-        kernel = at.kernels.past(self.cached_heads, at.layout)
+        kernel = at.kernels.get_past_kernel(self.cache_heads, at.layout)
         if (dim := self.cached_dim or self.head_dim) > self.head_dim:
             # Attention divides by the root of the dims that it sees.
             q = (q.astype(jnp.float32) * math.sqrt(dim / self.head_dim)).astype(q.dtype)
             q, k, v = (jnp.pad(z, [(0, 0)] * (z.ndim - 1) + [(0, dim - self.head_dim)]) for z in (q, k, v))
         mixed, kept = attend(q, k, v, params.get("sinks"), window=self.window, kernel=kernel)
         mixed = at.layout.constrain(mixed, "batch", *[None] * (mixed.ndim - 3), "heads", None)
-        return _output(mixed[..., : self.head_dim], gate, params, adapters), Held(positions=kept)
+        return _project_output(mixed[..., : self.head_dim], gate, params, adapters), LayerCache(positions=kept)
 
     def _project(
-        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: Place
+        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: LayerContext
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Return rotated queries [..., N, H] and keys [..., K, H], and values, in the weights' type, and the gate."""
 
-        def heads(name: str, num_heads: int) -> jax.Array:
+        def project_heads(name: str, num_heads: int) -> jax.Array:
             weight, adapter, bias = params[f"{name}_proj"], adapters.maps.get(f"{name}_proj"), f"{name}_bias"
             z = linear(x, weight, adapter, params.get(bias))
             return z.reshape(*z.shape[:-1], num_heads, -1)
 
-        q, k, v = heads("q", self.num_heads), heads("k", self.num_kv_heads), heads("v", self.num_kv_heads)
+        q, k, v = (
+            project_heads("q", self.num_heads),
+            project_heads("k", self.num_kv_heads),
+            project_heads("v", self.num_kv_heads),
+        )
         q, gate = jnp.split(q, 2, axis=-1) if self.is_gated else (q, None)
         dtype = params["q_proj"].dtype
-        kernel = self._rotate_normed(at)
+        kernel = self._get_rotation_kernel(at)
         if kernel is not None:
             assert self.rotation is not None
             angles = at.angles[self.rotation]
@@ -196,15 +200,17 @@ class Attention:
             q, k = rotate(q, *angles), rotate(k, *angles)
         return q.astype(dtype), k.astype(dtype), v.astype(dtype), gate
 
-    def _rotate_normed(self, at: Place) -> Callable[..., jax.Array] | None:
+    def _get_rotation_kernel(self, at: LayerContext) -> Callable[..., jax.Array] | None:
         """Return the kernel for norm and rotation, for products that are in the weights' type; None for plain JAX."""
         if self.norm_epsilon is None or self.rotation is None or self.has_bias or self.query_factor != 1.0:
             return None
-        kernel = at.kernels.rotate_normed(self.head_dim, self.rotation[1], at.layout)
+        kernel = at.kernels.get_rotation_kernel(self.head_dim, self.rotation[1], at.layout)
         return None if kernel is None else partial(kernel, epsilon=self.norm_epsilon)
 
 
-def _output(mixed: jax.Array, gate: jax.Array | None, params: LayerParams, adapters: LayerAdapters) -> jax.Array:
+def _project_output(
+    mixed: jax.Array, gate: jax.Array | None, params: LayerParams, adapters: LayerAdapters
+) -> jax.Array:
     if gate is not None:
         mixed = mixed * jax.nn.sigmoid(gate)
     x = mixed.reshape(*mixed.shape[:-2], -1)
@@ -217,7 +223,7 @@ def attend_rows(
     v_BTKH: jax.Array,
     sinks_N: jax.Array | None,
     heads: Heads,
-    at: Place,
+    at: LayerContext,
 ) -> jax.Array:
     """Return `causal_attention`, computed without communication between devices.
 
@@ -225,19 +231,19 @@ def attend_rows(
     of a part of the heads (Jacobs et al. 2023, arXiv:2309.14509). So attention is what it is on one device.
     """
     layout, start_BT = at.layout, at.start_BT
-    attend = partial(causal_attention, window=heads.window, kernel=at.kernels.attend(heads))
-    if not layout.is_split:
+    attend = partial(causal_attention, window=heads.window, kernel=at.kernels.get_attention_kernel(heads))
+    if not layout.is_sharded:
         return attend(q_BTNH, k_BTKH, v_BTKH, start_BT, sinks_N)
     assert layout.mesh is not None
     start_BT = jnp.zeros(q_BTNH.shape[:2], jnp.int32) if start_BT is None else start_BT
-    if layout.splits_rows:  # more devices than kv heads have copies of them
+    if layout.shards_rows:  # more devices than kv heads have copies of them
         num_copies = math.lcm(k_BTKH.shape[2], layout.num_shards("row_heads")) // k_BTKH.shape[2]
         k_BTKH, v_BTKH = (jnp.repeat(x, num_copies, axis=2) for x in (k_BTKH, v_BTKH))
-        q_BTNH, k_BTKH, v_BTKH = (exchanged(x, layout) for x in (q_BTNH, k_BTKH, v_BTKH))
+        q_BTNH, k_BTKH, v_BTKH = (shard_before_exchange(x, layout) for x in (q_BTNH, k_BTKH, v_BTKH))
     query_heads = layout.spec(("batch", None, "row_heads", None), q_BTNH.shape)
     kv_heads = layout.spec(("batch", None, "row_heads", None), k_BTKH.shape)
     sinks = None if sinks_N is None else layout.spec(("row_heads",), sinks_N.shape)
     specs = (query_heads, kv_heads, kv_heads, layout.spec(("batch", None), start_BT.shape), sinks)
     alone = jax.shard_map(attend, mesh=layout.mesh, in_specs=specs, out_specs=query_heads, check_vma=False)
     mixed_BTNH = alone(q_BTNH, k_BTKH, v_BTKH, start_BT, sinks_N)
-    return layout.constrain(mixed_BTNH, "batch", "tokens", "heads", None) if layout.splits_rows else mixed_BTNH
+    return layout.constrain(mixed_BTNH, "batch", "tokens", "heads", None) if layout.shards_rows else mixed_BTNH

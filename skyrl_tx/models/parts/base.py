@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, Self
 import jax
 from flax import struct
 
-from skyrl_tx.layers.cache_state import ChunkHeld, Held, StepHeld
+from skyrl_tx.layers.cache_state import DecodeLayerCache, LayerCache, PrefillLayerCache
 from skyrl_tx.layers.kernels.choice import NO_KERNELS, Heads, Kernels
 from skyrl_tx.layers.lora import RowAdapter
 from skyrl_tx.layers.moe import ExpertAdapters
@@ -22,7 +22,7 @@ from skyrl_tx.layers.rope import Rope
 from skyrl_tx.layers.sharding import Layout
 
 LayerParams = Mapping[str, Any]
-"""Parameters by name: those of one layer, some of them `InStack`, or with a leading n those of a stack."""
+"""Parameters by name: those of one layer, some of them `StackedParam`, or with a leading n those of a stack."""
 
 Rotation = tuple[Rope, int]
 """A rope and the number of dims that it rotates."""
@@ -33,7 +33,7 @@ Angles = tuple[jax.Array, jax.Array]
 ShardedSize = tuple[Axis, str, int]
 """A size that a mesh may divide: its logical axis, its name in config.json, and the size."""
 
-Group = Literal["attn", "mlp", "unembed"]
+TargetGroup = Literal["attn", "mlp", "unembed"]
 """The linear maps that a client trains together."""
 
 
@@ -48,12 +48,12 @@ class Target:
     inputs: int
     outputs: int
     axes: tuple[Axis, Axis]
-    group: Group
+    group: TargetGroup
     num_experts: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class CacheSpec:
     """The arrays that the cache keeps of one layer, as trees of `Parameter`.
 
     Those of each position are [K, H], in the type of the base weights; others have a fixed size for each sample.
@@ -64,7 +64,7 @@ class Room:
 
 
 @struct.dataclass
-class InStack:
+class StackedParam:
     """A parameter of one layer that is read in the stack of all."""
 
     stack: jax.Array  # [n, ...]
@@ -80,7 +80,7 @@ class LayerAdapters:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LayerContext:
     """The place of a call's tokens, the same for all layers."""
 
     layout: Layout
@@ -106,7 +106,7 @@ class Part(Protocol):
         """Return the linear maps that adapters change."""
         ...
 
-    def sharded_sizes(self) -> Iterator[ShardedSize]:
+    def list_sharded_sizes(self) -> Iterator[ShardedSize]:
         """Yield the sizes that a mesh may divide."""
         ...
 
@@ -125,7 +125,7 @@ class Mixer(Part, Protocol):
         ...
 
     @property
-    def cached_heads(self) -> Heads | None:
+    def cache_heads(self) -> Heads | None:
         """The same heads as they are in the cache, by which the kernel that reads its pages is chosen."""
         ...
 
@@ -133,7 +133,7 @@ class Mixer(Part, Protocol):
         """Return the mixer with zeros in the cache after the dims of each position, up to a multiple of that number."""
         ...
 
-    def room(self) -> Room:
+    def describe_cache(self) -> CacheSpec:
         """Return what the cache keeps of one layer."""
         ...
 
@@ -145,19 +145,19 @@ class Mixer(Part, Protocol):
         """
         ...
 
-    def rows(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: Place) -> jax.Array:
+    def forward(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: LayerContext) -> jax.Array:
         """Return the output for whole rows [B, T, D]."""
         ...
 
-    def extend(
-        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: ChunkHeld, at: Place
-    ) -> tuple[jax.Array, Held]:
+    def prefill(
+        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: PrefillLayerCache, at: LayerContext
+    ) -> tuple[jax.Array, LayerCache]:
         """Return the output for a chunk of prompts [B, T, D], and what it adds to the cache."""
         ...
 
-    def step(
-        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: StepHeld, at: Place
-    ) -> tuple[jax.Array, Held]:
+    def decode(
+        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: DecodeLayerCache, at: LayerContext
+    ) -> tuple[jax.Array, LayerCache]:
         """Return the output for one token per slot [S, D], and what has changed in the cache."""
         ...
 
@@ -165,6 +165,6 @@ class Mixer(Part, Protocol):
 class FeedForward(Part, Protocol):
     """A part that maps each position by itself."""
 
-    def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: Place) -> jax.Array:
+    def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: LayerContext) -> jax.Array:
         """Return the output for positions [..., D]."""
         ...

@@ -13,11 +13,19 @@ import jax
 import jax.numpy as jnp
 
 from skyrl_tx.layers.lora import linear
-from skyrl_tx.layers.moe import BIASES, MAPS, Clamp, ExpertWeights, backward_bytes, mixture
+from skyrl_tx.layers.moe import BIAS_AXES, MAP_NAMES, Clamp, ExpertWeights, apply_mixture, estimate_backward_bytes
 from skyrl_tx.layers.parameter import Axis, Parameter
 from skyrl_tx.layers.router import Routing
-from skyrl_tx.layers.stable_bits import add_apart, sum_last
-from skyrl_tx.models.parts.base import InStack, LayerAdapters, LayerParams, Place, ShardedSize, Target, UnsupportedModel
+from skyrl_tx.layers.stable_bits import add_unfused, sum_last_dim
+from skyrl_tx.models.parts.base import (
+    LayerAdapters,
+    LayerContext,
+    LayerParams,
+    ShardedSize,
+    StackedParam,
+    Target,
+    UnsupportedModel,
+)
 
 Activation = Literal["silu", "gelu_tanh"]
 """The function of the gate. The second is GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415), approximated by tanh."""
@@ -50,11 +58,11 @@ class Dense:
         """See Part."""
         return {name: Parameter((each.inputs, each.outputs), each.axes) for name, each in self.targets().items()}
 
-    def sharded_sizes(self) -> Iterator[ShardedSize]:
+    def list_sharded_sizes(self) -> Iterator[ShardedSize]:
         """See Part."""
         yield "mlp", "intermediate_size", self.mlp_size
 
-    def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: Place) -> jax.Array:
+    def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: LayerContext) -> jax.Array:
         """See FeedForward."""
         return apply_dense(x, params, adapters, activation=self.activation)
 
@@ -72,15 +80,15 @@ def apply_dense(
     It has a gate if `params` have one.
     """
 
-    def apply(x: jax.Array, name: str) -> jax.Array:
+    def apply_map(x: jax.Array, name: str) -> jax.Array:
         return linear(x, params[prefix + name], adapters.maps.get(prefix + name))
 
     if prefix + "gate_proj" in params:
-        gate, up = apply(x, "gate_proj"), apply(x, "up_proj")
+        gate, up = apply_map(x, "gate_proj"), apply_map(x, "up_proj")
         inner = _ACTIVATIONS[activation](gate) * up
     else:
-        inner = jnp.square(jax.nn.relu(apply(x, "up_proj")))
-    return apply(inner if weight is None else inner * weight, "down_proj")
+        inner = jnp.square(jax.nn.relu(apply_map(x, "up_proj")))
+    return apply_map(inner if weight is None else inner * weight, "down_proj")
 
 
 EXPERT_PREFIX = "expert_"
@@ -136,7 +144,7 @@ class Mixture:
                 group="mlp",
                 num_experts=E,
             )
-            for name in self._maps
+            for name in self._map_names
         }
         if self.latent_size is not None:
             ends = {"fc1_latent_proj": (self.hidden_size, D), "fc2_latent_proj": (D, self.hidden_size)}
@@ -148,7 +156,7 @@ class Mixture:
                 name: Target(inputs=inputs, outputs=outputs, axes=axes[name], group="mlp")
                 for name, (inputs, outputs) in ends.items()
             }
-        shared = {} if self._shared is None else self._shared.targets()
+        shared = {} if self._shared_expert is None else self._shared_expert.targets()
         return found | {SHARED_PREFIX + name: each for name, each in shared.items()}
 
     def describe(self) -> dict[str, Parameter]:
@@ -164,18 +172,18 @@ class Mixture:
                 found[name] = Parameter((E, each.inputs, each.outputs), ("expert", *each.axes))
             elif not name.startswith(SHARED_PREFIX):
                 found[name] = Parameter((each.inputs, each.outputs), each.axes)
-        if self._shared is not None:
-            found |= {SHARED_PREFIX + name: each for name, each in self._shared.describe().items()}
-        if self._shared is not None and self.has_shared_gate:
+        if self._shared_expert is not None:
+            found |= {SHARED_PREFIX + name: each for name, each in self._shared_expert.describe().items()}
+        if self._shared_expert is not None and self.has_shared_gate:
             found["shared_gate"] = Parameter((1, self.hidden_size), ("head_dim", "embed"))
         if self.has_bias:
             found["router_bias"] = Parameter((E,), ("expert",), "zeros")
-            for bias, name in zip(BIASES, MAPS, strict=True):
+            for bias, name in zip(BIAS_AXES, MAP_NAMES, strict=True):
                 each = self.targets()[EXPERT_PREFIX + name]
                 found[EXPERT_PREFIX + bias] = Parameter((E, each.outputs), ("expert", each.axes[1]), "zeros")
         return found
 
-    def sharded_sizes(self) -> Iterator[ShardedSize]:
+    def list_sharded_sizes(self) -> Iterator[ShardedSize]:
         """See Part."""
         width, number = self.config_keys
         yield "mlp", width, self.mlp_size
@@ -185,63 +193,63 @@ class Mixture:
         if self.shared_size is not None:
             yield "mlp", "shared_expert_intermediate_size", self.shared_size
 
-    def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: Place) -> jax.Array:
+    def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: LayerContext) -> jax.Array:
         """See FeedForward."""
-        maps, layer = [params.get(EXPERT_PREFIX + name) for name in MAPS], None
-        if isinstance(down := maps[-1], InStack):
+        maps, layer = [params.get(EXPERT_PREFIX + name) for name in MAP_NAMES], None
+        if isinstance(down := maps[-1], StackedParam):
             maps, layer = [each and each.stack for each in maps], down.layer
         gate, up, down = maps
         assert up is not None and down is not None, "experts have these maps"
-        biases = (params.get(EXPERT_PREFIX + name) for name in BIASES)
+        biases = (params.get(EXPERT_PREFIX + name) for name in BIAS_AXES)
         weights = ExpertWeights(gate, up, down, *biases, layer=layer, clamp=self.clamp)
         own = params.get("router_bias"), params.get("router_correction")
-        latent = None if self.latent_size is None else _mapped(x, "fc1_latent_proj", params, adapters)
+        latent = None if self.latent_size is None else _apply_map(x, "fc1_latent_proj", params, adapters)
         settings = self.routing, at.layout, *own, latent, at.kernels
-        y = mixture(x, params["router"], weights, adapters.experts, *settings)
+        y = apply_mixture(x, params["router"], weights, adapters.experts, *settings)
         if self.latent_size is not None:
-            y = _mapped(y, "fc2_latent_proj", params, adapters)
+            y = _apply_map(y, "fc2_latent_proj", params, adapters)
         if self.shared_size is None:
             return y
         # The weight is multiplied in before the last map. A product next to the sum would be rounded apart from it or
         # not, as XLA fuses them: a pass with a gradient would differ from one without.
-        weight = _gate(x, params["shared_gate"]) if self.has_shared_gate else None
-        return add_apart(y, apply_dense(x, params, adapters, SHARED_PREFIX, weight))
+        weight = _compute_shared_gate(x, params["shared_gate"]) if self.has_shared_gate else None
+        return add_unfused(y, apply_dense(x, params, adapters, SHARED_PREFIX, weight))
 
-    def backward_bytes(self, num_tokens: int, rank: int, ep: int, tp: int, itemsize: int) -> int:
+    def estimate_backward_bytes(self, num_tokens: int, rank: int, ep: int, tp: int, itemsize: int) -> int:
         """Return the bytes that the backward pass of one layer takes on a device through which `num_tokens` pass.
 
-        See `skyrl_tx.layers.moe.backward_bytes`; weights have `itemsize`.
+        See `skyrl_tx.layers.moe.estimate_backward_bytes`; weights have `itemsize`.
         """
-        return backward_bytes(
+        return estimate_backward_bytes(
             num_visits=num_tokens * self.routing.num_chosen,
             num_experts=self.routing.num_experts // ep,
             hidden_size=self.latent_size or self.hidden_size,
             mlp_size=self.mlp_size // tp,
             rank=rank,
             itemsize=itemsize,
-            num_maps=len(self._maps),
+            num_maps=len(self._map_names),
         )
 
     @property
-    def _maps(self) -> tuple[str, ...]:
-        return MAPS if self.is_gated else MAPS[1:]
+    def _map_names(self) -> tuple[str, ...]:
+        return MAP_NAMES if self.is_gated else MAP_NAMES[1:]
 
     @property
-    def _shared(self) -> Dense | None:
+    def _shared_expert(self) -> Dense | None:
         if self.shared_size is None:
             return None
         return Dense(hidden_size=self.hidden_size, mlp_size=self.shared_size, is_gated=self.is_gated)
 
 
-def _mapped(x: jax.Array, name: str, params: LayerParams, adapters: LayerAdapters) -> jax.Array:
+def _apply_map(x: jax.Array, name: str, params: LayerParams, adapters: LayerAdapters) -> jax.Array:
     return linear(x, params[name], adapters.maps.get(name))
 
 
-def _gate(x: jax.Array, weight_1D: jax.Array) -> jax.Array:
+def _compute_shared_gate(x: jax.Array, weight_1D: jax.Array) -> jax.Array:
     """Return the weight of the shared expert for each token, [..., 1].
 
     As a sum, not as a product with a matrix of one column: there the bits of a token depend on its row, because XLA on
     CPU computes the last rows by other code.
     """
     product = x.astype(weight_1D.dtype).astype(jnp.float32) * weight_1D[0].astype(jnp.float32)
-    return jax.nn.sigmoid(sum_last(product)[..., None])
+    return jax.nn.sigmoid(sum_last_dim(product)[..., None])

@@ -15,7 +15,7 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.layers.cache_state import ChunkHeld, Held, StepHeld
+from skyrl_tx.layers.cache_state import DecodeLayerCache, LayerCache, PrefillLayerCache
 from skyrl_tx.layers.kernels.choice import Heads
 from skyrl_tx.layers.kv_cache import KeyValues
 from skyrl_tx.layers.lora import linear
@@ -25,10 +25,10 @@ from skyrl_tx.layers.remat import mark_matmul
 from skyrl_tx.layers.rope import Rope, rotate, rotate_pairs
 from skyrl_tx.models.parts.attention import attend_rows
 from skyrl_tx.models.parts.base import (
+    CacheSpec,
     LayerAdapters,
+    LayerContext,
     LayerParams,
-    Place,
-    Room,
     Rotation,
     ShardedSize,
     Target,
@@ -70,7 +70,7 @@ class LatentAttention:
         return self.rope, self.rotary_dim
 
     @property
-    def kept_dim(self) -> int:
+    def position_dim(self) -> int:
         """The dims of what is kept of a position: the latent and the rotated key."""
         return self.latent_dim + self.rotary_dim
 
@@ -80,13 +80,13 @@ class LatentAttention:
         return Heads(self.plain_dim + self.rotary_dim, self.value_dim, is_latent=True)
 
     @property
-    def cached_heads(self) -> Heads:
+    def cache_heads(self) -> Heads:
         """See Mixer."""
         return self.heads
 
     def targets(self) -> dict[str, Target]:
         """See Part. The maps from latents are not among them, as on the hosted service."""
-        D, latents = self.hidden_size, self.kept_dim
+        D, latents = self.hidden_size, self.position_dim
         query, size, axis = "q_proj", self._query_size, "heads"
         if self.query_latent_dim is not None:
             query, size, axis = "q_a_proj", self.query_latent_dim, "head_dim"
@@ -108,62 +108,69 @@ class LatentAttention:
             found[name] = Parameter(shape, ("heads", "embed"), num_heads=self.num_heads)
         return found
 
-    def sharded_sizes(self) -> Iterator[ShardedSize]:
+    def list_sharded_sizes(self) -> Iterator[ShardedSize]:
         """See Part. A head stays whole, and so do latents."""
         yield "heads", "num_attention_heads", self.num_heads
 
     def with_cached_dims(self, multiple: int) -> Self:
         """See Mixer."""
-        dim = -(-self.kept_dim // multiple) * multiple
-        return self if dim == self.kept_dim else replace(self, cached_dim=dim)
+        dim = -(-self.position_dim // multiple) * multiple
+        return self if dim == self.position_dim else replace(self, cached_dim=dim)
 
-    def room(self) -> Room:
+    def describe_cache(self) -> CacheSpec:
         """See Mixer. The rotated dims of the key follow the latent. Both are the value, of which the latent counts."""
-        each = Parameter((1, self.cached_dim or self.kept_dim), ("head_dim", "head_dim"), "zeros")
-        return Room(positions=KeyValues(k=each, v=None))  # type: ignore[arg-type]
+        each = Parameter((1, self.cached_dim or self.position_dim), ("head_dim", "head_dim"), "zeros")
+        return CacheSpec(positions=KeyValues(k=each, v=None))  # type: ignore[arg-type]
 
     def prepare(self, start_BT: jax.Array | None) -> None:
         """See Mixer. Attention compares starts in each of its tiles."""
 
-    def rows(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: Place) -> jax.Array:
+    def forward(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: LayerContext) -> jax.Array:
         """See Mixer."""
         dtype = params["o_proj"].dtype
-        plain_BTNP, rotated_BTNR = self._queries(x, params, adapters, at)
-        latent_BTC, shared_BT1R = self._latents(x, params, adapters, at)
-        keys_BTNP, v_BTNV = (self._heads(linear(latent_BTC, params[name].T, None)) for name in ("k_b", "v_b"))
+        plain_BTNP, rotated_BTNR = self._project_queries(x, params, adapters, at)
+        latent_BTC, shared_BT1R = self._project_latents(x, params, adapters, at)
+        keys_BTNP, v_BTNV = (self._split_heads(linear(latent_BTC, params[name].T, None)) for name in ("k_b", "v_b"))
         shared_BTNR = jnp.broadcast_to(shared_BT1R, rotated_BTNR.shape)
         q_BTNH = jnp.concatenate([plain_BTNP, rotated_BTNR], axis=-1) * self.rope.score_factor
         k_BTNH = jnp.concatenate([keys_BTNP, shared_BTNR], axis=-1).astype(dtype)
         mixed_BTNV = attend_rows(q_BTNH.astype(dtype), k_BTNH, v_BTNV.astype(dtype), None, self.heads, at)
-        return self._output(mixed_BTNV, params, adapters)
+        return self._project_output(mixed_BTNV, params, adapters)
 
-    def extend(
-        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: ChunkHeld | StepHeld, at: Place
-    ) -> tuple[jax.Array, Held]:
+    def prefill(
+        self,
+        x: jax.Array,
+        params: LayerParams,
+        adapters: LayerAdapters,
+        held: PrefillLayerCache | DecodeLayerCache,
+        at: LayerContext,
+    ) -> tuple[jax.Array, LayerCache]:
         """See Mixer. How latents are kept, and how many tokens each row has, are the cache's business."""
         dtype = params["o_proj"].dtype
-        plain, rotated = self._queries(x, params, adapters, at)
-        latent, shared = self._latents(x, params, adapters, at)
-        q = jnp.concatenate([_by_head("...np,npc->...nc", plain, params["k_b"], self.num_heads), rotated], axis=-1)
+        plain, rotated = self._project_queries(x, params, adapters, at)
+        latent, shared = self._project_latents(x, params, adapters, at)
+        q = jnp.concatenate(
+            [_multiply_by_head("...np,npc->...nc", plain, params["k_b"], self.num_heads), rotated], axis=-1
+        )
         k = jnp.concatenate([latent[..., None, :], shared], axis=-1)
-        if (missing := (self.cached_dim or self.kept_dim) - self.kept_dim) > 0:
+        if (missing := (self.cached_dim or self.position_dim) - self.position_dim) > 0:
             q, k = (jnp.pad(z, [(0, 0)] * (z.ndim - 1) + [(0, missing)]) for z in (q, k))
         # Attention divides by the root of the dims that it sees, and those are the latent's here.
         stretch = math.sqrt(q.shape[-1] / (self.plain_dim + self.rotary_dim))
-        q, past = q * (self.rope.score_factor * stretch), at.kernels.past(self.heads, at.layout)
+        q, past = q * (self.rope.score_factor * stretch), at.kernels.get_past_kernel(self.heads, at.layout)
         mixed, kept = held.attend(q.astype(dtype), k.astype(dtype), None, kernel=past)
         mixed = at.layout.constrain(mixed[..., : self.latent_dim], "batch", *[None] * (mixed.ndim - 3), "heads", None)
-        values = _by_head("...nc,nvc->...nv", mixed, params["v_b"], self.num_heads)
-        return self._output(values, params, adapters), Held(positions=kept)
+        values = _multiply_by_head("...nc,nvc->...nv", mixed, params["v_b"], self.num_heads)
+        return self._project_output(values, params, adapters), LayerCache(positions=kept)
 
-    step = extend
+    decode = prefill
 
     @property
     def _query_size(self) -> int:
         return self.num_heads * (self.plain_dim + self.rotary_dim)
 
-    def _queries(
-        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: Place
+    def _project_queries(
+        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: LayerContext
     ) -> tuple[jax.Array, jax.Array]:
         """Return the plain dims of queries [..., N, P], and the rotated ones [..., N, R]."""
         if self.query_latent_dim is None:
@@ -171,29 +178,29 @@ class LatentAttention:
         else:
             latent = linear(x, params["q_a_proj"], adapters.maps.get("q_a_proj"))
             q = linear(rms_norm(latent, params["q_a_norm"], LATENT_EPSILON), params["q_b_proj"], None)
-        q = self._heads(q)
+        q = self._split_heads(q)
         return q[..., : self.plain_dim], self._rotate(q[..., self.plain_dim :], at)
 
-    def _latents(
-        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: Place
+    def _project_latents(
+        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: LayerContext
     ) -> tuple[jax.Array, jax.Array]:
         """Return the latents of keys and values [..., C], and the rotated key that all heads share [..., 1, R]."""
         both = linear(x, params["kv_a_proj"], adapters.maps.get("kv_a_proj"))
         latent = rms_norm(both[..., : self.latent_dim], params["kv_a_norm"], LATENT_EPSILON)
         return latent, self._rotate(both[..., None, self.latent_dim :], at)
 
-    def _heads(self, x: jax.Array) -> jax.Array:
+    def _split_heads(self, x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:-1], self.num_heads, -1)
 
-    def _rotate(self, x: jax.Array, at: Place) -> jax.Array:
+    def _rotate(self, x: jax.Array, at: LayerContext) -> jax.Array:
         return (rotate_pairs if self.has_paired_rope else rotate)(x, *at.angles[self.rotation])
 
-    def _output(self, mixed: jax.Array, params: LayerParams, adapters: LayerAdapters) -> jax.Array:
+    def _project_output(self, mixed: jax.Array, params: LayerParams, adapters: LayerAdapters) -> jax.Array:
         x = mixed.reshape(*mixed.shape[:-2], -1)
         return linear(x, params["o_proj"], adapters.maps.get("o_proj"))
 
 
-def _by_head(equation: str, x: jax.Array, weight: jax.Array, num_heads: int) -> jax.Array:
+def _multiply_by_head(equation: str, x: jax.Array, weight: jax.Array, num_heads: int) -> jax.Array:
     """Return the product of each head's vector with its own part of a weight [N * dim, C], accumulated in float32."""
     by_head = weight.reshape(num_heads, -1, weight.shape[-1])
     return mark_matmul(jnp.einsum(equation, x.astype(weight.dtype), by_head, preferred_element_type=jnp.float32))

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from skyrl_tx.server.errors import ApiError, bad_request, too_large
 from skyrl_tx.server.schemas.base import WireModel
-from skyrl_tx.server.submission.validation import check_json, check_protobuf, first_error
+from skyrl_tx.server.submission.validation import check_json, check_protobuf, describe_first_error
 
 PROTOBUF = "application/x-protobuf"
 _MAX_DISCARDED_BYTES = 2**30
@@ -46,7 +46,7 @@ class BodyLimits:
     """A pass of the SDK has at most 1,024 datums, with about 24 parts each and two more for each provenance span."""
 
     @classmethod
-    def of_data(cls, max_bytes: int, content_type: str) -> "BodyLimits":
+    def from_content_type(cls, max_bytes: int, content_type: str) -> "BodyLimits":
         """Return the limits of passes and samples. In JSON every number becomes an object, so less JSON is taken."""
         if _is_protobuf(content_type):
             return cls(max_bytes)
@@ -97,16 +97,16 @@ class Body:
         """The memory in bytes that the sparse tensors of this body may take in dense form."""
         return min(max(8 * 2**20, 1024 * len(self.raw)), self.limits.max_bytes)
 
-    def decoding_bytes(self) -> int:
+    def estimate_decoding_bytes(self) -> int:
         """Return roughly how many bytes are held while this body is decoded and stored.
 
         A float takes 4 to 20 bytes of JSON and 32 bytes as an object. Of protobuf there are the bytes, the message,
         the arrays and the stored request.
         """
-        size = _stated_size(self.raw) if self.encoding == "zstd" else len(self.raw)
+        size = _read_frame_size(self.raw) if self.encoding == "zstd" else len(self.raw)
         return (4 if self.is_protobuf else 8) * min(self.max_size if size is None else size, self.max_size)
 
-    def data(self) -> bytes:
+    def decompress(self) -> bytes:
         """Decompress the body. Raises ApiError 400 if it is malformed, 413 if it exceeds the limit."""
         if self.encoding in ("", "identity"):
             return self.raw
@@ -114,9 +114,9 @@ class Body:
             raise bad_request(f"Content-Encoding {self.encoding!r} is not understood; send zstd or none")
         return _decompress(self.raw, self.max_size)
 
-    def mapping(self) -> dict[str, object]:
+    def parse_object(self) -> dict[str, object]:
         """Parse a JSON object; an empty body is an empty one. Raises ApiError 400, or 413 if it has too many parts."""
-        data = self.data()
+        data = self.decompress()
         check_json(data, self.max_parts)
         try:
             value: object = _parse_json(data) if data else {}
@@ -126,13 +126,13 @@ class Body:
             raise bad_request(f"body is a JSON {type(value).__name__}, not an object")
         return cast(dict[str, object], value)
 
-    def model(self, kind: type[ModelT]) -> ModelT:
+    def parse_model(self, kind: type[ModelT]) -> ModelT:
         """Parse JSON by a schema. Raises ApiError 400 naming the first wrong field."""
-        return parse(kind, self.mapping())
+        return validate_object(kind, self.parse_object())
 
-    def message(self, kind: type[MessageT]) -> MessageT:
+    def parse_message(self, kind: type[MessageT]) -> MessageT:
         """Parse protobuf. Raises ApiError 400, or 413 if it has too many parts."""
-        message, data = kind(), self.data()
+        message, data = kind(), self.decompress()
         check_protobuf(data, kind, self.max_parts)
         try:
             message.ParseFromString(data)
@@ -150,7 +150,7 @@ class BodyBudget:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._held: defaultdict[str, int] = defaultdict(int)
+        self._reserved: defaultdict[str, int] = defaultdict(int)
         self._waiting: defaultdict[str, deque[tuple[int, asyncio.Future[None]]]] = defaultdict(deque)
 
     @property
@@ -159,12 +159,12 @@ class BodyBudget:
         return self._num_bytes
 
     @asynccontextmanager
-    async def hold(self, owner: str, num_bytes: int) -> AsyncGenerator[None]:
+    async def reserve(self, owner: str, num_bytes: int) -> AsyncGenerator[None]:
         """Hold bytes inside the context. Raises ApiError 429 if there is no place for them for 20 s."""
         if num_bytes <= _UNCOUNTED_BYTES:
             yield
             return
-        if self._waiting or not self._fits(owner, num_bytes) or not self._has_place(num_bytes):
+        if self._waiting or not self._fits(owner, num_bytes) or not self._has_capacity(num_bytes):
             await self._wait(owner, num_bytes)
         else:
             self._take(owner, num_bytes)
@@ -189,7 +189,7 @@ class BodyBudget:
                 self._waiting[owner].remove(entry)
             self._admit()
             if isinstance(error, TimeoutError):
-                detail = f"requests of {owner!r} already hold {self._held.get(owner, 0)} bytes: send this one later"
+                detail = f"requests of {owner!r} already hold {self._reserved.get(owner, 0)} bytes: send this one later"
                 raise ApiError(
                     HTTPStatus.TOO_MANY_REQUESTS, detail, headers=_BACKPRESSURE, reason="bodies_full"
                 ) from error
@@ -203,9 +203,9 @@ class BodyBudget:
             may_hold_more = [owner for owner, queue in self._waiting.items() if self._fits(owner, queue[0][0])]
             if not may_hold_more:
                 return
-            owner = min(may_hold_more, key=lambda each: self._held.get(each, 0))
+            owner = min(may_hold_more, key=lambda each: self._reserved.get(each, 0))
             num_bytes, place = self._waiting[owner][0]
-            if not self._has_place(num_bytes):
+            if not self._has_capacity(num_bytes):
                 return  # its turn is next: smaller ones of others must not delay it without end
             self._waiting[owner].popleft()
             if not self._waiting[owner]:
@@ -216,26 +216,26 @@ class BodyBudget:
 
     def _fits(self, owner: str, num_bytes: int) -> bool:
         """Whether a request fits into its owner's half."""
-        held = self._held.get(owner, 0)
+        held = self._reserved.get(owner, 0)
         return not held or held + num_bytes <= self._max_bytes // 2
 
-    def _has_place(self, num_bytes: int) -> bool:
+    def _has_capacity(self, num_bytes: int) -> bool:
         """Whether a request fits into the whole."""
         return not self._num_bytes or self._num_bytes + num_bytes <= self._max_bytes
 
     def _take(self, owner: str, num_bytes: int) -> None:
         self._num_bytes += num_bytes
-        self._held[owner] += num_bytes
-        if not self._held[owner]:
-            del self._held[owner]
+        self._reserved[owner] += num_bytes
+        if not self._reserved[owner]:
+            del self._reserved[owner]
 
 
-def parse(kind: type[ModelT], value: Mapping[str, object]) -> ModelT:
+def validate_object(kind: type[ModelT], value: Mapping[str, object]) -> ModelT:
     """Check a JSON object against a schema. Raises ApiError 400 naming the first wrong field."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        raise bad_request(first_error(error)) from error
+        raise bad_request(describe_first_error(error)) from error
 
 
 async def read_body(request: Request, limits: BodyLimits) -> Body:
@@ -284,7 +284,7 @@ def _parse_json(data: bytes) -> object:
     return value
 
 
-def _stated_size(data: bytes) -> int | None:
+def _read_frame_size(data: bytes) -> int | None:
     """Return the size that a zstd frame states; None if it states none."""
     try:
         stated = zstandard.get_frame_parameters(data).content_size
@@ -295,7 +295,7 @@ def _stated_size(data: bytes) -> int | None:
 
 def _decompress(data: bytes, max_bytes: int) -> bytes:
     """Decompress one zstd frame into a buffer of the stated size, which is checked against the limit first."""
-    stated = _stated_size(data)
+    stated = _read_frame_size(data)
     try:
         if stated is None:
             return _decompress_unsized(data, max_bytes)

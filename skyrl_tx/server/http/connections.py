@@ -34,7 +34,7 @@ _MANY_FILES = 2**20
 _MAX_CLOSING = 64
 _OUT_OF_FILES_PAUSE_S = 0.01
 _WARN_EVERY_S = 60.0
-_IPV6_SITE_BITS = 64
+_IPV6_CLIENT_BITS = 64
 
 
 class ThrottledWarning:
@@ -56,7 +56,7 @@ class ThrottledWarning:
         self._next_at, self._num_omitted = now + _WARN_EVERY_S, 0
 
 
-def plain_address(host: str) -> str:
+def normalize_address(host: str) -> str:
     """Return an address without its zone; an IPv4 address that IPv6 maps is returned as IPv4."""
     if ":" not in host:
         return host
@@ -68,11 +68,11 @@ def plain_address(host: str) -> str:
     return host if mapped is None else str(mapped)
 
 
-def _site(address: str) -> str:
+def _get_client_network(address: str) -> str:
     """Return what counts as one client: an IPv4 address, or an IPv6 network of 64 bits, which one host may own."""
     if ":" not in address:
         return address
-    return str(ipaddress.ip_network(f"{address}/{_IPV6_SITE_BITS}", strict=False))
+    return str(ipaddress.ip_network(f"{address}/{_IPV6_CLIENT_BITS}", strict=False))
 
 
 class Connection(socket.socket):
@@ -81,7 +81,7 @@ class Connection(socket.socket):
     def __init__(self, accepted: socket.socket, address: str, connections: "Connections") -> None:
         super().__init__(accepted.family, accepted.type, accepted.proto, fileno=accepted.detach())
         self.address = address
-        self.site = _site(address)
+        self.site = _get_client_network(address)
         self.protocol: HttpProtocol | None = None
         self.patience_s = connections.header_timeout_s
         """Time that the client has left to send what is missing."""
@@ -99,7 +99,7 @@ class Connection(socket.socket):
 
 
 @dataclass(slots=True)
-class _Site:
+class _ClientConnections:
     """The open connections of one client address; those without a request in progress in order, longest idle first."""
 
     num_open: int = 0
@@ -129,7 +129,7 @@ class Connections:
         self._max_per_address = max_per_address
         self._is_exempt = is_exempt
         self._open: dict[int, Connection] = {}
-        self._sites: dict[str, _Site] = {}
+        self._sites: dict[str, _ClientConnections] = {}
         self._idle: dict[Connection, None] = {}
         self._receiving: set[Connection] = set()
         self._closing: set[Connection] = set()
@@ -145,17 +145,17 @@ class Connections:
         """The number of open connections."""
         return len(self._open)
 
-    def of(self, descriptor: int) -> Connection:
+    def get(self, descriptor: int) -> Connection:
         """Return the open connection with a file descriptor."""
         return self._open[descriptor]
 
     def add(self, connection: Connection) -> bool:
         """Add a new connection; return False if a limit is reached and no other connection is idle."""
-        site = self._sites.setdefault(connection.site, _Site())
+        site = self._sites.setdefault(connection.site, _ClientConnections())
         if site.num_open >= self._max_per_address and not self._is_exempt(connection.address):
-            has_room = self._end_longest_idle(site.idle, f"{connection.site} has {site.num_open} open connections")
+            has_room = self._close_longest_idle(site.idle, f"{connection.site} has {site.num_open} open connections")
         elif len(self._open) >= self._max_open:
-            has_room = self._end_longest_idle(self._idle, f"{len(self._open)} connections are open")
+            has_room = self._close_longest_idle(self._idle, f"{len(self._open)} connections are open")
         else:
             has_room = True
         if has_room:
@@ -189,20 +189,20 @@ class Connections:
         self._idle.pop(connection, None)
         self._sites[connection.site].idle.pop(connection, None)
 
-    def expect(self, connection: Connection, within_s: float) -> None:
+    def start_timeout(self, connection: Connection, within_s: float) -> None:
         """Start to wait for bytes of the client."""
         connection.patience_s = within_s
         self._receiving.add(connection)
 
-    def expect_nothing(self, connection: Connection) -> None:
+    def stop_timeout(self, connection: Connection) -> None:
         """Stop waiting for bytes of the client."""
         self._receiving.discard(connection)
 
-    def is_expected(self, connection: Connection) -> bool:
+    def has_timeout(self, connection: Connection) -> bool:
         """Whether bytes of the client are waited for."""
         return connection in self._receiving
 
-    def end_late(self, elapsed_s: float) -> None:
+    def close_late(self, elapsed_s: float) -> None:
         """End the connections whose clients are too slow. `elapsed_s` is the time since the last call.
 
         A time in which the process did not run does not count, and neither does one in which it reads no body.
@@ -216,11 +216,11 @@ class Connections:
         for connection in late:
             self._end(connection)
 
-    def end_for_descriptor(self) -> None:
+    def close_longest_idle(self) -> None:
         """End the connection that has been idle longest, because the process has no file descriptor left."""
-        self._end_longest_idle(self._idle, f"no file descriptor is left; {len(self._open)} connections are open")
+        self._close_longest_idle(self._idle, f"no file descriptor is left; {len(self._open)} connections are open")
 
-    def _end_longest_idle(self, idle: dict[Connection, None], reason: str) -> bool:
+    def _close_longest_idle(self, idle: dict[Connection, None], reason: str) -> bool:
         longest_idle = next(iter(idle), None)
         if longest_idle is None:
             self._warn(f"{reason}: refusing a new one, because all have a request in progress")
@@ -236,7 +236,7 @@ class Connections:
         connection.end()
 
 
-def max_connections() -> int:
+def compute_max_connections() -> int:
     """Return how many connections the limit of open files allows: all but a reserve, which is at most half."""
     max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if max_files == resource.RLIM_INFINITY:
@@ -263,7 +263,7 @@ class Listener(socket.socket):
                     raise
                 self._refuse_without_descriptor()
                 break
-            connection = Connection(accepted, plain_address(str(address[0])), self._connections)
+            connection = Connection(accepted, normalize_address(str(address[0])), self._connections)
             if self._connections.add(connection):
                 return connection, address
             connection.close()
@@ -278,7 +278,7 @@ class Listener(socket.socket):
 
     def _refuse_without_descriptor(self) -> None:
         """Close a waiting connection by the spare descriptor, or the event loop would call `accept` again and again."""
-        self._connections.end_for_descriptor()
+        self._connections.close_longest_idle()
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1
@@ -308,7 +308,7 @@ class HttpProtocol(UvicornConnection):
     def connection_made(self, transport: Any) -> None:
         """Find the counted connection of a transport."""
         super().connection_made(transport)
-        self._connection = self._connections.of(transport.get_extra_info("socket").fileno())
+        self._connection = self._connections.get(transport.get_extra_info("socket").fileno())
         self._connection.protocol = self
 
     def _is_open(self) -> bool:
@@ -321,8 +321,8 @@ class HttpProtocol(UvicornConnection):
         uvicorn logs a warning for each malformed request, and has no limit.
         """
         self.stop_keep_alive()
-        if not self._connections.is_expected(self._connection):
-            self._connections.expect(self._connection, self._connections.header_timeout_s)
+        if not self._connections.has_timeout(self._connection):
+            self._connections.start_timeout(self._connection, self._connections.header_timeout_s)
         while data and self._is_open():
             piece, data = self._split(data)
             self._has_progressed = False
@@ -357,8 +357,8 @@ class HttpProtocol(UvicornConnection):
 
     def on_message_begin(self) -> None:
         """Start to wait for the head of a request."""
-        if not self._connections.is_expected(self._connection):
-            self._connections.expect(self._connection, self._connections.header_timeout_s)
+        if not self._connections.has_timeout(self._connection):
+            self._connections.start_timeout(self._connection, self._connections.header_timeout_s)
         self._is_in_body = False
         super().on_message_begin()
 
@@ -375,7 +375,7 @@ class HttpProtocol(UvicornConnection):
         if len(self.waiting_requests) >= _MAX_PIPELINED:
             raise _HeadersRefused(f"more than {_MAX_PIPELINED} requests before the response to the first")
         self._has_progressed = self._is_in_body = True
-        self._connections.expect(self._connection, self._connections.body_timeout_s)
+        self._connections.start_timeout(self._connection, self._connections.body_timeout_s)
         self._connections.mark_active(self._connection)
         super().on_headers_complete()
 
@@ -389,7 +389,7 @@ class HttpProtocol(UvicornConnection):
     def on_message_complete(self) -> None:
         """Wait for nothing until the next request begins."""
         self._has_progressed = True
-        self._connections.expect_nothing(self._connection)
+        self._connections.stop_timeout(self._connection)
         super().on_message_complete()
         if self.is_response_complete:  # the response came before the end of the body
             self.start_keep_alive()

@@ -77,7 +77,7 @@ class ResultWatcher:
         self._waiting: dict[str, list[Notification]] = {}
         self._of_key: dict[int, set[Notification]] = {}
         self._new: list[_NewPoll] = []
-        self._seen = store.read(completions.last_completion)
+        self._seen = store.read(completions.get_last_position)
         self._fetched: set[RequestId] = set()
         self._marked_at = self._heartbeat_at = self._keys_checked_at = time.monotonic()
         self._random = random.Random()
@@ -198,7 +198,7 @@ class ResultWatcher:
         owners: dict[RequestId, str] = {}
         try:
             if new:
-                owners = self._store.read(lambda tx: futures.owners_of_open(tx, {each.request_id for each in new}))
+                owners = self._store.read(lambda tx: futures.get_open_owners(tx, {each.request_id for each in new}))
         finally:  # after an error each poll is woken and reads the store itself
             self._wake(
                 each.notification
@@ -209,7 +209,7 @@ class ResultWatcher:
     def _notify_completed(self) -> None:
         """Wake the polls of all requests that completed since the last call."""
         is_more = True
-        while is_more and (page := self._store.read(lambda tx: completions.completed_since(tx, self._seen, _PAGE))):
+        while is_more and (page := self._store.read(lambda tx: completions.list_completed(tx, self._seen, _PAGE))):
             self._seen, is_more = page[-1][0], len(page) == _PAGE
             with self._lock:
                 due = [
@@ -231,7 +231,7 @@ class ResultWatcher:
         self._keys_checked_at = time.monotonic()
         with self._lock:
             polling = list(self._of_key)
-        ended = self._store.read(lambda tx: keys.ended(tx, polling, time.time())) if polling else set[int]()
+        ended = self._store.read(lambda tx: keys.find_ended(tx, polling, time.time())) if polling else set[int]()
         with self._lock:
             due = [notification for key_id in ended for notification in self._of_key.get(key_id, ())]
         self._wake(due, False)
@@ -268,10 +268,10 @@ class ResultWatcher:
             polled = [RequestId(name) for name in self._waiting]
         heard_at = time.time()
         silent = self._store.read(
-            lambda tx: sessions.waiting_without_heartbeat(tx, polled, heard_at - _HEARTBEAT_EVERY_S)
+            lambda tx: sessions.find_waiting_without_heartbeat(tx, polled, heard_at - _HEARTBEAT_EVERY_S)
         )
         if silent:
-            self._store.write_soon(lambda tx: [sessions.heartbeat(tx, each, heard_at) for each in silent])
+            self._store.write_soon(lambda tx: [sessions.record_heartbeat(tx, each, heard_at) for each in silent])
 
 
 class ResponsePriority:
@@ -289,7 +289,7 @@ class ResponsePriority:
         self._is_idle.set()
 
     @contextmanager
-    def writing_result(self) -> Generator[None]:
+    def mark_writing(self) -> Generator[None]:
         """Mark that a result is read and encoded inside the context."""
         self._num_writing += 1
         self._is_idle.clear()

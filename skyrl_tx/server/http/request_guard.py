@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from skyrl_tx.server.errors import ApiError
-from skyrl_tx.server.http.connections import ThrottledWarning, plain_address
+from skyrl_tx.server.http.connections import ThrottledWarning, normalize_address
 from skyrl_tx.server.identity.scopes import API_PREFIX
 from skyrl_tx.server.monitoring.metrics import HttpGroups
 from skyrl_tx.server.settings import ApiSettings
@@ -44,7 +44,7 @@ class TrustedProxies:
 
     def __init__(self, networks: Iterable[str]) -> None:
         self._networks = [ipaddress.ip_network(network, strict=False) for network in networks]
-        self._cached = lru_cache(maxsize=4096)(self._find)
+        self._cached = lru_cache(maxsize=4096)(self._is_trusted)
 
     def __bool__(self) -> bool:
         return bool(self._networks)
@@ -52,7 +52,7 @@ class TrustedProxies:
     def __contains__(self, address: str) -> bool:
         return self._cached(address)
 
-    def _find(self, address: str) -> bool:
+    def _is_trusted(self, address: str) -> bool:
         try:
             found = ipaddress.ip_address(address)
         except ValueError:  # the client of a test has a name
@@ -70,12 +70,12 @@ class KnownHosts:
     def __init__(self, settings: ApiSettings) -> None:
         named = [settings.host, socket.gethostname(), urlsplit(settings.public_url or "").hostname or ""]
         self._names = {name.lower().rstrip(".") for name in ("localhost", *named, *settings.allowed_hosts)}
-        self._cached = lru_cache(maxsize=4096)(self._find)
+        self._cached = lru_cache(maxsize=4096)(self._is_known)
 
     def __contains__(self, host: bytes) -> bool:
         return len(host) <= 300 and self._cached(host)
 
-    def _find(self, host: bytes) -> bool:
+    def _is_known(self, host: bytes) -> bool:
         try:
             name = urlsplit(f"//{host.decode('ascii')}").hostname or ""
         except ValueError:
@@ -120,19 +120,19 @@ class RequestGuard:
         """
         if scope["type"] != "http":
             return self._app(scope, receive, send)
-        send = _counted(self._groups, scope["path"], send)
+        send = _wrap_send(self._groups, scope["path"], send)
         app, is_proxied = self._app, False
         if self._proxies and (client := scope.get("client")):
-            address = plain_address(client[0])
+            address = normalize_address(client[0])
             if address in self._proxies:
                 scope["client"] = address, client[1]
                 app, is_proxied = self._proxied, True
-        problem = self._problem(scope, is_proxied=is_proxied)
+        problem = self._find_problem(scope, is_proxied=is_proxied)
         if problem is None:
             return app(scope, receive, send)
         return self._refuse_without_keys(problem, app, scope, receive, send)
 
-    def _problem(self, scope: Scope, *, is_proxied: bool) -> str | None:
+    def _find_problem(self, scope: Scope, *, is_proxied: bool) -> str | None:
         """Return why a request may not be an admin's without a key; None for the requests of ordinary clients."""
         headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
         checked = [header for header in headers if header[0] in _CHECKED]
@@ -149,11 +149,11 @@ class RequestGuard:
             )
         for name, value in checked:
             if name == b"host" and value not in self._hosts:
-                return _unknown_host(value)
-        if site not in _OWN_SITE and not _opens_page(scope):
-            return f"Sec-Fetch-Site {_shown(site)}: a web page of another site sent this request; {_CREATE_KEYS}"
+                return _describe_unknown_host(value)
+        if site not in _OWN_SITE and not _is_page_navigation(scope):
+            return f"Sec-Fetch-Site {_quote_header(site)}: a web page of another site sent this request; {_CREATE_KEYS}"
         if origin and origin.partition(b"://")[2].lower() != values.get(b"host", b"").lower():
-            return f"Origin {_shown(origin)}: a web page of another site sent this request; {_CREATE_KEYS}"
+            return f"Origin {_quote_header(origin)}: a web page of another site sent this request; {_CREATE_KEYS}"
         return None
 
     async def _refuse_without_keys(
@@ -175,9 +175,9 @@ class RequestGuard:
             await app(scope, receive, send)
 
 
-def _counted(groups: HttpGroups, path: str, send: Send) -> Send:
+def _wrap_send(groups: HttpGroups, path: str, send: Send) -> Send:
     """Return a `send` that counts a response and observes its time."""
-    group = groups.known.get(path) or groups.of_other(path)
+    group = groups.known.get(path) or groups.get_by_first_part(path)
     started = time.monotonic()
 
     async def send_and_count(message: Message) -> None:
@@ -190,7 +190,7 @@ def _counted(groups: HttpGroups, path: str, send: Send) -> Send:
     return send_and_count
 
 
-def _opens_page(scope: Scope) -> bool:
+def _is_page_navigation(scope: Scope) -> bool:
     """Return whether the user follows a link to a page of the console.
 
     The site with the link cannot read the page, and no GET has an effect (W3C, Fetch Metadata Request Headers).
@@ -200,12 +200,12 @@ def _opens_page(scope: Scope) -> bool:
     return is_page and scope["method"] == "GET" and not scope["path"].startswith(API_PREFIX + "/")
 
 
-def _shown(value: bytes) -> str:
+def _quote_header(value: bytes) -> str:
     return repr(value[:100].decode("latin-1"))
 
 
-def _unknown_host(host: bytes) -> str:
+def _describe_unknown_host(host: bytes) -> str:
     return (
-        f"Host {_shown(host)}: not a name of this server. Add it with --allowed-hosts if clients use it; without API "
+        f"Host {_quote_header(host)}: not a name of this server. Add it with --allowed-hosts if clients use it; without API "
         f"keys only localhost, IP addresses and the name of this machine are accepted ({_CREATE_KEYS})"
     )

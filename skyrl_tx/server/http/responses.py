@@ -14,7 +14,7 @@ from skyrl_tx.contract import codec, results
 from skyrl_tx.contract.arrays import Cells, Float32Array, NumberArray
 from skyrl_tx.server.http.body import PROTOBUF
 from skyrl_tx.server.submission import wire_pb2
-from skyrl_tx.server.submission.tensors import batched, to_proto
+from skyrl_tx.server.submission.tensors import batch_to_proto, to_proto
 
 _OUTPUT_TYPE = "ArrayRecord"
 _NOT_COMPUTED = -99999.0
@@ -24,27 +24,27 @@ _STOP_REASONS: dict[results.StopReason, wire_pb2.StopReason] = {
 }
 
 
-def result_response(result: results.Result, accept: str) -> Response:
+def make_result_response(result: results.Result, accept: str) -> Response:
     """Encode a result. A failed request has status 200 too: the SDK would poll again after any other."""
     if PROTOBUF in accept:
         if isinstance(result, results.ForwardBackwardOutput):
-            return Response(pass_message(result).SerializeToString(), media_type=PROTOBUF)
+            return Response(encode_pass(result).SerializeToString(), media_type=PROTOBUF)
         if isinstance(result, results.SampleOutput):
-            return Response(sample_message(result).SerializeToString(), media_type=PROTOBUF)
-    return Response(msgspec.json.encode(as_json(result)), media_type="application/json")
+            return Response(encode_sample(result).SerializeToString(), media_type=PROTOBUF)
+    return Response(msgspec.json.encode(result_to_json(result)), media_type="application/json")
 
 
-def pass_message(output: results.ForwardBackwardOutput) -> wire_pb2.ForwardBackwardOutput:
+def encode_pass(output: results.ForwardBackwardOutput) -> wire_pb2.ForwardBackwardOutput:
     """Encode a pass: one record for each run of consecutive datums with one trailing shape."""
     message = wire_pb2.ForwardBackwardOutput(loss_fn_output_type=_OUTPUT_TYPE, metrics=dict(output.metrics))
     for _, group in groupby(output.logprobs, key=lambda array: array.shape[1:]):
         run = [*group]
         record = message.loss_fn_outputs.add(type_tag=_OUTPUT_TYPE, num_datums=len(run))
-        record.fields["logprobs"].CopyFrom(batched(run))
+        record.fields["logprobs"].CopyFrom(batch_to_proto(run))
     return message
 
 
-def sample_message(output: results.SampleOutput) -> wire_pb2.SampleResponse:
+def encode_sample(output: results.SampleOutput) -> wire_pb2.SampleResponse:
     """Encode samples. An absent optional field was not requested."""
     prompt = output.prompt
     message = wire_pb2.SampleResponse(prompt_cache_hit_tokens=prompt.cache_hit_tokens)
@@ -55,11 +55,11 @@ def sample_message(output: results.SampleOutput) -> wire_pb2.SampleResponse:
             logprobs=sequence.logprobs.tobytes(),
         )
         if sequence.topk is not None:
-            part.topk_sampled_logprobs.CopyFrom(_topk(sequence.topk))
+            part.topk_sampled_logprobs.CopyFrom(_encode_topk(sequence.topk))
     if prompt.logprobs is not None:
         message.prompt_logprobs = prompt.logprobs.tobytes()
     if prompt.topk is not None:
-        message.topk_prompt_logprobs.CopyFrom(_topk(prompt.topk))
+        message.topk_prompt_logprobs.CopyFrom(_encode_topk(prompt.topk))
     if prompt.targets is not None:
         message.target_prompt_logprobs.CopyFrom(to_proto(prompt.targets, output.target_cells))
     if prompt.alt_tokens is not None:
@@ -68,7 +68,7 @@ def sample_message(output: results.SampleOutput) -> wire_pb2.SampleResponse:
     return message
 
 
-def as_json(result: results.Result) -> dict[str, object]:
+def result_to_json(result: results.Result) -> dict[str, object]:
     """Convert a result to a JSON object. The key `error` exists exactly in failures.
 
     By default, `type` is the kind of the request, and the other keys are the fields of the result.
@@ -77,14 +77,14 @@ def as_json(result: results.Result) -> dict[str, object]:
         case results.Failure():
             return {"error": result.message, "category": result.category.value}
         case results.ForwardBackwardOutput():
-            outputs = [{"logprobs": _tensor_json(logprobs)} for logprobs in result.logprobs]
+            outputs = [{"logprobs": _tensor_to_json(logprobs)} for logprobs in result.logprobs]
             return {
                 "loss_fn_output_type": _OUTPUT_TYPE,
                 "loss_fn_outputs": outputs,
-                "metrics": _metrics(result.metrics),
+                "metrics": _metrics_to_json(result.metrics),
             }
         case results.OptimStepOutput():
-            return {"type": "optim_step", "metrics": _metrics(result.metrics)}
+            return {"type": "optim_step", "metrics": _metrics_to_json(result.metrics)}
         case results.SaveWeightsOutput():
             if result.kind == "weights":
                 return {"type": "save_weights", "path": result.path}
@@ -96,21 +96,21 @@ def as_json(result: results.Result) -> dict[str, object]:
                 "sampling_session_id": result.sampling_session_id,
             }
         case results.SampleOutput():
-            return _sample_json(result)
+            return _sample_to_json(result)
         case _:
             return {"type": codec.kind_of(result).removesuffix("_output"), **asdict(result)}
 
 
-def _sample_json(output: results.SampleOutput) -> dict[str, object]:
+def _sample_to_json(output: results.SampleOutput) -> dict[str, object]:
     sequences: list[dict[str, object]] = []
     for sequence in output.sequences:
         part: dict[str, object] = {
             "stop_reason": sequence.stop_reason,
             "tokens": sequence.tokens.tolist(),
-            "logprobs": _numbers(sequence.logprobs),
+            "logprobs": _numbers_to_json(sequence.logprobs),
         }
         if sequence.topk is not None:
-            part["topk_logprobs"] = _topk_json(sequence.topk)
+            part["topk_logprobs"] = _topk_to_json(sequence.topk)
         if (gap := sequence.trainer_gap) is not UNSET:
             part["trainer_gap"] = {"mean": gap.mean, "max": gap.largest, "num_tokens": gap.num_tokens}
         sequences.append(part)
@@ -121,61 +121,61 @@ def _sample_json(output: results.SampleOutput) -> dict[str, object]:
         "prompt_cache_hit_tokens": prompt.cache_hit_tokens,
     }
     if prompt.logprobs is not None:
-        response["prompt_logprobs"] = _known(prompt.logprobs)
+        response["prompt_logprobs"] = _logprobs_to_json(prompt.logprobs)
     if prompt.topk is not None:
-        response["topk_prompt_logprobs"] = _topk_json(prompt.topk)
+        response["topk_prompt_logprobs"] = _topk_to_json(prompt.topk)
     if prompt.targets is not None:
-        response["target_prompt_logprobs"] = _tensor_json(prompt.targets, output.target_cells)
+        response["target_prompt_logprobs"] = _tensor_to_json(prompt.targets, output.target_cells)
     if prompt.alt_tokens is not None:
         response["prompt_alt_tokens"] = {
-            "tokens": _tensor_json(prompt.alt_tokens.token_ids),
-            "logprobs": _tensor_json(prompt.alt_tokens.logprobs),
+            "tokens": _tensor_to_json(prompt.alt_tokens.token_ids),
+            "logprobs": _tensor_to_json(prompt.alt_tokens.logprobs),
         }
     return response
 
 
-def _topk(topk: results.TopK) -> wire_pb2.TopkLogprobs:
+def _encode_topk(topk: results.TopK) -> wire_pb2.TopkLogprobs:
     length, k = topk.token_ids.shape
     return wire_pb2.TopkLogprobs(
         token_ids=topk.token_ids.tobytes(), logprobs=topk.logprobs.tobytes(), k=k, length=length
     )
 
 
-def _topk_json(topk: results.TopK) -> list[list[tuple[int, float | str]] | None]:
+def _topk_to_json(topk: results.TopK) -> list[list[tuple[int, float | str]] | None]:
     rows: list[list[tuple[int, float | str]] | None] = []
     for token_ids, logprobs in zip(topk.token_ids.tolist(), topk.logprobs.tolist(), strict=True):
         known = (pair for pair in zip(token_ids, logprobs, strict=True) if pair[1] != _NOT_COMPUTED)
-        pairs = [(token_id, _number(logprob)) for token_id, logprob in known]
+        pairs = [(token_id, _number_to_json(logprob)) for token_id, logprob in known]
         rows.append(pairs or None)
     return rows
 
 
-def _tensor_json(array: NumberArray, cells: Cells | None = None) -> dict[str, object]:
+def _tensor_to_json(array: NumberArray, cells: Cells | None = None) -> dict[str, object]:
     values = array.reshape(-1) if cells is None else cells.of(array)
     dtype = "float32" if array.dtype.kind == "f" else "int64"
-    tensor: dict[str, object] = {"data": _numbers(values), "dtype": dtype, "shape": list(array.shape)}
+    tensor: dict[str, object] = {"data": _numbers_to_json(values), "dtype": dtype, "shape": list(array.shape)}
     if cells is not None:
         tensor |= {"sparse_crow_indices": cells.crow.tolist(), "sparse_col_indices": cells.columns.tolist()}
     return tensor
 
 
-def _numbers(array: NumberArray) -> list[float | str]:
+def _numbers_to_json(array: NumberArray) -> list[float | str]:
     values = cast(list[float | str], array.tolist())
     if array.dtype.kind == "f" and not np.isfinite(array).all():
-        return [_number(value) for value in cast(list[float], values)]
+        return [_number_to_json(value) for value in cast(list[float], values)]
     return values
 
 
-def _known(array: Float32Array) -> list[float | str | None]:
+def _logprobs_to_json(array: Float32Array) -> list[float | str | None]:
     """Convert logprobs to JSON, with null for NaN, which marks positions that were not computed."""
-    return [None if math.isnan(value) else _number(value) for value in cast(list[float], array.tolist())]
+    return [None if math.isnan(value) else _number_to_json(value) for value in cast(list[float], array.tolist())]
 
 
-def _metrics(metrics: results.Metrics) -> dict[str, float | str]:
-    return {name: _number(value) for name, value in metrics.items()}
+def _metrics_to_json(metrics: results.Metrics) -> dict[str, float | str]:
+    return {name: _number_to_json(value) for name, value in metrics.items()}
 
 
-def _number(value: float) -> float | str:
+def _number_to_json(value: float) -> float | str:
     """Return a number, or its name in protobuf's JSON mapping if JSON has no such number. Every SDK reads the names."""
     if math.isfinite(value):
         return value

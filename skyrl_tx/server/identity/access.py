@@ -17,7 +17,7 @@ from skyrl_tx.contract.ids import CheckpointPath, ModelId, SamplingSessionId, Se
 from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.server.errors import ApiError, bad_request, not_found
 from skyrl_tx.server.identity.authentication import Principal
-from skyrl_tx.server.submission.validation import shown
+from skyrl_tx.server.submission.validation import quote_value
 from skyrl_tx.store import checkpoints, models, projects, samplers, sessions
 from skyrl_tx.store.sessions import SessionRef
 from skyrl_tx.store.tables import CheckpointRow, ModelRow, ProjectRole, SamplingSessionRow
@@ -28,28 +28,28 @@ _SHARED_METADATA = frozenset({"renderer_name"})
 """Metadata that others see of a published checkpoint: clients need it to build prompts for the weights."""
 
 
-def session(tx: Session, caller: Principal, session_id: SessionId) -> SessionRef:
+def find_session(tx: Session, caller: Principal, session_id: SessionId) -> SessionRef:
     """Find a session of the caller, without its metadata."""
-    return _session(tx, caller, session_id, ())
+    return _find_session(tx, caller, session_id, ())
 
 
-def visible_session(tx: Session, caller: Principal, session_id: SessionId) -> SessionRef:
+def find_visible_session(tx: Session, caller: Principal, session_id: SessionId) -> SessionRef:
     """Find a session of the caller or of one of its projects, without its metadata."""
-    return _session(tx, caller, session_id, _MEMBERS)
+    return _find_session(tx, caller, session_id, _MEMBERS)
 
 
-def assignable_session(tx: Session, caller: Principal, session_id: SessionId) -> SessionRef:
+def find_assignable_session(tx: Session, caller: Principal, session_id: SessionId) -> SessionRef:
     """Find a session that the caller may move to another project: its own, or one of a project that it edits."""
-    return _session(tx, caller, session_id, _EDITORS)
+    return _find_session(tx, caller, session_id, _EDITORS)
 
 
-def _session(tx: Session, caller: Principal, session_id: SessionId, roles: Sequence[ProjectRole]) -> SessionRef:
+def _find_session(tx: Session, caller: Principal, session_id: SessionId, roles: Sequence[ProjectRole]) -> SessionRef:
     row = sessions.find(tx, session_id)
     may = row is not None and (
-        caller.acts_for(row.owner) or (roles and projects.role(tx, row.project_id, caller.owner) in roles)
+        caller.can_act_for(row.owner) or (roles and projects.get_role(tx, row.project_id, caller.owner) in roles)
     )
     if row is None or not may:
-        raise not_found(f"session {shown(session_id)} does not exist")
+        raise not_found(f"session {quote_value(session_id)} does not exist")
     return row
 
 
@@ -57,64 +57,64 @@ def check_assignment(tx: Session, caller: Principal, project_id: str | None) -> 
     """Raise ApiError 403 if a project has members, and the caller is none of its editors."""
     if project_id is None or caller.is_admin or not projects.has_members(tx, project_id):
         return
-    if projects.role(tx, project_id, caller.owner) != "editor":
+    if projects.get_role(tx, project_id, caller.owner) != "editor":
         raise ApiError(
             HTTPStatus.FORBIDDEN,
-            f"project_id {shown(project_id)}: the project has members, and {caller.owner} is none of its editors; "
+            f"project_id {quote_value(project_id)}: the project has members, and {caller.owner} is none of its editors; "
             "an admin can change that",
         )
 
 
-def open_session(tx: Session, caller: Principal, session_id: SessionId) -> SessionRef:
+def find_open_session(tx: Session, caller: Principal, session_id: SessionId) -> SessionRef:
     """Find a session that has not finished. Raises ApiError 400 if it has."""
-    row = session(tx, caller, session_id)
+    row = find_session(tx, caller, session_id)
     if row.finished_at is not None:
-        raise bad_request(f"session {shown(session_id)} has finished ({row.finish_reason})")
+        raise bad_request(f"session {quote_value(session_id)} has finished ({row.finish_reason})")
     return row
 
 
-def model(tx: Session, caller: Principal, model_id: ModelId) -> ModelRow:
+def find_model(tx: Session, caller: Principal, model_id: ModelId) -> ModelRow:
     """Find a model of the caller."""
     row = models.get(tx, model_id)
-    if row is None or not caller.acts_for(models.owner(tx, model_id)):
-        raise not_found(f"model {shown(model_id)} does not exist")
+    if row is None or not caller.can_act_for(models.get_owner(tx, model_id)):
+        raise not_found(f"model {quote_value(model_id)} does not exist")
     return row
 
 
-def sees_run(tx: Session, caller: Principal, model_id: ModelId) -> bool:
+def can_see_run(tx: Session, caller: Principal, model_id: ModelId) -> bool:
     """Return whether a run, with all its checkpoints, is one of the caller or of its projects."""
-    return _rights(tx, caller, model_id) is not None
+    return _find_role(tx, caller, model_id) is not None
 
 
-def edits_run(tx: Session, caller: Principal, model_id: ModelId) -> bool:
+def can_edit_run(tx: Session, caller: Principal, model_id: ModelId) -> bool:
     """Return whether the caller may change the checkpoints of a run: one of its own, or of a project that it edits."""
-    return _rights(tx, caller, model_id) == "editor"
+    return _find_role(tx, caller, model_id) == "editor"
 
 
-def _rights(tx: Session, caller: Principal, model_id: ModelId) -> ProjectRole | None:
+def _find_role(tx: Session, caller: Principal, model_id: ModelId) -> ProjectRole | None:
     """Return what the caller may do with the checkpoints of a run: those of an editor if it is one of its own."""
-    if caller.acts_for(models.owner(tx, model_id)):
+    if caller.can_act_for(models.get_owner(tx, model_id)):
         return "editor"
-    return projects.role_in_run(tx, model_id, caller.owner)
+    return projects.get_role_in_run(tx, model_id, caller.owner)
 
 
-def visible_run(tx: Session, caller: Principal, model_id: ModelId) -> ModelRow:
+def find_visible_run(tx: Session, caller: Principal, model_id: ModelId) -> ModelRow:
     """Find a run of the caller or of one of its projects."""
     row = models.get(tx, model_id)
-    if row is None or not sees_run(tx, caller, model_id):
-        raise not_found(f"model {shown(model_id)} does not exist")
+    if row is None or not can_see_run(tx, caller, model_id):
+        raise not_found(f"model {quote_value(model_id)} does not exist")
     return row
 
 
-def editable_run(tx: Session, caller: Principal, model_id: ModelId) -> ModelRow:
+def find_editable_run(tx: Session, caller: Principal, model_id: ModelId) -> ModelRow:
     """Find a run whose checkpoints the caller may change. Raises ApiError 403 for a viewer of its project."""
-    row, rights = models.get(tx, model_id), _rights(tx, caller, model_id)
+    row, rights = models.get(tx, model_id), _find_role(tx, caller, model_id)
     if row is None or rights is None:
-        raise not_found(f"model {shown(model_id)} does not exist")
+        raise not_found(f"model {quote_value(model_id)} does not exist")
     if rights != "editor":
         raise ApiError(
             HTTPStatus.FORBIDDEN,
-            f"model {shown(model_id)}: {caller.owner} is a viewer of its project; its owner and the project's editors "
+            f"model {quote_value(model_id)}: {caller.owner} is a viewer of its project; its owner and the project's editors "
             "change its checkpoints",
         )
     return row
@@ -130,41 +130,41 @@ class ReadableRun:
     is_visible: bool
 
 
-def readable_run(tx: Session, caller: Principal, model_id: ModelId, now: float) -> ReadableRun:
+def find_readable_run(tx: Session, caller: Principal, model_id: ModelId, now: float) -> ReadableRun:
     """Find a run with its checkpoints; of one that the caller does not see only the published checkpoints."""
     row = models.get(tx, model_id)
-    owner = models.owner(tx, model_id)
-    is_visible = sees_run(tx, caller, model_id)
-    saved = checkpoints.list_of_run(tx, model_id, now, only_public=not is_visible)
+    owner = models.get_owner(tx, model_id)
+    is_visible = can_see_run(tx, caller, model_id)
+    saved = checkpoints.list_by_run(tx, model_id, now, only_public=not is_visible)
     if row is None or owner is None or not (is_visible or saved):
-        raise not_found(f"model {shown(model_id)} does not exist")
+        raise not_found(f"model {quote_value(model_id)} does not exist")
     return ReadableRun(row, owner, saved, is_visible)
 
 
-def addressed_model(tx: Session, caller: Principal, model_id: ModelId) -> models.ModelRef:
+def find_model_ref(tx: Session, caller: Principal, model_id: ModelId) -> models.ModelRef:
     """Find the columns of a model that queueing a request needs."""
     found = models.find(tx, model_id)
-    if found is None or not caller.acts_for(found.owner):
-        raise not_found(f"model {shown(model_id)} does not exist")
+    if found is None or not caller.can_act_for(found.owner):
+        raise not_found(f"model {quote_value(model_id)} does not exist")
     return found
 
 
-def sampling_session(
+def find_sampling_session(
     tx: Session, caller: Principal, sampling_session_id: SamplingSessionId
 ) -> tuple[SamplingSessionRow, str]:
     """Find a sampling session and its owner."""
     row = samplers.get(tx, sampling_session_id)
     owning = None if row is None else sessions.find(tx, row.session_id)
     is_gone = row is not None and row.model_id is not None and models.is_deleted(tx, row.model_id)
-    if row is None or owning is None or is_gone or not caller.acts_for(owning.owner):
+    if row is None or owning is None or is_gone or not caller.can_act_for(owning.owner):
         raise not_found(
-            f"sampling session {shown(sampling_session_id)} does not exist, or was removed after a long time without "
+            f"sampling session {quote_value(sampling_session_id)} does not exist, or was removed after a long time without "
             "use; save weights to sample from with a name to keep them"
         )
     return row, owning.owner
 
 
-def saved_weights(
+def find_saved_weights(
     tx: Session, readers: Sequence[Principal], path: CheckpointPath, now: float
 ) -> tuple[CheckpointRow, ModelRow]:
     """Find a checkpoint that one of the readers may read, and the model that made it; see `Call.readers`.
@@ -173,28 +173,28 @@ def saved_weights(
     """
     row = checkpoints.get(tx, path, now)
     maker = models.get(tx, path.model_id)
-    may_read = row is not None and (row.public or any(sees_run(tx, reader, path.model_id) for reader in readers))
+    may_read = row is not None and (row.public or any(can_see_run(tx, reader, path.model_id) for reader in readers))
     if row is None or maker is None or not may_read:
-        raise UserError(f"path {shown(str(path))}: there is no such checkpoint")
+        raise UserError(f"path {quote_value(str(path))}: there is no such checkpoint")
     return row, maker
 
 
-def readable_checkpoint(tx: Session, caller: Principal, path: CheckpointPath) -> tuple[CheckpointRow, ModelRow]:
+def find_readable_checkpoint(tx: Session, caller: Principal, path: CheckpointPath) -> tuple[CheckpointRow, ModelRow]:
     """Find a checkpoint and the model that made it. Raises ApiError 404 if there is none that the caller may read."""
     try:
-        return saved_weights(tx, [caller], path, time.time())
+        return find_saved_weights(tx, [caller], path, time.time())
     except UserError as error:
         raise not_found(error.message) from error
 
 
-def metadata(row: ModelRow | CheckpointRow, is_visible: bool) -> dict[str, str] | None:
+def filter_metadata(row: ModelRow | CheckpointRow, is_visible: bool) -> dict[str, str] | None:
     """Return the client's metadata of a run or a checkpoint; who does not see the run gets what using it needs."""
     if row.user_metadata is None:
         return None
     return {name: value for name, value in row.user_metadata.items() if is_visible or name in _SHARED_METADATA}
 
 
-def spec_of(row: ModelRow) -> ModelSpec:
+def decode_spec(row: ModelRow) -> ModelSpec:
     """Decode the spec of a model."""
     spec = codec.decode(row.spec)
     assert isinstance(spec, ModelSpec)

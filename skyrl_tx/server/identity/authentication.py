@@ -66,7 +66,7 @@ class SigningKey:
     secret: bytes
 
     @classmethod
-    def of(cls, data_dir: Path) -> "SigningKey":
+    def from_data_dir(cls, data_dir: Path) -> "SigningKey":
         """Read the directory's key, or create it. Raises ValueError for a file of another length."""
         path = data_dir / _KEY_FILE
         if not path.exists():
@@ -121,7 +121,7 @@ class Principal:
         """Whether every route but those of admins alone is allowed; `scopes` lists those of other scopes."""
         return self.scope in FULL_SCOPES
 
-    def acts_for(self, owner: str | None) -> bool:
+    def can_act_for(self, owner: str | None) -> bool:
         """Whether the caller may do what that owner may. `owner` None: there is no such row."""
         return owner is not None and (self.is_admin or owner == self.owner)
 
@@ -150,24 +150,24 @@ class FailedKeys:
         self._forgiven_at: OrderedDict[str, float] = OrderedDict()
         """When the bucket of a network is full again."""
 
-    def wait_s(self, address: str) -> float:
+    def get_wait_s(self, address: str) -> float:
         """Return in how many seconds another failure is allowed; 0 if it is allowed now."""
         if not self._limit:
             return 0.0
         with self._lock:
-            left_s = self._forgiven_at.get(_network(address), 0.0) - self._clock()
+            left_s = self._forgiven_at.get(_get_network(address), 0.0) - self._clock()
         return max(0.0, left_s - (self._limit - 1) * _FORGIVE_S)
 
     def record(self, address: str) -> None:
         """Record a wrong key."""
-        network, now = _network(address), self._clock()
+        network, now = _get_network(address), self._clock()
         with self._lock:
             self._forgiven_at[network] = max(now, self._forgiven_at.pop(network, now)) + _FORGIVE_S
             if len(self._forgiven_at) > _MAX_NETWORKS:
                 self._forgiven_at.popitem(last=False)
 
 
-def _network(address: str) -> str:
+def _get_network(address: str) -> str:
     """Return an IPv4 address, or the network of an IPv6 address."""
     try:
         parsed = ipaddress.ip_address(address)
@@ -192,10 +192,10 @@ class Authenticator:
     def requires_key(self) -> bool:
         """Whether every caller needs a key. Reads the database on loopback until the first key exists."""
         if not self._requires_key and not self._settings.no_auth:
-            self._requires_key = self._store.read(keys.any_made)  # never false again
+            self._requires_key = self._store.read(keys.has_any)  # never false again
         return self._requires_key
 
-    def cached(self, credential: str) -> Principal | None:
+    def get_cached(self, credential: str) -> Principal | None:
         """Return the principal that `authenticate` found within the last second, without a query."""
         if self._settings.no_auth:
             return LOCAL_ADMIN
@@ -208,9 +208,9 @@ class Authenticator:
         Raises 429 for one that was never issued, if too many such came from the client's address. Valid ones are
         accepted from there all the same: users may share an address.
         """
-        if (cached := self.cached(credential)) is not None:
+        if (cached := self.get_cached(credential)) is not None:
             return cached
-        if (wait_s := self._failed.wait_s(address)) and not self._was_issued(credential):
+        if (wait_s := self._failed.get_wait_s(address)) and not self._is_issued(credential):
             raise ApiError(
                 HTTPStatus.TOO_MANY_REQUESTS,
                 "X-API-Key: too many wrong keys came from this address",
@@ -219,7 +219,7 @@ class Authenticator:
             )
         valid_until = time.monotonic() + _CACHE_S  # counted from before the query, and never prolonged without one
         try:
-            principal = self._store.read(lambda tx: self.find(tx, credential))
+            principal = self._store.read(lambda tx: self.find_principal(tx, credential))
         except StoreUnreachable:
             # A known caller gets the endpoint's own error for a database that is down; others get nothing.
             known, _ = self._cache.get(credential, (None, 0.0))
@@ -227,7 +227,7 @@ class Authenticator:
                 raise
             return known
         except ApiError:
-            if credential and not self._was_issued(credential):
+            if credential and not self._is_issued(credential):
                 self._failed.record(address)
             raise
         if len(self._cache) >= _MAX_CACHED:
@@ -235,19 +235,19 @@ class Authenticator:
         self._cache[credential] = principal, valid_until
         return principal
 
-    def _was_issued(self, credential: str) -> bool:
+    def _is_issued(self, credential: str) -> bool:
         """Return whether this server ever issued a credential. Costs at most one query a second in all."""
         if not credential.startswith("tml-"):
             try:
-                self._claims(credential, verify_exp=False)
+                self._read_claims(credential, verify_exp=False)
             except jwt.PyJWTError:
                 return False
             return True
         digests, read_at = self._issued
         if read_at < time.monotonic() - _CACHE_S:
-            digests = self._store.read(keys.issued_digests)
+            digests = self._store.read(keys.list_digests)
             self._issued = digests, time.monotonic()
-        return keys.digest(credential) in digests
+        return keys.hash_key(credential) in digests
 
     def clear_cache(self) -> None:
         """Query the database for every credential again."""
@@ -266,45 +266,45 @@ class Authenticator:
         }
         return jwt.encode(claims, self._secret, algorithm=_ALGORITHM)  # pyright: ignore[reportUnknownMemberType]
 
-    def find(self, tx: Session, credential: str) -> Principal:
+    def find_principal(self, tx: Session, credential: str) -> Principal:
         """Look up the principal of a credential. Raises ApiError 401 if it is invalid."""
         if self._is_disabled(tx):
             return LOCAL_ADMIN
         if not credential:
-            raise _unauthorized(
+            raise _make_unauthorized_error(
                 "X-API-Key: missing; this server asks for a key, made with `skyrl-tx keys create`",
                 reason="missing_key",
             )
         if credential.startswith("tml-"):
             row = keys.find(tx, credential)
             if row is None:
-                raise _unauthorized("X-API-Key: unknown or revoked key")
+                raise _make_unauthorized_error("X-API-Key: unknown or revoked key")
         else:
-            row = keys.get(tx, self._key_id(credential))
+            row = keys.get(tx, self._read_key_id(credential))
             if row is None:
-                raise _unauthorized(
+                raise _make_unauthorized_error(
                     "X-API-Key: the key of this token has been revoked", is_token=True, reason="ended_key"
                 )
-        return self._usable(row, is_token=not credential.startswith("tml-"))
+        return self._use_key(row, is_token=not credential.startswith("tml-"))
 
-    def find_key(self, tx: Session, key_id: int | None) -> Principal | None:
+    def find_key_principal(self, tx: Session, key_id: int | None) -> Principal | None:
         """Look up the principal of a key by its number, None while authentication is disabled; None if it has ended."""
         if key_id is None:
             return LOCAL_ADMIN if self._is_disabled(tx) else None
         row = keys.get(tx, key_id)
-        if row is None or keys.status(row, time.time()) != "valid":
+        if row is None or keys.get_status(row, time.time()) != "valid":
             return None
         return Principal(row.owner, row.scope, row.key_id)
 
     def _is_disabled(self, tx: Session) -> bool:
-        return self._settings.no_auth or (self._is_loopback and not keys.any_made(tx))
+        return self._settings.no_auth or (self._is_loopback and not keys.has_any(tx))
 
-    def _usable(self, row: ApiKeyRow, *, is_token: bool) -> Principal:
+    def _use_key(self, row: ApiKeyRow, *, is_token: bool) -> Principal:
         """Return the principal of a key that has not expired, and record its use. Raises ApiError 401 otherwise."""
         now = time.time()
-        if row.expires_at is not None and keys.status(row, now) == "expired":
+        if row.expires_at is not None and keys.get_status(row, now) == "expired":
             at = datetime.fromtimestamp(row.expires_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-            raise _unauthorized(
+            raise _make_unauthorized_error(
                 f"X-API-Key: this key expired at {at}; ask for a new one", is_token=is_token, reason="ended_key"
             )
         assert row.key_id is not None
@@ -314,19 +314,21 @@ class Authenticator:
             )
         return Principal(row.owner, row.scope, row.key_id)
 
-    def _key_id(self, token: str) -> int:
+    def _read_key_id(self, token: str) -> int:
         """Return the key id in a token. Raises ApiError 401 for an invalid token."""
         try:
-            key_id = self._claims(token).get("key_id")
+            key_id = self._read_claims(token).get("key_id")
         except jwt.PyJWTError as error:
-            raise _unauthorized(
+            raise _make_unauthorized_error(
                 f"X-API-Key: neither a key nor a token of this server ({error})", is_token=True
             ) from error
         if not isinstance(key_id, int):
-            raise _unauthorized("X-API-Key: this token was issued while authentication was disabled", is_token=True)
+            raise _make_unauthorized_error(
+                "X-API-Key: this token was issued while authentication was disabled", is_token=True
+            )
         return key_id
 
-    def _claims(self, token: str, *, verify_exp: bool = True) -> dict[str, object]:
+    def _read_claims(self, token: str, *, verify_exp: bool = True) -> dict[str, object]:
         """Return the claims of a token that this server signed. Raises jwt.PyJWTError otherwise."""
         return jwt.decode(  # pyright: ignore[reportUnknownMemberType]
             token, self._secret, algorithms=[_ALGORITHM], options={"verify_exp": verify_exp}
@@ -338,7 +340,7 @@ def _log_failure(written: Future[None]) -> None:
         _log.warning("the use of an API key was not recorded: %s", error)
 
 
-def _unauthorized(detail: str, *, is_token: bool = False, reason: Refusal = "wrong_key") -> ApiError:
+def _make_unauthorized_error(detail: str, *, is_token: bool = False, reason: Refusal = "wrong_key") -> ApiError:
     """Return a 401. `invalid_token` makes the SDK fetch a new token (RFC 6750, section 3)."""
     challenge = 'Bearer error="invalid_token"' if is_token else "Bearer"
     return ApiError(HTTPStatus.UNAUTHORIZED, detail, headers={"WWW-Authenticate": challenge}, reason=reason)
@@ -347,14 +349,14 @@ def _unauthorized(detail: str, *, is_token: bool = False, reason: Refusal = "wro
 async def authenticate_request(request: Request) -> Principal:
     """Authenticate the caller of a request. Raises ApiError 401, 429 or, if its key's scope is too narrow, 403."""
     return await authenticate_credential(
-        request, request.headers.get("x-api-key") or _bearer(request.headers.get("authorization", ""))
+        request, request.headers.get("x-api-key") or _read_bearer_token(request.headers.get("authorization", ""))
     )
 
 
 async def authenticate_credential(request: Request, credential: str) -> Principal:
     """Authenticate a caller by a credential of its request. Raises as `authenticate_request` does."""
     authenticator = cast(Authenticator, request.app.state.authenticator)
-    principal = authenticator.cached(credential)
+    principal = authenticator.get_cached(credential)
     if principal is None:
         address = "" if request.client is None else request.client.host
         principal = await run_in_threadpool(authenticator.authenticate, credential, address)
@@ -364,7 +366,7 @@ async def authenticate_credential(request: Request, credential: str) -> Principa
     return principal
 
 
-def _bearer(authorization: str) -> str:
+def _read_bearer_token(authorization: str) -> str:
     """Return the credential of an Authorization header, as clients of OpenAI's API send it; "" if there is none."""
     scheme, _, credential = authorization.partition(" ")
     return credential.strip() if scheme.lower() == "bearer" else ""

@@ -18,7 +18,7 @@ from skyrl_tx.store.tables import SamplingSessionRow
 _HEARTBEAT_EVERY_S = 20.0
 
 
-def sampling_session(
+def find_or_create_sampling_session(
     store: Store, caller: Principal, kind: str, base_model: str, path: CheckpointPath | None
 ) -> SamplingSessionRow:
     """Find or create the caller's sampling session of a kind, for the base model or the checkpoint that a path names.
@@ -28,8 +28,8 @@ def sampling_session(
     path_text = None if path is None else str(path)
 
     def find(tx: Session) -> tuple[SessionId | None, SamplerId | None, SamplingSessionRow | None]:
-        session_id = sessions.unfinished(tx, caller.owner, kind)
-        sampler = sampler_id(tx, caller, path)
+        session_id = sessions.find_unfinished(tx, caller.owner, kind)
+        sampler = find_sampler_id(tx, caller, path)
         if session_id is None:
             return None, sampler, None
         return session_id, sampler, samplers.find(tx, session_id, path_text, sampler)
@@ -45,32 +45,32 @@ def sampling_session(
         session_id, sampler, row = find(tx)
         if session_id is None:
             session_id = sessions.create(tx, owner=caller.owner, display_name=kind, now=now)
-        sessions.heartbeat(tx, session_id, now)  # no client sends heartbeats for it
+        sessions.record_heartbeat(tx, session_id, now)  # no client sends heartbeats for it
         if row is not None:
             return row
-        name = _unused_name(tx, session_id)
-        return new_row(tx, caller, session_id, name, base_model, path_text, sampler)
+        name = _choose_free_name(tx, session_id)
+        return insert_sampling_session(tx, caller, session_id, name, base_model, path_text, sampler)
 
     return store.read(look) or store.write(create)
 
 
-def _unused_name(tx: Session, session_id: SessionId) -> SamplingSessionId:
+def _choose_free_name(tx: Session, session_id: SessionId) -> SamplingSessionId:
     """Return the first free name after the number of sampling sessions, of which old ones may be gone."""
-    number = len(samplers.ids_of_session(tx, session_id))
+    number = len(samplers.list_ids_by_session(tx, session_id))
     while samplers.get(tx, name := sampling_session_id_of(session_id, number)) is not None:
         number += 1
     return name
 
 
-def sampler_id(tx: Session, caller: Principal, path: CheckpointPath | None) -> SamplerId | None:
+def find_sampler_id(tx: Session, caller: Principal, path: CheckpointPath | None) -> SamplerId | None:
     """Return the weights that a path names now; None for the base model. Raises ApiError 404 if there are none."""
     if path is None:
         return None
-    checkpoint, _ = access.readable_checkpoint(tx, caller, path)
+    checkpoint, _ = access.find_readable_checkpoint(tx, caller, path)
     return SamplerId(checkpoint.artifact_id)
 
 
-def new_row(
+def insert_sampling_session(
     tx: Session,
     caller: Principal,
     session_id: SessionId,

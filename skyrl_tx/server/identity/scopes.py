@@ -82,7 +82,7 @@ _ADMITTED: Mapping[str, frozenset[KeyScope]] = {
 }
 
 
-def scopes_of(route: str) -> frozenset[KeyScope]:
+def get_scopes(route: str) -> frozenset[KeyScope]:
     """Return the scopes that a route admits, for example of "GET training_runs/{run_id}"."""
     return _ADMIN if route in ADMIN_ONLY.values() else FULL_SCOPES | _ADMITTED.get(route, frozenset())
 
@@ -94,7 +94,7 @@ def check_scope(scope: KeyScope, request: Request) -> None:
     prefix = next((each for each in _OTHER_PREFIXES if request.scope["path"].startswith(f"/{each}/")), "")
     rest = path.removeprefix(API_PREFIX).lstrip("/").removeprefix(prefix).lstrip("/")  # some FastAPI releases omit it
     name = f"{request.method} {prefix}/{rest}" if prefix else f"{request.method} {rest}"
-    admitted = scopes_of(name)
+    admitted = get_scopes(name)
     if scope not in admitted:
         raise ApiError(
             HTTPStatus.FORBIDDEN,

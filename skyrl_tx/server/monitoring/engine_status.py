@@ -16,8 +16,8 @@ from skyrl_tx.server.errors import ApiError
 from skyrl_tx.store import engine_state
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.engine_state import REQUEST_BYTES, SampleLoad
-from skyrl_tx.store.futures import Submitted
-from skyrl_tx.store.pauses import Pause, pauses_of
+from skyrl_tx.store.futures import SubmittedRequest
+from skyrl_tx.store.pauses import Pause, collect_pauses
 from skyrl_tx.store.tables import EngineStateRow
 
 _HEALTH_MAX_AGE_S = 0.5
@@ -58,13 +58,13 @@ class EngineHealth:
         self._cached = EngineReport()
         self._lock = asyncio.Lock()
 
-    def report(self) -> EngineReport:
+    def read_report(self) -> EngineReport:
         """Read the engine's health."""
-        rows, now = self._store.read(lambda tx: (engine_state.all_engines(tx), engine_state.shared_time(tx)))
-        state = engine_state.main_engine(rows)
+        rows, now = self._store.read(lambda tx: (engine_state.list_engines(tx), engine_state.get_shared_time(tx)))
+        state = engine_state.choose_main_engine(rows)
         if state is None:
             return EngineReport(problem="the engine has not started yet")
-        problem, activity = self._problem(state, now), None
+        problem, activity = self._find_problem(state, now), None
         if state.activity_since is not None and (age_s := state.updated_at - state.activity_since) > self._silence_s:
             activity = f"the engine has been busy for {age_s:.0f} s: {state.activity}"
         if problem is not None and activity is not None:
@@ -72,12 +72,12 @@ class EngineHealth:
         return EngineReport(
             problem=problem,
             activity=activity,
-            outage=None if problem else engine_state.outage_of(rows),
-            progress=None if problem else engine_state.progress_of(rows),
-            pauses=pauses_of(*rows),
+            outage=None if problem else engine_state.get_outage(rows),
+            progress=None if problem else engine_state.get_progress(rows),
+            pauses=collect_pauses(*rows),
         )
 
-    def _problem(self, state: EngineStateRow, now: float) -> str | None:
+    def _find_problem(self, state: EngineStateRow, now: float) -> str | None:
         silence_s = now - state.updated_at
         if silence_s > self._silence_s:
             silence = f"the engine has published no status for {silence_s:.0f} s"
@@ -86,17 +86,17 @@ class EngineHealth:
             return f"the engine is {state.status}" + (f": {state.detail}" if state.detail else "")
         return f"the engine waits: {state.detail}" if state.detail else None
 
-    async def recent_report(self) -> EngineReport:
+    async def get_recent_report(self) -> EngineReport:
         """Return a report that is at most half a second old. Called on one event loop."""
         async with self._lock:
             if time.monotonic() - self._checked_at >= _HEALTH_MAX_AGE_S:
-                self._cached = await run_in_threadpool(self.report)
+                self._cached = await run_in_threadpool(self.read_report)
                 self._checked_at = time.monotonic()
             return self._cached
 
-    async def report_within(self, timeout_s: float) -> EngineReport:
+    async def get_report_within(self, timeout_s: float) -> EngineReport:
         """Return a recent report, or the last one if the database does not respond in time. Raises nothing."""
-        reading = asyncio.create_task(self.recent_report())
+        reading = asyncio.create_task(self.get_recent_report())
         reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # no one may wait for its error
         await asyncio.wait({reading}, timeout=timeout_s)
         is_read = reading.done() and not reading.cancelled() and reading.exception() is None
@@ -126,7 +126,7 @@ class AdmissionControl:
         self._num_bytes: Counter[str] = Counter()
 
     @contextmanager
-    def reserved(self, owner: str, num_bytes: int) -> Generator[None]:
+    def reserve(self, owner: str, num_bytes: int) -> Generator[None]:
         """Count a sample of this size while it is submitted, so that samples which arrive together pass no check twice.
 
         Raises ApiError 429 if it exceeds the limit and its owner's share now. A sample that exceeds the limit by itself
@@ -156,22 +156,22 @@ class AdmissionControl:
             detail = f"queued samples take {queued} of {load.max_bytes} bytes, {own} of them yours: send this one later"
             raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, detail, headers=_HEADERS, reason="queue_full")
 
-    def engine_for(self, sampling_session_id: str) -> int:
+    def choose_engine(self, sampling_session_id: str) -> int:
         """Choose the engine for a sample of a session."""
         with self._lock:
             engines = self._engines
             if len(engines) < 2:
                 return engines[0] if engines else 1
-            loads = {number: self._num_requests(number) for number in engines}
+            loads = {number: self._count_requests(number) for number in engines}
         preferred = max(engines, key=lambda number: crc32(f"{sampling_session_id}/{number}".encode()))
         least = min(engines, key=lambda number: (loads[number], number))
         return preferred if loads[preferred] - loads[least] <= _AFFINITY else least
 
-    def _num_requests(self, number: int) -> int:
+    def _count_requests(self, number: int) -> int:
         load = self._loads.get(number)
         return (0 if load is None else load.num_requests) + len(self._submitted.get(number, ()))
 
-    def record(self, owner: str, submitted: Submitted, num_bytes: int) -> None:
+    def record(self, owner: str, submitted: SubmittedRequest, num_bytes: int) -> None:
         """Count a submitted sample until the published load of its engine includes it; a duplicate is not counted."""
         if submitted.position is None:
             return
@@ -186,14 +186,14 @@ class AdmissionControl:
         if now - self._read_at < _LOAD_MAX_AGE_S:
             return
         self._read_at = now
-        rows = self._store.read(engine_state.all_engines)
+        rows = self._store.read(engine_state.list_engines)
         newest = max((row.updated_at for row in rows), default=0.0)
         running = [row for row in rows if engine_state.is_running(row, newest)]
         ready = [row.number for row in running if engine_state.is_ready(row, newest)]
-        loads = {row.number: load for row in running if (load := engine_state.sample_load(row)) is not None}
+        loads = {row.number: load for row in running if (load := engine_state.read_sample_load(row)) is not None}
         with self._lock:
             self._engines = ready or [row.number for row in running]
-            self._loads, self._load = loads, _sum_of(list(loads.values()))
+            self._loads, self._load = loads, _sum_loads(list(loads.values()))
             present = {row.number for row in running}
             for number, submitted in self._submitted.items():
                 counted = 0 if number not in loads else loads[number].position
@@ -204,7 +204,7 @@ class AdmissionControl:
             self._num_bytes = +self._num_bytes  # without the owners that have nothing left
 
 
-def _sum_of(loads: Sequence[SampleLoad]) -> SampleLoad | None:
+def _sum_loads(loads: Sequence[SampleLoad]) -> SampleLoad | None:
     if len(loads) < 2:
         return loads[0] if loads else None
     by_owner = Counter[str]()

@@ -1,6 +1,6 @@
 """The metrics of one API process. A request touches counters and `HttpGroup` alone, each in about a microsecond.
 
-The gauges are set by `ServerSampler`, so that a scrape reads neither the database nor the disk.
+The gauges are set by `ServerMonitor`, so that a scrape reads neither the database nor the disk.
 """
 
 from collections.abc import Callable, Mapping
@@ -60,7 +60,7 @@ class HttpGroups:
         self._by_first_part = {part: groups[name] for part, name in _FIRST_PARTS.items()}
         self._other = groups["other"]
 
-    def of_other(self, path: str) -> HttpGroup:
+    def get_by_first_part(self, path: str) -> HttpGroup:
         """Return the group of a path that is not in `known`."""
         return self._by_first_part.get(path[1:].partition("/")[0], self._other)
 
@@ -71,7 +71,7 @@ class ApiMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        counter, gauge, histogram = self._counter, self._gauge, self._histogram
+        counter, gauge, histogram = self._make_counter, self._make_gauge, self._make_histogram
         http_requests = counter("http_requests", "HTTP responses, by group of routes and status.", "group", "code")
         http_seconds = histogram(
             "http_request_duration_seconds", "From head to end of the response.", _SECONDS, "group"
@@ -88,7 +88,7 @@ class ApiMetrics:
             self._auth_failures.labels(reason)
         for reason in ("queue_full", "bodies_full", "quota"):
             self._backpressure.labels(reason)
-        # Set by ServerSampler
+        # Set by ServerMonitor
         self.oldest_request_s = gauge(
             "oldest_request_seconds", "Age of the oldest request without a result that waits for no quota."
         )
@@ -101,18 +101,18 @@ class ApiMetrics:
         self._build = Info("build", "The release.", namespace="skyrl_tx", registry=self.registry)
         self._build.info({"version": __version__})
 
-    def refused(self, reason: Refusal | None) -> None:
+    def count_refusal(self, reason: Refusal | None) -> None:
         """Count a call that was refused for a reason that people watch."""
         if reason in _AUTH_REASONS:
             self._auth_failures.labels(reason).inc()
         elif reason is not None:
             self._backpressure.labels(reason).inc()
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+    def _make_counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, namespace="skyrl_tx", registry=self.registry)
 
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+    def _make_gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(name, text, labels, namespace="skyrl_tx", registry=self.registry)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+    def _make_histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(name, text, labels, namespace="skyrl_tx", registry=self.registry, buckets=buckets)

@@ -18,7 +18,7 @@ from skyrl_tx.store import engine_state, server_points, totals
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.dialect import DATABASE_NAME
 from skyrl_tx.store.errors import StoreError
-from skyrl_tx.store.pauses import pauses_of
+from skyrl_tx.store.pauses import collect_pauses
 from skyrl_tx.store.tables import EngineStateRow
 from skyrl_tx.store.totals import StoreTotals
 
@@ -36,7 +36,7 @@ _RATES: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class EngineWord:
+class EngineReading:
     """The engine's published state, and what it counted since its start."""
 
     boot_id: str
@@ -44,12 +44,12 @@ class EngineWord:
     meters: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @classmethod
-    def of(cls, row: EngineStateRow | None) -> "EngineWord | None":
+    def from_row(cls, row: EngineStateRow | None) -> "EngineReading | None":
         """Return the word of a row; None while the engine has published no meters."""
         return None if row is None or row.meters is None else cls(row.boot_id, row.updated_at, row.meters)
 
 
-def rates(before: EngineWord | None, after: EngineWord | None) -> dict[str, float]:
+def compute_rates(before: EngineReading | None, after: EngineReading | None) -> dict[str, float]:
     """Return what the engine did a second, and its share of time for each work, between two words of one engine."""
     if before is None or after is None or before.boot_id != after.boot_id or after.at <= before.at:
         return {}
@@ -64,7 +64,7 @@ def rates(before: EngineWord | None, after: EngineWord | None) -> dict[str, floa
     return found
 
 
-def sums(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def combine_engines(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the numbers of several engines as those of one server.
 
     Shares of time are means, memory is that of the fullest device, and the requests since a snapshot the most.
@@ -83,7 +83,7 @@ def sums(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
     }
 
 
-def gauges(word: EngineWord | None) -> dict[str, float]:
+def read_gauges(word: EngineReading | None) -> dict[str, float]:
     """Return the engine's queues, places, slots, caches and memory."""
     if word is None:
         return {}
@@ -101,7 +101,7 @@ def gauges(word: EngineWord | None) -> dict[str, float]:
     return found | {name: backend[name] for name in slots if name in backend}
 
 
-class ServerSampler:
+class ServerMonitor:
     """A thread that samples at times which are multiples of ten seconds, and once at its start.
 
     Several API processes sample at the same times, and the first one writes the row. Rates come from what the engine
@@ -113,7 +113,7 @@ class ServerSampler:
         self._store = store
         self._metrics = metrics
         self._results = results
-        self._before: dict[int, EngineWord] = {}
+        self._before: dict[int, EngineReading] = {}
         self._boot_ids: dict[int, str] = {}
         self._ended = threading.Event()
         self._thread = ServiceThread("server-sampler", self._repeat)
@@ -129,27 +129,27 @@ class ServerSampler:
             self._thread.join()
 
     def _repeat(self) -> None:
-        self._try(None)
+        self._try_collect(None)
         while True:
             next_at = (int(time.time()) // server_points.PERIOD_S + 1) * server_points.PERIOD_S
             if self._ended.wait(max(next_at - time.time(), 0.0)):
                 return
-            self._try(next_at)
+            self._try_collect(next_at)
 
-    def _try(self, at: int | None) -> None:
+    def _try_collect(self, at: int | None) -> None:
         try:
-            values = self.sample(time.time())
+            values = self.collect(time.time())
             if at is not None:
                 self._store.write(lambda tx: _write(tx, at, values))
         except (StoreError, OSError) as error:  # people see a gap; other parts report the cause
             _log.debug("the state of the server was not sampled: %s", error)
 
-    def sample(self, now: float) -> dict[str, float]:
+    def collect(self, now: float) -> dict[str, float]:
         """Read the state of the server and set the gauges; return the values of a row."""
 
         def look(tx: Session) -> tuple[list[EngineStateRow], float, StoreTotals]:
-            rows = engine_state.all_engines(tx)
-            return rows, engine_state.shared_time(tx), totals.read(tx, now, pauses_of(*rows))
+            rows = engine_state.list_engines(tx)
+            return rows, engine_state.get_shared_time(tx), totals.read_totals(tx, now, collect_pauses(*rows))
 
         rows, shared_now, found = self._store.read(look)
         metrics = self._metrics
@@ -162,7 +162,7 @@ class ServerSampler:
         metrics.sessions_active.set(found.num_active_sessions)
         metrics.disk_free.set(disk_free)
         self._set_store_sizes()
-        published = {row.number: word for row in ready if (word := EngineWord.of(row)) is not None}
+        published = {row.number: word for row in ready if (word := EngineReading.from_row(row)) is not None}
         values = {
             "engine_ready": float(bool(ready)),
             "requests_open": found.num_open,
@@ -170,8 +170,8 @@ class ServerSampler:
             "sessions_active": found.num_active_sessions,
             "polls_waiting": self._results.num_waiting,
             "disk_free_bytes": disk_free,
-            **sums([gauges(word) for word in published.values()]),
-            **sums([rates(self._before.get(number), word) for number, word in published.items()]),
+            **combine_engines([read_gauges(word) for word in published.values()]),
+            **combine_engines([compute_rates(self._before.get(number), word) for number, word in published.items()]),
         }
         self._before = published
         return values

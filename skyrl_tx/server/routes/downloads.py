@@ -20,11 +20,11 @@ from sqlmodel import Session
 
 from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing, ArtifactsUnreachable
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath
-from skyrl_tx.server.context import ApiContext, Call, Incoming, base_url, get_context
+from skyrl_tx.server.context import ApiCall, ApiContext, Incoming, get_base_url, get_context
 from skyrl_tx.server.errors import ApiError, bad_request, not_found
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import Principal
-from skyrl_tx.server.schemas.base import utc_time
+from skyrl_tx.server.schemas.base import to_utc_time
 from skyrl_tx.server.schemas.weights import ExternalWeightsUrlsResponse
 from skyrl_tx.store import audit, checkpoints
 from skyrl_tx.store.tables import CheckpointRow
@@ -45,38 +45,38 @@ _COMPLETE = "checkpoint_complete"
 
 
 @router.get("/training_runs/{run_id}/checkpoints/{kind}/{name}/external_weights_urls")
-def external_weights_urls(
+def get_external_weights_urls(
     run_id: str, kind: str, name: str, call: Incoming, request: Request
 ) -> ExternalWeightsUrlsResponse:
     """Return a signed URL for each file of external weights."""
-    row = _readable(call, run_id, kind, name)
+    row = _find_readable(call, run_id, kind, name)
     if row.kind != CheckpointKind.EXTERNAL:
         raise bad_request(
             f"checkpoint {row.path} has no external weights; make some with save_weights_external, "
             "after create_training_client_from_state for a training checkpoint"
         )
     expires = int(time.time() + call.settings.download_url_ttl_s)
-    with _refusals(row):
+    with _translate_errors(row):
         artifacts = call.context.artifacts
         is_here = not artifacts.is_remote
-        files = (artifacts.verified(row.artifact_id) if is_here else artifacts.describe(row.artifact_id)).files
-    urls = {file: _url(call.context, call.caller, request, row, "file", file, expires) for file in files}
-    return ExternalWeightsUrlsResponse(urls=urls, expires=utc_time(expires))
+        files = (artifacts.open_verified(row.artifact_id) if is_here else artifacts.describe(row.artifact_id)).files
+    urls = {file: _make_url(call.context, call.caller, request, row, "file", file, expires) for file in files}
+    return ExternalWeightsUrlsResponse(urls=urls, expires=to_utc_time(expires))
 
 
 @router.get("/training_runs/{run_id}/checkpoints/{kind}/{name}/archive")
-def archive(run_id: str, kind: str, name: str, call: Incoming, request: Request) -> Response:
+def redirect_to_archive(run_id: str, kind: str, name: str, call: Incoming, request: Request) -> Response:
     """Redirect to a tar of a checkpoint's weights (SDK up to 0.35)."""
-    row = _readable(call, run_id, kind, name)
+    row = _find_readable(call, run_id, kind, name)
     expires = int(time.time() + call.settings.download_url_ttl_s)
-    url = archive_url(call.context, call.caller, request, row, expires)
-    headers = {"location": url, "expires": format_datetime(utc_time(expires), usegmt=True)}
+    url = make_archive_url(call.context, call.caller, request, row, expires)
+    headers = {"location": url, "expires": format_datetime(to_utc_time(expires), usegmt=True)}
     return Response(status_code=HTTPStatus.FOUND, headers=headers)
 
 
 @router.head(_FILE_PATH, include_in_schema=False)
 @router.get(_FILE_PATH)
-def fetch(
+def fetch_download(
     run_id: str,
     kind: str,
     name: str,
@@ -95,12 +95,12 @@ def fetch(
     path = CheckpointPath.of_parts(run_id, kind, name)
 
     def find(tx: Session) -> tuple[CheckpointRow | None, Principal | None, bool]:
-        row, asker = checkpoints.get(tx, path, time.time()), context.authenticator.find_key(tx, key)
-        may_read = asker is not None and access.sees_run(tx, asker, path.model_id)
+        row, asker = checkpoints.get(tx, path, time.time()), context.authenticator.find_key_principal(tx, key)
+        may_read = asker is not None and access.can_see_run(tx, asker, path.model_id)
         return row, asker, row is not None and asker is not None and (row.public or may_read)
 
     row, asker, may_read = context.store.read(find)
-    if row is None or not context.signing_key.verify(signature, *_signed(row, form, file, expires, key)):
+    if row is None or not context.signing_key.verify(signature, *_list_signed_parts(row, form, file, expires, key)):
         raise ApiError(HTTPStatus.FORBIDDEN, "this URL was not signed by this server, or its checkpoint is gone")
     if expires < time.time():
         raise ApiError(HTTPStatus.FORBIDDEN, "this URL has expired; ask for a new one")
@@ -118,7 +118,7 @@ def _send(
     context: ApiContext, row: CheckpointRow, form: Form, file: str, request: Request, held: ExitStack
 ) -> Response:
     """Send a file or an archive; all files are open when this returns, so `held` may be closed then."""
-    artifact = _artifact(context, row, held)
+    artifact = _open_artifact(context, row, held)
     names = [name for name in artifact.files if row.kind == CheckpointKind.EXTERNAL or name in _ADAPTER_FILES]
     try:
         if form == "file":
@@ -126,11 +126,11 @@ def _send(
         else:
             found = open_tar(artifact.path, names, [_COMPLETE], file, artifact.artifact_id)
     except FileNotFoundError as error:  # deleted since the row was read
-        raise _gone(row) from error
+        raise _make_gone_error(row) from error
     return send_download(found, request)
 
 
-def _readable(call: Call, run_id: str, kind: str, name: str) -> CheckpointRow:
+def _find_readable(call: ApiCall, run_id: str, kind: str, name: str) -> CheckpointRow:
     """Find a checkpoint that the caller may read, and record the read.
 
     Raises UserError or ApiError 404 if there is none.
@@ -138,7 +138,7 @@ def _readable(call: Call, run_id: str, kind: str, name: str) -> CheckpointRow:
     path = CheckpointPath.of_parts(run_id, kind, name)
 
     def work(tx: Session) -> CheckpointRow:
-        row, _ = access.readable_checkpoint(tx, call.caller, path)
+        row, _ = access.find_readable_checkpoint(tx, call.caller, path)
         audit.record(tx, "checkpoint_read", call.caller.actor, time.time(), path=path, purpose="download")
         return row
 
@@ -150,23 +150,23 @@ def _redirect(context: ApiContext, row: CheckpointRow, file: str, request: Reque
     if not context.settings.redirect_downloads:
         return None
     method = "HEAD" if request.method == "HEAD" else "GET"
-    with _refusals(row):
-        url = context.artifacts.url(row.artifact_id, file, _REDIRECT_TTL_S, method)
+    with _translate_errors(row):
+        url = context.artifacts.sign_url(row.artifact_id, file, _REDIRECT_TTL_S, method)
     if url is None:
         return None
     headers = {"location": url, "cache-control": "no-store"}
     return Response(status_code=HTTPStatus.TEMPORARY_REDIRECT, headers=headers)
 
 
-def _artifact(context: ApiContext, row: CheckpointRow, held: ExitStack) -> Artifact:
-    """Return the verified files of a checkpoint, which stay until `held` is closed. Raises like `_refusals`."""
-    with _refusals(row):
-        held.enter_context(context.artifacts.held(row.artifact_id))
-        return context.artifacts.verified(row.artifact_id)
+def _open_artifact(context: ApiContext, row: CheckpointRow, held: ExitStack) -> Artifact:
+    """Return the verified files of a checkpoint, which stay until `held` is closed. Raises like `_translate_errors`."""
+    with _translate_errors(row):
+        held.enter_context(context.artifacts.keep_local(row.artifact_id))
+        return context.artifacts.open_verified(row.artifact_id)
 
 
 @contextmanager
-def _refusals(row: CheckpointRow) -> Generator[None]:
+def _translate_errors(row: CheckpointRow) -> Generator[None]:
     """Turn errors of the artifacts into ApiError.
 
     404: the files of a checkpoint are gone; 410: they are damaged; 503: the object store does not respond.
@@ -174,7 +174,7 @@ def _refusals(row: CheckpointRow) -> Generator[None]:
     try:
         yield
     except ArtifactMissing as error:
-        raise _gone(row) from error
+        raise _make_gone_error(row) from error
     except ArtifactsUnreachable as error:
         _log.error("checkpoint %s cannot be read: %s", row.path, error)
         raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the object store of the weights does not respond") from error
@@ -182,31 +182,31 @@ def _refusals(row: CheckpointRow) -> Generator[None]:
         raise ApiError(HTTPStatus.GONE, f"checkpoint {row.path} is damaged: {error}; save it again") from error
 
 
-def _gone(row: CheckpointRow) -> ApiError:
+def _make_gone_error(row: CheckpointRow) -> ApiError:
     return not_found(f"checkpoint {row.path}: its files are gone")
 
 
-def archive_url(
+def make_archive_url(
     context: ApiContext, caller: Principal, request: Request, row: CheckpointRow, expires: int | None = None
 ) -> str:
     """Return a signed URL of a tar with a checkpoint's weights, which the caller may read."""
     expires = expires or int(time.time() + context.settings.download_url_ttl_s)
-    return _url(context, caller, request, row, "archive", f"{row.name}.tar", expires)
+    return _make_url(context, caller, request, row, "archive", f"{row.name}.tar", expires)
 
 
-def _url(
+def _make_url(
     context: ApiContext, caller: Principal, request: Request, row: CheckpointRow, form: Form, file: str, expires: int
 ) -> str:
     """Return a signed URL on `public_url`, or on the address by which the client reached this server."""
     file_path = "/".join(quote(part) for part in (row.model_id, row.kind, row.name, form, file))
     key_id = caller.key_id
-    signature = context.signing_key.sign(*_signed(row, form, file, expires, key_id))
+    signature = context.signing_key.sign(*_list_signed_parts(row, form, file, expires, key_id))
     key = "" if key_id is None else f"&key={key_id}"
-    base = base_url(context.settings, request)
+    base = get_base_url(context.settings, request)
     return f"{base}/api/v1/downloads/{file_path}?expires={expires}{key}&signature={signature}"
 
 
-def _signed(row: CheckpointRow, form: Form, file: str, expires: int, key_id: int | None) -> tuple[str, ...]:
+def _list_signed_parts(row: CheckpointRow, form: Form, file: str, expires: int, key_id: int | None) -> tuple[str, ...]:
     """Return the signed parts of a URL. The artifact id binds it to these files, even if the name is used again."""
     return _PURPOSE, row.artifact_id, str(row.path), form, file, str(expires), str(key_id)
 
@@ -270,7 +270,7 @@ def send_download(download: Download, request: Request) -> Response:
         headers.get("range") if headers.get("if-range", response_headers["etag"]) == response_headers["etag"] else None
     )
     try:
-        found = _range(wanted, size)
+        found = _parse_range(wanted, size)
     except ValueError:
         download.files.close()
         response_headers["content-range"] = f"bytes */{size}"
@@ -283,10 +283,10 @@ def send_download(download: Download, request: Request) -> Response:
     if request.method == "HEAD":
         download.files.close()
         return Response(None, status, response_headers, download.media_type)
-    return StreamingResponse(_chunks(download, start, end), status, response_headers, download.media_type)
+    return StreamingResponse(_read_chunks(download, start, end), status, response_headers, download.media_type)
 
 
-def _range(header: str | None, size: int) -> tuple[int, int] | None:
+def _parse_range(header: str | None, size: int) -> tuple[int, int] | None:
     """Parse a Range header to (start, end). None without one or if a server may ignore it; ValueError if outside."""
     match = _RANGE.fullmatch(header.strip()) if header else None
     if match is None or match.group() == "bytes=-":
@@ -300,7 +300,7 @@ def _range(header: str | None, size: int) -> tuple[int, int] | None:
     return start, min(end, size)
 
 
-def _chunks(download: Download, start: int, end: int) -> Generator[bytes]:
+def _read_chunks(download: Download, start: int, end: int) -> Generator[bytes]:
     """Yield the bytes [start, end) of a download."""
     with download.files:
         position = 0

@@ -14,14 +14,14 @@ from sqlmodel import Session
 from skyrl_tx.contract import codec, results
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId
-from skyrl_tx.server.context import Call, Incoming, read_poll
+from skyrl_tx.server.context import ApiCall, Incoming, read_poll
 from skyrl_tx.server.errors import ApiError, bad_request, not_found
 from skyrl_tx.server.http.long_poll import wait_for
-from skyrl_tx.server.http.responses import result_response
+from skyrl_tx.server.http.responses import make_result_response
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import authenticate_request
 from skyrl_tx.server.schemas import service as schemas
-from skyrl_tx.server.submission.validation import shown
+from skyrl_tx.server.submission.validation import quote_value
 from skyrl_tx.store import completions, futures, pauses
 from skyrl_tx.store.errors import StoreError
 
@@ -36,7 +36,7 @@ router = APIRouter()
 async def retrieve_future(request: Request) -> Response:
     """Return a result, by long poll: 408 after a while without one, and the client polls again."""
     call = await read_poll(request, await authenticate_request(request))
-    poll = call.body.model(schemas.RetrieveFutureRequest)
+    poll = call.body.parse_model(schemas.RetrieveFutureRequest)
     request_id = RequestId(poll.request_id)
     max_bytes = call.settings.large_result_bytes if poll.allow_metadata_only else None
     accept = request.headers.get("accept", "")
@@ -45,13 +45,13 @@ async def retrieve_future(request: Request) -> Response:
     try:
         owner, key_id = call.caller.owner_filter, call.caller.key_id
         if await context.results.wait_for_result(request_id, owner, call.settings.retrieve_hold_s, key_id):
-            with context.priority.writing_result():
+            with context.priority.mark_writing():
                 response = await to_thread.run_sync(
                     _read_result, call, request_id, accept, max_bytes, limiter=context.result_readers
                 )
             if response is not None:
                 return response
-        report = await context.engine.recent_report()
+        report = await context.engine.get_recent_report()
         reason = report.problem or report.activity
         if report.outage and await run_in_threadpool(
             call.store.read, lambda tx: futures.is_open_sample(tx, request_id)
@@ -59,7 +59,7 @@ async def retrieve_future(request: Request) -> Response:
             reason = report.outage
         if report.pauses and report.problem is None:
             pause = await run_in_threadpool(
-                call.store.read, lambda tx: pauses.reason_to_wait(tx, request_id, report.pauses)
+                call.store.read, lambda tx: pauses.find_wait_reason(tx, request_id, report.pauses)
             )
             state, reason = ("paused_rate_limit", pause) if pause is not None else (state, reason)
     except StoreError as error:
@@ -78,13 +78,15 @@ async def retrieve_future(request: Request) -> Response:
 @router.post("/retrieve_futures", response_model_exclude_none=True)
 async def retrieve_futures(call: Incoming) -> schemas.RetrieveFuturesResponse:
     """List the samples of one client that completed since a cursor, by long poll."""
-    poll = call.body.model(schemas.RetrieveFuturesRequest)
+    poll = call.body.parse_model(schemas.RetrieveFuturesRequest)
     name = SamplingSessionId(poll.target.sampling_session_id)
     hold_s = call.settings.retrieve_hold_s
     end = time.monotonic() + min(hold_s if poll.timeout is None else max(poll.timeout, 0.0), hold_s)
     while True:
         with call.context.results.subscribe(name, call.caller.key_id) as completed:
-            found = await run_in_threadpool(_completions, call, name, poll.target.cloned_sampler_id, poll.prev_cursor)
+            found = await run_in_threadpool(
+                _find_completions, call, name, poll.target.cloned_sampler_id, poll.prev_cursor
+            )
             left = end - time.monotonic()
             if found.completions or left <= 0 or call.context.results.is_closed:
                 return found
@@ -92,15 +94,17 @@ async def retrieve_futures(call: Incoming) -> schemas.RetrieveFuturesResponse:
                 return found
 
 
-def _completions(call: Call, name: SamplingSessionId, clone: int, cursor: int) -> schemas.RetrieveFuturesResponse:
-    def read(tx: Session) -> list[completions.Completion]:
-        access.sampling_session(tx, call.caller, name)
-        return completions.completions_of_client(tx, name, clone, cursor, _MAX_COMPLETIONS)
+def _find_completions(
+    call: ApiCall, name: SamplingSessionId, clone: int, cursor: int
+) -> schemas.RetrieveFuturesResponse:
+    def read(tx: Session) -> list[completions.SampleCompletion]:
+        access.find_sampling_session(tx, call.caller, name)
+        return completions.list_by_client(tx, name, clone, cursor, _MAX_COMPLETIONS)
 
     found = call.store.read(read)
     return schemas.RetrieveFuturesResponse(
         completions=[
-            schemas.Completion(
+            schemas.CompletedRequest(
                 state="failed" if each.failed else "finished",
                 request_id=each.request_id,
                 response_payload_uncompressed_size=None if each.failed else each.num_bytes or None,
@@ -114,39 +118,39 @@ def _completions(call: Call, name: SamplingSessionId, clone: int, cursor: int) -
 @router.post("/cancel_future")
 def cancel_future(call: Incoming) -> dict[str, str]:
     """Cancel a sample; no effect if it is completed or unknown."""
-    request_id = RequestId(call.body.model(schemas.CancelFutureRequest).request_id)
+    request_id = RequestId(call.body.parse_model(schemas.CancelFutureRequest).request_id)
     failure = codec.encode(_CANCELLED)
     owner = call.caller.owner_filter
     outcome = call.store.write(lambda tx: completions.cancel(tx, request_id, owner, failure, time.time()))
     if outcome == "no sample":
-        raise bad_request(f"request_id {shown(request_id)}: only samples can be cancelled")
+        raise bad_request(f"request_id {quote_value(request_id)}: only samples can be cancelled")
     call.store.wake()  # wakes the polls of this process; the commit notifies the engine only
     return {"type": "cancel_future"}
 
 
-def _read_result(call: Call, request_id: RequestId, accept: str, max_bytes: int | None) -> Response | None:
+def _read_result(call: ApiCall, request_id: RequestId, accept: str, max_bytes: int | None) -> Response | None:
     """Read and encode a result; None if the request is open. A result can be read repeatedly.
 
     Of a result of more than `max_bytes` bytes only the size is returned: the client reserves memory for it and polls
     again without a limit (SDK 0.16 … 0.38, lib/api_future_impl.py).
     """
-    state = call.store.read(lambda tx: futures.result(tx, request_id, call.caller.owner_filter))
+    state = call.store.read(lambda tx: futures.get_state(tx, request_id, call.caller.owner_filter))
     if state.status == "unknown" and not futures.is_request_id(request_id):
-        raise not_found(f"request_id {shown(request_id)} does not exist: this server issues no ids of that form")
+        raise not_found(f"request_id {quote_value(request_id)} does not exist: this server issues no ids of that form")
     if state.status in ("unknown", "pruned"):
         # After a 410 the client samples again; another status would end it (SDK 0.38, lib/api_future_impl.py).
         raise ApiError(
             HTTPStatus.GONE,
-            f"request_id {shown(request_id)}: its result was fetched long ago and is gone, or never existed",
+            f"request_id {quote_value(request_id)}: its result was fetched long ago and is gone, or never existed",
         )
     if state.status == "damaged":
-        message = f"request_id {shown(request_id)}: its stored result is damaged, its checksum does not match"
-        return result_response(results.Failure(message=message, category=ErrorCategory.SERVER), accept)
+        message = f"request_id {quote_value(request_id)}: its stored result is damaged, its checksum does not match"
+        return make_result_response(results.Failure(message=message, category=ErrorCategory.SERVER), accept)
     if state.result is None:
         return None
     result = codec.decode(state.result)
     assert isinstance(result, results.Result)
-    response = result_response(result, accept)
+    response = make_result_response(result, accept)
     size = len(response.body)
     if max_bytes is not None and size > max_bytes:
         return JSONResponse({"status": "complete_metadata", "response_payload_size": size})

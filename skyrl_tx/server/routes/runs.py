@@ -9,12 +9,12 @@ from fastapi import APIRouter
 from sqlmodel import Session
 
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId
-from skyrl_tx.server.context import AccessScope, Call, Incoming, Limit, Offset
+from skyrl_tx.server.context import AccessScope, ApiCall, Incoming, Limit, Offset
 from skyrl_tx.server.errors import not_found
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.access import ReadableRun
 from skyrl_tx.server.schemas import weights as schemas
-from skyrl_tx.server.schemas.base import utc_time
+from skyrl_tx.server.schemas.base import to_utc_time
 from skyrl_tx.server.submission.validation import check_ttl
 from skyrl_tx.store import audit, checkpoints, models
 from skyrl_tx.store.tables import CheckpointRow
@@ -47,7 +47,7 @@ def list_runs(
     def work(tx: Session) -> schemas.TrainingRunsResponse:
         published_at = now if is_wide else None
         rows, total = models.list_owned(tx, owner, limit, offset, project_id=project_id, published_at=published_at)
-        runs = [_run(access.readable_run(tx, call.caller, row.model_id, now)) for row in rows]
+        runs = [_describe_run(access.find_readable_run(tx, call.caller, row.model_id, now)) for row in rows]
         return schemas.TrainingRunsResponse(
             training_runs=runs, cursor=schemas.Cursor(offset=offset, limit=limit, total_count=total)
         )
@@ -58,15 +58,15 @@ def list_runs(
 @router.get("/training_runs/{run_id}")
 def get_run(run_id: str, call: Incoming, access_scope: AccessScope = "owned") -> schemas.TrainingRun:
     """Describe one training run."""
-    found = call.store.read(lambda tx: access.readable_run(tx, call.caller, ModelId(run_id), time.time()))
-    return _run(found)
+    found = call.store.read(lambda tx: access.find_readable_run(tx, call.caller, ModelId(run_id), time.time()))
+    return _describe_run(found)
 
 
 @router.get("/training_runs/{run_id}/checkpoints")
 def list_checkpoints_of_run(run_id: str, call: Incoming) -> schemas.CheckpointsResponse:
     """List the checkpoints of one run; of a run that the caller does not see only the published ones."""
-    found = call.store.read(lambda tx: access.readable_run(tx, call.caller, ModelId(run_id), time.time()))
-    return schemas.CheckpointsResponse(checkpoints=[_checkpoint(row, found.is_visible) for row in found.saved])
+    found = call.store.read(lambda tx: access.find_readable_run(tx, call.caller, ModelId(run_id), time.time()))
+    return schemas.CheckpointsResponse(checkpoints=[_describe_checkpoint(row, found.is_visible) for row in found.saved])
 
 
 @router.get("/checkpoints")
@@ -76,7 +76,7 @@ def list_checkpoints(call: Incoming, limit: Limit = 100, offset: Offset = 0) -> 
     def work(tx: Session) -> schemas.CheckpointsResponse:
         rows, total = checkpoints.list_owned(tx, call.caller.owner, limit, offset, time.time())
         return schemas.CheckpointsResponse(
-            checkpoints=[_checkpoint(row) for row in rows],
+            checkpoints=[_describe_checkpoint(row) for row in rows],
             cursor=schemas.Cursor(offset=offset, limit=limit, total_count=total),
         )
 
@@ -88,7 +88,7 @@ def delete_checkpoint(run_id: str, kind: str, name: str, call: Incoming) -> None
     """Delete a checkpoint, which an operator can restore for a while; samplers made from it keep working."""
 
     def work(tx: Session) -> None:
-        path, now = _existing(tx, call, run_id, kind, name), time.time()
+        path, now = _find_editable_path(tx, call, run_id, kind, name), time.time()
         checkpoints.mark_deleted(tx, path, now)
         audit.record(tx, "checkpoint_delete", call.caller.actor, now, path=path)
 
@@ -98,10 +98,10 @@ def delete_checkpoint(run_id: str, kind: str, name: str, call: Incoming) -> None
 @router.put("/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl")
 def set_ttl(run_id: str, kind: str, name: str, call: Incoming) -> dict[str, str]:
     """Set a checkpoint's lifetime, counted from now, or remove it."""
-    seconds = check_ttl(call.body.model(schemas.TtlRequest).ttl_seconds, "ttl_seconds")
+    seconds = check_ttl(call.body.parse_model(schemas.TtlRequest).ttl_seconds, "ttl_seconds")
 
     def work(tx: Session) -> None:
-        path, now = _existing(tx, call, run_id, kind, name), time.time()
+        path, now = _find_editable_path(tx, call, run_id, kind, name), time.time()
         checkpoints.set_ttl(tx, path, None if seconds is None else now + seconds)
         audit.record(tx, "checkpoint_ttl_set", call.caller.actor, now, path=path, ttl_seconds=seconds)
 
@@ -124,9 +124,9 @@ def unpublish(run_id: str, kind: str, name: str, call: Incoming) -> dict[str, st
     return {}
 
 
-def _set_public(call: Call, run_id: str, kind: str, name: str, is_public: bool) -> None:
+def _set_public(call: ApiCall, run_id: str, kind: str, name: str, is_public: bool) -> None:
     def work(tx: Session) -> None:
-        path = _existing(tx, call, run_id, kind, name)
+        path = _find_editable_path(tx, call, run_id, kind, name)
         checkpoints.set_public(tx, path, is_public)
         event = "checkpoint_publish" if is_public else "checkpoint_unpublish"
         audit.record(tx, event, call.caller.actor, time.time(), path=path)
@@ -134,16 +134,16 @@ def _set_public(call: Call, run_id: str, kind: str, name: str, is_public: bool) 
     call.store.write(work)
 
 
-def _existing(tx: Session, call: Call, run_id: str, kind: str, name: str) -> CheckpointPath:
+def _find_editable_path(tx: Session, call: ApiCall, run_id: str, kind: str, name: str) -> CheckpointPath:
     """Return the path of a checkpoint that the caller may change. Raises UserError or ApiError if there is none."""
-    row = access.editable_run(tx, call.caller, ModelId(run_id))
+    row = access.find_editable_run(tx, call.caller, ModelId(run_id))
     path = CheckpointPath.of_parts(row.model_id, kind, name)
     if checkpoints.get(tx, path, time.time()) is None:
         raise not_found(f"checkpoint {path} does not exist")
     return path
 
 
-def _run(run: ReadableRun) -> schemas.TrainingRun:
+def _describe_run(run: ReadableRun) -> schemas.TrainingRun:
     """Describe a run. Others see what loading its published checkpoints needs, and no personal data."""
     row, saved, is_visible = run.row, run.saved, run.is_visible
     return schemas.TrainingRun(
@@ -151,27 +151,27 @@ def _run(run: ReadableRun) -> schemas.TrainingRun:
         base_model=row.base_model,
         model_owner=run.owner if is_visible else run.owner.partition("@")[0],
         corrupted=row.status == "failed",
-        lora_rank=access.spec_of(row).lora.rank,
-        last_request_time=utc_time(row.last_request_at if is_visible else saved[-1].created_at),
-        last_checkpoint=_last(saved, CheckpointKind.TRAINING, is_visible),
-        last_sampler_checkpoint=_last(saved, CheckpointKind.SAMPLER, is_visible),
-        user_metadata=access.metadata(row, is_visible),
+        lora_rank=access.decode_spec(row).lora.rank,
+        last_request_time=to_utc_time(row.last_request_at if is_visible else saved[-1].created_at),
+        last_checkpoint=_describe_last(saved, CheckpointKind.TRAINING, is_visible),
+        last_sampler_checkpoint=_describe_last(saved, CheckpointKind.SAMPLER, is_visible),
+        user_metadata=access.filter_metadata(row, is_visible),
     )
 
 
-def _last(saved: Sequence[CheckpointRow], kind: CheckpointKind, is_visible: bool) -> schemas.Checkpoint | None:
-    return next((_checkpoint(row, is_visible) for row in reversed(saved) if row.kind == kind), None)
+def _describe_last(saved: Sequence[CheckpointRow], kind: CheckpointKind, is_visible: bool) -> schemas.Checkpoint | None:
+    return next((_describe_checkpoint(row, is_visible) for row in reversed(saved) if row.kind == kind), None)
 
 
-def _checkpoint(row: CheckpointRow, is_visible: bool = True) -> schemas.Checkpoint:
+def _describe_checkpoint(row: CheckpointRow, is_visible: bool = True) -> schemas.Checkpoint:
     path = row.path
     return schemas.Checkpoint(
         checkpoint_id=path.checkpoint_id,
         checkpoint_type=_TYPES[path.kind],
-        time=utc_time(row.created_at),
+        time=to_utc_time(row.created_at),
         tinker_path=str(path),
         size_bytes=row.size_bytes,
         public=row.public,
-        user_metadata=access.metadata(row, is_visible),
-        expires_at=None if row.expires_at is None else utc_time(row.expires_at),
+        user_metadata=access.filter_metadata(row, is_visible),
+        expires_at=None if row.expires_at is None else to_utc_time(row.expires_at),
     )

@@ -6,16 +6,16 @@ from sqlmodel import Session
 from skyrl_tx.contract.ids import CheckpointPath, SamplingSessionId, SessionId
 from skyrl_tx.contract.ids import sampling_session_id as sampling_session_id_of
 from skyrl_tx.contract.requests import Rejected
-from skyrl_tx.server.context import Call, Incoming, IncomingData
+from skyrl_tx.server.context import ApiCall, Incoming, IncomingData
 from skyrl_tx.server.errors import bad_request
-from skyrl_tx.server.http.body import parse
+from skyrl_tx.server.http.body import validate_object
 from skyrl_tx.server.identity import access, direct_sessions
 from skyrl_tx.server.schemas import sampling as schemas
 from skyrl_tx.server.schemas.base import SampleRequestIds
 from skyrl_tx.server.schemas.training import FutureHandle
 from skyrl_tx.server.submission import sampling, submission, weights
 from skyrl_tx.server.submission.submission import Submission
-from skyrl_tx.server.submission.validation import shown
+from skyrl_tx.server.submission.validation import quote_value
 from skyrl_tx.store import futures, samplers, sessions
 from skyrl_tx.store.tables import SamplingSessionRow
 
@@ -25,18 +25,18 @@ router = APIRouter()
 @router.post("/create_sampling_session")
 def create_sampling_session(call: Incoming) -> dict[str, str]:
     """Create a sampling session on the base model or on saved weights."""
-    request = call.body.model(schemas.CreateSamplingSessionRequest)
-    base_model, path = _named_weights(call, request.base_model, request.model_path)
+    request = call.body.parse_model(schemas.CreateSamplingSessionRequest)
+    base_model, path = _read_weights(call, request.base_model, request.model_path)
     session_id = SessionId(request.session_id)
     name = sampling_session_id_of(session_id, request.sampling_session_seq_id)
     path_text = None if path is None else str(path)
 
     def work(tx: Session) -> None:
-        access.open_session(tx, call.caller, session_id)
+        access.find_open_session(tx, call.caller, session_id)
         existing = samplers.get(tx, name)
         if existing is None:
-            sampler = direct_sessions.sampler_id(tx, call.caller, path)
-            direct_sessions.new_row(tx, call.caller, session_id, name, base_model, path_text, sampler)
+            sampler = direct_sessions.find_sampler_id(tx, call.caller, path)
+            direct_sessions.insert_sampling_session(tx, call.caller, session_id, name, base_model, path_text, sampler)
         elif existing.model_id is not None or (existing.base_model, existing.model_path) != (base_model, path_text):
             raise bad_request(f"sampling_session_seq_id {request.sampling_session_seq_id}: is in use for other weights")
 
@@ -47,10 +47,10 @@ def create_sampling_session(call: Incoming) -> dict[str, str]:
 @router.post("/join_sampling_session")
 def join_sampling_session(call: Incoming) -> schemas.JoinSamplingSessionResponse:
     """Return a number for a copy of a sampling client, which makes its sequence numbers distinct."""
-    name = SamplingSessionId(call.body.model(schemas.JoinSamplingSessionRequest).sampling_session_id)
+    name = SamplingSessionId(call.body.parse_model(schemas.JoinSamplingSessionRequest).sampling_session_id)
 
     def work(tx: Session) -> int:
-        access.sampling_session(tx, call.caller, name)
+        access.find_sampling_session(tx, call.caller, name)
         return samplers.add_clone(tx, name)
 
     return schemas.JoinSamplingSessionResponse(client_counter=call.store.write(work))
@@ -59,38 +59,42 @@ def join_sampling_session(call: Incoming) -> schemas.JoinSamplingSessionResponse
 @router.get("/samplers/{sampler_id}", response_model_exclude_none=True)
 def get_sampler(sampler_id: str, call: Incoming) -> schemas.SamplerResponse:
     """Describe a sampling session: its base model and checkpoint."""
-    row, _ = call.store.read(lambda tx: access.sampling_session(tx, call.caller, SamplingSessionId(sampler_id)))
+    row, _ = call.store.read(lambda tx: access.find_sampling_session(tx, call.caller, SamplingSessionId(sampler_id)))
     return schemas.SamplerResponse(sampler_id=sampler_id, base_model=row.base_model, model_path=row.model_path)
 
 
 @router.post("/asample", response_model_exclude_none=True)
 def asample(call: IncomingData) -> FutureHandle:
     """Queue a sample request; the response names the sequences that it will draw."""
-    with call.context.admission.reserved(call.caller.owner, len(call.body.raw)):
+    with call.context.admission.reserve(call.caller.owner, len(call.body.raw)):
         return _queue_sample(call)
 
 
-def _queue_sample(call: Call) -> FutureHandle:
-    value = call.body.mapping()
-    ids = parse(SampleRequestIds, value)
+def _queue_sample(call: ApiCall) -> FutureHandle:
+    value = call.body.parse_object()
+    ids = validate_object(SampleRequestIds, value)
     if ids.sampling_session_id is None:
-        session_id, seq_id = _direct_session(call, ids), None  # shared by clients that number their requests alone
+        session_id, seq_id = _find_direct_session(call, ids), None  # shared by clients that number their requests alone
     else:
         session_id, seq_id = SamplingSessionId(ids.sampling_session_id), ids.seq_id
-    key = submission.sampling_key(session_id, seq_id, call.idempotency_key)
-    sequence_ids = _sequence_ids(key, ids.num_samples)
+    key = submission.make_sampling_key(session_id, seq_id, call.idempotency_key)
+    sequence_ids = _make_sequence_ids(key, ids.num_samples)
 
-    def queue() -> tuple[str, Submission, futures.Submitted | None]:
-        row, owner = call.store.read(lambda tx: access.sampling_session(tx, call.caller, session_id))
+    def queue() -> tuple[str, Submission, futures.SubmittedRequest | None]:
+        row, owner = call.store.read(lambda tx: access.find_sampling_session(tx, call.caller, session_id))
 
-        def translate(schema: schemas.SampleRequest) -> Submission:
-            sample = sampling.sample(schema, row.sampler_id, sequence_ids, call.body.max_dense_bytes)
-            return sample.with_request(_dropped(row)) if row.sampler_id is None and row.model_id else sample
+        def translate(schema: schemas.AsampleRequest) -> Submission:
+            sample = sampling.translate_sample(schema, row.sampler_id, sequence_ids, call.body.max_dense_bytes)
+            return (
+                sample.replace_request(_reject_dropped_sampler(row))
+                if row.sampler_id is None and row.model_id
+                else sample
+            )
 
-        sample = submission.from_json("sample", schemas.SampleRequest, value, translate, call.check_unknown)
-        engine = call.context.admission.engine_for(session_id)
+        sample = submission.from_json("sample", schemas.AsampleRequest, value, translate, call.check_unknown)
+        engine = call.context.admission.choose_engine(session_id)
         submitted = call.store.write(
-            lambda tx: submission.to_sampler(tx, row, owner, seq_id, key, sample, engine=engine)
+            lambda tx: submission.submit_to_sampler(tx, row, owner, seq_id, key, sample, engine=engine)
         )
         return owner, sample, submitted
 
@@ -101,32 +105,32 @@ def _queue_sample(call: Call) -> FutureHandle:
     return FutureHandle(request_id=submitted.request_id, sample_sequence_ids=sequence_ids)
 
 
-def _named_weights(call: Call, base_model: str | None, model_path: str | None) -> tuple[str, CheckpointPath | None]:
+def _read_weights(call: ApiCall, base_model: str | None, model_path: str | None) -> tuple[str, CheckpointPath | None]:
     """Return the base model and the checkpoint that a request names. Raises UserError for others."""
     if model_path is None and base_model is None:
         raise bad_request("base_model: missing, and model_path too; one of them must say what to sample from")
-    name = call.settings.known_model_name(base_model or call.settings.public_model_name)
-    return name, None if model_path is None else weights.sampler_path(model_path)
+    name = call.settings.resolve_model_name(base_model or call.settings.public_model_name)
+    return name, None if model_path is None else weights.parse_sampler_path(model_path)
 
 
-def _direct_session(call: Call, ids: SampleRequestIds) -> SamplingSessionId:
+def _find_direct_session(call: ApiCall, ids: SampleRequestIds) -> SamplingSessionId:
     """Find or create the sampling session for a prompt that names its weights; all prompts of an owner share it."""
-    base_model, path = _named_weights(call, ids.base_model, ids.model_path)
-    row = direct_sessions.sampling_session(call.store, call.caller, sessions.DIRECT, base_model, path)
+    base_model, path = _read_weights(call, ids.base_model, ids.model_path)
+    row = direct_sessions.find_or_create_sampling_session(call.store, call.caller, sessions.DIRECT, base_model, path)
     return row.sampling_session_id
 
 
-def _dropped(row: SamplingSessionRow) -> Rejected:
+def _reject_dropped_sampler(row: SamplingSessionRow) -> Rejected:
     """Reject a prompt for an ephemeral sampler that was dropped; its digest stays, so that a retry is recognized."""
     message = (
-        f"sampling_session_id {shown(row.sampling_session_id)}: its ephemeral sampler was not used for long "
+        f"sampling_session_id {quote_value(row.sampling_session_id)}: its ephemeral sampler was not used for long "
         "and has been dropped; save weights to sample from with a name to keep them"
     )
     return Rejected(kind="sample", message=message)
 
 
-def _sequence_ids(key: str, num_samples: int) -> list[str]:
+def _make_sequence_ids(key: str, num_samples: int) -> list[str]:
     """Return the ids of the sequences to draw, equal for a retried request. Empty if the request will be rejected."""
-    stem = futures.request_id(key).replace("req-", "seq-", 1)
+    stem = futures.make_request_id(key).replace("req-", "seq-", 1)
     count = num_samples if num_samples <= sampling.MAX_SAMPLES else 0
     return [f"{stem}-{index}" for index in range(count)]

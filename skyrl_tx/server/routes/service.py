@@ -12,10 +12,10 @@ from sqlmodel import Session
 from skyrl_tx.process import exposition, threads
 from skyrl_tx.server.context import ApiContext, Incoming, get_context
 from skyrl_tx.server.errors import ApiError, not_found
-from skyrl_tx.server.http.connections import plain_address
+from skyrl_tx.server.http.connections import normalize_address
 from skyrl_tx.server.http.request_guard import UNTRUSTED
 from skyrl_tx.server.identity.authentication import ORGANIZATION
-from skyrl_tx.server.routes.training import offers_custom_losses
+from skyrl_tx.server.routes.training import has_custom_losses
 from skyrl_tx.server.schemas import service as schemas
 from skyrl_tx.store import audit, engine_state, keys
 
@@ -40,7 +40,7 @@ _AUTH_DISABLED = "authentication is disabled on this server"
 
 
 @router.post("/client/config")
-def client_config(
+def get_client_config(
     call: Incoming, response: Response, python: Annotated[str, Header(alias="x-stainless-runtime-version")] = ""
 ) -> schemas.ClientConfigResponse:
     """Return the client flags, which are equal for all SDK releases, but not for all versions of Python.
@@ -53,36 +53,36 @@ def client_config(
     """
     response.headers["Connection"] = "close"
     return schemas.ClientConfigResponse(
-        custom_loss_server_side=offers_custom_losses(call),
+        custom_loss_server_side=has_custom_losses(call),
         use_pyqwest_transport=not python.startswith(_WITHOUT_PYQWEST),
     )
 
 
 @router.post("/client/dynamic_config")
-def dynamic_config(call: Incoming) -> dict[str, int | bool]:
+def get_dynamic_config(call: Incoming) -> dict[str, int | bool]:
     """Return the client flags that the SDK refreshes."""
     return {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
 
 
 @router.get("/get_server_capabilities")
-def capabilities(call: Incoming) -> dict[str, list[schemas.SupportedModel]]:
+def get_capabilities(call: Incoming) -> dict[str, list[schemas.SupportedModel]]:
     """List the base models that this server serves, with their context length."""
     state = call.store.read(engine_state.get)
     context_length = None if state is None else cast(int | None, state.capabilities.get("max_context_length"))
-    names = call.settings.offered_names
+    names = call.settings.model_names
     models = [schemas.SupportedModel(model_name=name, max_context_length=context_length) for name in names]
     return {"supported_models": models}
 
 
 @router.get("/healthz")
-def health(context: Annotated[ApiContext, Depends(get_context)], response: Response) -> dict[str, str]:
+def get_health(context: Annotated[ApiContext, Depends(get_context)], response: Response) -> dict[str, str]:
     """Report health: 200 while the engine executes requests, 503 with the reason otherwise.
 
     An activity that takes longer than `engine_silence_s` is reported with 200, because a large step is no outage. So
     are samplers on other servers that are lost, because training goes on.
     """
-    report = context.engine.report()
-    problem = threads.failure() or report.problem
+    report = context.engine.read_report()
+    problem = threads.get_failure() or report.problem
     if problem is not None:
         response.status_code = HTTPStatus.SERVICE_UNAVAILABLE
         return {"status": "waiting", "detail": problem}
@@ -90,19 +90,19 @@ def health(context: Annotated[ApiContext, Depends(get_context)], response: Respo
 
 
 @router.get("/livez")
-async def liveness(context: Annotated[ApiContext, Depends(get_context)], response: Response) -> dict[str, str]:
+async def get_liveness(context: Annotated[ApiContext, Depends(get_context)], response: Response) -> dict[str, str]:
     """Report whether this process works: 200 unless one of its threads has died, whatever the engine does."""
-    failure = threads.failure()
+    failure = threads.get_failure()
     if failure is not None:
         response.status_code = HTTPStatus.SERVICE_UNAVAILABLE
         return {"status": "failed", "detail": failure}
-    engine = await context.engine.report_within(_LIVENESS_TIMEOUT_S)
+    engine = await context.engine.get_report_within(_LIVENESS_TIMEOUT_S)
     detail = engine.problem or engine.detail
     return {"status": "ok"} if detail is None else {"status": "ok", "detail": detail}
 
 
 @router.post("/telemetry")
-def telemetry(call: Incoming) -> dict[str, str]:
+def accept_telemetry(call: Incoming) -> dict[str, str]:
     """Accept telemetry: keep the metrics that programs log through the SDK, discard all else."""
     for extension in call.context.extensions.values():
         if extension.on_telemetry is not None:
@@ -111,13 +111,13 @@ def telemetry(call: Incoming) -> dict[str, str]:
 
 
 @router.post("/auth/token")
-def token(call: Incoming) -> dict[str, str]:
+def exchange_token(call: Incoming) -> dict[str, str]:
     """Exchange an API key for a token (JWT)."""
     return {"jwt": call.context.authenticator.issue_token(call.caller)}
 
 
 @router.get("/auth/apikey/me")
-def own_key(call: Incoming) -> schemas.KeyResponse:
+def get_own_key(call: Incoming) -> schemas.KeyResponse:
     """Describe the caller's API key."""
     key_id = call.caller.key_id
     details = {"org_details": {"name": ORGANIZATION}, "user_details": {"email": call.caller.owner}}
@@ -149,7 +149,7 @@ def revoke_own_key(call: Incoming) -> None:
 
 
 @metrics_router.get("/metrics", include_in_schema=False)
-async def metrics(request: Request, context: Annotated[ApiContext, Depends(get_context)]) -> Response:
+async def get_metrics(request: Request, context: Annotated[ApiContext, Depends(get_context)]) -> Response:
     """Return all metrics in the text format of Prometheus, or in OpenMetrics if that is accepted."""
     await _check_metrics_access(request, context)
     is_openmetrics = "application/openmetrics-text" in request.headers.get("accept", "")
@@ -160,7 +160,7 @@ async def metrics(request: Request, context: Annotated[ApiContext, Depends(get_c
     own = await run_in_threadpool(exposition.render, context.metrics.registry, is_openmetrics=is_openmetrics)
     return Response(
         own + (engine or b"") + (exposition.END if is_openmetrics else b""),
-        headers={"Content-Type": exposition.content_type(is_openmetrics=is_openmetrics)},
+        headers={"Content-Type": exposition.get_content_type(is_openmetrics=is_openmetrics)},
     )
 
 
@@ -184,6 +184,6 @@ async def _check_metrics_access(request: Request, context: ApiContext) -> None:
 
 def _is_loopback(address: str) -> bool:
     try:
-        return ipaddress.ip_address(plain_address(address)).is_loopback
+        return ipaddress.ip_address(normalize_address(address)).is_loopback
     except ValueError:  # a Unix socket, or no address
         return False

@@ -15,10 +15,10 @@ from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import USER_URN, Principal
 from skyrl_tx.server.schemas import service as schemas
-from skyrl_tx.server.schemas.base import utc_time
+from skyrl_tx.server.schemas.base import to_utc_time
 from skyrl_tx.store import audit, checkpoints, models, samplers, sessions
 from skyrl_tx.store.checkpoints import StorageUsage
-from skyrl_tx.store.database import existing
+from skyrl_tx.store.database import get_existing
 from skyrl_tx.store.tables import SessionRow
 
 router = APIRouter()
@@ -33,8 +33,8 @@ def create_session(call: Incoming, request: Request) -> dict[str, str]:
 
     Clients log the `info_message`: the address of the session's page.
     """
-    new = call.body.model(schemas.CreateSessionRequest)
-    session_id = call.session_id("session")
+    new = call.body.parse_model(schemas.CreateSessionRequest)
+    session_id = call.derive_session_id("session")
 
     def work(tx: Session) -> SessionId:
         if session_id is not None and sessions.find(tx, session_id) is not None:
@@ -66,28 +66,28 @@ def create_session(call: Incoming, request: Request) -> dict[str, str]:
 
 
 @router.post("/session_heartbeat")
-def heartbeat(call: Incoming) -> dict[str, str]:
+def record_heartbeat(call: Incoming) -> dict[str, str]:
     """Record a heartbeat of a session; 410 if it has finished."""
-    session_id = SessionId(call.body.model(schemas.HeartbeatRequest).session_id)
+    session_id = SessionId(call.body.parse_model(schemas.HeartbeatRequest).session_id)
 
     def work(tx: Session) -> None:
-        row = access.session(tx, call.caller, session_id)
+        row = access.find_session(tx, call.caller, session_id)
         if row.finished_at is not None:
             raise ApiError(HTTPStatus.GONE, f"session {session_id!r} has finished ({row.finish_reason})")
-        sessions.heartbeat(tx, session_id, time.time())
+        sessions.record_heartbeat(tx, session_id, time.time())
 
     call.store.write(work)
     return {"type": "session_heartbeat"}
 
 
 @router.post("/sessions/{session_id}/finish")
-def finish(session_id: str, call: Incoming) -> dict[str, str]:
+def finish_session(session_id: str, call: Incoming) -> dict[str, str]:
     """Finish a session; a later call does not change the reason."""
-    request = call.body.model(schemas.FinishRequest)
+    request = call.body.parse_model(schemas.FinishRequest)
     reason = request.reason.type + (f": {request.detail}" if request.detail else "")
 
     def work(tx: Session) -> None:
-        row = access.session(tx, call.caller, SessionId(session_id))
+        row = access.find_session(tx, call.caller, SessionId(session_id))
         sessions.finish(tx, row.session_id, reason, time.time())
 
     call.store.write(work)
@@ -114,12 +114,12 @@ def get_session(session_id: str, call: Incoming, access_scope: AccessScope = "ow
     """Describe one session: its training runs and samplers."""
 
     def work(tx: Session) -> schemas.SessionResponse:
-        found = access.visible_session(tx, call.caller, SessionId(session_id))
-        row = existing(tx, SessionRow, found.session_id)
+        found = access.find_visible_session(tx, call.caller, SessionId(session_id))
+        row = get_existing(tx, SessionRow, found.session_id)
         return schemas.SessionResponse(
-            training_run_ids=[model.model_id for model in models.of_session(tx, row.session_id)],
-            sampler_ids=[*samplers.ids_of_session(tx, row.session_id)],
-            user_metadata=_metadata(row),
+            training_run_ids=[model.model_id for model in models.list_by_session(tx, row.session_id)],
+            sampler_ids=[*samplers.list_ids_by_session(tx, row.session_id)],
+            user_metadata=_decode_metadata(row),
             display_name=row.display_name,
         )
 
@@ -129,10 +129,10 @@ def get_session(session_id: str, call: Incoming, access_scope: AccessScope = "ow
 @router.put("/sessions/{session_id}/project")
 def set_project(session_id: str, call: Incoming) -> dict[str, str]:
     """Move a session, with its runs and checkpoints, into a project."""
-    project_id = call.body.model(schemas.ProjectRequest).project_id
+    project_id = call.body.parse_model(schemas.ProjectRequest).project_id
 
     def work(tx: Session) -> None:
-        row = access.assignable_session(tx, call.caller, SessionId(session_id))
+        row = access.find_assignable_session(tx, call.caller, SessionId(session_id))
         access.check_assignment(tx, call.caller, project_id)
         sessions.set_project(tx, row.session_id, project_id)
         audit.record(
@@ -149,23 +149,23 @@ def set_project(session_id: str, call: Incoming) -> dict[str, str]:
 
 
 @router.post("/sessions/search", response_model_exclude_none=True)
-def search(call: Incoming) -> schemas.SessionSearchResponse:
+def search_sessions(call: Incoming) -> schemas.SessionSearchResponse:
     """Search sessions, the newest first."""
-    request = call.body.model(schemas.SessionSearchRequest)
-    owners = _owners(call.caller, request.owner)
+    request = call.body.parse_model(schemas.SessionSearchRequest)
+    owners = _find_owners(call.caller, request.owner)
     now = time.time()
 
     def work(tx: Session) -> schemas.SessionSearchResponse:
         rows = sessions.iterate(
-            tx, call.caller.owner_filter, owners, request.project_ids, _position(tx, request.cursor)
+            tx, call.caller.owner_filter, owners, request.project_ids, _find_position(tx, request.cursor)
         )
         found = [*islice((row for row in rows if _matches(row, request, now)), request.limit + 1)]
         page = found[: request.limit]
-        stored = checkpoints.usage_of_sessions(tx, [row.session_id for row in page], now)
+        stored = checkpoints.get_usage_by_session(tx, [row.session_id for row in page], now)
         return schemas.SessionSearchResponse(
-            sessions=[_summary(row, stored.get(row.session_id, StorageUsage()), now) for row in page],
+            sessions=[_describe_session(row, stored.get(row.session_id, StorageUsage()), now) for row in page],
             next_cursor=schemas.SearchCursor(
-                last_created_at=utc_time(page[-1].created_at), last_session_id=page[-1].session_id
+                last_created_at=to_utc_time(page[-1].created_at), last_session_id=page[-1].session_id
             )
             if len(found) > len(page)
             else None,
@@ -174,7 +174,7 @@ def search(call: Incoming) -> schemas.SessionSearchResponse:
     return call.store.read(work)
 
 
-def _owners(caller: Principal, asked: schemas.SearchOwner) -> Collection[str] | None:
+def _find_owners(caller: Principal, asked: schemas.SearchOwner) -> Collection[str] | None:
     """Return the owners whose sessions are searched, as far as the caller sees them; None for all owners."""
     match asked.type:
         case "own":
@@ -185,7 +185,7 @@ def _owners(caller: Principal, asked: schemas.SearchOwner) -> Collection[str] | 
             return [urn.removeprefix(USER_URN) for urn in asked.owner_urns]
 
 
-def _position(tx: Session, cursor: schemas.SearchCursor | None) -> tuple[float, SessionId] | None:
+def _find_position(tx: Session, cursor: schemas.SearchCursor | None) -> tuple[float, SessionId] | None:
     """Return the position after which a page starts. The time comes from the row, because JSON rounds it."""
     if cursor is None:
         return None
@@ -195,11 +195,11 @@ def _position(tx: Session, cursor: schemas.SearchCursor | None) -> tuple[float, 
 
 
 def _matches(row: SessionRow, request: schemas.SessionSearchRequest, now: float) -> bool:
-    metadata = _metadata(row)
+    metadata = _decode_metadata(row)
     if any(metadata.get(name) != value for name, value in request.user_metadata.items()):
         return False
     if request.statuses is not None:
-        status = _status(row, now)
+        status = _describe_status(row, now)
         if not any(_has_status(status, wanted) for wanted in request.statuses):
             return False
     if request.session_id is None and request.display_name is None:
@@ -217,7 +217,7 @@ def _has_status(status: schemas.ClientFinished | schemas.Active | None, wanted: 
     )
 
 
-def _status(row: SessionRow, now: float) -> schemas.ClientFinished | schemas.Active | None:
+def _describe_status(row: SessionRow, now: float) -> schemas.ClientFinished | schemas.Active | None:
     if row.finished_at is None:
         return schemas.Active() if row.last_heartbeat_at > now - _ACTIVE_S else None
     reason, _, detail = (row.finish_reason or "").partition(": ")
@@ -226,19 +226,19 @@ def _status(row: SessionRow, now: float) -> schemas.ClientFinished | schemas.Act
     return schemas.ClientFinished(reason=schemas.FinishReason.model_validate({"type": reason}), detail=detail or None)
 
 
-def _summary(row: SessionRow, stored: StorageUsage, now: float) -> schemas.SessionSummary:
+def _describe_session(row: SessionRow, stored: StorageUsage, now: float) -> schemas.SessionSummary:
     return schemas.SessionSummary(
         session_id=row.session_id,
-        created_at=utc_time(row.created_at),
+        created_at=to_utc_time(row.created_at),
         owner=f"{USER_URN}{row.owner}",
         project_id=row.project_id or "",
-        status=_status(row, now),
+        status=_describe_status(row, now),
         checkpoints_count=stored.num_checkpoints,
         display_name=row.display_name,
-        user_metadata=_metadata(row),
+        user_metadata=_decode_metadata(row),
         checkpoint_storage_bytes=stored.num_bytes,
     )
 
 
-def _metadata(row: SessionRow) -> dict[str, str]:
+def _decode_metadata(row: SessionRow) -> dict[str, str]:
     return {name: str(value) for name, value in row.user_metadata.items()}

@@ -6,9 +6,9 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from skyrl_tx.contract import requests
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, SessionId
-from skyrl_tx.server.context import Call, Incoming, IncomingData
+from skyrl_tx.server.context import ApiCall, Incoming, IncomingData
 from skyrl_tx.server.errors import bad_request, not_found
-from skyrl_tx.server.http.body import parse
+from skyrl_tx.server.http.body import validate_object
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.schemas import training as schemas
 from skyrl_tx.server.schemas.base import CreationIds, ModelRequestIds
@@ -23,23 +23,23 @@ router = APIRouter()
 @router.post("/create_model", response_model_exclude_none=True)
 def create_model(call: Incoming) -> schemas.FutureHandle:
     """Queue the creation of a model with a new LoRA adapter."""
-    value = call.body.mapping()
-    ids = parse(CreationIds, value)
+    value = call.body.parse_object()
+    ids = validate_object(CreationIds, value)
     create = submission.from_json(
         "create_model",
         schemas.CreateModelRequest,
         value,
-        lambda schema: training.create_model(schema, call.settings),
+        lambda schema: training.translate_create_model(schema, call.settings),
         call.check_unknown,
     )
-    return call.store.write(lambda tx: submission.creation(tx, call, ids, create))
+    return call.store.write(lambda tx: submission.submit_creation(tx, call, ids, create))
 
 
 @router.post("/forward_backward", response_model_exclude_none=True)
 def forward_backward(call: IncomingData) -> schemas.FutureHandle:
     """Queue a forward/backward request, in protobuf or JSON."""
     if call.body.is_protobuf:
-        return _forward_backward_protobuf(call)
+        return _queue_forward_backward_protobuf(call)
     return submit_json(
         call,
         "model_pass",
@@ -63,22 +63,22 @@ def forward(call: IncomingData) -> schemas.FutureHandle:
 @router.post("/optim_step", response_model_exclude_none=True)
 def optim_step(call: Incoming) -> schemas.FutureHandle:
     """Queue an optimizer step."""
-    return submit_json(call, "optim_step", schemas.OptimStepRequest, training.optim_step)
+    return submit_json(call, "optim_step", schemas.OptimStepRequest, training.translate_optim_step)
 
 
 @router.post("/unload_model", response_model_exclude_none=True)
 def unload_model(call: Incoming) -> schemas.FutureHandle:
     """Queue the removal of a model (SDK up to 0.25)."""
-    unload = Submission.of(requests.UnloadModel())
+    unload = Submission.from_request(requests.UnloadModel())
     return submit_json(call, "unload_model", schemas.UnloadModelRequest, lambda schema: unload)
 
 
 @router.post("/get_info", response_model_exclude_none=True)
 def get_info(call: Incoming) -> schemas.GetInfoResponse:
     """Describe a model: its base model, tokenizer and LoRA rank."""
-    model_id = ModelId(call.body.model(schemas.GetInfoRequest).model_id)
-    row = call.store.read(lambda tx: access.model(tx, call.caller, model_id))
-    spec = access.spec_of(row)
+    model_id = ModelId(call.body.parse_model(schemas.GetInfoRequest).model_id)
+    row = call.store.read(lambda tx: access.find_model(tx, call.caller, model_id))
+    spec = access.decode_spec(row)
     return schemas.GetInfoResponse(
         model_id=model_id,
         model_data=schemas.ModelData(model_name=row.base_model, tokenizer_id=call.settings.client_tokenizer_id),
@@ -95,19 +95,21 @@ def create_custom_loss(call: Incoming) -> schemas.FutureHandle:
     404 if this server evaluates no custom losses: the SDK retries other statuses for minutes (0.38,
     execute_with_retries).
     """
-    if not offers_custom_losses(call):
+    if not has_custom_losses(call):
         raise not_found(
             "custom losses on the server are not offered; forward_backward_custom with a Python function runs the loss "
             "in the client, with the same gradients"
         )
-    request = call.body.model(schemas.CreateCustomLossRequest)
+    request = call.body.parse_model(schemas.CreateCustomLossRequest)
     call.check_unknown(request)
     loss = compile_loss(request)
     session_id = SessionId(request.session_id)
-    return call.store.write(lambda tx: submission.custom_loss(tx, call, session_id, request.custom_loss_seq_id, loss))
+    return call.store.write(
+        lambda tx: submission.store_custom_loss(tx, call, session_id, request.custom_loss_seq_id, loss)
+    )
 
 
-def offers_custom_losses(call: Call) -> bool:
+def has_custom_losses(call: ApiCall) -> bool:
     """Whether the engine's backend evaluates custom losses and the operator lets it; False while no engine ever ran."""
     if call.settings.no_custom_losses:
         return False
@@ -115,8 +117,8 @@ def offers_custom_losses(call: Call) -> bool:
     return state is not None and state.capabilities.get("custom_losses") is True
 
 
-def _forward_backward_protobuf(call: Call) -> schemas.FutureHandle:
-    message = call.body.message(wire_pb2.ForwardBackwardRequest)
+def _queue_forward_backward_protobuf(call: ApiCall) -> schemas.FutureHandle:
+    message = call.body.parse_message(wire_pb2.ForwardBackwardRequest)
     if message.seq_id < 0:
         raise bad_request(f"seq_id {message.seq_id}: must not be negative")
     for field in UnknownFieldSet(message):
@@ -124,5 +126,5 @@ def _forward_backward_protobuf(call: Call) -> schemas.FutureHandle:
     try:
         model_pass = training.pass_from_proto(message, call.body.max_dense_bytes)
     except UserError as error:
-        model_pass = Submission.rejected("model_pass", error.message, backward=not message.forward_only)
+        model_pass = Submission.from_error("model_pass", error.message, backward=not message.forward_only)
     return submit(call, ModelRequestIds(model_id=message.model_id, seq_id=message.seq_id), model_pass)

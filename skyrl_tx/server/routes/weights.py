@@ -9,9 +9,9 @@ from sqlmodel import Session
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import CheckpointPath, ModelId, SessionId
 from skyrl_tx.contract.ids import model_id as model_id_of
-from skyrl_tx.server.context import Call, Incoming
+from skyrl_tx.server.context import ApiCall, Incoming
 from skyrl_tx.server.errors import bad_request, not_found
-from skyrl_tx.server.http.body import parse
+from skyrl_tx.server.http.body import validate_object
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.server.schemas import weights as schemas
@@ -31,57 +31,59 @@ _FINISH_REASON = "success: made by copy_weights"
 @router.post("/save_weights", response_model_exclude_none=True)
 def save_weights(call: Incoming) -> FutureHandle:
     """Queue a save of weights and optimizer under a name."""
-    return submit_json(call, "save_weights", schemas.SaveWeightsRequest, weights.save_weights)
+    return submit_json(call, "save_weights", schemas.SaveWeightsRequest, weights.translate_save_weights)
 
 
 @router.post("/save_weights_for_sampler", response_model_exclude_none=True)
 def save_weights_for_sampler(call: Incoming) -> FutureHandle:
     """Queue a save of weights to sample from, with or without a name."""
-    model_id = ModelId(parse(ModelRequestIds, call.body.mapping()).model_id)
-    session_id = call.store.read(lambda tx: access.model(tx, call.caller, model_id)).session_id
+    model_id = ModelId(validate_object(ModelRequestIds, call.body.parse_object()).model_id)
+    session_id = call.store.read(lambda tx: access.find_model(tx, call.caller, model_id)).session_id
     return submit_json(
         call,
         "save_weights",
         schemas.SaveWeightsForSamplerRequest,
-        lambda schema: weights.save_weights_for_sampler(schema, session_id),
+        lambda schema: weights.translate_save_weights_for_sampler(schema, session_id),
     )
 
 
 @router.post("/save_weights_external", response_model_exclude_none=True)
 def save_weights_external(call: Incoming) -> FutureHandle:
     """Queue a save of weights for download, in the PEFT layout."""
-    return submit_json(call, "save_weights", schemas.SaveWeightsExternalRequest, weights.save_weights_external)
+    return submit_json(
+        call, "save_weights", schemas.SaveWeightsExternalRequest, weights.translate_save_weights_external
+    )
 
 
 @router.post("/load_weights", response_model_exclude_none=True)
 def load_weights(call: Incoming) -> FutureHandle:
     """Queue a load of a checkpoint into a model, or the creation of a model from it."""
-    value = call.body.mapping()
+    value = call.body.parse_object()
     if (value.get("model_id") is None) == (value.get("session_id") is None):
         raise bad_request("load_weights goes into a model_id (with seq_id) or makes one of a session_id (model_seq_id)")
-    ids = parse(ModelRequestIds if value.get("session_id") is None else CreationIds, value)
+    ids = validate_object(ModelRequestIds if value.get("session_id") is None else CreationIds, value)
 
     def work(tx: Session) -> FutureHandle:
         # The checkpoint is found in the transaction that stores the request, which keeps its files until it is done.
         def translate(schema: schemas.LoadWeightsRequest) -> Submission:
-            readers = call.readers(tx, schema.weights_access_token)
-            return weights.load_weights(tx, readers, schema, call.settings, time.time())
+            readers = call.list_readers(tx, schema.weights_access_token)
+            return weights.translate_load_weights(tx, readers, schema, call.settings, time.time())
 
         load = submission.from_json("load_weights", schemas.LoadWeightsRequest, value, translate, call.check_unknown)
         if isinstance(ids, ModelRequestIds):
-            return submission.to_model(tx, call, ids, load)
-        return submission.creation(tx, call, ids, load)
+            return submission.submit_to_model(tx, call, ids, load)
+        return submission.submit_creation(tx, call, ids, load)
 
     return call.store.write(work)
 
 
 @router.post("/weights_info", response_model_exclude_none=True)
-def weights_info(call: Incoming) -> schemas.WeightsInfoResponse:
+def get_weights_info(call: Incoming) -> schemas.WeightsInfoResponse:
     """Describe a checkpoint."""
     # SDKs up to 0.36 create the model from this response before they load the checkpoint into it.
-    path = CheckpointPath.parse(call.body.model(schemas.WeightsInfoRequest).tinker_path)
-    _, maker = call.store.read(lambda tx: access.readable_checkpoint(tx, call.caller, path))
-    spec = access.spec_of(maker)
+    path = CheckpointPath.parse(call.body.parse_model(schemas.WeightsInfoRequest).tinker_path)
+    _, maker = call.store.read(lambda tx: access.find_readable_checkpoint(tx, call.caller, path))
+    spec = access.decode_spec(maker)
     lora = spec.lora
     return schemas.WeightsInfoResponse(
         base_model=maker.base_model,
@@ -97,19 +99,19 @@ def weights_info(call: Incoming) -> schemas.WeightsInfoResponse:
 def copy_weights(call: Incoming) -> dict[str, str]:
     """Copy a checkpoint that the caller may read to a second path, in a run that cannot be trained."""
     # A retry, recognized by the destination or by the idempotency key, returns the same path.
-    asked = call.body.model(schemas.CopyWeightsRequest)
+    asked = call.body.parse_model(schemas.CopyWeightsRequest)
     source = CheckpointPath.parse(asked.source_path)
     check_ttl(asked.ttl_seconds, "ttl_seconds")
-    session_id, model_seq_id = _destination(call, asked)
+    session_id, model_seq_id = _choose_destination(call, asked)
     path = CheckpointPath(model_id_of(session_id, model_seq_id), source.kind, source.name)
 
     def work(tx: Session) -> None:
         if asked.destination_project_id is None:
-            access.open_session(tx, call.caller, session_id)
+            access.find_open_session(tx, call.caller, session_id)
         elif sessions.find(tx, session_id) is None:
             access.check_assignment(tx, call.caller, asked.destination_project_id)
             _create_session(tx, call, session_id, asked.destination_project_id)
-        readers = call.readers(tx, asked.weights_access_token or call.weights_access_token)
+        readers = call.list_readers(tx, asked.weights_access_token or call.weights_access_token)
         if _copy(tx, readers, source, path, session_id, asked.ttl_seconds):
             now, actor = time.time(), call.caller.actor
             for extension in call.context.extensions.values():
@@ -122,20 +124,20 @@ def copy_weights(call: Incoming) -> dict[str, str]:
     return {"tinker_path": str(path)}
 
 
-def _destination(call: Call, asked: schemas.CopyWeightsRequest) -> tuple[SessionId, int]:
+def _choose_destination(call: ApiCall, asked: schemas.CopyWeightsRequest) -> tuple[SessionId, int]:
     """Return the session and number of the copy's run. A copy into a project gets a session of its own."""
     has_session = asked.session_id is not None and asked.model_seq_id is not None
     if has_session == (asked.destination_project_id is not None):
         raise bad_request("a copy goes to a destination_project_id, or to a session_id and its model_seq_id")
     if asked.session_id is not None and asked.model_seq_id is not None:
         return SessionId(asked.session_id), asked.model_seq_id
-    session_id = call.session_id("copy")
+    session_id = call.derive_session_id("copy")
     if session_id is None:
         raise bad_request("X-Idempotency-Key: missing; without it a retry would make a second copy")
     return session_id, 0
 
 
-def _create_session(tx: Session, call: Call, session_id: SessionId, project_id: str) -> None:
+def _create_session(tx: Session, call: ApiCall, session_id: SessionId, project_id: str) -> None:
     """Create a finished session that holds only the copy."""
     now = time.time()
     sessions.create(
@@ -163,20 +165,20 @@ def _copy(
     run_id = path.model_id
     copied = checkpoints.get(tx, path, now)
     try:
-        saved, maker = access.saved_weights(tx, readers, source, now)
+        saved, maker = access.find_saved_weights(tx, readers, source, now)
     except UserError as error:
         if copied is not None:  # a retry, after the source was deleted
             return False
         raise not_found(error.message) from error
     if copied is not None and copied.artifact_id == saved.artifact_id:
         return False
-    is_visible = any(access.sees_run(tx, reader, source.model_id) for reader in readers)
+    is_visible = any(access.can_see_run(tx, reader, source.model_id) for reader in readers)
     copy = ModelRow(
         model_id=run_id,
         session_id=session_id,
         base_model=maker.base_model,
         spec=maker.spec,
-        user_metadata=access.metadata(maker, is_visible),
+        user_metadata=access.filter_metadata(maker, is_visible),
         status="unloaded",
         created_at=now,
         last_request_at=now,
@@ -191,7 +193,7 @@ def _copy(
         created_at=now,
         expires_at=None if ttl_s is None else now + ttl_s,
         size_bytes=saved.size_bytes,
-        user_metadata=access.metadata(saved, is_visible),
+        user_metadata=access.filter_metadata(saved, is_visible),
         step=saved.step,
         copied_from=str(source),
     )

@@ -40,7 +40,7 @@ Table = Annotated[dict[str, ValueT], Field(max_length=_MAX_NAMES)]
 """An object with at most 64 names of the client's choice."""
 
 
-def _values_as_text(value: object) -> object:
+def _convert_values_to_text(value: object) -> object:
     """Convert metadata to the form in which clients read it: values other than text become JSON."""
     if not isinstance(value, dict):
         return value
@@ -50,15 +50,15 @@ def _values_as_text(value: object) -> object:
     }
 
 
-def _bounded(metadata: dict[str, str]) -> dict[str, str]:
+def _check_length(metadata: dict[str, str]) -> dict[str, str]:
     """Refuse long metadata: lists and searches read it. Raises ValueError."""
     if sum(len(name) + len(text) for name, text in metadata.items()) > _MAX_METADATA_CHARS:
         raise ValueError(f"must have at most {_MAX_METADATA_CHARS} characters in all")
     return metadata
 
 
-TextMetadata = Annotated[dict[str, str], AfterValidator(_bounded)]
-Metadata = Annotated[TextMetadata, BeforeValidator(_values_as_text)]
+TextMetadata = Annotated[dict[str, str], AfterValidator(_check_length)]
+Metadata = Annotated[TextMetadata, BeforeValidator(_convert_values_to_text)]
 """Metadata of sessions and runs, whose values other than text are converted."""
 Name = Annotated[str, Field(max_length=200)]
 """A name that is stored with a session."""
@@ -93,6 +93,6 @@ class SampleRequestIds(WireModel):
     num_samples: Int = 1
 
 
-def utc_time(seconds: float) -> datetime:
+def to_utc_time(seconds: float) -> datetime:
     """Convert seconds since the epoch to a time that JSON shows in UTC."""
     return datetime.fromtimestamp(seconds, UTC)

@@ -6,7 +6,7 @@ from skyrl_tx.server.schemas.base import Int, List, Response, SampleRequestIds, 
 from skyrl_tx.server.schemas.training import ModelInput, TensorData
 
 
-class SamplingParams(WireModel):
+class WireSamplingParams(WireModel):
     """Sampling parameters."""
 
     changes_maths = True
@@ -18,11 +18,11 @@ class SamplingParams(WireModel):
     top_p: float = 1.0
 
 
-class SampleRequest(SampleRequestIds):
+class AsampleRequest(SampleRequestIds):
     """One prompt with sampling parameters and prompt options."""
 
     prompt: ModelInput
-    sampling_params: SamplingParams
+    sampling_params: WireSamplingParams
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: Int | None = 0
     topk_sample_logprobs: Int | None = 0

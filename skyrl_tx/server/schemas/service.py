@@ -108,7 +108,7 @@ class RetrieveFuturesRequest(WireModel):
     retrieved_request_ids: List[str] = Field(default_factory=list[str])
 
 
-class Completion(Response):
+class CompletedRequest(Response):
     """A request that completed."""
 
     state: Literal["finished", "failed"]
@@ -119,7 +119,7 @@ class Completion(Response):
 class RetrieveFuturesResponse(Response):
     """The requests that completed after the cursor, and the cursor of the next poll."""
 
-    completions: list[Completion]
+    completions: list[CompletedRequest]
     cursor: int
 
 

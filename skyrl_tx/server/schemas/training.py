@@ -20,7 +20,7 @@ from skyrl_tx.server.schemas.base import (
 )
 
 
-class Chunk(WireModel):
+class InputChunk(WireModel):
     """A chunk of a model input.
 
     SDKs up to 0.16 send no `type`; the fields that are set identify it, so all fields are optional.
@@ -39,7 +39,7 @@ class Chunk(WireModel):
 class ModelInput(WireModel):
     """A model input as a list of chunks."""
 
-    chunks: Annotated[List[Chunk], Field(max_length=4096)]
+    chunks: Annotated[List[InputChunk], Field(max_length=4096)]
 
 
 class TensorData(WireModel):
@@ -78,7 +78,7 @@ class ProvenanceSpan(WireModel):
         return "sampled_tokens" if self.prompt_tokens is None else "prompt_tokens"
 
 
-class Datum(WireModel):
+class WireDatum(WireModel):
     """One training sequence."""
 
     model_input: ModelInput
@@ -137,7 +137,7 @@ class PassInput(WireModel):
     """The data and loss of a forward or forward/backward request."""
 
     changes_maths = True
-    data: List[Datum]
+    data: List[WireDatum]
     loss_fn: str
     loss_fn_config: Table[float | str] | None = None
 
@@ -217,7 +217,7 @@ class LossGraph(WireModel):
     nodes: Annotated[List[LossGraphNode], Field(max_length=MAX_NODES)]
 
 
-class LossInput(WireModel):
+class GraphInput(WireModel):
     """An input: its name, and its number of dimensions in each datum."""
 
     changes_maths = True
@@ -232,6 +232,6 @@ class CreateCustomLossRequest(WireModel):
     session_id: str
     custom_loss_seq_id: SeqId
     name: Name
-    inputs: Annotated[List[LossInput], Field(max_length=_MAX_ARGUMENTS)]
+    inputs: Annotated[List[GraphInput], Field(max_length=_MAX_ARGUMENTS)]
     graph: LossGraph
     type: str | None = None

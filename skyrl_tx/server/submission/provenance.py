@@ -14,7 +14,7 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.requests import Datum, ModelPass, SampledSpan
 from skyrl_tx.server.schemas import training as schemas
 from skyrl_tx.server.submission import wire_pb2
-from skyrl_tx.server.submission.validation import require, shown
+from skyrl_tx.server.submission.validation import quote_value, require
 from skyrl_tx.store.stability import SampledLogprobs
 
 _MAX_ID_CHARS = 64
@@ -33,7 +33,9 @@ class Span:
     length: int
 
     def __str__(self) -> str:
-        return f"{self.source} [{self.offset}, {self.offset + self.length}) of sequence_id {shown(self.sequence_id)}"
+        return (
+            f"{self.source} [{self.offset}, {self.offset + self.length}) of sequence_id {quote_value(self.sequence_id)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +51,24 @@ class Provenance:
         return {span.sequence_id for span in (*self.model_input, *self.loss_inputs)}
 
 
-def of(datum: wire_pb2.Datum | schemas.Datum) -> Provenance:
+def read_provenance(datum: wire_pb2.Datum | schemas.WireDatum) -> Provenance:
     """Read the spans of one datum, which have the same form in protobuf and in JSON."""
     return Provenance(
-        model_input=tuple(_span(span) for span in datum.model_input_spans or ()),
-        loss_inputs=tuple(_span(span) for span in datum.loss_fn_input_spans or ()),
+        model_input=tuple(_read_span(span) for span in datum.model_input_spans or ()),
+        loss_inputs=tuple(_read_span(span) for span in datum.loss_fn_input_spans or ()),
     )
 
 
-def sampled_spans(data: Iterable[wire_pb2.Datum | schemas.Datum], sizes: Iterable[int]) -> Iterator[SampledSpan]:
+def find_sampled_spans(
+    data: Iterable[wire_pb2.Datum | schemas.WireDatum], sizes: Iterable[int]
+) -> Iterator[SampledSpan]:
     """Yield which targets were sampled, for people to read; datums whose spans do not fit their size are left out.
 
     Losses that do not need provenance ignore spans, so a wrong one is no error.
     """
     for index, (datum, size) in enumerate(zip(data, sizes, strict=True)):
         first, found = 0, list[SampledSpan]()
-        for span in map(_span, datum.loss_fn_input_spans or ()):
+        for span in map(_read_span, datum.loss_fn_input_spans or ()):
             if span.source == "sampled_tokens" and span.length > 0 and len(span.sequence_id) <= _MAX_ID_CHARS:
                 found.append(SampledSpan(datum=index, first=first, length=span.length, sequence_id=span.sequence_id))
             first += max(span.length, 0)
@@ -101,7 +105,7 @@ def _fill_datum(
     if provenance.model_input:
         _check_tiling(provenance.model_input, recorded, length, f"{where}.model_input_spans")
     _check_tiling(provenance.loss_inputs, recorded, length, f"{where}.loss_fn_input_spans")
-    logprobs, sampled = _recorded_arrays(provenance.loss_inputs, recorded, length)
+    logprobs, sampled = _make_recorded_arrays(provenance.loss_inputs, recorded, length)
     _check_advantages(datum, sampled, where)
     return replace(datum, loss_inputs={**datum.loss_inputs, "logprobs": logprobs, "sampled": sampled})
 
@@ -119,14 +123,14 @@ def _check_span(span: Span, recorded: SampledLogprobs | None, where: str) -> Non
     require(span.source is not None, f"{where}: names neither prompt_tokens nor sampled_tokens")
     if recorded is None:
         raise UserError(
-            f"{where}: nothing is recorded of sequence_id {shown(span.sequence_id)}; sample with "
+            f"{where}: nothing is recorded of sequence_id {quote_value(span.sequence_id)}; sample with "
             "record_stability_info, and train within a day of sampling or of the last use"
         )
     size = recorded.prompt_length if span.source == "prompt_tokens" else recorded.logprobs.size
     require(0 <= span.offset <= span.offset + span.length <= size, f"{where}: {span} is out of range, there are {size}")
 
 
-def _recorded_arrays(
+def _make_recorded_arrays(
     spans: Sequence[Span], recorded: Mapping[str, SampledLogprobs], length: int
 ) -> tuple[Float32Array, Float32Array]:
     """Return two float32 arrays [T]: logprobs (0 where no token was sampled), and the mask of sampled tokens."""
@@ -155,7 +159,7 @@ def _check_advantages(datum: Datum, sampled: Float32Array, where: str) -> None:
         )
 
 
-def _span(span: wire_pb2.ProvenanceSpan | schemas.ProvenanceSpan) -> Span:
+def _read_span(span: wire_pb2.ProvenanceSpan | schemas.ProvenanceSpan) -> Span:
     source = span.WhichOneof("span") if isinstance(span, wire_pb2.ProvenanceSpan) else span.source
     run: wire_pb2.TokenRun | schemas.TokenRun | None = getattr(span, source) if source else None
     return Span(source, run.sequence_id, run.offset, run.length) if run else Span(None, "", 0, 0)

@@ -8,12 +8,12 @@ import numpy as np
 from skyrl_tx.contract import requests
 from skyrl_tx.contract.arrays import Int64Array
 from skyrl_tx.contract.ids import SamplerId
-from skyrl_tx.server.schemas.sampling import SampleRequest, SamplingParams
+from skyrl_tx.server.schemas.sampling import AsampleRequest, WireSamplingParams
 from skyrl_tx.server.schemas.training import TensorData
 from skyrl_tx.server.submission.submission import Submission
 from skyrl_tx.server.submission.tensors import DenseBudget, cells_from_json, from_json
 from skyrl_tx.server.submission.training import tokens_from_json
-from skyrl_tx.server.submission.validation import require, seed_or_random, shown
+from skyrl_tx.server.submission.validation import choose_seed, quote_value, require
 
 MAX_SAMPLES = 4096
 """The most samples of one prompt: each has a string id in the response to the POST."""
@@ -21,35 +21,35 @@ MAX_INT32 = 2**31 - 1
 _TARGETS = "target_prompt_logprobs"
 
 
-def sample(
-    request: SampleRequest, sampler: SamplerId | None, sequence_ids: Sequence[str], max_dense_bytes: int
+def translate_sample(
+    request: AsampleRequest, sampler: SamplerId | None, sequence_ids: Sequence[str], max_dense_bytes: int
 ) -> Submission:
     """Translate a prompt. Draws the seed if the client gave none."""
     require(
         1 <= request.num_samples <= MAX_SAMPLES,
-        f"num_samples {shown(request.num_samples)}: must be between 1 and {MAX_SAMPLES}",
+        f"num_samples {quote_value(request.num_samples)}: must be between 1 and {MAX_SAMPLES}",
     )
     sample = requests.Sample(
         prompt=tokens_from_json(request.prompt, "prompt"),
         num_samples=request.num_samples,
         sampler=sampler,
-        params=_params(request.sampling_params),
-        options=_options(request, max_dense_bytes),
+        params=_read_params(request.sampling_params),
+        options=_read_options(request, max_dense_bytes),
         sequence_ids=tuple(sequence_ids),
         is_recorded=bool(request.record_stability_info),
     )
     as_sent = replace(sample, sampler=None, sequence_ids=())
     if request.sampling_params.seed is None:
         as_sent = replace(as_sent, params=replace(sample.params, seed=0))
-    return Submission.of(sample, as_sent=as_sent)
+    return Submission.from_request(sample, as_sent=as_sent)
 
 
-def _params(params: SamplingParams) -> requests.SamplingParams:
+def _read_params(params: WireSamplingParams) -> requests.SamplingParams:
     where = "sampling_params"
-    require(params.top_k <= MAX_INT32, f"{where}.top_k {shown(params.top_k)}: must be at most {MAX_INT32}")
-    stop_strings, stop_token_ids = _stops(params.stop)
+    require(params.top_k <= MAX_INT32, f"{where}.top_k {quote_value(params.top_k)}: must be at most {MAX_INT32}")
+    stop_strings, stop_token_ids = _split_stops(params.stop)
     return requests.SamplingParams(
-        seed=seed_or_random(params.seed, f"{where}.seed"),
+        seed=choose_seed(params.seed, f"{where}.seed"),
         max_tokens=params.max_tokens,
         temperature=params.temperature,
         top_k=params.top_k or -1,
@@ -60,7 +60,7 @@ def _params(params: SamplingParams) -> requests.SamplingParams:
     )
 
 
-def _stops(stop: str | list[int] | list[str] | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def _split_stops(stop: str | list[int] | list[str] | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Split `stop` into strings and token ids. An empty list has neither: then not even EOS stops."""
     given = [stop] if isinstance(stop, str) else stop or []
     strings = tuple(part for part in given if isinstance(part, str))
@@ -79,30 +79,30 @@ def check_stops(strings: Sequence[str], token_ids: Sequence[int], where: str, wh
     for index, text in enumerate(strings):
         require(
             len(text) <= requests.MAX_STOP_CHARS,
-            f"{where}[{index}] {shown(text)} has {len(text)} characters: must have at most {requests.MAX_STOP_CHARS}",
+            f"{where}[{index}] {quote_value(text)} has {len(text)} characters: must have at most {requests.MAX_STOP_CHARS}",
         )
     for index, token in enumerate(token_ids):
-        require(0 <= token <= MAX_INT32, f"{where_tokens}[{index}] {shown(token)}: is not a token id")
+        require(0 <= token <= MAX_INT32, f"{where_tokens}[{index}] {quote_value(token)}: is not a token id")
 
 
-def _options(request: SampleRequest, max_dense_bytes: int) -> requests.PromptOptions:
+def _read_options(request: AsampleRequest, max_dense_bytes: int) -> requests.PromptOptions:
     last_n, targets = request.prompt_logprobs_last_n, request.target_prompt_logprobs
     require(
         last_n is None or bool(request.prompt_logprobs),
-        f"prompt_logprobs_last_n {shown(last_n)}: needs prompt_logprobs",
+        f"prompt_logprobs_last_n {quote_value(last_n)}: needs prompt_logprobs",
     )
     return requests.PromptOptions(
         logprobs=bool(request.prompt_logprobs),
         last_n=last_n,
         topk=request.topk_prompt_logprobs or 0,
         sample_topk=request.topk_sample_logprobs or 0,
-        target_tokens=None if targets is None else _targets(targets, max_dense_bytes),
+        target_tokens=None if targets is None else _read_targets(targets, max_dense_bytes),
         target_cells=None if targets is None else cells_from_json(targets, _TARGETS),
         alt_tokens_k=request.prompt_alt_tokens_k or 0,
     )
 
 
-def _targets(targets: TensorData, max_dense_bytes: int) -> Int64Array:
+def _read_targets(targets: TensorData, max_dense_bytes: int) -> Int64Array:
     """Read the targets as int64 [T-1, K], -1 in cells that a sparse tensor does not list."""
     array = from_json(targets, DenseBudget(max_dense_bytes), _TARGETS, fill=-1)
     require(array.dtype.kind == "i" and array.ndim == 2, f"{_TARGETS}: must be a matrix of int64, not {array.dtype}")

@@ -13,22 +13,22 @@ from pydantic import ValidationError
 from sqlmodel import Session
 
 from skyrl_tx.contract import codec
-from skyrl_tx.contract.custom_loss import CUSTOM, LOGPROBS, CustomLoss
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, SamplerId, SamplingSessionId, SessionId, custom_loss_id
 from skyrl_tx.contract.ids import model_id as model_id_of
 from skyrl_tx.contract.losses import TARGET_TOKENS
 from skyrl_tx.contract.requests import CreateCustomLoss, CreateModel, LoadWeights, ModelPass, Rejected, Request
 from skyrl_tx.contract.results import CreateCustomLossOutput
-from skyrl_tx.server.context import Call
+from skyrl_tx.contract.custom_loss import CUSTOM, LOGPROBS, CustomLoss
+from skyrl_tx.server.context import ApiCall
 from skyrl_tx.server.errors import ApiError, bad_request
-from skyrl_tx.server.http.body import parse
+from skyrl_tx.server.http.body import validate_object
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.server.schemas.base import CreationIds, ModelRequestIds, WireModel
 from skyrl_tx.server.schemas.training import FutureHandle
 from skyrl_tx.server.submission.provenance import Provenance, fill_recorded
-from skyrl_tx.server.submission.validation import first_error, shown
+from skyrl_tx.server.submission.validation import describe_first_error, quote_value
 from skyrl_tx.store import custom_losses, futures, models, placement, samplers, stability
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import ModelRow, SamplingSessionRow
@@ -62,7 +62,7 @@ class Submission:
     base_model: str | None = None
 
     @classmethod
-    def of(
+    def from_request(
         cls,
         request: Request,
         *,
@@ -75,21 +75,21 @@ class Submission:
         sent = body if as_sent is None or as_sent is request else codec.encode(as_sent)
         if provenance:
             sent += msgspec.msgpack.encode(provenance)
-        return cls(request, body, futures.idempotency_digest(sent), provenance, base_model=base_model)
+        return cls(request, body, futures.compute_digest(sent), provenance, base_model=base_model)
 
     @classmethod
-    def rejected(
+    def from_error(
         cls, kind: str, message: str, *, backward: bool = False, as_sent: Request | None = None
     ) -> "Submission":
         """Return a request that keeps its sequence number and fails with this message."""
-        return cls.of(Rejected(kind=kind, message=message, backward=backward), as_sent=as_sent)
+        return cls.from_request(Rejected(kind=kind, message=message, backward=backward), as_sent=as_sent)
 
     @property
     def kind(self) -> str:
         """The kind that the row shows: a rejected barrier is still a barrier for the engine's scheduler."""
         return self.request.kind if isinstance(self.request, Rejected) else codec.kind_of(self.request)
 
-    def with_request(self, request: Request, sequence_ids: Collection[str] = ()) -> "Submission":
+    def replace_request(self, request: Request, sequence_ids: Collection[str] = ()) -> "Submission":
         """Return this submission with another request under the same digest."""
         return replace(self, request=request, body=codec.encode(request), sequence_ids=sequence_ids)
 
@@ -110,12 +110,12 @@ def from_json(
         check_unknown(model)
         return submission
     except ValidationError as error:
-        return Submission.rejected(kind, first_error(error), backward=backward)
+        return Submission.from_error(kind, describe_first_error(error), backward=backward)
     except UserError as error:
-        return Submission.rejected(kind, error.message, backward=backward)
+        return Submission.from_error(kind, error.message, backward=backward)
 
 
-def with_recorded_samples(store: Store, caller: Principal, submission: Submission) -> Submission:
+def add_recorded_samples(store: Store, caller: Principal, submission: Submission) -> Submission:
     """Complete a pass that has provenance spans with its recorded samples; reject it if a span is wrong."""
     request = submission.request
     if not submission.provenance or not isinstance(request, ModelPass):
@@ -124,13 +124,13 @@ def with_recorded_samples(store: Store, caller: Principal, submission: Submissio
     wanted = set[str]().union(*(datum.sequence_ids for datum in submission.provenance))
     recorded = store.read(lambda tx: stability.find(tx, caller.owner_filter, wanted, time.time()))
     try:
-        return submission.with_request(fill_recorded(request, submission.provenance, recorded), recorded.keys())
+        return submission.replace_request(fill_recorded(request, submission.provenance, recorded), recorded.keys())
     except UserError as error:
         reason = Rejected(kind=submission.kind, message=error.message, backward=request.backward)
-        return submission.with_request(reason)
+        return submission.replace_request(reason)
 
 
-def with_custom_loss(call: Call, model_id: ModelId, submission: Submission) -> Submission:
+def add_custom_loss(call: ApiCall, model_id: ModelId, submission: Submission) -> Submission:
     """Complete a pass of a custom loss with the loss; reject it if its session has no such loss.
 
     Inputs that the loss does not read are left out: the SDK sends all that a datum has.
@@ -141,14 +141,16 @@ def with_custom_loss(call: Call, model_id: ModelId, submission: Submission) -> S
     loss_id = request.loss_config.get("loss_id")
 
     def find(tx: Session) -> bytes | None:
-        row = access.addressed_model(tx, call.caller, model_id)
+        row = access.find_model_ref(tx, call.caller, model_id)
         return custom_losses.find(tx, loss_id, row.session_id) if isinstance(loss_id, str) else None
 
     unknown = sorted(request.loss_config.keys() - {"loss_id"})
     body = call.store.read(find)
     if unknown or body is None:
-        reason = f"loss_fn_config.{unknown[0][:80]}: {CUSTOM} takes loss_id" if unknown else _no_loss(loss_id)
-        return submission.with_request(Rejected(kind=submission.kind, message=reason, backward=request.backward))
+        reason = (
+            f"loss_fn_config.{unknown[0][:80]}: {CUSTOM} takes loss_id" if unknown else _describe_missing_loss(loss_id)
+        )
+        return submission.replace_request(Rejected(kind=submission.kind, message=reason, backward=request.backward))
     stored = codec.decode(body)
     assert isinstance(stored, CreateCustomLoss)
     read = {TARGET_TOKENS, *(each.name for each in stored.loss.inputs)} - {LOGPROBS}
@@ -156,12 +158,12 @@ def with_custom_loss(call: Call, model_id: ModelId, submission: Submission) -> S
         replace(datum, loss_inputs={name: array for name, array in datum.loss_inputs.items() if name in read})
         for datum in request.data
     )
-    return submission.with_request(replace(request, custom=stored.loss, data=data))
+    return submission.replace_request(replace(request, custom=stored.loss, data=data))
 
 
-def _no_loss(loss_id: object) -> str:
+def _describe_missing_loss(loss_id: object) -> str:
     return (
-        f"loss_fn_config.loss_id {shown(loss_id)}: the session of this model has no such custom loss; losses unused "
+        f"loss_fn_config.loss_id {quote_value(loss_id)}: the session of this model has no such custom loss; losses unused "
         "for 30 days are removed"
     )
 
@@ -173,7 +175,7 @@ def _log_own_definition(loss: str) -> None:
 
 
 def submit_json(
-    call: Call,
+    call: ApiCall,
     kind: str,
     schema: type[SchemaT],
     translate: Callable[[SchemaT], Submission],
@@ -181,24 +183,24 @@ def submit_json(
     backward: bool = False,
 ) -> FutureHandle:
     """Queue a request for a model, sent in JSON. An error in it becomes the result of its future."""
-    value = call.body.mapping()
-    ids = parse(ModelRequestIds, value)
+    value = call.body.parse_object()
+    ids = validate_object(ModelRequestIds, value)
     return submit(call, ids, from_json(kind, schema, value, translate, call.check_unknown, backward=backward))
 
 
-def submit(call: Call, ids: ModelRequestIds, submission: Submission) -> FutureHandle:
+def submit(call: ApiCall, ids: ModelRequestIds, submission: Submission) -> FutureHandle:
     """Queue a request for a model, completed with its recorded samples, or with its custom loss."""
-    complete = with_recorded_samples(call.store, call.caller, submission)
-    complete = with_custom_loss(call, ModelId(ids.model_id), complete)
-    return call.store.write(lambda tx: to_model(tx, call, ids, complete))
+    complete = add_recorded_samples(call.store, call.caller, submission)
+    complete = add_custom_loss(call, ModelId(ids.model_id), complete)
+    return call.store.write(lambda tx: submit_to_model(tx, call, ids, complete))
 
 
-def to_model(tx: Session, call: Call, ids: ModelRequestIds, submission: Submission) -> FutureHandle:
+def submit_to_model(tx: Session, call: ApiCall, ids: ModelRequestIds, submission: Submission) -> FutureHandle:
     """Queue a request for a model. A `seq_id` of 0 is not a sequence number."""
     now = time.time()
     model_id = ModelId(ids.model_id)
-    row = access.addressed_model(tx, call.caller, model_id)
-    key = _key(f"model/{model_id}", ids.seq_id or None, call.idempotency_key)
+    row = access.find_model_ref(tx, call.caller, model_id)
+    key = _make_key(f"model/{model_id}", ids.seq_id or None, call.idempotency_key)
     submitted = _insert(
         tx, submission, key, row.owner, row.session_id, ids.seq_id, model_id=model_id, engine=row.engine
     )
@@ -211,19 +213,19 @@ def to_model(tx: Session, call: Call, ids: ModelRequestIds, submission: Submissi
     return FutureHandle(request_id=submitted.request_id, model_id=model_id)
 
 
-def creation(tx: Session, call: Call, ids: CreationIds, submission: Submission) -> FutureHandle:
+def submit_creation(tx: Session, call: ApiCall, ids: CreationIds, submission: Submission) -> FutureHandle:
     """Queue a request that creates a model, and create the model's row. A rejected request creates none.
 
     `create_model` and `load_weights` share the numbers of a session's models, so they share the keys too.
     """
     now = time.time()
     session_id = SessionId(ids.session_id)
-    session = access.open_session(tx, call.caller, session_id)
+    session = access.find_open_session(tx, call.caller, session_id)
     model_id = model_id_of(session_id, ids.model_seq_id)
     request = submission.request
     spec = request.spec if isinstance(request, CreateModel | LoadWeights) else None
     key = f"create/{session_id}/{ids.model_seq_id}"
-    engine = placement.for_model(tx)
+    engine = placement.choose_engine(tx)
     submitted = _insert(
         tx, submission, key, session.owner, session_id, 0, model_id=model_id if spec else None, engine=engine
     )
@@ -243,12 +245,12 @@ def creation(tx: Session, call: Call, ids: CreationIds, submission: Submission) 
     return FutureHandle(request_id=submitted.request_id, model_id=model_id)
 
 
-def custom_loss(tx: Session, call: Call, session_id: SessionId, seq_id: int, loss: CustomLoss) -> FutureHandle:
+def store_custom_loss(tx: Session, call: ApiCall, session_id: SessionId, seq_id: int, loss: CustomLoss) -> FutureHandle:
     """Store a custom loss of a session, and its result, which needs no engine."""
     now = time.time()
-    session = access.open_session(tx, call.caller, session_id)
+    session = access.find_open_session(tx, call.caller, session_id)
     loss_id = custom_loss_id(session_id, seq_id)
-    submission = Submission.of(CreateCustomLoss(loss=loss))
+    submission = Submission.from_request(CreateCustomLoss(loss=loss))
     submitted = _insert(tx, submission, f"custom_loss/{session_id}/{seq_id}", session.owner, session_id, None)
     if submitted.is_new:
         try:
@@ -268,7 +270,7 @@ def custom_loss(tx: Session, call: Call, session_id: SessionId, seq_id: int, los
     return FutureHandle(request_id=submitted.request_id)
 
 
-def to_sampler(
+def submit_to_sampler(
     tx: Session,
     row: SamplingSessionRow,
     owner: str,
@@ -278,8 +280,8 @@ def to_sampler(
     *,
     is_streamed: bool = False,
     engine: int = 1,
-) -> futures.Submitted | None:
-    """Queue a prompt for a sampling session. `key` is its `sampling_key`; `is_streamed`: it is read while decoded.
+) -> futures.SubmittedRequest | None:
+    """Queue a prompt for a sampling session. `key` is its `make_sampling_key`; `is_streamed`: it is read while decoded.
 
     `engine` is the one that shall execute it. Weights that are not on disk yet are in the memory of their model's
     engine, which then gets the prompt. Returns None, and queues nothing, if the session has another sampler than `row`,
@@ -291,7 +293,7 @@ def to_sampler(
     if current is None or current.sampler_id != row.sampler_id:
         return None
     if current.model_id is not None and current.size_bytes is None:
-        engine = models.engine_of(tx, current.model_id) or engine
+        engine = models.get_engine_number(tx, current.model_id) or engine
     submitted = _insert(
         tx,
         submission,
@@ -309,12 +311,12 @@ def to_sampler(
     return submitted
 
 
-def sampling_key(sampling_session_id: SamplingSessionId, seq_id: int | None, idempotency_key: str | None) -> str:
+def make_sampling_key(sampling_session_id: SamplingSessionId, seq_id: int | None, idempotency_key: str | None) -> str:
     """Return the idempotency key of a prompt, from which its sequence ids are derived too."""
-    return _key(f"sample/{sampling_session_id}", seq_id, idempotency_key)
+    return _make_key(f"sample/{sampling_session_id}", seq_id, idempotency_key)
 
 
-def _key(stem: str, seq_id: int | None, idempotency_key: str | None) -> str:
+def _make_key(stem: str, seq_id: int | None, idempotency_key: str | None) -> str:
     """Return what identifies a request: its sequence number, or else the header; "" if it has neither."""
     if seq_id is not None:
         return f"{stem}/{seq_id}"
@@ -334,7 +336,7 @@ def _insert(
     sampler_id: SamplerId | None = None,
     is_streamed: bool = False,
     engine: int = 1,
-) -> futures.Submitted:
+) -> futures.SubmittedRequest:
     new = futures.NewRequest(
         key=key,
         kind=submission.kind,

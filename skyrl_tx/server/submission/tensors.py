@@ -11,7 +11,7 @@ from skyrl_tx.contract.arrays import Cells, Float32Array, Int64Array, NumberArra
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.server.schemas.training import TensorData
 from skyrl_tx.server.submission import wire_pb2
-from skyrl_tx.server.submission.validation import shown
+from skyrl_tx.server.submission.validation import quote_value
 
 _BFLOAT16 = "bfloat16"
 _DTYPES: dict[int, str] = {
@@ -69,14 +69,14 @@ def from_proto(message: wire_pb2.Tensor, budget: DenseBudget, where: str) -> Num
     shape = tuple(message.shape)
     if message.WhichOneof("layout") != "sparse_csr":
         values = from_bytes(message.dense, dtype, where)
-        return _shaped(values, shape or values.shape, where)
+        return _reshape(values, shape or values.shape, where)
     csr = message.sparse_csr
     values = from_bytes(csr.values, dtype, f"{where}.values")
     cells = Cells(
         crow=from_bytes(csr.crow_indices, "int64", f"{where}.crow_indices"),
         columns=from_bytes(csr.col_indices, "int64", f"{where}.col_indices"),
     )
-    return _dense(values, cells, shape, budget, where)
+    return _make_dense(values, cells, shape, budget, where)
 
 
 def from_json(tensor: TensorData, budget: DenseBudget, where: str, *, fill: int = 0) -> NumberArray:
@@ -84,8 +84,8 @@ def from_json(tensor: TensorData, budget: DenseBudget, where: str, *, fill: int 
     values = from_numbers(tensor.data, "float32" if tensor.dtype == _BFLOAT16 else tensor.dtype, where)
     cells = cells_from_json(tensor, where)
     if cells is None:
-        return _shaped(values, tuple(tensor.shape) if tensor.shape is not None else values.shape, where)
-    return _dense(values, cells, tuple(tensor.shape or ()), budget, where, fill)
+        return _reshape(values, tuple(tensor.shape) if tensor.shape is not None else values.shape, where)
+    return _make_dense(values, cells, tuple(tensor.shape or ()), budget, where, fill)
 
 
 def cells_from_json(tensor: TensorData, where: str) -> Cells | None:
@@ -110,7 +110,7 @@ def to_proto(array: NumberArray, cells: Cells | None = None) -> wire_pb2.Tensor:
     return message
 
 
-def batched(arrays: Sequence[Float32Array]) -> wire_pb2.BatchedTensor:
+def batch_to_proto(arrays: Sequence[Float32Array]) -> wire_pb2.BatchedTensor:
     """Write one float32 array per datum, all of one trailing shape, as concatenated bytes with byte offsets."""
     offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
     np.cumsum([array.nbytes for array in arrays], out=offsets[1:])
@@ -131,19 +131,19 @@ def from_numbers(values: Sequence[float], dtype: str, where: str) -> NumberArray
         raise UserError(f"{where}: not all values are {dtype}: {error}") from error
 
 
-def _shaped(values: NumberArray, shape: tuple[int, ...], where: str) -> NumberArray:
+def _reshape(values: NumberArray, shape: tuple[int, ...], where: str) -> NumberArray:
     if len(shape) > _MAX_DIMS or any(size < 0 for size in shape) or math.prod(shape) != values.size:
-        raise UserError(f"{where}: shape {shown(list(shape))} does not fit {values.size} values")
+        raise UserError(f"{where}: shape {quote_value(list(shape))} does not fit {values.size} values")
     if values.size == 0 and math.prod(max(size, 1) for size in shape) > _MAX_EMPTY:
-        raise UserError(f"{where}: shape {shown(list(shape))} is too large for an array without values")
+        raise UserError(f"{where}: shape {quote_value(list(shape))} is too large for an array without values")
     return values.reshape(shape)
 
 
-def _dense(
+def _make_dense(
     values: NumberArray, cells: Cells, shape: tuple[int, ...], budget: DenseBudget, where: str, fill: int = 0
 ) -> NumberArray:
     if len(shape) != 2 or min(shape) < 0:
-        raise UserError(f"{where}: a sparse tensor has a shape of two sizes, not {shown(list(shape))}")
+        raise UserError(f"{where}: a sparse tensor has a shape of two sizes, not {quote_value(list(shape))}")
     rows, columns = shape
     count, crow = values.size, cells.crow
     if crow.size != rows + 1 or cells.columns.size != count:

@@ -15,26 +15,26 @@ from skyrl_tx.contract.losses import LOSS_SPECS
 from skyrl_tx.contract.requests import LossConfigValue, OptimizerParams
 from skyrl_tx.server.schemas.training import (
     AdamParams,
-    Chunk,
     CreateModelRequest,
-    Datum,
+    InputChunk,
     ModelInput,
     OptimizerConfig,
     OptimStepRequest,
     PassInput,
+    WireDatum,
 )
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.submission import provenance, wire_pb2
 from skyrl_tx.server.submission.submission import Submission
 from skyrl_tx.server.submission.tensors import DenseBudget, from_bytes, from_json, from_numbers, from_proto
 from skyrl_tx.server.submission.validation import (
-    finite,
-    finite_array,
+    check_finite,
+    check_finite_array,
+    choose_seed,
     is_off,
+    quote_value,
     refuse_extra,
     require,
-    seed_or_random,
-    shown,
 )
 
 _ADAM = tuple(AdamParams.model_fields)
@@ -42,9 +42,9 @@ _MAX_SAMPLED_SPANS = 16_384
 """Spans of a pass that are stored for people to read; the rest is left out."""
 
 
-def create_model(request: CreateModelRequest, settings: ApiSettings) -> Submission:
+def translate_create_model(request: CreateModelRequest, settings: ApiSettings) -> Submission:
     """Translate `create_model`. Draws the adapter's seed if the client gave none."""
-    base_model = settings.known_model_name(request.base_model)
+    base_model = settings.resolve_model_name(request.base_model)
     lora = request.lora_config
     if lora is None:
         raise UserError("lora_config: missing; this server trains LoRA adapters only")
@@ -53,46 +53,48 @@ def create_model(request: CreateModelRequest, settings: ApiSettings) -> Submissi
         spec=requests.ModelSpec(
             lora=requests.LoraSpec(
                 rank=lora.rank,
-                seed=seed_or_random(lora.seed, "lora_config.seed"),
+                seed=choose_seed(lora.seed, "lora_config.seed"),
                 train_attn=lora.train_attn,
                 train_mlp=lora.train_mlp,
                 train_unembed=lora.train_unembed,
             ),
-            optimizer=optimizer_kind(request.optimizer_config),
+            optimizer=read_optimizer_kind(request.optimizer_config),
         ),
     )
     as_sent = create
     if lora.seed is None:
         as_sent = replace(create, spec=replace(create.spec, lora=replace(create.spec.lora, seed=0)))
-    return Submission.of(create, as_sent=as_sent, base_model=base_model)
+    return Submission.from_request(create, as_sent=as_sent, base_model=base_model)
 
 
-def optimizer_kind(config: OptimizerConfig | None) -> str:
+def read_optimizer_kind(config: OptimizerConfig | None) -> str:
     """Return the optimizer's name. Raises UserError for another one than AdamW."""
     kind = "adamw" if config is None else config.type
-    require(kind == "adamw", f"optimizer_config.type {shown(kind)}: this server offers 'adamw' only")
+    require(kind == "adamw", f"optimizer_config.type {quote_value(kind)}: this server offers 'adamw' only")
     return kind
 
 
-def optim_step(request: OptimStepRequest) -> Submission:
+def translate_optim_step(request: OptimStepRequest) -> Submission:
     """Translate one AdamW step. Fields that the client does not send have the SDK's defaults."""
     if request.optimizer_params is not None:
         kind = request.optimizer_params.get("type")
-        raise UserError(f"optimizer_params.type {shown(kind)}: this server offers 'adamw', through adam_params")
+        raise UserError(f"optimizer_params.type {quote_value(kind)}: this server offers 'adamw', through adam_params")
     adam = request.adam_params
     if adam is None:
         raise UserError("adam_params: missing")
     given = {
-        name: _number(getattr(adam, name), f"adam_params.{name}") for name in _ADAM if name in adam.model_fields_set
+        name: _check_number(getattr(adam, name), f"adam_params.{name}")
+        for name in _ADAM
+        if name in adam.model_fields_set
     }
-    return Submission.of(requests.OptimStep(params=OptimizerParams(**given)))
+    return Submission.from_request(requests.OptimStep(params=OptimizerParams(**given)))
 
 
-def _number(value: float | None, where: str) -> float:
+def _check_number(value: float | None, where: str) -> float:
     """Return a finite number. The SDK writes NaN and infinity as null, which must not become the default."""
     if value is None:
         raise UserError(f"{where} null: must be a finite number (NaN and infinity arrive as null)")
-    return finite(value, where)
+    return check_finite(value, where)
 
 
 def pass_from_proto(message: wire_pb2.ForwardBackwardRequest, max_dense_bytes: int) -> Submission:
@@ -100,38 +102,38 @@ def pass_from_proto(message: wire_pb2.ForwardBackwardRequest, max_dense_bytes: i
     budget = DenseBudget(max_dense_bytes)
     config: dict[str, LossConfigValue] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
-        refuse_unknown(value, f"loss_fn_config[{shown(name)}]")
+        refuse_unknown(value, f"loss_fn_config[{quote_value(name)}]")
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
     data = (datum_from_proto(datum, budget, f"data[{index}]") for index, datum in enumerate(message.data))
-    request = _model_pass(data, message.loss_fn, config, backward=not message.forward_only)
-    return _submission(request, message.data)
+    request = _make_pass(data, message.loss_fn, config, backward=not message.forward_only)
+    return _make_submission(request, message.data)
 
 
 def pass_from_json(request: PassInput, max_dense_bytes: int, *, backward: bool) -> Submission:
     """Translate a forward/backward request of SDKs up to 0.24."""
     budget = DenseBudget(max_dense_bytes)
     data = (datum_from_json(datum, budget, f"data[{index}]") for index, datum in enumerate(request.data))
-    model_pass = _model_pass(data, request.loss_fn, request.loss_fn_config or {}, backward=backward)
-    return _submission(model_pass, request.data)
+    model_pass = _make_pass(data, request.loss_fn, request.loss_fn_config or {}, backward=backward)
+    return _make_submission(model_pass, request.data)
 
 
-def _submission(request: requests.ModelPass, data: Sequence[wire_pb2.Datum | Datum]) -> Submission:
+def _make_submission(request: requests.ModelPass, data: Sequence[wire_pb2.Datum | WireDatum]) -> Submission:
     """Return a pass with what its provenance spans say. Its digest covers them only where the loss needs them."""
-    spans = tuple(map(provenance.of, data)) if _needs_provenance(request.loss) else ()
+    spans = tuple(map(provenance.read_provenance, data)) if _needs_provenance(request.loss) else ()
     if not any(datum.loss_fn_input_spans for datum in data):
-        return Submission.of(request, provenance=spans)
-    spans_of_samples = provenance.sampled_spans(data, (datum.tokens.size for datum in request.data))
+        return Submission.from_request(request, provenance=spans)
+    spans_of_samples = provenance.find_sampled_spans(data, (datum.tokens.size for datum in request.data))
     sampled = tuple(islice(spans_of_samples, _MAX_SAMPLED_SPANS))
     complete = replace(request, sampled=sampled) if sampled else request
-    return Submission.of(complete, as_sent=request, provenance=spans)
+    return Submission.from_request(complete, as_sent=request, provenance=spans)
 
 
-def _model_pass(
+def _make_pass(
     data: Iterable[requests.Datum], loss: str, config: dict[str, LossConfigValue], *, backward: bool
 ) -> requests.ModelPass:
     for name, value in config.items():
         if not isinstance(value, str):
-            finite(value, f"loss_fn_config[{shown(name)}]")
+            check_finite(value, f"loss_fn_config[{quote_value(name)}]")
     request = requests.ModelPass(
         data=tuple(data), loss=loss, loss_config=dict(sorted(config.items())), backward=backward
     )
@@ -145,23 +147,23 @@ def datum_from_proto(message: wire_pb2.Datum, budget: DenseBudget, where: str) -
     for index, chunk in enumerate(message.model_input):
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
-            raise _unsupported(kind or "unknown", f"{where}.model_input[{index}]")
+            raise _make_unsupported_error(kind or "unknown", f"{where}.model_input[{index}]")
         runs.append(from_bytes(chunk.encoded_text.tokens, "int32", f"{where}.model_input[{index}].tokens"))
     inputs: dict[str, NumberArray] = {}
     for name, tensor in sorted(message.loss_fn_inputs.items()):
-        inner = f"{where}.loss_fn_inputs[{shown(name)}]"
+        inner = f"{where}.loss_fn_inputs[{quote_value(name)}]"
         refuse_unknown(tensor, inner)
-        inputs[name] = finite_array(from_proto(tensor, budget, inner), inner)
-    return requests.Datum(tokens=_joined(runs, where), loss_inputs=inputs)
+        inputs[name] = check_finite_array(from_proto(tensor, budget, inner), inner)
+    return requests.Datum(tokens=_join_tokens(runs, where), loss_inputs=inputs)
 
 
-def datum_from_json(datum: Datum, budget: DenseBudget, where: str) -> requests.Datum:
+def datum_from_json(datum: WireDatum, budget: DenseBudget, where: str) -> requests.Datum:
     """Read one training sequence without its provenance spans."""
     inputs: dict[str, NumberArray] = {}
     for name, tensor in sorted(datum.loss_fn_inputs.items()):
-        inner = f"{where}.loss_fn_inputs[{shown(name)}]"
+        inner = f"{where}.loss_fn_inputs[{quote_value(name)}]"
         refuse_extra(tensor, f"{inner}.")
-        inputs[name] = finite_array(from_json(tensor, budget, inner), inner)
+        inputs[name] = check_finite_array(from_json(tensor, budget, inner), inner)
     return requests.Datum(tokens=tokens_from_json(datum.model_input, where), loss_inputs=inputs)
 
 
@@ -170,12 +172,12 @@ def tokens_from_json(model_input: ModelInput, where: str) -> Int32Array:
     runs: list[NumberArray] = []
     for index, chunk in enumerate(model_input.chunks):
         inner = f"{where}.chunks[{index}]"
-        kind = _chunk_kind(chunk)
+        kind = _get_chunk_kind(chunk)
         if kind != "encoded_text" or chunk.tokens is None:
-            raise _unsupported(kind, inner)
+            raise _make_unsupported_error(kind, inner)
         refuse_extra(chunk, f"{inner}.")
         runs.append(from_numbers(chunk.tokens, "int32", f"{inner}.tokens"))
-    return _joined(runs, where)
+    return _join_tokens(runs, where)
 
 
 def refuse_unknown(message: Message, where: str) -> None:
@@ -185,7 +187,7 @@ def refuse_unknown(message: Message, where: str) -> None:
             raise UserError(f"{where}: field number {field.field_number} is not known to this server")
 
 
-def _chunk_kind(chunk: Chunk) -> str:
+def _get_chunk_kind(chunk: InputChunk) -> str:
     """Return a chunk's type, from its fields where the client names none (SDK up to 0.16)."""
     if chunk.type is not None:
         return chunk.type
@@ -193,11 +195,11 @@ def _chunk_kind(chunk: Chunk) -> str:
     return next((kind for kind, value in by_field.items() if value is not None), "dmel" if chunk.dmel else "unknown")
 
 
-def _unsupported(kind: str, where: str) -> UserError:
-    return UserError(f"{where}: chunks of type {shown(kind)} are not offered, this server reads text only")
+def _make_unsupported_error(kind: str, where: str) -> UserError:
+    return UserError(f"{where}: chunks of type {quote_value(kind)} are not offered, this server reads text only")
 
 
-def _joined(runs: Sequence[NumberArray], where: str) -> Int32Array:
+def _join_tokens(runs: Sequence[NumberArray], where: str) -> Int32Array:
     tokens = runs[0] if len(runs) == 1 else np.concatenate([np.empty(0, np.int32), *runs])
     require(tokens.size > 0, f"{where}: holds no tokens")
     return tokens

@@ -60,22 +60,24 @@ def check_protobuf(data: bytes, kind: type[Message], max_parts: int) -> None:
 
     Malformed bytes are left to the parser, which does not read beyond them.
     """
-    nested = _nested(cast(Descriptor, kind.DESCRIPTOR)) or _OPAQUE
-    if len(data) > 2 * max_parts and _count(data, 0, len(data), nested, max_parts) < 0:
+    nested = _find_nested_fields(cast(Descriptor, kind.DESCRIPTOR)) or _OPAQUE
+    if len(data) > 2 * max_parts and _count_parts(data, 0, len(data), nested, max_parts) < 0:
         raise too_large(f"body holds more than {max_parts} protobuf fields; send less at once")
 
 
 @cache
-def _nested(kind: Descriptor) -> _Nested | None:
+def _find_nested_fields(kind: Descriptor) -> _Nested | None:
     """Return the fields of a message whose content counts; None for a message without messages and repeated numbers."""
     messages = {field.number: field.message_type for field in kind.fields if field.message_type is not None}
     numbers: _Nested = {field.number: None for field in kind.fields if field.is_repeated and field.is_packed}
     if not messages and not numbers:
         return None
-    return numbers | {number: inner for number, each in messages.items() if (inner := _nested(each)) is not None}
+    return numbers | {
+        number: inner for number, each in messages.items() if (inner := _find_nested_fields(each)) is not None
+    }
 
 
-def _count(data: bytes, start: int, end: int, nested: _Nested, left: int) -> int:
+def _count_parts(data: bytes, start: int, end: int, nested: _Nested, left: int) -> int:
     """Subtract the number of parts in `data[start:end]` from `left`, until it is negative.
 
     Runs for each field of each body: lengths of one and two bytes are read in place.
@@ -86,14 +88,14 @@ def _count(data: bytes, start: int, end: int, nested: _Nested, left: int) -> int
             tag = data[start]
             start += 1
             if tag > 127:
-                tag, start = _varint(data, start - 1)
+                tag, start = _read_varint(data, start - 1)
                 left -= _SLOW
             wire_type = tag & 7
             if wire_type == _LENGTH:
                 size = data[start]
                 start += 1
                 if size > 127:
-                    size, start = _varint(data, start - 1)
+                    size, start = _read_varint(data, start - 1)
                     if size <= 127:
                         left -= _SLOW
                 if (number := tag >> 3) in nested:
@@ -101,7 +103,7 @@ def _count(data: bytes, start: int, end: int, nested: _Nested, left: int) -> int
                     if inner is None or size <= _SMALL:
                         left -= size if inner is None else size >> 1
                     else:
-                        left = _count(data, start, min(start + size, end), inner, left)
+                        left = _count_parts(data, start, min(start + size, end), inner, left)
                 start += size
             elif wire_type == _VARINT:
                 while data[start] > 127:
@@ -116,7 +118,7 @@ def _count(data: bytes, start: int, end: int, nested: _Nested, left: int) -> int
     return left - (max(end - start, 0) >> 1)
 
 
-def _varint(data: bytes, start: int) -> tuple[int, int]:
+def _read_varint(data: bytes, start: int) -> tuple[int, int]:
     """Read a number; return it and the position after it."""
     byte = data[start]
     value, shift = byte & 127, 7
@@ -128,17 +130,17 @@ def _varint(data: bytes, start: int) -> tuple[int, int]:
     return value, start + 1
 
 
-def shown(value: object) -> str:
+def quote_value(value: object) -> str:
     """Return a value as an error message quotes it: at most 100 characters, whatever its size."""
     text = ""
-    for piece in _pieces(value):
+    for piece in _iterate_repr(value):
         text += piece
         if len(text) > 100:
             return f"{text[:100]}…"
     return text
 
 
-def _pieces(value: object) -> Iterator[str]:
+def _iterate_repr(value: object) -> Iterator[str]:
     """Yield the text of `repr` in pieces, so that a caller who wants its beginning does not wait for all of it."""
     match value:
         case str():
@@ -147,15 +149,15 @@ def _pieces(value: object) -> Iterator[str]:
             yield "["
             for index, part in enumerate(cast(list[object], value)):
                 yield ", " if index else ""
-                yield from _pieces(part)
+                yield from _iterate_repr(part)
             yield "]"
         case dict():
             yield "{"
             for index, (name, part) in enumerate(cast(dict[object, object], value).items()):
                 yield ", " if index else ""
-                yield from _pieces(name)
+                yield from _iterate_repr(name)
                 yield ": "
-                yield from _pieces(part)
+                yield from _iterate_repr(part)
             yield "}"
         case _:
             yield repr(value)
@@ -167,13 +169,13 @@ def require(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
-def finite(value: float, where: str) -> float:
+def check_finite(value: float, where: str) -> float:
     """Return a number that is neither NaN nor infinite; raises UserError for one that is."""
     require(math.isfinite(value), f"{where} {value}: must be a finite number")
     return value
 
 
-def finite_array(array: NumberArray, where: str) -> NumberArray:
+def check_finite_array(array: NumberArray, where: str) -> NumberArray:
     """Return an array without NaN and infinity; raises UserError for one with either. Integers have neither."""
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         flat = array.reshape(-1)
@@ -191,25 +193,25 @@ def check_ttl(seconds: int | None, where: str) -> int | None:
     return seconds
 
 
-def seed_or_random(value: int | None, where: str) -> int:
+def choose_seed(value: int | None, where: str) -> int:
     """Return the client's seed, or draw one: a stored request is complete, so that replay gives the same result."""
     if value is None:
         return secrets.randbits(63)
-    require(-(2**63) <= value < 2**64, f"{where} {shown(value)}: must fit into 64 bits")
+    require(-(2**63) <= value < 2**64, f"{where} {quote_value(value)}: must fit into 64 bits")
     return value
 
 
-def first_error(error: ValidationError) -> str:
+def describe_first_error(error: ValidationError) -> str:
     """Describe the first field that does not match the schema, with its value."""
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"]) or "body"
     if first["type"] == "missing":
         return f"{where}: missing"
     if first["type"] == "finite_number":
-        return f"{where} {shown(first['input'])}: must be a finite number"
+        return f"{where} {quote_value(first['input'])}: must be a finite number"
     if first["type"] == "too_long" and isinstance(first["input"], dict):
         return f"{where}: must have at most {first.get('ctx', {})['max_length']} names"
-    return f"{where}: {first['msg'].removeprefix('Value error, ')}, not {shown(first['input'])}"
+    return f"{where}: {first['msg'].removeprefix('Value error, ')}, not {quote_value(first['input'])}"
 
 
 def is_off(value: object) -> bool:
@@ -220,7 +222,7 @@ def is_off(value: object) -> bool:
 def refuse_extra(model: WireModel, prefix: str) -> None:
     """Raise UserError for an unknown field of an object that is set."""
     for name, value in (model.model_extra or {}).items():
-        require(is_off(value), f"{prefix}{name} {shown(value)}: this server does not know the field")
+        require(is_off(value), f"{prefix}{name} {quote_value(value)}: this server does not know the field")
 
 
 class UnknownFields:
@@ -247,4 +249,4 @@ class UnknownFields:
         """Log an ignored field once. Names come from clients, so at most 1,000 are remembered."""
         if (name, sdk_version) not in self._logged and len(self._logged) < _MAX_REMEMBERED:
             self._logged.add((name, sdk_version))
-            _log.info("unknown field %s of SDK %s is ignored", shown(name), shown(sdk_version))
+            _log.info("unknown field %s of SDK %s is ignored", quote_value(name), quote_value(sdk_version))

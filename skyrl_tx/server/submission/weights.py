@@ -22,51 +22,55 @@ from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.server.schemas import weights as schemas
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.submission.submission import Submission
-from skyrl_tx.server.submission.training import optimizer_kind
-from skyrl_tx.server.submission.validation import check_ttl, require, shown
+from skyrl_tx.server.submission.training import read_optimizer_kind
+from skyrl_tx.server.submission.validation import check_ttl, quote_value, require
 
 _INFLIGHT = "inflight"
 _DIGEST_SPEC = requests.ModelSpec(lora=requests.LoraSpec(rank=1, seed=0))
 """Stands for a checkpoint's spec in the idempotency digest of a load. Digests are stored, so it never changes."""
 
 
-def save_weights(request: schemas.SaveWeightsRequest) -> Submission:
+def translate_save_weights(request: schemas.SaveWeightsRequest) -> Submission:
     """Translate a save of a training checkpoint: weights and optimizer under a name."""
     require(request.path is not None, "path: missing; a training checkpoint needs a name")
-    save = _save(request, CheckpointKind.TRAINING)
-    return Submission.of(replace(save, overwrite=request.overwrite, user_metadata=request.user_metadata))
+    save = _make_save(request, CheckpointKind.TRAINING)
+    return Submission.from_request(replace(save, overwrite=request.overwrite, user_metadata=request.user_metadata))
 
 
-def save_weights_for_sampler(request: schemas.SaveWeightsForSamplerRequest, session_id: SessionId) -> Submission:
+def translate_save_weights_for_sampler(
+    request: schemas.SaveWeightsForSamplerRequest, session_id: SessionId
+) -> Submission:
     """Translate a save to sample from: a named checkpoint, or an ephemeral sampler of the model's session."""
     is_inflight = request.kind == _INFLIGHT
-    require(is_inflight or request.kind == "snapshot", f"kind {shown(request.kind)}: must be 'snapshot' or 'inflight'")
+    require(
+        is_inflight or request.kind == "snapshot", f"kind {quote_value(request.kind)}: must be 'snapshot' or 'inflight'"
+    )
     require(
         not is_inflight or request.path is None,
-        f"kind 'inflight': path {shown(request.path)} names weights that never change; leave it out",
+        f"kind 'inflight': path {quote_value(request.path)} names weights that never change; leave it out",
     )
-    as_sent = _save(request, CheckpointKind.SAMPLER)
+    as_sent = _make_save(request, CheckpointKind.SAMPLER)
     as_sent = replace(as_sent, is_inflight=is_inflight, user_metadata=request.user_metadata)
     if request.path is not None:
-        return Submission.of(as_sent)
+        return Submission.from_request(as_sent)
     seq_id = request.sampling_session_seq_id
     if seq_id is None:
         raise UserError("path: missing, and sampling_session_seq_id too; one of them must name what is saved")
     # A retrying client increments sampling_session_seq_id: the session is that of the first POST (SDK 0.38,
     # training_client.py).
     save = replace(as_sent, sampling_session_id=sampling_session_id(session_id, seq_id))
-    return Submission.of(save, as_sent=as_sent)
+    return Submission.from_request(save, as_sent=as_sent)
 
 
-def save_weights_external(request: schemas.SaveWeightsExternalRequest) -> Submission:
+def translate_save_weights_external(request: schemas.SaveWeightsExternalRequest) -> Submission:
     """Translate a save for download, under a name."""
     require(request.path is not None, "path: missing; external weights need a name")
     recipients = tuple(request.age_encryption_recipients or ())
     encryption.parse_recipients(recipients, "age_encryption_recipients")  # so that the client gets the error
-    return Submission.of(replace(_save(request, CheckpointKind.EXTERNAL), age_recipients=recipients))
+    return Submission.from_request(replace(_make_save(request, CheckpointKind.EXTERNAL), age_recipients=recipients))
 
 
-def _save(request: schemas.SaveRequest, kind: CheckpointKind) -> requests.SaveWeights:
+def _make_save(request: schemas.SaveRequest, kind: CheckpointKind) -> requests.SaveWeights:
     return requests.SaveWeights(
         kind=kind.value,
         name=None if request.path is None else checkpoint_name(request.path),
@@ -74,7 +78,7 @@ def _save(request: schemas.SaveRequest, kind: CheckpointKind) -> requests.SaveWe
     )
 
 
-def load_weights(
+def translate_load_weights(
     tx: Session, readers: Sequence[Principal], request: schemas.LoadWeightsRequest, settings: ApiSettings, now: float
 ) -> Submission:
     """Translate a load, and find its checkpoint in the transaction that stores the request.
@@ -82,40 +86,40 @@ def load_weights(
     The digest covers the path and not the checkpoint's content, so a retry gives the first future even if the
     checkpoint was replaced or deleted since.
     """
-    optimizer_kind(request.optimizer_config)
-    path = training_path(request.path)
+    read_optimizer_kind(request.optimizer_config)
+    path = parse_training_path(request.path)
     load = partial(
         requests.LoadWeights,
         path=str(path),
         optimizer=request.optimizer,
         create=request.model_id is None,
-        base_model=None if request.base_model is None else settings.known_model_name(request.base_model),
+        base_model=None if request.base_model is None else settings.resolve_model_name(request.base_model),
     )
     as_sent = load(artifact_id=ArtifactId(""), spec=_DIGEST_SPEC)
     try:
-        checkpoint, maker = access.saved_weights(tx, readers, path, now)
+        checkpoint, maker = access.find_saved_weights(tx, readers, path, now)
     except UserError as error:
-        return Submission.rejected("load_weights", error.message, as_sent=as_sent)
-    request_to_store = load(artifact_id=checkpoint.artifact_id, spec=access.spec_of(maker))
-    return Submission.of(request_to_store, as_sent=as_sent, base_model=maker.base_model)
+        return Submission.from_error("load_weights", error.message, as_sent=as_sent)
+    request_to_store = load(artifact_id=checkpoint.artifact_id, spec=access.decode_spec(maker))
+    return Submission.from_request(request_to_store, as_sent=as_sent, base_model=maker.base_model)
 
 
-def training_path(text: str) -> CheckpointPath:
+def parse_training_path(text: str) -> CheckpointPath:
     """Parse the path of a checkpoint that can be trained on."""
     path = CheckpointPath.parse(text)
     require(
         path.kind is CheckpointKind.TRAINING,
-        f"path {shown(text)}: holds no optimizer state to train from; save with save_state to get a weights/ path",
+        f"path {quote_value(text)}: holds no optimizer state to train from; save with save_state to get a weights/ path",
     )
     return path
 
 
-def sampler_path(text: str) -> CheckpointPath:
+def parse_sampler_path(text: str) -> CheckpointPath:
     """Parse the path of a checkpoint that can be sampled from."""
     path = CheckpointPath.parse(text)
     require(
         path.kind is CheckpointKind.SAMPLER,
-        f"model_path {shown(text)}: is not for sampling; "
+        f"model_path {quote_value(text)}: is not for sampling; "
         "save with save_weights_for_sampler to get a sampler_weights/ path",
     )
     return path

@@ -76,7 +76,7 @@ def describe_prompt(request: SampleRequest, adapter: Pair | None, vocab_size: in
         values = np.take_along_axis(logprobs_TV, np.maximum(wanted, 0), axis=1)
         targets = np.where(wanted < 0, 0.0, values).astype(np.float32)
     if options.alt_tokens_k:
-        alt_tokens = _alternatives(logits_TV, options.alt_tokens_k, request.params)
+        alt_tokens = _draw_alternatives(logits_TV, options.alt_tokens_k, request.params)
     return PromptResult(logprobs=logprobs, topk=topk, targets=targets, alt_tokens=alt_tokens)
 
 
@@ -87,7 +87,7 @@ def top(logprobs_TV: Floats, count: int) -> TopK:
     return TopK(token_ids=ids.astype(np.int32), logprobs=values.astype(np.float32))
 
 
-def _alternatives(logits_TV: Floats, count: int, params: SamplingParams) -> TopK:
+def _draw_alternatives(logits_TV: Floats, count: int, params: SamplingParams) -> TopK:
     ids = np.zeros((len(logits_TV), count), np.int32)
     values = np.zeros((len(logits_TV), count), np.float32)
     for position, logits_V in enumerate(logits_TV):

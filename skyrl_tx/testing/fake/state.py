@@ -91,13 +91,13 @@ class FakeSnapshot(Snapshot):
         state = self.state
         config = adapter_config("table", len(state.weights.a_RV), ["table"])
         (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2))
-        _write(directory, StatePart.WEIGHTS, _named(state.weights))
+        _write(directory, StatePart.WEIGHTS, _name_arrays(state.weights))
         if StatePart.OPTIMIZER in self.parts:
             moments = state.moments
-            arrays = _named(moments.first, _FIRST) | _named(moments.second, _SECOND)
+            arrays = _name_arrays(moments.first, _FIRST) | _name_arrays(moments.second, _SECOND)
             _write(directory, StatePart.OPTIMIZER, arrays | {STEP: np.array([moments.step])})
         if StatePart.GRADIENT in self.parts:
-            arrays = {} if state.gradient is None else _named(state.gradient)
+            arrays = {} if state.gradient is None else _name_arrays(state.gradient)
             _write(directory, StatePart.GRADIENT, arrays)
 
     @classmethod
@@ -105,7 +105,7 @@ class FakeSnapshot(Snapshot):
         """Read back what `write` wrote; raises UserError for anything else."""
         parts = frozenset(part for part, name in FILES.items() if (directory / name).exists())
         try:
-            weights = _pair(_read(directory, StatePart.WEIGHTS))
+            weights = _make_pair(_read(directory, StatePart.WEIGHTS))
             if weights.a_RV.shape[1] != vocab_size:
                 raise UserError(
                     f"weights are of a vocabulary of {weights.a_RV.shape[1]} tokens; the base model has {vocab_size}"
@@ -113,11 +113,13 @@ class FakeSnapshot(Snapshot):
             state = State.untrained(weights)
             if StatePart.OPTIMIZER in parts:
                 arrays = _read(directory, StatePart.OPTIMIZER)
-                first, second = _pair(arrays, _FIRST), _pair(arrays, _SECOND)
+                first, second = _make_pair(arrays, _FIRST), _make_pair(arrays, _SECOND)
                 state = replace(state, moments=Moments(first=first, second=second, step=int(arrays[STEP][0])))
             if StatePart.GRADIENT in parts and (arrays := _read(directory, StatePart.GRADIENT)):
                 is_former = all(name.startswith(_FORMER_GRADIENT) for name in arrays)
-                state = replace(state, gradient=_pair(arrays, _FORMER_GRADIENT) if is_former else _pair(arrays))
+                state = replace(
+                    state, gradient=_make_pair(arrays, _FORMER_GRADIENT) if is_former else _make_pair(arrays)
+                )
         except (OSError, SafetensorError, KeyError) as error:
             raise UserError(f"weights cannot be read: {error}") from error
         return cls(state, parts)
@@ -138,11 +140,11 @@ class FakeSnapshot(Snapshot):
         return replace(state, gradient=self.state.gradient if StatePart.GRADIENT in parts else None)
 
 
-def _named(pair: Pair, prefix: str = f"{_MODULE}.") -> dict[str, Floats]:
+def _name_arrays(pair: Pair, prefix: str = f"{_MODULE}.") -> dict[str, Floats]:
     return {f"{prefix}lora_A.weight": pair.a_RV, f"{prefix}lora_B.weight": pair.b_VR}
 
 
-def _pair(arrays: dict[str, Floats], prefix: str = f"{_MODULE}.") -> Pair:
+def _make_pair(arrays: dict[str, Floats], prefix: str = f"{_MODULE}.") -> Pair:
     return Pair(arrays[f"{prefix}lora_A.weight"], arrays[f"{prefix}lora_B.weight"])
 
 

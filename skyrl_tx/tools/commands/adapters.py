@@ -17,11 +17,11 @@ from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, SessionId, che
 from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.command_line import (
-    absolute_path,
     find_checkpoint,
     finish_parser,
     open_artifact_store,
     open_database,
+    parse_path,
     record_audit,
 )
 from skyrl_tx.store import checkpoints, engine_state, keys, manifests, models, sessions
@@ -33,7 +33,7 @@ from skyrl_tx.store.tables import CheckpointRow, ModelRow
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `export`."""
     parser.add_argument("path", metavar="PATH", help="checkpoint: tinker://<run>/<kind>/<name>")
-    parser.add_argument("out", metavar="OUT", type=absolute_path, help="directory to create")
+    parser.add_argument("out", metavar="OUT", type=parse_path, help="directory to create")
     parser.add_argument(
         "--merge", action="store_true", help="write the whole model with the adapter merged into its weights"
     )
@@ -53,7 +53,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     finish_parser(parser, _export)
 
 
-def _served_names(store: Store) -> list[str]:
+def _read_model_names(store: Store) -> list[str]:
     """Return the names of the latest engine's base model, of which the last is the source of its files."""
     state = store.read(engine_state.get)
     return [] if state is None else state.base_models
@@ -74,16 +74,16 @@ def _export(arguments: argparse.Namespace) -> None:
         raise CommandError(f"{out} exists already")
     with open_database(arguments) as store:
         row = find_checkpoint(store, arguments.path)
-        served = _served_names(store)
+        served = _read_model_names(store)
     artifacts = open_artifact_store(arguments)
-    with artifacts.held(row.artifact_id):
+    with artifacts.keep_local(row.artifact_id):
         _write_export(arguments, row, artifacts.open(row.artifact_id).path, served)
 
 
 def _write_export(arguments: argparse.Namespace, row: CheckpointRow, source: Path, served: list[str]) -> None:
-    from skyrl_tx.models import UnsupportedModel, adapter_format, find_family  # late, because they import JAX
+    from skyrl_tx.models import UnsupportedModel, find_family, make_adapter_format  # late, because they import JAX
     from skyrl_tx.weights import hf
-    from skyrl_tx.weights.merge import merge
+    from skyrl_tx.weights.merge import merge_adapter
     from skyrl_tx.weights.peft import AdapterError, read_adapter
 
     out: Path = arguments.out
@@ -98,28 +98,28 @@ def _write_export(arguments: argparse.Namespace, row: CheckpointRow, source: Pat
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as temporary:
             folder = Path(temporary) / "model"
             folder.mkdir()
-            if not arguments.merge and (arguments.format != "peft" or not adapter.is_of_fused_maps):
-                adapter.in_layout(arguments.format).write(folder)
+            if not arguments.merge and (arguments.format != "peft" or not adapter.has_fused_maps):
+                adapter.to_layout(arguments.format).write(folder)
             elif not name:
                 raise CommandError("--base-model is required: the checkpoint does not name its base model")
             else:
-                base = hf.resolve(name, with_weights=arguments.merge)
+                base = hf.resolve_model(name, with_weights=arguments.merge)
                 content = hf.read_json(base, "config.json")
                 family = find_family(content)
                 config = family.config_from_hf(content)
                 if arguments.merge:
-                    weights, is_tied = family.bound_weights(config), config.tied_embeddings
-                    merge(base, weights, adapter, folder, arguments.dtype, ties_by_default=is_tied)
+                    weights, is_tied = family.bind_weights(config), config.tied_embeddings
+                    merge_adapter(base, weights, adapter, folder, arguments.dtype, ties_by_default=is_tied)
                 else:
-                    fused = adapter_format(config, family.weights, name).fused
-                    adapter.in_layout("peft", fused).write(folder)
+                    fused = make_adapter_format(config, family.weights, name).fused
+                    adapter.to_layout("peft", fused).write(folder)
             _use_default_modes(folder)
             folder.rename(out)
     except (AdapterError, UnsupportedModel, hf.CheckpointError, OSError) as error:
         raise CommandError(str(error)) from error
     what = "model" if arguments.merge else f"adapter for {name or 'its base model'}"
     print(f"wrote {what}: {out}")
-    if not arguments.merge and arguments.format == "peft" and adapter.repeats_factors:
+    if not arguments.merge and arguments.format == "peft" and adapter.has_repeated_factors:
         print("factors that all experts of a layer share are written once for each expert; --format cookbook has one")
 
 
@@ -128,7 +128,7 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directory",
         metavar="DIR",
-        type=absolute_path,
+        type=parse_path,
         help="directory of a PEFT adapter: adapter_config.json and adapter_model.safetensors",
     )
     parser.add_argument("--name", default="imported", help="name of the checkpoint (default: imported)")
@@ -150,27 +150,27 @@ def _import(arguments: argparse.Namespace) -> None:
     if not directory.is_dir():
         raise CommandError(f"{directory}: no such directory")
     with open_database(arguments, create=True) as store:
-        owner = _owner(store, arguments.owner)
-        base, base_name = _base(store, directory, arguments)
+        owner = _choose_owner(store, arguments.owner)
+        base, base_name = _choose_base(store, directory, arguments)
         spec, write = _convert(directory, base)
         artifacts = open_artifact_store(arguments)
-        session_id = sessions.new_id()
+        session_id = sessions.make_id()
         metadata = {
-            **manifests.run_metadata(
+            **manifests.make_run_metadata(
                 model_id=model_id(session_id, 0), owner=owner, base_model=base_name, spec=spec, now=time.time()
             ),
-            **manifests.checkpoint_metadata(
+            **manifests.make_checkpoint_metadata(
                 kind=CheckpointKind.TRAINING, name=name, expires_at=None, user_metadata=None
             ),
         }
         artifact = artifacts.create(write, metadata)
-        training, sampler = store.write(lambda tx: _record(tx, artifact, session_id, base_name, spec, owner, name))
+        training, sampler = store.write(lambda tx: _store_run(tx, artifact, session_id, base_name, spec, owner, name))
     print(f"imported {directory}")
     print(f"  to train on:    {training} (without optimizer state: create_training_client_from_state)")
     print(f"  to sample from: {sampler}")
 
 
-def _owner(store: Store, named: str | None) -> str:
+def _choose_owner(store: Store, named: str | None) -> str:
     """Return the owner of the import: the named one, the only one with keys, or the local owner without keys."""
     rows = store.read(keys.list_all)
     if not rows:
@@ -186,9 +186,9 @@ def _owner(store: Store, named: str | None) -> str:
     return named or owners[0]
 
 
-def _base(store: Store, directory: Path, arguments: argparse.Namespace) -> tuple[str, str]:
+def _choose_base(store: Store, directory: Path, arguments: argparse.Namespace) -> tuple[str, str]:
     """Return the base model's source and name: the given one, that of the latest engine, or that of the adapter."""
-    served = _served_names(store)
+    served = _read_model_names(store)
     try:
         own = json.loads((directory / "adapter_config.json").read_text()).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError):
@@ -213,14 +213,14 @@ def _convert(directory: Path, base: str) -> tuple[ModelSpec, Callable[[Path], No
 
     try:
         adapter = peft.read_adapter(directory)
-        files = hf.read_json(hf.resolve(base, with_weights=False), "config.json")
+        files = hf.read_json(hf.resolve_model(base, with_weights=False), "config.json")
         family = families.find_family(files)
         model = family.config_from_hf(files)
         if adapter.base_layers:
             tensor_of = {rule.path: rule.tensor for rule in family.weights}
-            adapter.check_base_layers(hf.resolve(base), tensor_of, is_tied=model.tied_embeddings)
-        model = replace(model, expert_lora=families.form_of(model, adapter))
-        layout = families.adapter_format(model, family.weights, base)
+            adapter.check_base_layers(hf.resolve_model(base), tensor_of, is_tied=model.tied_embeddings)
+        model = replace(model, expert_lora=families.choose_expert_lora(model, adapter))
+        layout = families.make_adapter_format(model, family.weights, base)
         lora, weights = families.fit_adapter(model, layout, adapter)
     except peft.AdapterError as error:
         raise CommandError(f"{directory}: {error}") from error
@@ -228,13 +228,13 @@ def _convert(directory: Path, base: str) -> tuple[ModelSpec, Callable[[Path], No
         raise CommandError(str(error)) from error
 
     def write(folder: Path) -> None:
-        save_file(dict(layout.tensors(weights)), folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        save_file(dict(layout.to_tensors(weights)), folder / WEIGHTS_FILE, metadata={"format": "pt"})
         layout.write_config(folder, tuple(weights), lora.rank, ALPHA)
 
     return ModelSpec(lora=lora), write
 
 
-def _record(
+def _store_run(
     tx: Session, artifact: Artifact, session_id: SessionId, base_model: str, spec: ModelSpec, owner: str, name: str
 ) -> tuple[CheckpointPath, CheckpointPath]:
     """Store an unloaded run with two checkpoints of one artifact; return their paths."""

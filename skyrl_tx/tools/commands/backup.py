@@ -29,12 +29,12 @@ from skyrl_tx.artifacts import (
     LocalArtifacts,
     hash_file,
     open_artifact,
-    recorded_files,
-    recorded_url,
+    read_file_hashes,
+    read_recorded_url,
 )
 from skyrl_tx.contract.ids import ArtifactId
 from skyrl_tx.launch.command import CommandError
-from skyrl_tx.launch.command_line import Progress, absolute_path, finish_parser, in_units, open_database, when
+from skyrl_tx.launch.command_line import Progress, finish_parser, format_bytes, format_time, open_database, parse_path
 from skyrl_tx.store import checkpoints, database, identity, samplers
 from skyrl_tx.store.database import Store
 
@@ -59,7 +59,7 @@ class _Backup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True)
-class _Copied:
+class _CopiedFiles:
     """The files of a backup, and what was new."""
 
     files: dict[str, FileHash] = field(default_factory=dict[str, FileHash])
@@ -76,7 +76,7 @@ def add_backup_arguments(parser: argparse.ArgumentParser) -> None:
         "the data directory weights are hard links, which take no space but share the disk's damages; --copy avoids "
         "this. PostgreSQL is copied with pg_dump. The exit status is 1 if artifacts were damaged or missing."
     )
-    parser.add_argument("directory", metavar="DIR", type=absolute_path, help="new directory, or one with a backup")
+    parser.add_argument("directory", metavar="DIR", type=parse_path, help="new directory, or one with a backup")
     parser.add_argument("--copy", action="store_true", help="copy the weights, never make hard links")
     finish_parser(parser, _backup)
 
@@ -87,25 +87,25 @@ def add_restore_arguments(parser: argparse.ArgumentParser) -> None:
         "Check the hashes of a backup and create a data directory from it. With a backup of PostgreSQL, --database-url "
         "names an empty database, which is filled with pg_restore."
     )
-    parser.add_argument("directory", metavar="DIR", type=absolute_path, help="directory of the backup")
+    parser.add_argument("directory", metavar="DIR", type=parse_path, help="directory of the backup")
     finish_parser(parser, _restore)
 
 
 def _backup(arguments: argparse.Namespace) -> int:
     target: Path = arguments.directory
     data_dir: Path = arguments.data_dir
-    if url := arguments.artifacts or recorded_url(data_dir):
+    if url := arguments.artifacts or read_recorded_url(data_dir):
         raise CommandError(
             f"the weights are in {url}, which a backup does not copy: let the object store keep versions or replicas, "
             "and copy the database alone (pg_dump, or SQLite's .backup)"
         )
-    with open_database(arguments) as store, _locked_target(target):
+    with open_database(arguments) as store, _lock_target(target):
         earlier = _read(target) if (target / _MANIFEST).exists() else None
         database_name = f"database-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(4)}"
         artifacts = LocalArtifacts(data_dir / _ARTIFACTS)
-        with artifacts.temporary() as staged:
-            with artifacts.pinned():  # until all artifacts of the copied database have a second name
-                look = _look(store, artifacts, target / f"{_TEMPORARY}{database_name}")
+        with artifacts.create_temporary() as staged:
+            with artifacts.pin():  # until all artifacts of the copied database have a second name
+                look = _copy_database(store, artifacts, target / f"{_TEMPORARY}{database_name}")
                 left_out = _stage(artifacts, look, staged)
             copied = _copy_artifacts(staged, target, earlier, is_copy=arguments.copy)
         copied_database = target / f"{_TEMPORARY}{database_name}"
@@ -126,11 +126,11 @@ def _backup(arguments: argparse.Namespace) -> int:
             files=copied.files,
         )
         _write(target, backup)
-        _remove_others(target, backup)
-    size = in_units(copied.files[database_name].size_bytes)
+        _remove_stale_files(target, backup)
+    size = format_bytes(copied.files[database_name].size_bytes)
     print(
-        f"backed up {data_dir} to {target}: a database of {size} and {len(_artifact_ids(backup))} artifacts, of which "
-        f"{copied.num_new} are new ({in_units(copied.new_bytes)})"
+        f"backed up {data_dir} to {target}: a database of {size} and {len(_list_artifact_ids(backup))} artifacts, of which "
+        f"{copied.num_new} are new ({format_bytes(copied.new_bytes)})"
     )
     for artifact_id, why in copied.left_out.items():
         print(f"left out {artifact_id}: {why}")
@@ -138,7 +138,7 @@ def _backup(arguments: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _DatabaseContent:
     """Content of the copied database."""
 
     referenced: Collection[ArtifactId]
@@ -147,15 +147,15 @@ class _Look:
     is_postgresql: bool
 
 
-def _look(store: Store, artifacts: LocalArtifacts, target: Path) -> _Look:
+def _copy_database(store: Store, artifacts: LocalArtifacts, target: Path) -> _DatabaseContent:
     """Copy the database, and read the artifacts that the copy refers to; unclaimed ones are added."""
 
-    def look(tx: Session) -> _Look:
+    def look(tx: Session) -> _DatabaseContent:
         row = identity.get(tx)
-        referenced = checkpoints.referenced_artifacts(tx)
+        referenced = checkpoints.find_referenced_artifacts(tx)
         if referenced is None:
             raise CommandError("a pending load request is damaged, and its artifact is unknown; try again later")
-        return _Look(
+        return _DatabaseContent(
             referenced=referenced,
             ephemeral={ArtifactId(each.sampler_id) for each in samplers.list_ephemeral(tx)},
             identity=Identity(store_id=row.store_id if row else "", epoch=row.epoch if row else 0),
@@ -165,7 +165,7 @@ def _look(store: Store, artifacts: LocalArtifacts, target: Path) -> _Look:
     unclaimed = identity.find_unclaimed(store, artifacts)
     found = store.copy(target, look)
     kept = tuple(sorted(unclaimed - set(found.referenced)))
-    return _Look(
+    return _DatabaseContent(
         referenced={*found.referenced, *kept},
         ephemeral=found.ephemeral,
         identity=Identity(store_id=found.identity.store_id, epoch=found.identity.epoch, unclaimed=kept),
@@ -173,7 +173,7 @@ def _look(store: Store, artifacts: LocalArtifacts, target: Path) -> _Look:
     )
 
 
-def _stage(artifacts: LocalArtifacts, look: _Look, staged: Path) -> dict[str, str]:
+def _stage(artifacts: LocalArtifacts, look: _DatabaseContent, staged: Path) -> dict[str, str]:
     """Give each artifact a second name in `staged`; return the ids of missing ones, and why."""
     missing: dict[str, str] = {}
     for artifact_id in sorted(look.referenced):
@@ -189,12 +189,12 @@ def _stage(artifacts: LocalArtifacts, look: _Look, staged: Path) -> dict[str, st
     return missing
 
 
-def _copy_artifacts(staged: Path, target: Path, earlier: _Backup | None, *, is_copy: bool) -> _Copied:
+def _copy_artifacts(staged: Path, target: Path, earlier: _Backup | None, *, is_copy: bool) -> _CopiedFiles:
     """Copy or link the artifacts that the backup lacks, and check their hashes."""
-    copied = _Copied()
-    known = _artifact_ids(earlier) if earlier is not None else set[str]()
+    copied = _CopiedFiles()
+    known = _list_artifact_ids(earlier) if earlier is not None else set[str]()
     sources = sorted(staged.iterdir())
-    progress = Progress("copied", sum(_tree_size(source) for source in sources if source.name not in known))
+    progress = Progress("copied", sum(_count_tree_bytes(source) for source in sources if source.name not in known))
     (target / _ARTIFACTS).mkdir(mode=0o700, exist_ok=True)
     for source in sources:
         place = target / _ARTIFACTS / source.name
@@ -213,11 +213,11 @@ def _copy_artifacts(staged: Path, target: Path, earlier: _Backup | None, *, is_c
             shutil.rmtree(temporary)
             continue
         temporary.rename(place)
-        for name, file in recorded_files(place).items():  # their hashes were checked above
+        for name, file in read_file_hashes(place).items():  # their hashes were checked above
             copied.files[f"{_ARTIFACTS}/{source.name}/{name}"] = file
         copied.num_new += 1
-        copied.new_bytes += _tree_size(place)
-        progress.add(_tree_size(place))
+        copied.new_bytes += _count_tree_bytes(place)
+        progress.add(_count_tree_bytes(place))
     progress.close()
     return copied
 
@@ -254,7 +254,7 @@ def _restore(arguments: argparse.Namespace) -> int:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    print(f"restored the backup of {when(backup.created_at)} to {data_dir}")
+    print(f"restored the backup of {format_time(backup.created_at)} to {data_dir}")
     for artifact_id, why in backup.left_out.items():
         print(f"not in the backup: {artifact_id}: {why}")
     return 0
@@ -298,9 +298,9 @@ def _write(target: Path, backup: _Backup) -> None:
     _fsync(target)
 
 
-def _remove_others(target: Path, backup: _Backup) -> None:
+def _remove_stale_files(target: Path, backup: _Backup) -> None:
     """Remove the database and the artifacts that belong to earlier or interrupted backups only."""
-    kept = _artifact_ids(backup)
+    kept = _list_artifact_ids(backup)
     for path in (target / _ARTIFACTS).iterdir():
         if path.name not in kept:
             shutil.rmtree(path)
@@ -309,12 +309,12 @@ def _remove_others(target: Path, backup: _Backup) -> None:
             path.unlink()
 
 
-def _artifact_ids(backup: _Backup) -> set[str]:
+def _list_artifact_ids(backup: _Backup) -> set[str]:
     return {name.split("/")[1] for name in backup.files if name.startswith(f"{_ARTIFACTS}/")}
 
 
 @contextmanager
-def _locked_target(target: Path) -> Generator[None]:
+def _lock_target(target: Path) -> Generator[None]:
     """Create the directory and exclude another backup into it. Raises CommandError for one that is no backup."""
     if target.exists() and not target.is_dir():
         raise CommandError(f"{target}: is no directory")
@@ -344,7 +344,7 @@ def _copy_key(data_dir: Path, target: Path) -> None:
 
 def _copy_tree(source: Path, target: Path, *, is_copy: bool) -> None:
     """Make hard links to all files of a directory, or durable copies where that is impossible or not wanted."""
-    for path in _files(source):
+    for path in _list_files(source):
         place = target / path.relative_to(source)
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not is_copy:
@@ -363,12 +363,12 @@ def _copy_file(source: Path, target: Path) -> None:
     _fsync(target)
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _list_files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file())
 
 
-def _tree_size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in _files(folder))
+def _count_tree_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in _list_files(folder))
 
 
 def _fsync(path: Path) -> None:

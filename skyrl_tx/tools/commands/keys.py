@@ -12,12 +12,12 @@ from sqlmodel import Session
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.command_line import (
     Record,
-    duration_s,
     finish_list_parser,
     finish_parser,
+    format_time,
     open_database,
+    parse_duration_s,
     record_audit,
-    when,
 )
 from skyrl_tx.store import keys
 from skyrl_tx.store.tables import ApiKeyRow, KeyScope
@@ -47,14 +47,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     scope.add_argument("--admin", action="store_const", dest="scope", const="admin", help="same as --scope admin")
     creating.add_argument(
-        "--expires-in", type=duration_s, metavar="TIME", help="lifetime, for example 12h or 30d; default: no expiry"
+        "--expires-in",
+        type=parse_duration_s,
+        metavar="TIME",
+        help="lifetime, for example 12h or 30d; default: no expiry",
     )
     creating.add_argument("--name", help="name of the key (default: OWNER)")
     creating.add_argument("--note", default="", help="comment on the key")
     finish_parser(creating, _create)
 
     listing = actions.add_parser("list", help="show all keys, without their secret part")
-    finish_list_parser(listing, _records, nothing="no keys")
+    finish_list_parser(listing, _read_records, nothing="no keys")
 
     rotating = actions.add_parser(
         "rotate",
@@ -64,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     rotating.add_argument("key_id", type=int, metavar="ID", help="number of a key, as `list` shows it")
     rotating.add_argument(
-        "--overlap", type=duration_s, default=86_400.0, metavar="TIME", help="life of the old key (default: 24h)"
+        "--overlap", type=parse_duration_s, default=86_400.0, metavar="TIME", help="life of the old key (default: 24h)"
     )
     finish_parser(rotating, _rotate)
 
@@ -113,17 +116,17 @@ def _rotate(arguments: argparse.Namespace) -> None:
         except keys.KeyNotUsable as error:
             raise CommandError(f"{error}; `skyrl-tx keys list` shows all") from error
     _print(key, row)
-    print(f"key {arguments.key_id} expires at {when(now + arguments.overlap)} at the latest", file=sys.stderr)
+    print(f"key {arguments.key_id} expires at {format_time(now + arguments.overlap)} at the latest", file=sys.stderr)
 
 
 def _print(key: str, row: ApiKeyRow) -> None:
     """Print a new key on standard output, and what it is on standard error."""
-    expiry = "" if row.expires_at is None else f", expires at {when(row.expires_at)}"
+    expiry = "" if row.expires_at is None else f", expires at {format_time(row.expires_at)}"
     print(key)
     print(f"key {row.key_id} of {row.owner}, scope {row.scope}{expiry}; it is not shown again", file=sys.stderr)
 
 
-def _records(tx: Session, arguments: argparse.Namespace) -> list[Record]:
+def _read_records(tx: Session, arguments: argparse.Namespace) -> list[Record]:
     now = time.time()
     return [
         {
@@ -133,11 +136,11 @@ def _records(tx: Session, arguments: argparse.Namespace) -> list[Record]:
             "scope": row.scope,
             "name": row.name,
             "note": row.note or None,
-            "status": keys.status(row, now),
-            "made": when(row.created_at),
-            "last_used": when(row.last_used_at),
-            "expires": when(row.expires_at),
-            "revoked": when(row.revoked_at),
+            "status": keys.get_status(row, now),
+            "made": format_time(row.created_at),
+            "last_used": format_time(row.last_used_at),
+            "expires": format_time(row.expires_at),
+            "revoked": format_time(row.revoked_at),
         }
         for row in keys.list_all(tx)
     ]

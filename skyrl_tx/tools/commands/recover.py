@@ -7,17 +7,17 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing, ArtifactStore, recorded_url
+from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing, ArtifactStore, read_recorded_url
 from skyrl_tx.contract.ids import ArtifactId
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.command_line import (
     Record,
     finish_parser,
-    in_units,
+    format_bytes,
+    format_table,
+    format_time,
     open_artifact_store,
     open_database,
-    table,
-    when,
 )
 from skyrl_tx.store import identity, manifests, models
 from skyrl_tx.store.database import Store
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Restorable:
     """An artifact that can be restored."""
 
     artifact: Artifact
@@ -50,24 +50,24 @@ class _Found:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    place = arguments.artifacts or recorded_url(arguments.data_dir)
+    place = arguments.artifacts or read_recorded_url(arguments.data_dir)
     if not place and not (arguments.data_dir / "artifacts").is_dir():
         raise CommandError(f"--data-dir {arguments.data_dir}: no server has stored artifacts there")
     with open_database(arguments, create=True) as store:  # the old one may be lost
         artifacts = open_artifact_store(arguments)
-        unclaimed, trashed = identity.find_unclaimed(store, artifacts), artifacts.ids(trashed=True)
+        unclaimed, trashed = identity.find_unclaimed(store, artifacts), artifacts.list_ids(trashed=True)
         found = [*_describe(artifacts, unclaimed), *_describe(artifacts, trashed, is_trashed=True)]
         if arguments.list:
-            print("\n".join(table([_record(each) for each in found])) if found else "nothing to restore")
+            print("\n".join(format_table([_make_record(each) for each in found])) if found else "nothing to restore")
             return 0
-        chosen = _chosen(artifacts, found, arguments.artifact) if arguments.artifact else _default(found)
+        chosen = _choose_named(artifacts, found, arguments.artifact) if arguments.artifact else _choose_default(found)
         if arguments.trash:
             chosen += [each for each in found if each.is_trashed and each not in chosen]
         if not chosen:
             print("nothing to restore")
         # The newest first, because it gets the name if several artifacts had it. Snapshots last, because those of early
         # releases do not name the base model: a checkpoint restores their run.
-        chosen.sort(key=lambda each: manifests.saved_at(each.artifact), reverse=True)
+        chosen.sort(key=lambda each: manifests.get_save_time(each.artifact), reverse=True)
         chosen.sort(key=lambda each: "effect_order" in each.artifact.metadata)
         results = [_restore(store, artifacts, each) for each in chosen]
     return 0 if all(results) else 1
@@ -75,11 +75,11 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _describe(
     artifacts: ArtifactStore, artifact_ids: Collection[ArtifactId], *, is_trashed: bool = False
-) -> list[_Found]:
-    found: list[_Found] = []
+) -> list[_Restorable]:
+    found: list[_Restorable] = []
     for artifact_id in sorted(artifact_ids):
         try:
-            found.append(_Found(artifacts.describe(artifact_id, trashed=is_trashed), is_trashed))
+            found.append(_Restorable(artifacts.describe(artifact_id, trashed=is_trashed), is_trashed))
         except ArtifactMissing:  # removed since it was listed
             continue
         except ArtifactCorrupt as error:
@@ -87,10 +87,10 @@ def _describe(
     return found
 
 
-def _default(found: Sequence[_Found]) -> list[_Found]:
+def _choose_default(found: Sequence[_Restorable]) -> list[_Restorable]:
     """Choose the unclaimed checkpoints, and the newest unclaimed snapshot of each run; no ephemeral samplers."""
-    chosen: list[_Found] = []
-    snapshots: dict[str, _Found] = {}
+    chosen: list[_Restorable] = []
+    snapshots: dict[str, _Restorable] = {}
     for each in found:
         metadata = each.artifact.metadata
         if each.is_trashed or manifests.is_ephemeral(each.artifact):
@@ -104,7 +104,7 @@ def _default(found: Sequence[_Found]) -> list[_Found]:
     return chosen + list(snapshots.values())
 
 
-def _chosen(artifacts: ArtifactStore, found: Sequence[_Found], texts: Sequence[str]) -> list[_Found]:
+def _choose_named(artifacts: ArtifactStore, found: Sequence[_Restorable], texts: Sequence[str]) -> list[_Restorable]:
     by_id = {each.artifact.artifact_id: each for each in found}
     for text in texts:
         if text not in by_id:
@@ -113,7 +113,7 @@ def _chosen(artifacts: ArtifactStore, found: Sequence[_Found], texts: Sequence[s
     return [by_id[ArtifactId(text)] for text in dict.fromkeys(texts)]
 
 
-def _record(each: _Found) -> Record:
+def _make_record(each: _Restorable) -> Record:
     metadata = each.artifact.metadata
     order = metadata.get("effect_order")
     return {
@@ -123,12 +123,12 @@ def _record(each: _Found) -> Record:
         "kind": metadata.get("kind") if order is None else "snapshot",
         "name": metadata.get("name") if order is None else order,
         "owner": metadata.get("owner"),
-        "saved": when(manifests.saved_at(each.artifact)),
-        "size": in_units(each.artifact.size_bytes),
+        "saved": format_time(manifests.get_save_time(each.artifact)),
+        "size": format_bytes(each.artifact.size_bytes),
     }
 
 
-def _restore(store: Store, artifacts: ArtifactStore, each: _Found) -> bool:
+def _restore(store: Store, artifacts: ArtifactStore, each: _Restorable) -> bool:
     """Restore one artifact and its rows; return whether that was possible."""
     artifact_id = each.artifact.artifact_id
     try:
@@ -142,6 +142,6 @@ def _restore(store: Store, artifacts: ArtifactStore, each: _Found) -> bool:
                 artifacts.discard(artifact_id)
         print(f"cannot restore {artifact_id}: {error}", file=sys.stderr)
         return False
-    owner = store.read(lambda tx: models.owner(tx, path.model_id))
-    print(f"restored {path} of {owner}, saved {when(manifests.saved_at(artifact))}")
+    owner = store.read(lambda tx: models.get_owner(tx, path.model_id))
+    print(f"restored {path} of {owner}, saved {format_time(manifests.get_save_time(artifact))}")
     return True

@@ -19,18 +19,18 @@ from skyrl_tx.launch.app import load_engine_extensions
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.command_line import (
     Record,
-    confirmed,
+    confirm,
     find_checkpoint,
     finish_list_parser,
     finish_parser,
+    format_time,
     open_artifact_store,
     open_database,
     record_audit,
-    when,
 )
 from skyrl_tx.store import audit, checkpoints, futures, identity, models
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.dialect import role_lock
+from skyrl_tx.store.dialect import lock_role
 from skyrl_tx.store.errors import StoreInUse
 from skyrl_tx.store.futures import NewRequest
 from skyrl_tx.store.tables import CheckpointRow, ModelRow, SessionRow
@@ -48,7 +48,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     listing = actions.add_parser("list", help="show all runs, most recently used first")
     listing.add_argument("--owner", help="only runs of this owner")
     listing.add_argument("--deleted", action="store_true", help="only deleted runs, which `undelete` can restore")
-    finish_list_parser(listing, _runs, nothing="no runs")
+    finish_list_parser(listing, _read_runs, nothing="no runs")
 
     showing = actions.add_parser("show", help="show one run: metrics, curves, checkpoints")
     showing.add_argument("run_id", metavar="RUN", help="id of a run, as `list` shows it")
@@ -71,7 +71,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     finish_parser(restoring, _undelete_runs)
 
 
-def _runs(tx: Session, arguments: argparse.Namespace) -> list[Record]:
+def _read_runs(tx: Session, arguments: argparse.Namespace) -> list[Record]:
     wanted = select(ModelRow, SessionRow.owner).join(SessionRow).order_by(col(ModelRow.last_request_at).desc())
     deleted_at = col(ModelRow.deleted_at)
     wanted = wanted.where(deleted_at.is_not(None) if arguments.deleted else deleted_at.is_(None))
@@ -79,7 +79,7 @@ def _runs(tx: Session, arguments: argparse.Namespace) -> list[Record]:
         wanted = wanted.where(SessionRow.owner == arguments.owner)
     records: list[Record] = []
     for row, owner in tx.exec(wanted):
-        saved = [] if arguments.deleted else checkpoints.list_of_run(tx, row.model_id, time.time())
+        saved = [] if arguments.deleted else checkpoints.list_by_run(tx, row.model_id, time.time())
         spec = codec.decode(row.spec)
         assert isinstance(spec, ModelSpec)
         records.append(
@@ -90,18 +90,18 @@ def _runs(tx: Session, arguments: argparse.Namespace) -> list[Record]:
                 "owner": owner,
                 "status": row.status,
                 "step": row.num_steps,
-                "loss": run_report.last_loss(points.newest(tx, row.model_id, _LAST, "train")),
-                "last_used": when(row.last_request_at),
+                "loss": run_report.get_last_loss(points.read_newest(tx, row.model_id, _LAST, "train")),
+                "last_used": format_time(row.last_request_at),
                 "checkpoints": len(saved),
                 "bytes": sum(checkpoint.size_bytes for checkpoint in saved),
-                **_deletion(row, arguments),
+                **_describe_deletion(row, arguments),
             }
         )
     return records
 
 
-def _deletion(row: ModelRow | CheckpointRow, arguments: argparse.Namespace) -> Record:
-    return {"deleted": when(row.deleted_at)} if arguments.deleted else {}
+def _describe_deletion(row: ModelRow | CheckpointRow, arguments: argparse.Namespace) -> Record:
+    return {"deleted": format_time(row.deleted_at)} if arguments.deleted else {}
 
 
 def _delete_runs(arguments: argparse.Namespace) -> None:
@@ -110,7 +110,7 @@ def _delete_runs(arguments: argparse.Namespace) -> None:
             row = store.read(lambda tx, run_id=run_id: models.get(tx, ModelId(run_id)))
             if row is None or (row.deleted_at is not None and not arguments.now):
                 raise CommandError(f"{run_id!r}: there is no such run; `skyrl-tx runs list` shows all")
-        if not arguments.yes and not confirmed(f"delete {', '.join(arguments.run_id)} with all checkpoints?"):
+        if not arguments.yes and not confirm(f"delete {', '.join(arguments.run_id)} with all checkpoints?"):
             raise CommandError("nothing was deleted")
         if arguments.now:
             _claim_artifacts(store, arguments)
@@ -164,7 +164,7 @@ def _unload(store: Store, model_id: ModelId) -> None:
             new = NewRequest(
                 key="",
                 kind=codec.kind_of(UnloadModel()),
-                owner=models.owner(tx, model_id) or "",
+                owner=models.get_owner(tx, model_id) or "",
                 session_id=row.session_id,
                 body=codec.encode(UnloadModel()),
                 model_id=model_id,
@@ -191,7 +191,7 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     listing.add_argument(
         "--deleted", action="store_true", help="only deleted checkpoints, which `undelete` can restore"
     )
-    finish_list_parser(listing, _checkpoints, nothing="no checkpoints")
+    finish_list_parser(listing, _read_checkpoints, nothing="no checkpoints")
 
     deleting = actions.add_parser("delete", help="delete checkpoints")
     _add_paths(deleting)
@@ -207,14 +207,14 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     keeping.add_argument(
         "--for", dest="seconds", type=int, metavar="SECONDS", help="time to live from now; default: no expiry"
     )
-    finish_parser(keeping, _keep)
+    finish_parser(keeping, _set_expiry)
 
 
 def _add_paths(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", nargs="+", metavar="PATH", help="tinker://<run>/<kind>/<name>")
 
 
-def _checkpoints(tx: Session, arguments: argparse.Namespace) -> list[Record]:
+def _read_checkpoints(tx: Session, arguments: argparse.Namespace) -> list[Record]:
     is_wanted = col(CheckpointRow.deleted_at).is_not(None) if arguments.deleted else checkpoints.is_visible(time.time())
     wanted = select(CheckpointRow).where(is_wanted).order_by(col(CheckpointRow.created_at).desc())
     if arguments.run_id is not None:
@@ -224,11 +224,11 @@ def _checkpoints(tx: Session, arguments: argparse.Namespace) -> list[Record]:
     return [
         {
             "path": str(row.path),
-            "made": when(row.created_at),
-            "expires": when(row.expires_at),
+            "made": format_time(row.created_at),
+            "expires": format_time(row.expires_at),
             "public": row.public,
             "bytes": row.size_bytes,
-            **_deletion(row, arguments),
+            **_describe_deletion(row, arguments),
         }
         for row in tx.exec(wanted)
     ]
@@ -277,7 +277,7 @@ def _undelete_checkpoints(arguments: argparse.Namespace) -> None:
             print(f"restored {path}")
 
 
-def _keep(arguments: argparse.Namespace) -> None:
+def _set_expiry(arguments: argparse.Namespace) -> None:
     if arguments.seconds is not None and not 0 < arguments.seconds <= checkpoints.MAX_TTL_S:
         raise CommandError(
             f"--for {arguments.seconds}: must be above 0 and at most {checkpoints.MAX_TTL_S} (ten years)"
@@ -286,7 +286,7 @@ def _keep(arguments: argparse.Namespace) -> None:
     with open_database(arguments) as store:
         change = partial(checkpoints.set_ttl, expires_at=expires_at)
         for path in _change_all(store, arguments.path, change, "checkpoint_ttl_set", ttl_seconds=arguments.seconds):
-            print(f"{path} {'never expires' if expires_at is None else f'expires at {when(expires_at)}'}")
+            print(f"{path} {'never expires' if expires_at is None else f'expires at {format_time(expires_at)}'}")
 
 
 def _change_all(
@@ -311,8 +311,8 @@ def _change_all(
 def _claim_artifacts(store: Store, arguments: argparse.Namespace) -> None:
     """Record that the artifacts belong to this database, before rows are deleted; for directories without a record."""
     artifacts = open_artifact_store(arguments)
-    if not artifacts.is_remote and artifacts.identity() is None:
-        with suppress(StoreInUse), role_lock(arguments.data_dir, "engine"):
+    if not artifacts.is_remote and artifacts.read_identity() is None:
+        with suppress(StoreInUse), lock_role(arguments.data_dir, "engine"):
             identity.claim(store, artifacts)
 
 
@@ -322,9 +322,9 @@ def _collect_artifacts(store: Store, arguments: argparse.Namespace) -> str:
     if artifacts.is_remote:  # an engine on another machine may collect them
         return "the server removes the unused files"
     try:
-        with role_lock(arguments.data_dir, "engine"):
+        with lock_role(arguments.data_dir, "engine"):
             claim = identity.claim(store, artifacts)
-            keep = store.read(checkpoints.referenced_artifacts)
+            keep = store.read(checkpoints.find_referenced_artifacts)
             if keep is None:
                 return "no files were removed: a pending load request is damaged; the next start of the server fails it"
             taken = artifacts.collect(keep | claim.unclaimed, claim.looked_at)

@@ -16,7 +16,7 @@ def write_stacks(data_dir: Path) -> None:
     if not pids:
         raise CommandError(f"--data-dir {data_dir}: no server runs there")
     for role, pid in pids.items():
-        if not _catches_sigquit(pid):
+        if not _has_sigquit_handler(pid):
             raise CommandError(
                 f"process {pid} ({role}) would be ended by the signal: it is starting, or an old release"
             )
@@ -31,17 +31,17 @@ def find_process(lock: Path) -> int | None:
     except (FileNotFoundError, ValueError):
         return None
     if not _PROCESSES.is_dir():  # not Linux: the number may be that of another process since
-        return pid if _exists(pid) else None
+        return pid if _is_running(pid) else None
     try:
         descriptors = list((_PROCESSES / str(pid) / "fd").iterdir())
     except FileNotFoundError:
         return None
     except PermissionError as error:
         raise CommandError(f"process {pid} belongs to another user: {error.strerror}") from error
-    return pid if lock.resolve() in map(_target, descriptors) else None
+    return pid if lock.resolve() in map(_read_target, descriptors) else None
 
 
-def _target(descriptor: Path) -> Path | None:
+def _read_target(descriptor: Path) -> Path | None:
     """Return the file of an open descriptor; None if it has been closed since."""
     try:
         return descriptor.readlink()
@@ -49,7 +49,7 @@ def _target(descriptor: Path) -> Path | None:
         return None
 
 
-def _exists(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -57,7 +57,7 @@ def _exists(pid: int) -> bool:
     return True
 
 
-def _catches_sigquit(pid: int) -> bool:
+def _has_sigquit_handler(pid: int) -> bool:
     """Return whether a process handles the signal, which ends others; True where that cannot be read."""
     status = _PROCESSES / str(pid) / "status"
     if not status.is_file():

@@ -21,10 +21,10 @@ from sqlmodel import Session
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.results import Failure
 from skyrl_tx.launch.command import CommandError
-from skyrl_tx.launch.command_line import finish_parser, in_units, open_database
+from skyrl_tx.launch.command_line import finish_parser, format_bytes, open_database
 from skyrl_tx.store import engine_state, server_points, totals
 from skyrl_tx.store.errors import StoreError
-from skyrl_tx.store.pauses import pauses_of
+from skyrl_tx.store.pauses import collect_pauses
 from skyrl_tx.store.tables import EngineStateRow
 from skyrl_tx.tools.commands.stacks import write_stacks
 
@@ -85,7 +85,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(asdict(status), indent=2))
     else:
-        Console(highlight=False).print(screen(status))
+        Console(highlight=False).print(draw_screen(status))
     return 0 if status.engine in _GOOD else 1
 
 
@@ -101,7 +101,7 @@ def _watch(arguments: argparse.Namespace, host: str | None) -> None:
                 time.sleep(_PERIOD_S)
             num_shown += 1
             try:
-                shown = screen(store.read(lambda tx: read_status(tx, host)))
+                shown = draw_screen(store.read(lambda tx: read_status(tx, host)))
             except StoreError as error:  # a database that restarts: the next second may succeed
                 shown = Text(str(error), "red")
             live.update(shown, refresh=True)
@@ -135,19 +135,19 @@ class ServerStatus:
 
 def read_status(tx: Session, host: str | None = None) -> ServerStatus:
     """Read the state of the server; with `host`, of the engines of that machine alone."""
-    now, shared_now = time.time(), engine_state.shared_time(tx)
-    rows = [row for row in engine_state.all_engines(tx) if host in (None, row.host)]
-    row = engine_state.main_engine(rows)
-    found = totals.read(tx, now, pauses_of(*rows))
-    points = server_points.since(tx, now - _HISTORY_S)
+    now, shared_now = time.time(), engine_state.get_shared_time(tx)
+    rows = [row for row in engine_state.list_engines(tx) if host in (None, row.host)]
+    row = engine_state.choose_main_engine(rows)
+    found = totals.read_totals(tx, now, collect_pauses(*rows))
+    points = server_points.list_since(tx, now - _HISTORY_S)
     recent = [values for at, values in points if at > now - _MEAN_OVER_S]
     return ServerStatus(
-        engine=_engine(row, shared_now),
+        engine=_describe_engine(row, shared_now),
         engine_silent_s=None if row is None else round(max(shared_now - row.updated_at, 0.0), 1),
         activity="" if row is None else row.activity,
         activity_s=None if row is None or row.activity_since is None else round(shared_now - row.activity_since, 1),
         detail="" if row is None else row.detail,
-        devices=() if row is None else tuple(map(str, _list(row.capabilities.get("devices")))),
+        devices=() if row is None else tuple(map(str, _to_list(row.capabilities.get("devices")))),
         num_open=found.num_open,
         oldest_s=None if found.oldest_at is None else round(now - found.oldest_at, 1),
         num_active_sessions=found.num_active_sessions,
@@ -160,30 +160,35 @@ def read_status(tx: Session, host: str | None = None) -> ServerStatus:
                 "running": each.num_running,
                 "oldest_s": round(now - each.oldest_at, 1),
             }
-            for each in totals.open_work(tx)
+            for each in totals.list_open_work(tx)
         ],
         failures=[
-            {"ago_s": round(now - each.at), "owner": each.owner, "kind": each.kind, "message": _message(each.result)}
-            for each in totals.failed(tx)
+            {
+                "ago_s": round(now - each.at),
+                "owner": each.owner,
+                "kind": each.kind,
+                "message": _read_message(each.result),
+            }
+            for each in totals.list_failed(tx)
         ],
-        meters=engine_state.meters_of(rows) or {},
+        meters=engine_state.sum_meters(rows) or {},
         sampled_s=round(now - points[-1][0], 1) if points else None,
         rates={name: round(sum(v.get(name, 0.0) for v in recent) / len(recent), 1) for name in _RATES if recent},
         history={name: [values.get(name, 0.0) for _, values in points] for name in _RATES},
     )
 
 
-def _engine(row: EngineStateRow | None, shared_now: float) -> str:
+def _describe_engine(row: EngineStateRow | None, shared_now: float) -> str:
     if row is None:
         return "never started"
     return "not running" if shared_now - row.updated_at > _SILENCE_S else row.status
 
 
-def _list(value: object) -> Sequence[object]:
+def _to_list(value: object) -> Sequence[object]:
     return value if isinstance(value, list) else ()
 
 
-def _message(result: bytes) -> str:
+def _read_message(result: bytes) -> str:
     try:
         failure = codec.decode(result)
     except codec.CodecError:
@@ -191,44 +196,44 @@ def _message(result: bytes) -> str:
     return failure.message if isinstance(failure, Failure) else ""
 
 
-def screen(status: ServerStatus) -> RenderableType:
+def draw_screen(status: ServerStatus) -> RenderableType:
     """Return the screen of a status."""
-    return Group(*_blocks(status))
+    return Group(*_draw_blocks(status))
 
 
-def _blocks(status: ServerStatus) -> Iterator[RenderableType]:
-    yield _head(status)
+def _draw_blocks(status: ServerStatus) -> Iterator[RenderableType]:
+    yield _draw_head(status)
     backend = (status.meters or {"backend": {}})["backend"]
     if outage := backend.get("outage"):
         yield Text(outage, "bold red")
     if progress := backend.get("progress"):
         yield Text(progress)
-    yield from _speed(status)
+    yield from _draw_speed(status)
     if status.meters:
-        yield from map(Text, _held(status.meters))
+        yield from map(Text, _describe_capacity(status.meters))
     yield Text(
-        f"open requests {status.num_open}{f', oldest {_ago(status.oldest_s)}' if status.oldest_s is not None else ''}"
+        f"open requests {status.num_open}{f', oldest {_format_age(status.oldest_s)}' if status.oldest_s is not None else ''}"
         f" · active sessions {status.num_active_sessions}"
     )
     if status.work:
-        yield _table(
-            ("OWNER", "MODEL", "KIND", "WAITING", "RUNNING", "OLDEST"), map(_work_row, status.work[:_MAX_ROWS])
+        yield _make_table(
+            ("OWNER", "MODEL", "KIND", "WAITING", "RUNNING", "OLDEST"), map(_make_work_row, status.work[:_MAX_ROWS])
         )
         if len(status.work) > _MAX_ROWS:
             yield Text(f"… and {len(status.work) - _MAX_ROWS} more")
     if status.failures:
-        rows = ((_ago(each["ago_s"]), each["owner"], each["kind"], each["message"]) for each in status.failures)
-        yield _table(("FAILED", "OWNER", "KIND", "MESSAGE"), rows)
+        rows = ((_format_age(each["ago_s"]), each["owner"], each["kind"], each["message"]) for each in status.failures)
+        yield _make_table(("FAILED", "OWNER", "KIND", "MESSAGE"), rows)
 
 
-def _head(status: ServerStatus) -> Text:
+def _draw_head(status: ServerStatus) -> Text:
     line = Text.assemble("engine ", (status.engine, "bold green" if status.engine in _GOOD else "bold red"))
     if status.engine == "not running" and status.engine_silent_s is not None:
-        line.append(f", last heard of {_ago(status.engine_silent_s)} ago")
+        line.append(f", last heard of {_format_age(status.engine_silent_s)} ago")
     elif status.activity:
         line.append(f": {status.activity}")
         if status.activity_s is not None and status.activity_s >= 1:
-            line.append(f" for {_ago(status.activity_s)}")
+            line.append(f" for {_format_age(status.activity_s)}")
     elif status.engine in _GOOD:
         line.append(": waits for requests")
     if status.detail:
@@ -240,16 +245,16 @@ def _head(status: ServerStatus) -> Text:
     return line
 
 
-def _speed(status: ServerStatus) -> Iterator[Text]:
+def _draw_speed(status: ServerStatus) -> Iterator[Text]:
     names = {"training": "training_tokens_per_s", "sampling": "sampled_tokens_per_s", "prompts": "prompt_tokens_per_s"}
     for label, name in names.items():
         if name in status.rates:
-            yield Text(f"{label:<9}{status.rates[name]:>10,.0f} tokens/s  {_bars(status.history[name])}")
+            yield Text(f"{label:<9}{status.rates[name]:>10,.0f} tokens/s  {_draw_bars(status.history[name])}")
     if (failed := status.rates.get("requests_failed_per_s", 0.0)) > 0:
         yield Text(f"failures {failed * 60:.1f} a minute", "red")
 
 
-def _held(meters: Mapping[str, Any]) -> Iterator[str]:
+def _describe_capacity(meters: Mapping[str, Any]) -> Iterator[str]:
     """Yield lines about what the engine holds."""
     places, backend, queues = meters["places"], meters["backend"], meters["queues"]
     held = [
@@ -262,24 +267,24 @@ def _held(meters: Mapping[str, Any]) -> Iterator[str]:
         held.append(f"KV cache {backend['kv_cache_tokens_used']:,}/{backend['kv_cache_tokens']:,} tokens")
     if memory := backend.get("device_memory"):
         fullest = max(memory, key=lambda each: each["used_bytes"])
-        held.append(f"memory {in_units(fullest['used_bytes'])}/{in_units(fullest['limit_bytes'])}")
+        held.append(f"memory {format_bytes(fullest['used_bytes'])}/{format_bytes(fullest['limit_bytes'])}")
     if tokens := backend.get("compared_tokens"):
         mean, largest = backend["trainer_gap_nats"] / tokens, backend["trainer_gap_max_nats"]
         held.append(f"gap to the trainer {mean:.1e} nats, {largest:.1e} at most, in {tokens:,} tokens")
     yield " · ".join(held)
     yield " · ".join(
         f"{name}: {queue['waiting']} waiting, {queue['running']} running, "
-        f"{in_units(queue['backlog_bytes'])} of {in_units(queue['backlog_limit_bytes'])}"
+        f"{format_bytes(queue['backlog_bytes'])} of {format_bytes(queue['backlog_limit_bytes'])}"
         for name, queue in queues.items()
     )
 
 
-def _work_row(work: Mapping[str, Any]) -> tuple[str, ...]:
+def _make_work_row(work: Mapping[str, Any]) -> tuple[str, ...]:
     model = work["model"] or "–"
-    return work["owner"], model, work["kind"], str(work["waiting"]), str(work["running"]), _ago(work["oldest_s"])
+    return work["owner"], model, work["kind"], str(work["waiting"]), str(work["running"]), _format_age(work["oldest_s"])
 
 
-def _table(header: Sequence[str], rows: Iterator[tuple[str, ...]]) -> Table:
+def _make_table(header: Sequence[str], rows: Iterator[tuple[str, ...]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in header:
         table.add_column(name, overflow="ellipsis", no_wrap=name != "MESSAGE")
@@ -288,7 +293,7 @@ def _table(header: Sequence[str], rows: Iterator[tuple[str, ...]]) -> Table:
     return table
 
 
-def _bars(values: Sequence[float]) -> str:
+def _draw_bars(values: Sequence[float]) -> str:
     """Return the last values as a line of bars; the highest is a full one."""
     if not values or max(values) <= 0:
         return ""
@@ -297,7 +302,7 @@ def _bars(values: Sequence[float]) -> str:
     return "".join(_BARS[min(int(mean / max(means) * len(_BARS)), len(_BARS) - 1)] for mean in means)
 
 
-def _ago(seconds: float) -> str:
+def _format_age(seconds: float) -> str:
     """Return a time for people: 12 s, 5 min, 3 h or 2 d."""
     for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:

@@ -9,7 +9,7 @@ from sqlmodel import Session, col, select
 from skyrl_tx.artifacts import ArtifactCorrupt, ArtifactMissing, ArtifactStore
 from skyrl_tx.contract.ids import ArtifactId
 from skyrl_tx.launch.command import CommandError
-from skyrl_tx.launch.command_line import Progress, Record, confirmed, in_units
+from skyrl_tx.launch.command_line import Progress, Record, confirm, format_bytes
 from skyrl_tx.store import checkpoints, identity
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import CheckpointRow, SamplingSessionRow, SnapshotRow
@@ -54,7 +54,7 @@ def check_artifacts(report: ArtifactReport) -> Iterator[Finding]:
             "is this the right database? If it was lost, `skyrl-tx recover` restores checkpoints",
         )
     states = Counter(str(record["state"]) for record in report.records)
-    size = in_units(sum(int(str(record["bytes"])) for record in report.records))
+    size = format_bytes(sum(int(str(record["bytes"])) for record in report.records))
     counts = ", ".join(f"{number} {state}" for state, number in sorted(states.items())) or "none"
     yield ok("artifacts", f"{counts}; {size}; {report.num_trashed} more in the trash")
     if num_lost := states["missing"] + states["damaged"]:
@@ -64,24 +64,24 @@ def check_artifacts(report: ArtifactReport) -> Iterator[Finding]:
         yield warning("artifacts", f"{states['unclaimed']} are unclaimed: the database does not know them", advice)
 
 
-def examine(store: Store, artifacts: ArtifactStore, *, with_hashes: bool) -> ArtifactReport:
+def examine_artifacts(store: Store, artifacts: ArtifactStore, *, with_hashes: bool) -> ArtifactReport:
     """Check the database, then each artifact that a row refers to, then the others.
 
     Of those in an object store the sizes of all files are compared; hashes are checked whenever they are read.
     """
-    is_known = not artifacts.ids() or identity.is_current(store.read(identity.get), artifacts.identity())
+    is_known = not artifacts.list_ids() or identity.is_current(store.read(identity.get), artifacts.read_identity())
     report = ArtifactReport(
-        damage=store.find_damage(), is_foreign=not is_known, num_trashed=len(artifacts.ids(trashed=True))
+        damage=store.find_damage(), is_foreign=not is_known, num_trashed=len(artifacts.list_ids(trashed=True))
     )
-    used, unclaimed = store.read(_references), identity.find_unclaimed(store, artifacts)
-    present, trash = set(artifacts.ids()), set(artifacts.ids(trashed=True))
-    sizes = {artifact_id: _size(artifacts, artifact_id) for artifact_id in present}
+    used, unclaimed = store.read(_find_references), identity.find_unclaimed(store, artifacts)
+    present, trash = set(artifacts.list_ids()), set(artifacts.list_ids(trashed=True))
+    sizes = {artifact_id: _measure_size(artifacts, artifact_id) for artifact_id in present}
     progress = Progress("checked", sum(sizes.values()))
     for artifact_id in sorted(used.keys() | present):
         used_by, size = used.get(artifact_id), sizes.get(artifact_id, 0)
         if used_by is None:
             state = "unclaimed" if artifact_id in unclaimed else "unused"
-            report.add(artifact_id, state, size, None, _title(artifacts, artifact_id))
+            report.add(artifact_id, state, size, None, _describe_artifact(artifacts, artifact_id))
             continue
         try:
             artifacts.open(artifact_id) if with_hashes and not artifacts.is_remote else artifacts.describe(artifact_id)
@@ -89,7 +89,7 @@ def examine(store: Store, artifacts: ArtifactStore, *, with_hashes: bool) -> Art
         except ArtifactCorrupt as error:
             report.add(artifact_id, "damaged", size, used_by, str(error))
         except (ArtifactMissing, OSError):
-            if artifact_id not in store.read(_references):  # replaced meanwhile by a running server
+            if artifact_id not in store.read(_find_references):  # replaced meanwhile by a running server
                 continue
             if used_by.startswith(_EPHEMERAL):
                 report.add(artifact_id, "unwritten", 0, used_by, "the next start of the engine creates it again")
@@ -101,7 +101,7 @@ def examine(store: Store, artifacts: ArtifactStore, *, with_hashes: bool) -> Art
     return report
 
 
-def _references(tx: Session) -> Mapping[ArtifactId, str]:
+def _find_references(tx: Session) -> Mapping[ArtifactId, str]:
     """Return what refers to each referenced artifact."""
     found: dict[ArtifactId, list[str]] = {}
     for row in tx.exec(select(CheckpointRow)):
@@ -115,19 +115,19 @@ def _references(tx: Session) -> Mapping[ArtifactId, str]:
         uses = found.setdefault(ArtifactId(str(sampler_id)), [])
         if not uses:
             uses.append(f"{_EPHEMERAL}{model_id}" if model_id else "a sampling session")
-    for artifact_id in checkpoints.referenced_artifacts(tx) or ():
+    for artifact_id in checkpoints.find_referenced_artifacts(tx) or ():
         found.setdefault(artifact_id, ["a load_weights request"])
     return {artifact_id: ", ".join(uses) for artifact_id, uses in found.items()}
 
 
-def _title(artifacts: ArtifactStore, artifact_id: ArtifactId) -> str:
+def _describe_artifact(artifacts: ArtifactStore, artifact_id: ArtifactId) -> str:
     try:
         return artifacts.describe(artifact_id).title
     except (ArtifactCorrupt, ArtifactMissing) as error:
         return str(error)
 
 
-def _size(artifacts: ArtifactStore, artifact_id: ArtifactId) -> int:
+def _measure_size(artifacts: ArtifactStore, artifact_id: ArtifactId) -> int:
     try:
         return artifacts.describe(artifact_id).size_bytes
     except (ArtifactCorrupt, ArtifactMissing):
@@ -140,8 +140,8 @@ def remove_unclaimed(store: Store, artifacts: ArtifactStore, *, is_confirmed: bo
     if not unclaimed:
         print("no unclaimed artifacts")
         return 0
-    size = in_units(sum(_size(artifacts, artifact_id) for artifact_id in unclaimed))
-    if not is_confirmed and not confirmed(f"move {len(unclaimed)} artifacts ({size}) to the trash?"):
+    size = format_bytes(sum(_measure_size(artifacts, artifact_id) for artifact_id in unclaimed))
+    if not is_confirmed and not confirm(f"move {len(unclaimed)} artifacts ({size}) to the trash?"):
         raise CommandError("nothing was moved")
     for artifact_id in unclaimed:
         artifacts.discard(artifact_id)

@@ -7,19 +7,19 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from skyrl_tx.artifacts import ArtifactStore, ArtifactsUnreachable, PlaceRefused, open_artifacts
+from skyrl_tx.artifacts import ArtifactStore, ArtifactsUnreachable, InvalidLocation, open_artifacts
 from skyrl_tx.launch.command import CommandError, CommandParser
-from skyrl_tx.launch.command_line import table
+from skyrl_tx.launch.command_line import format_table
 from skyrl_tx.launch.settings import ServerSettings
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError
 from skyrl_tx.tools.commands.stacks import find_process
 from skyrl_tx.tools.doctor import artifacts, database, devices, machine, model, storage
-from skyrl_tx.tools.doctor.findings import STATUS, Finding, Subject, error, lines, worst
-from skyrl_tx.tools.quickstart.model import built_in_as_directory
+from skyrl_tx.tools.doctor.findings import STATUS, ExaminedServer, Finding, error, format_findings, get_worst_level
+from skyrl_tx.tools.quickstart.model import open_built_in_model
 from skyrl_tx.tools.serve import add_settings
 
-Check = Callable[[Subject], Iterator[Finding]]
+Check = Callable[[ExaminedServer], Iterator[Finding]]
 _CHECKS: dict[str, Check] = {
     "packages": machine.check_packages,
     "limits": machine.check_limits,
@@ -60,26 +60,28 @@ def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
     """Run the command; return its exit status."""
     if arguments.remove_unclaimed:
         return _remove_unclaimed(settings, is_confirmed=arguments.yes)
-    with _written_model(settings) as examined:
-        subject = Subject(examined, _server_pids(settings.data_dir))
+    with _write_model(settings) as examined:
+        subject = ExaminedServer(examined, _find_server_pids(settings.data_dir))
         checks = [(name, check) for name, check in _CHECKS.items() if name not in _NEED_MODEL or _has_text(settings)]
-        findings = [finding for name, check in checks for finding in _guarded(name, check, subject)]
+        findings = [finding for name, check in checks for finding in _run_check(name, check, subject)]
     report: artifacts.ArtifactReport | None = None
     with ExitStack() as stack:
         store = None
         if database.is_current(settings):  # opening another one would migrate it
             try:
-                store = stack.enter_context(closing(_open(settings)))
+                store = stack.enter_context(closing(_open_store(settings)))
             except StoreError as problem:
                 findings.append(error("database", str(problem), "see the guide: run in production"))
         findings += database.check_access(settings, store)
         if store is not None:
             try:
-                report = artifacts.examine(store, _artifacts(settings), with_hashes=not arguments.no_hashes)
+                report = artifacts.examine_artifacts(
+                    store, _open_artifacts(settings), with_hashes=not arguments.no_hashes
+                )
                 findings += artifacts.check_artifacts(report)
-            except (ArtifactsUnreachable, PlaceRefused):
+            except (ArtifactsUnreachable, InvalidLocation):
                 pass  # an error of "storage" says so
-    level = worst(findings)
+    level = get_worst_level(findings)
     if arguments.json:
         content = {"level": level, "findings": [asdict(finding) for finding in findings]}
         if report is not None:
@@ -91,10 +93,10 @@ def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
 
 
 @contextmanager
-def _written_model(settings: ServerSettings) -> Generator[ServerSettings]:
+def _write_model(settings: ServerSettings) -> Generator[ServerSettings]:
     """Write a built-in model into a temporary directory if the settings name it; a server keeps it with its data."""
     name = settings.base_model
-    with built_in_as_directory(name) as written:
+    with open_built_in_model(name) as written:
         changes = {} if written == name else {"base_model": written, "served_model_name": name}
         yield settings.model_copy(update=changes)
 
@@ -104,7 +106,7 @@ def _has_text(settings: ServerSettings) -> bool:
     return bool(settings.base_model) and settings.backend != "fake"
 
 
-def _server_pids(data_dir: Path) -> dict[str, int]:
+def _find_server_pids(data_dir: Path) -> dict[str, int]:
     try:
         found = {role: find_process(data_dir / f"{role}.lock") for role in ("api", "engine")}
     except CommandError:  # of another user
@@ -112,7 +114,7 @@ def _server_pids(data_dir: Path) -> dict[str, int]:
     return {role: pid for role, pid in found.items() if pid is not None}
 
 
-def _guarded(name: str, check: Check, subject: Subject) -> list[Finding]:
+def _run_check(name: str, check: Check, subject: ExaminedServer) -> list[Finding]:
     """Return the findings of a check, or what failed in it, so that one check never hides the others."""
     findings: list[Finding] = []
     try:
@@ -123,19 +125,19 @@ def _guarded(name: str, check: Check, subject: Subject) -> list[Finding]:
 
 
 def _print(findings: list[Finding], report: artifacts.ArtifactReport | None) -> None:
-    print("\n".join(lines(findings)))
+    print("\n".join(format_findings(findings)))
     notable = [] if report is None else [record for record in report.records if record["state"] != "ok"]
     if notable:
-        print("\n".join(["", *table(notable)]))
+        print("\n".join(["", *format_table(notable)]))
     counts = [sum(finding.level == level for finding in findings) for level in ("error", "warning")]
     print(f"\n{counts[0]} errors, {counts[1]} warnings")
 
 
-def _open(settings: ServerSettings) -> Store:
+def _open_store(settings: ServerSettings) -> Store:
     return Store.open(settings.data_dir, role="tool", url=settings.store_url)
 
 
-def _artifacts(settings: ServerSettings) -> ArtifactStore:
+def _open_artifacts(settings: ServerSettings) -> ArtifactStore:
     return open_artifacts(settings.data_dir, settings.artifacts, is_recorded=False)
 
 
@@ -143,7 +145,7 @@ def _remove_unclaimed(settings: ServerSettings, *, is_confirmed: bool) -> int:
     if not database.is_current(settings):
         raise CommandError(f"--data-dir {settings.data_dir}: no database of this release", STATUS["error"])
     try:
-        with closing(_open(settings)) as store:
-            return artifacts.remove_unclaimed(store, _artifacts(settings), is_confirmed=is_confirmed)
-    except (CommandError, StoreError, ArtifactsUnreachable, PlaceRefused) as problem:
+        with closing(_open_store(settings)) as store:
+            return artifacts.remove_unclaimed(store, _open_artifacts(settings), is_confirmed=is_confirmed)
+    except (CommandError, StoreError, ArtifactsUnreachable, InvalidLocation) as problem:
         raise CommandError(str(problem), STATUS["error"]) from problem

@@ -14,12 +14,12 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlmodel import Session
 
-from skyrl_tx.launch.command_line import in_units
+from skyrl_tx.launch.command_line import format_bytes
 from skyrl_tx.launch.settings import ServerSettings
 from skyrl_tx.store import keys, migrations
 from skyrl_tx.store.database import HEAD, Store
 from skyrl_tx.store.dialect import DATABASE_NAME
-from skyrl_tx.tools.doctor.findings import Finding, Subject, error, ok, warning
+from skyrl_tx.tools.doctor.findings import ExaminedServer, Finding, error, ok, warning
 
 _LARGE_WAL_BYTES = 256 * 2**20
 _CONNECTIONS = 20
@@ -30,7 +30,7 @@ _UPGRADE = "take a backup with the release that wrote it, then start the server"
 
 
 @dataclass(frozen=True, slots=True)
-class _Described:
+class _DatabaseDescription:
     """A database as it describes itself."""
 
     version: str | None
@@ -38,7 +38,7 @@ class _Described:
     findings: tuple[Finding, ...]
 
 
-def check_database(subject: Subject) -> Iterator[Finding]:
+def check_database(subject: ExaminedServer) -> Iterator[Finding]:
     """Check that the database can be reached and read by this release. Changes nothing."""
     settings = subject.settings
     for role, pid in subject.server_pids.items():
@@ -49,7 +49,7 @@ def check_database(subject: Subject) -> Iterator[Finding]:
         cause = getattr(problem, "orig", None) or problem
         yield error(
             "database",
-            f"{_shown(settings)} cannot be read: {' '.join(str(cause).split())}",
+            f"{_describe_url(settings)} cannot be read: {' '.join(str(cause).split())}",
             "check --database-url, the user's rights, and that the database runs",
         )
         return
@@ -75,12 +75,12 @@ def is_current(settings: ServerSettings) -> bool:
 
 def check_access(settings: ServerSettings, store: Store | None) -> Iterator[Finding]:
     """Check who can use the server."""
-    if settings.for_api().is_loopback:
+    if settings.make_api_settings().is_loopback:
         return
     address = f"--host {settings.host}"
 
     def has_key(tx: Session) -> bool:
-        return keys.any_usable(tx, time.time())
+        return keys.has_usable(tx, time.time())
 
     if settings.no_auth:
         yield warning("access", f"{address} with --no-auth: everyone who can reach it is an admin", "create API keys")
@@ -100,21 +100,21 @@ def check_access(settings: ServerSettings, store: Store | None) -> Iterator[Find
         )
 
 
-def _describe(settings: ServerSettings) -> _Described | None:
+def _describe(settings: ServerSettings) -> _DatabaseDescription | None:
     """Return what the database says about itself, None if there is none yet. Raises the errors of the driver."""
     if settings.store_url is not None and not settings.store_url.startswith("sqlite"):
         return _describe_postgresql(settings)
-    path = _sqlite_path(settings)
+    path = _get_sqlite_path(settings)
     return _describe_sqlite(path) if path.is_file() else None
 
 
-def _sqlite_path(settings: ServerSettings) -> Path:
+def _get_sqlite_path(settings: ServerSettings) -> Path:
     if settings.store_url is None:
         return settings.data_dir / DATABASE_NAME
     return Path(make_url(settings.store_url).database or "")
 
 
-def _describe_sqlite(path: Path) -> _Described:
+def _describe_sqlite(path: Path) -> _DatabaseDescription:
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5.0)) as connection:
         tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         version: str | None = None
@@ -122,19 +122,19 @@ def _describe_sqlite(path: Path) -> _Described:
             (version,) = connection.execute("SELECT version_num FROM alembic_version").fetchone()
     log = path.with_name(f"{path.name}-wal")
     size, log_size = path.stat().st_size, log.stat().st_size if log.exists() else 0
-    findings = [ok("database", f"SQLite {sqlite3.sqlite_version}, {path}: {in_units(size)}")]
+    findings = [ok("database", f"SQLite {sqlite3.sqlite_version}, {path}: {format_bytes(size)}")]
     if log_size > _LARGE_WAL_BYTES:
         findings.append(
             warning(
                 "database",
-                f"its write-ahead log has {in_units(log_size)}",
+                f"its write-ahead log has {format_bytes(log_size)}",
                 "a program reads the database for a long time: find it with `fuser`, or restart the server",
             )
         )
-    return _Described(version, tuple(findings))
+    return _DatabaseDescription(version, tuple(findings))
 
 
-def _describe_postgresql(settings: ServerSettings) -> _Described:
+def _describe_postgresql(settings: ServerSettings) -> _DatabaseDescription:
     url = make_url(settings.store_url or "").set(drivername="postgresql+psycopg")
     engine = create_engine(url.set(query={"connect_timeout": "5", **url.query}))
     try:
@@ -142,24 +142,24 @@ def _describe_postgresql(settings: ServerSettings) -> _Described:
             version: str | None = None
             if "alembic_version" in inspect(connection).get_table_names():
                 version = connection.scalar(text("SELECT version_num FROM alembic_version"))
-            return _Described(version, tuple(_examine_postgresql(connection, _shown(settings))))
+            return _DatabaseDescription(version, tuple(_examine_postgresql(connection, _describe_url(settings))))
     finally:
         engine.dispose()
 
 
 def _examine_postgresql(connection: Connection, shown: str) -> Iterator[Finding]:
-    def value_of(query: str) -> str:
+    def read_value(query: str) -> str:
         return str(connection.scalar(text(query)))
 
-    release = value_of("SHOW server_version").split()[0]
-    yield ok("database", f"PostgreSQL {release}, {shown}: {in_units(int(value_of(_SIZE)))}")
-    if value_of("SELECT pg_is_in_recovery()") == "True":
+    release = read_value("SHOW server_version").split()[0]
+    yield ok("database", f"PostgreSQL {release}, {shown}: {format_bytes(int(read_value(_SIZE)))}")
+    if read_value("SELECT pg_is_in_recovery()") == "True":
         yield error("database", "it is a replica, which cannot be written", "name the primary in --database-url")
-    if (encoding := value_of("SHOW server_encoding")) != "UTF8":
+    if (encoding := read_value("SHOW server_encoding")) != "UTF8":
         yield error("database", f"its encoding is {encoding}", "create the database with the encoding UTF8")
-    if (commit := value_of("SHOW synchronous_commit")) in ("local", "off"):
+    if (commit := read_value("SHOW synchronous_commit")) in ("local", "off"):
         yield warning("database", f"synchronous_commit is {commit}", "leave it at on: a failover may lose commits")
-    most, used = int(value_of("SHOW max_connections")), int(value_of("SELECT count(*) FROM pg_stat_activity"))
+    most, used = int(read_value("SHOW max_connections")), int(read_value("SELECT count(*) FROM pg_stat_activity"))
     if most - used < 2 * _CONNECTIONS:
         yield warning(
             "database",
@@ -177,7 +177,7 @@ def _examine_postgresql(connection: Connection, shown: str) -> Iterator[Finding]
             f"a query takes {1000 * round_trip_s:.1f} ms, and every request waits for several",
             "run the server and PostgreSQL in one network",
         )
-    away_s = abs(float(value_of("SELECT extract(epoch FROM clock_timestamp())")) - time.time())
+    away_s = abs(float(read_value("SELECT extract(epoch FROM clock_timestamp())")) - time.time())
     if away_s > _CLOCK_S:
         yield warning("database", f"its clock differs by {away_s:.0f} s from this machine's", "synchronize both clocks")
     if shutil.which("pg_dump") is None:
@@ -204,7 +204,7 @@ def _check_version(version: str | None) -> Iterator[Finding]:
         yield error("database", message, "run the newer release, or choose another data directory")
 
 
-def _shown(settings: ServerSettings) -> str:
+def _describe_url(settings: ServerSettings) -> str:
     """Return the database without its password."""
     if settings.store_url is None:
         return str(settings.data_dir / DATABASE_NAME)

@@ -12,9 +12,9 @@ import msgspec
 
 from skyrl_tx import DISTRIBUTION
 from skyrl_tx.backends.jax.config import JaxFlags
-from skyrl_tx.launch.command_line import in_units
-from skyrl_tx.tools.doctor.findings import Finding, Subject, error, ok, warning
-from skyrl_tx.tools.doctor.machine import installed, memory_limit, physical_memory
+from skyrl_tx.launch.command_line import format_bytes
+from skyrl_tx.tools.doctor.findings import ExaminedServer, Finding, error, ok, warning
+from skyrl_tx.tools.doctor.machine import find_version, get_physical_memory, read_memory_limit
 
 _TIMEOUT_S = 180.0
 """Some drivers take a minute to start, and a busy TPU never answers."""
@@ -29,7 +29,7 @@ _SHORT_TOKENS = 4096
 """A KV cache with fewer tokens holds less than one usual sample."""
 
 
-class Question(msgspec.Struct, frozen=True, kw_only=True):
+class ProbeQuestion(msgspec.Struct, frozen=True, kw_only=True):
     """A model, which may be empty, and the settings of the backend."""
 
     base_model: str
@@ -66,7 +66,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the files name a token that ends a sample."""
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class ProbeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The devices and the plan. `problem` says why there is no plan; `setting` is the one that it concerns."""
 
     devices: list[Device]
@@ -75,13 +75,13 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     setting: str = ""
 
 
-def check_devices(subject: Subject) -> Iterator[Finding]:
+def check_devices(subject: ExaminedServer) -> Iterator[Finding]:
     """Check the driver, the devices that JAX finds, and the memory plan of the model on them."""
     settings = subject.settings
     if not isinstance(settings.backend_config, JaxFlags):
         yield ok("devices", f"backend {settings.backend} is not examined: it is none of this package's for devices")
         return
-    gpus = list(_nvidia_gpus())
+    gpus = list(_list_nvidia_gpus())
     is_serving = "engine" in subject.server_pids
     for name, driver, total, used in gpus:
         yield ok("driver", f"{name}, driver {driver}, {total} MiB")
@@ -103,7 +103,7 @@ def check_devices(subject: Subject) -> Iterator[Finding]:
         yield from _check_plan(answer, answer.plan, settings.backend_config)
 
 
-def _nvidia_gpus() -> Iterator[list[str]]:
+def _list_nvidia_gpus() -> Iterator[list[str]]:
     """Yield name, driver, memory in MiB and used memory of each GPU, as the driver's own program prints them."""
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -118,9 +118,9 @@ def _nvidia_gpus() -> Iterator[list[str]]:
             yield row
 
 
-def _ask(base_model: str, config: JaxFlags) -> Answer | Finding:
+def _ask(base_model: str, config: JaxFlags) -> ProbeAnswer | Finding:
     """Run the probe; return its answer, or a finding if it gave none."""
-    question = Question(base_model=base_model, backend_config=config.model_dump(mode="json"))
+    question = ProbeQuestion(base_model=base_model, backend_config=config.model_dump(mode="json"))
     # Without preallocation, so that it works next to a running server.
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-m", "skyrl_tx.tools.doctor.probe"]
@@ -134,21 +134,21 @@ def _ask(base_model: str, config: JaxFlags) -> Answer | Finding:
     except subprocess.TimeoutExpired:
         return error("devices", f"JAX did not answer within {_TIMEOUT_S:.0f} s", advice)
     try:
-        return msgspec.json.decode(done.stdout, type=Answer)
+        return msgspec.json.decode(done.stdout, type=ProbeAnswer)
     except msgspec.DecodeError:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         return error("devices", f"JAX failed: {said[-1] if said else f'status {done.returncode}'}", advice)
 
 
-def _check_found(answer: Answer, *, has_gpus: bool) -> Iterator[Finding]:
+def _check_found(answer: ProbeAnswer, *, has_gpus: bool) -> Iterator[Finding]:
     if not answer.devices:
         yield error("devices", f"JAX finds no device: {answer.problem}", "look at the driver and at JAX_PLATFORMS")
         return
     kinds = dict.fromkeys((each.kind, each.platform, each.limit_bytes) for each in answer.devices)
     for kind, platform, limit in kinds:
         number = sum((each.kind, each.platform, each.limit_bytes) == (kind, platform, limit) for each in answer.devices)
-        memory = "" if limit is None else f", of which JAX takes {in_units(limit)} each"
-        yield ok("devices", f"JAX {installed('jax')} finds {number} × {kind} ({platform}){memory}")
+        memory = "" if limit is None else f", of which JAX takes {format_bytes(limit)} each"
+        yield ok("devices", f"JAX {find_version('jax')} finds {number} × {kind} ({platform}){memory}")
     if has_gpus and all(each.platform == "cpu" for each in answer.devices):
         yield error(
             "devices",
@@ -160,7 +160,7 @@ def _check_found(answer: Answer, *, has_gpus: bool) -> Iterator[Finding]:
 
 def _check_files(plan: Plan, config: JaxFlags) -> Iterator[Finding]:
     if plan.file_bytes is not None:
-        yield ok("model", f"{plan.num_parameters:,} parameters, weight files of {in_units(plan.file_bytes)}")
+        yield ok("model", f"{plan.num_parameters:,} parameters, weight files of {format_bytes(plan.file_bytes)}")
     elif config.load_format == "auto":
         yield ok("model", f"{plan.num_parameters:,} parameters; the first start downloads the weights")
     else:
@@ -169,13 +169,13 @@ def _check_files(plan: Plan, config: JaxFlags) -> Iterator[Finding]:
         yield warning("model", "its files name no token that ends a sample", "clients must send `stop` or `max_tokens`")
 
 
-def _check_plan(answer: Answer, plan: Plan, config: JaxFlags) -> Iterator[Finding]:
+def _check_plan(answer: ProbeAnswer, plan: Plan, config: JaxFlags) -> Iterator[Finding]:
     limits = [device.limit_bytes for device in answer.devices if device.limit_bytes is not None]
     # On CPU the backend plans with the memory of the machine, and decoding holds a second copy of the weights.
-    host = min(memory_limit() or physical_memory(), physical_memory())
+    host = min(read_memory_limit() or get_physical_memory(), get_physical_memory())
     limit, weights = (min(limits), plan.weight_bytes) if limits else (host, 2 * plan.weight_bytes)
     copies = "" if limits else ", twice"
-    shown = f"weights of {in_units(plan.weight_bytes)} in {plan.dtype}{copies}, of {in_units(limit)}"
+    shown = f"weights of {format_bytes(plan.weight_bytes)} in {plan.dtype}{copies}, of {format_bytes(limit)}"
     if weights >= limit:
         yield error(
             "memory",
@@ -189,10 +189,10 @@ def _check_plan(answer: Answer, plan: Plan, config: JaxFlags) -> Iterator[Findin
         f"{' with rematerialization' if plan.is_remat else ''}; "
         f"{plan.max_models} models of rank {config.max_lora_rank} in training",
     )
-    if not limits and host < physical_memory():
+    if not limits and host < get_physical_memory():
         yield warning(
             "memory",
-            f"the plan is for the machine's {in_units(physical_memory())}, and only {in_units(host)} may be used",
+            f"the plan is for the machine's {format_bytes(get_physical_memory())}, and only {format_bytes(host)} may be used",
             "set --backend-config.max-sample-tokens and --backend-config.max-lora-adapters",
         )
     if plan.max_length < min(_SHORT_TOKENS, plan.max_context_length):

@@ -21,7 +21,7 @@ class Finding:
     advice: str = ""
 
 
-class Subject(NamedTuple):
+class ExaminedServer(NamedTuple):
     """The server that is examined."""
 
     settings: ServerSettings
@@ -45,13 +45,13 @@ def error(check: str, message: str, advice: str) -> Finding:
     return Finding(check, "error", message, advice)
 
 
-def worst(findings: Iterable[Finding]) -> Level:
+def get_worst_level(findings: Iterable[Finding]) -> Level:
     """Return the worst level."""
     levels = {finding.level for finding in findings}
     return "error" if "error" in levels else "warning" if "warning" in levels else "ok"
 
 
-def lines(findings: Iterable[Finding]) -> Iterator[str]:
+def format_findings(findings: Iterable[Finding]) -> Iterator[str]:
     """Yield the findings as text."""
     for finding in findings:
         yield f"{finding.level:<8} {finding.check:<9} {finding.message}"

@@ -10,9 +10,9 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from skyrl_tx import DISTRIBUTION, __version__
-from skyrl_tx.launch.command_line import in_units
+from skyrl_tx.launch.command_line import format_bytes
 from skyrl_tx.process.setup import OPEN_FILES
-from skyrl_tx.tools.doctor.findings import Finding, Subject, error, ok, warning
+from skyrl_tx.tools.doctor.findings import ExaminedServer, Finding, error, ok, warning
 
 OLDEST_SDK = "0.16.1"
 """The oldest release of the Tinker SDK that is tested; `tests/support/client_environments.py` has all."""
@@ -22,24 +22,24 @@ _MIN_PROCESSES = 4096
 """Processes and threads of one user: a server has some hundreds, and other programs need some too."""
 
 
-def check_packages(subject: Subject) -> Iterator[Finding]:
+def check_packages(subject: ExaminedServer) -> Iterator[Finding]:
     """Check the installed version of each required package, and those that must be equal."""
-    found = list(_unmet())
+    found = list(_find_unmet())
     yield from found
     if not found:
-        yield ok("packages", f"skyrl_tx {__version__} with JAX {installed('jax')}; all required packages are there")
-    parts = {name: text for name in _JAX_PARTS if (text := installed(name)) is not None}
+        yield ok("packages", f"skyrl_tx {__version__} with JAX {find_version('jax')}; all required packages are there")
+    parts = {name: text for name in _JAX_PARTS if (text := find_version(name)) is not None}
     if len({Version(text).release for text in parts.values()}) > 1:
         shown = ", ".join(f"{name} {text}" for name, text in parts.items())
         yield error("packages", f"parts of JAX have different versions: {shown}", "install them together, as an extra")
-    if (subject.settings.store_url or "").startswith("postgres") and installed("psycopg") is None:
+    if (subject.settings.store_url or "").startswith("postgres") and find_version("psycopg") is None:
         advice = f"pip install '{DISTRIBUTION}[postgres]'"
         yield error("packages", "psycopg is not installed, which PostgreSQL needs", advice)
     yield from _check_sdk()
 
 
-def _unmet() -> Iterator[Finding]:
-    if installed(DISTRIBUTION) is None:
+def _find_unmet() -> Iterator[Finding]:
+    if find_version(DISTRIBUTION) is None:
         advice = "pip uninstall skyrl_tx, its name in earlier releases, then pip install . in a clone"
         yield error("packages", f"{DISTRIBUTION} is not installed, so its requirements are not known", advice)
         return
@@ -47,7 +47,7 @@ def _unmet() -> Iterator[Finding]:
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue  # of an extra, which need not be installed
-        present, advice = installed(requirement.name), f"pip install '{requirement.name}{requirement.specifier}'"
+        present, advice = find_version(requirement.name), f"pip install '{requirement.name}{requirement.specifier}'"
         if present is None:
             yield error("packages", f"{requirement.name} is not installed", advice)
         elif not requirement.specifier.contains(present, prereleases=True):
@@ -55,7 +55,7 @@ def _unmet() -> Iterator[Finding]:
 
 
 def _check_sdk() -> Iterator[Finding]:
-    present = installed("tinker")
+    present = find_version("tinker")
     if present is None:
         yield ok("sdk", f"the Tinker SDK is not installed here; clients need {OLDEST_SDK} or newer")
     elif Version(present) < Version(OLDEST_SDK):
@@ -65,7 +65,7 @@ def _check_sdk() -> Iterator[Finding]:
         yield ok("sdk", f"tinker {present}")
 
 
-def installed(name: str) -> str | None:
+def find_version(name: str) -> str | None:
     """Return the version of an installed package, or None."""
     try:
         return version(name)
@@ -73,7 +73,7 @@ def installed(name: str) -> str | None:
         return None
 
 
-def check_limits(subject: Subject) -> Iterator[Finding]:
+def check_limits(subject: ExaminedServer) -> Iterator[Finding]:
     """Check the limits of open files, processes, address space and memory."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_files = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
@@ -92,22 +92,24 @@ def check_limits(subject: Subject) -> Iterator[Finding]:
     if soft != resource.RLIM_INFINITY:
         yield warning(
             "limits",
-            f"the address space is limited to {in_units(soft)}: JAX reserves more than it uses",
+            f"the address space is limited to {format_bytes(soft)}: JAX reserves more than it uses",
             "remove the limit: `ulimit -v unlimited`",
         )
-    limit, physical = memory_limit(), physical_memory()
+    limit, physical = read_memory_limit(), get_physical_memory()
     if limit is not None and limit < physical:
-        yield ok("limits", f"memory of {in_units(limit)} for this container or service, of {in_units(physical)}")
+        yield ok(
+            "limits", f"memory of {format_bytes(limit)} for this container or service, of {format_bytes(physical)}"
+        )
     else:
-        yield ok("limits", f"memory of {in_units(physical)}")
+        yield ok("limits", f"memory of {format_bytes(physical)}")
 
 
-def physical_memory() -> int:
+def get_physical_memory() -> int:
     """Return the memory of the machine in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def memory_limit() -> int | None:
+def read_memory_limit() -> int | None:
     """Return the memory limit of this process's control group in bytes; None without one, or if it is not Linux."""
     for path in (_CGROUP / "memory.max", _CGROUP / "memory" / "memory.limit_in_bytes"):
         try:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from skyrl_tx.apps.chat.text import ModelText
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.tools.doctor.findings import Finding, Subject, error, ok, warning
+from skyrl_tx.tools.doctor.findings import ExaminedServer, Finding, error, ok, warning
 
 _MESSAGES: tuple[Mapping[str, object], ...] = ({"role": "user", "content": "Hello"},)
 _TOOLS: tuple[Mapping[str, object], ...] = (
@@ -13,10 +13,10 @@ _TOOLS: tuple[Mapping[str, object], ...] = (
 )
 
 
-def check_text(subject: Subject) -> Iterator[Finding]:
+def check_text(subject: ExaminedServer) -> Iterator[Finding]:
     """Check that text can be encoded, decoded and rendered as a chat."""
-    settings = subject.settings.for_api()
-    if not _is_here(settings.tokenizer_id or settings.base_model):
+    settings = subject.settings.make_api_settings()
+    if not _is_local(settings.tokenizer_id or settings.base_model):
         yield ok("tokenizer", "not examined: the files of the model are not here yet")
         return
     text = ModelText(settings)
@@ -40,7 +40,7 @@ def check_text(subject: Subject) -> Iterator[Finding]:
     yield from _check_template(text, is_given=settings.chat_template is not None)
 
 
-def _is_here(model: str) -> bool:
+def _is_local(model: str) -> bool:
     """Whether a model is a directory, or in the cache of the hub."""
     if Path(model).expanduser().is_dir() or model.count("/") != 1:
         return True

@@ -1,7 +1,7 @@
 """Asks JAX for its devices, and plans the memory of a model on them without loading its weights.
 
 A program of its own, so that the caller can limit its time, and so that what it takes of a device is released at its
-end: `python -m skyrl_tx.tools.doctor.probe` reads a `Question` as JSON from standard input and writes an `Answer`.
+end: `python -m skyrl_tx.tools.doctor.probe` reads a `Question` as JSON from standard input and writes an `ProbeAnswer`.
 """
 
 import logging
@@ -19,33 +19,33 @@ from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.start_plan import plan_start
 from skyrl_tx.layers.sharding import Layout
-from skyrl_tx.tools.doctor.devices import Answer, Device, Plan, Question
+from skyrl_tx.tools.doctor.devices import Device, Plan, ProbeAnswer, ProbeQuestion
 from skyrl_tx.weights import hf
 
 
-def examine(question: Question) -> Answer:
+def answer_question(question: ProbeQuestion) -> ProbeAnswer:
     """Return the devices and the plan."""
     config = JaxConfig.model_validate(question.backend_config)
     try:
         devices = [_describe(device) for device in jax.devices()]
     except RuntimeError as error:
-        return Answer(devices=[], problem=" ".join(str(error).split()))
+        return ProbeAnswer(devices=[], problem=" ".join(str(error).split()))
     try:
         layout = mesh.make_layout(config.mesh)
         if not question.base_model:
-            return Answer(devices=devices)
-        directory = hf.resolve(question.base_model, with_weights=False)
+            return ProbeAnswer(devices=devices)
+        directory = hf.resolve_model(question.base_model, with_weights=False)
         family = models.find_family(content := hf.read_json(directory, "config.json"))
         model = replace(family.config_from_hf(content), expert_lora=config.expert_lora)
-        mesh.check_divides(layout, model)
-        file_bytes = _size_of_weights(question.base_model, directory) if config.load_format == "auto" else None
+        mesh.check_divisible(layout, model)
+        file_bytes = _count_weight_bytes(question.base_model, directory) if config.load_format == "auto" else None
         has_end = bool(hf.read_eos_token_ids(directory))
-        plan = _plan(config, layout, model)
+        plan = _make_plan(config, layout, model)
     except mesh.MeshError as error:
-        return Answer(devices=devices, problem=str(error), setting="--backend-config.mesh")
+        return ProbeAnswer(devices=devices, problem=str(error), setting="--backend-config.mesh")
     except (models.UnsupportedModel, hf.CheckpointError) as error:
-        return Answer(devices=devices, problem=str(error), setting="--base-model")
-    return Answer(devices=devices, plan=msgspec.structs.replace(plan, file_bytes=file_bytes, has_end=has_end))
+        return ProbeAnswer(devices=devices, problem=str(error), setting="--base-model")
+    return ProbeAnswer(devices=devices, plan=msgspec.structs.replace(plan, file_bytes=file_bytes, has_end=has_end))
 
 
 def _describe(device: Any) -> Device:
@@ -53,19 +53,19 @@ def _describe(device: Any) -> Device:
     return Device(kind=device.device_kind, platform=device.platform, limit_bytes=stats.get("bytes_limit"))
 
 
-def _size_of_weights(base_model: str, directory: Path) -> int | None:
+def _count_weight_bytes(base_model: str, directory: Path) -> int | None:
     """Return the size of the weight files. Raises CheckpointError if some are missing from a directory of the user."""
     if not Path(base_model).expanduser().is_dir() and not any(directory.glob("*.safetensors")):
         return None
     return sum(path.stat().st_size for path in set(hf.locate_tensors(directory).values()))
 
 
-def _plan(config: JaxConfig, layout: Layout, model: models.ModelConfig) -> Plan:
+def _make_plan(config: JaxConfig, layout: Layout, model: models.ModelConfig) -> Plan:
     assert layout.mesh is not None
     limits = [_describe(device).limit_bytes for device in layout.mesh.devices.flat]
     reported = [limit for limit in limits if limit is not None]
     limit = min(reported) if len(reported) == len(limits) else None
-    dtype, platform = np.dtype(mesh.choose_dtype(config, layout)), mesh.platform_of(layout)
+    dtype, platform = np.dtype(mesh.choose_dtype(config, layout)), mesh.get_platform(layout)
     plan = plan_start(config, layout, model, dtype, platform=platform, limit_bytes=limit)
     return Plan(
         num_parameters=plan.num_parameters,
@@ -86,8 +86,8 @@ def _plan(config: JaxConfig, layout: Layout, model: models.ModelConfig) -> Plan:
 def main() -> None:
     """Answer the question on standard input."""
     logging.disable(logging.WARNING)
-    question = msgspec.json.decode(sys.stdin.buffer.read(), type=Question)
-    sys.stdout.buffer.write(msgspec.json.encode(examine(question)))
+    question = msgspec.json.decode(sys.stdin.buffer.read(), type=ProbeQuestion)
+    sys.stdout.buffer.write(msgspec.json.encode(answer_question(question)))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from skyrl_tx.artifacts import ArtifactsUnreachable, PlaceRefused, open_bucket, recorded_url
-from skyrl_tx.launch.command_line import in_units
-from skyrl_tx.tools.doctor.findings import Finding, Subject, error, ok, warning
+from skyrl_tx.artifacts import ArtifactsUnreachable, InvalidLocation, open_bucket, read_recorded_url
+from skyrl_tx.launch.command_line import format_bytes
+from skyrl_tx.tools.doctor.findings import ExaminedServer, Finding, error, ok, warning
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "glusterfs", "lustre", "fuse.sshfs"})
@@ -24,10 +24,10 @@ _LITTLE_BYTES = 10 * 2**30
 _FEW_FILES = 10_000
 
 
-def check_data_dir(subject: Subject) -> Iterator[Finding]:
+def check_data_dir(subject: ExaminedServer) -> Iterator[Finding]:
     """Check the data directory: owner, file system, free space and the time of an fsync."""
     data_dir = subject.settings.data_dir
-    place = _existing(data_dir)
+    place = _find_existing(data_dir)
     if not place.is_dir():
         yield error("disk", f"{place} is no directory", "choose another --data-dir")
         return
@@ -38,10 +38,10 @@ def check_data_dir(subject: Subject) -> Iterator[Finding]:
             f"{data_dir} belongs to user {owner}, this is user {os.geteuid()}",
             "run the server, and this command, as the owner of the directory",
         )
-    yield from _check_file_system(data_dir, _file_system(place))
-    yield from _check_space(place, subject.settings.for_engine().min_free_disk_bytes)
+    yield from _check_file_system(data_dir, _find_file_system(place))
+    yield from _check_space(place, subject.settings.make_engine_settings().min_free_disk_bytes)
     try:
-        times = _fsync_times(place)
+        times = _measure_fsync(place)
     except OSError as problem:
         what = f"{data_dir} cannot be written" if data_dir.is_dir() else f"{data_dir} cannot be created in {place}"
         yield error("disk", f"{what}: {problem.strerror}", "change its owner or mode, or choose another --data-dir")
@@ -54,12 +54,12 @@ def check_data_dir(subject: Subject) -> Iterator[Finding]:
         yield ok("disk", shown)
 
 
-def _existing(path: Path) -> Path:
+def _find_existing(path: Path) -> Path:
     """Return the path, or its nearest parent that exists."""
     return next(each for each in (path, *path.parents) if each.exists())
 
 
-def _file_system(place: Path) -> str:
+def _find_file_system(place: Path) -> str:
     """Return the type of the file system of a directory, by the mount with the longest path; empty if unknown."""
     try:
         mounts = [line.split() for line in _MOUNTS.read_text().splitlines()]
@@ -90,12 +90,12 @@ def _check_file_system(data_dir: Path, name: str) -> Iterator[Finding]:
 def _check_space(place: Path, min_free_bytes: int) -> Iterator[Finding]:
     found = os.statvfs(place)
     free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
-    shown = f"{in_units(free)} of {in_units(total)} are free"
+    shown = f"{format_bytes(free)} of {format_bytes(total)} are free"
     advice = "delete checkpoints, lower --trash-retention-s, or enlarge the disk"
     if free < min_free_bytes:
         yield error("disk", f"{shown}, less than 1 GiB: saves fail", advice)
     elif free < min_free_bytes + _LITTLE_BYTES:
-        yield warning("disk", f"{shown}; saves fail below {in_units(min_free_bytes)}", advice)
+        yield warning("disk", f"{shown}; saves fail below {format_bytes(min_free_bytes)}", advice)
     else:
         yield ok("disk", shown)
     if found.f_files and found.f_favail < _FEW_FILES:  # some file systems count no files
@@ -104,7 +104,7 @@ def _check_space(place: Path, min_free_bytes: int) -> Iterator[Finding]:
         )
 
 
-def _fsync_times(directory: Path) -> list[float]:
+def _measure_fsync(directory: Path) -> list[float]:
     """Return how long it takes to write and fsync a block, several times. Raises OSError if that is not possible."""
     times: list[float] = []
     with tempfile.TemporaryFile(dir=directory, prefix=".doctor-", buffering=0) as file:
@@ -116,12 +116,12 @@ def _fsync_times(directory: Path) -> list[float]:
     return times
 
 
-def check_compile_cache(subject: Subject) -> Iterator[Finding]:
+def check_compile_cache(subject: ExaminedServer) -> Iterator[Finding]:
     """Check that the directory of compiled programs can be written."""
     directory: Path | None = getattr(subject.settings.backend_config, "compile_cache_dir", None)
     if directory is None:
         return
-    place = _existing(directory.expanduser().absolute())
+    place = _find_existing(directory.expanduser().absolute())
     if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
         yield ok("cache", f"compiled programs in {directory}")
     else:
@@ -132,16 +132,16 @@ def check_compile_cache(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def check_object_store(subject: Subject) -> Iterator[Finding]:
+def check_object_store(subject: ExaminedServer) -> Iterator[Finding]:
     """Check that the object store can be written, listed, read and cleared, and that objects are created once."""
     settings = subject.settings
-    url = settings.artifacts or recorded_url(settings.data_dir)
+    url = settings.artifacts or read_recorded_url(settings.data_dir)
     if url is None:
         return
     started = time.monotonic()
     try:
         creates_once = open_bucket(settings.data_dir, url).probe()
-    except PlaceRefused as problem:
+    except InvalidLocation as problem:
         yield error("storage", str(problem), "see the guide: object storage")
         return
     except ArtifactsUnreachable as problem:

@@ -8,16 +8,23 @@ import jax.numpy as jnp
 from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.backends.jax.costs import RANK, adapter_bytes
-from skyrl_tx.backends.jax.kernel_choice import KernelError, fit_cache
+from skyrl_tx.backends.jax.costs import DEFAULT_RANK, count_adapter_bytes
+from skyrl_tx.backends.jax.kernel_choice import KernelError, pad_cached_dims
 from skyrl_tx.backends.jax.memory import MIN_TOKENS
-from skyrl_tx.backends.jax.start_plan import StartPlan, layout_without_devices, plan_start
+from skyrl_tx.backends.jax.start_plan import StartPlan, make_abstract_layout, plan_start
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.launch.command_line import in_units
-from skyrl_tx.models.arithmetic import frozen_macs
+from skyrl_tx.launch.command_line import format_bytes
+from skyrl_tx.models.arithmetic import count_frozen_macs
 from skyrl_tx.tools.plan.hardware import GPU_SHARE, MEASURED, Devices
-from skyrl_tx.tools.plan.meshes import ROOM, Candidate, LongRows, candidates, fitting_candidate, meshes_of
-from skyrl_tx.tools.plan.roofline import Bound, Work, decoding, training
+from skyrl_tx.tools.plan.meshes import (
+    WEIGHT_SHARE,
+    Candidate,
+    LongRows,
+    find_fitting_candidate,
+    list_meshes,
+    rank_meshes,
+)
+from skyrl_tx.tools.plan.roofline import RooflineBound, Workload, bound_decoding, bound_training
 from skyrl_tx.weights import hf
 
 _SHORT_TOKENS = 4096
@@ -46,7 +53,7 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Account:
+class ModelPlan:
     """The plan of a model."""
 
     base_model: str
@@ -77,73 +84,73 @@ class Account:
         return self.used_bytes <= self.devices.limit_bytes
 
 
-def account_of(base_model: str, config: JaxConfig, devices: Devices, *, is_mesh_given: bool) -> Account:
+def plan_model(base_model: str, config: JaxConfig, devices: Devices, *, is_mesh_given: bool) -> ModelPlan:
     """Return the plan. Raises UserError, naming the flag, for what cannot be planned."""
     try:
-        content = hf.read_json(hf.resolve(base_model, with_weights=False), "config.json")
+        content = hf.read_json(hf.resolve_model(base_model, with_weights=False), "config.json")
         model = replace(models.find_family(content).config_from_hf(content), expert_lora=config.expert_lora)
-        model = fit_cache(model, devices.kind.family)
+        model = pad_cached_dims(model, devices.kind.family)
     except (models.UnsupportedModel, hf.CheckpointError) as error:
         raise UserError(f"--base-model: {error}") from error
     dtype = jnp.dtype("bfloat16" if config.dtype == "auto" else config.dtype)
     if is_mesh_given:
         _check_mesh(config.mesh, model, devices)
-    meshes = [config.mesh] if is_mesh_given else meshes_of(devices.number, with_cp=False)
-    found = candidates(model, config, devices, dtype, meshes)  # of all meshes `dp` alone divides any model
+    meshes = [config.mesh] if is_mesh_given else list_meshes(devices.number, with_cp=False)
+    found = rank_meshes(model, config, devices, dtype, meshes)  # of all meshes `dp` alone divides any model
 
     plans: dict[str, StartPlan] = {}  # by mesh; one takes seconds
 
-    def planned(each: MeshConfig) -> StartPlan:
+    def plan_mesh(each: MeshConfig) -> StartPlan:
         if str(each) not in plans:
-            layout, platform, limit = layout_without_devices(each), devices.kind.family, devices.limit_bytes
+            layout, platform, limit = make_abstract_layout(each), devices.kind.family, devices.limit_bytes
             plans[str(each)] = plan_start(config, layout, model, dtype, platform=platform, limit_bytes=limit)
         return plans[str(each)]
 
-    def longest_row(each: MeshConfig) -> int:
-        longest = planned(each).longest_row
+    def get_longest_row(each: MeshConfig) -> int:
+        longest = plan_mesh(each).longest_row
         assert longest is not None, "planned devices report their memory"
         return longest
 
     try:
-        fastest = longest_row(found[0].mesh)
+        fastest = get_longest_row(found[0].mesh)
     except KernelError as error:
         raise UserError(f"{error.setting}: {error}") from error
     rows = None
     wanted = min(config.max_context_length or 0, model.max_context_length)
     if fastest < wanted:
-        every = candidates(model, config, devices, dtype, meshes_of(devices.number, with_cp=True))
-        fitting = fitting_candidate(every, longest_row, wanted)
+        every = rank_meshes(model, config, devices, dtype, list_meshes(devices.number, with_cp=True))
+        fitting = find_fitting_candidate(every, get_longest_row, wanted)
         rows = LongRows(wanted, found[0].mesh, fastest, fitting and fitting.mesh)
         if fitting is not None and not is_mesh_given:
             found = [fitting, *(each for each in every if each is not fitting)]
     chosen, *others = found
-    plan = planned(chosen.mesh)
-    account = Account(
+    plan = plan_mesh(chosen.mesh)
+    account = ModelPlan(
         base_model=base_model,
         model=model,
         devices=devices,
         plan=plan,
         chosen=chosen,
         others=tuple(others),
-        items=tuple(_items(plan, config)),
-        rates=tuple(_rates(model, devices, chosen.mesh, plan, dtype.itemsize)),
-        num_active=frozen_macs(model),
-        samples_at_context=plan.samples.samples_of(plan.samples.max_length),
+        items=tuple(_list_items(plan, config)),
+        rates=tuple(_compute_rates(model, devices, chosen.mesh, plan, dtype.itemsize)),
+        num_active=count_frozen_macs(model),
+        samples_at_context=plan.samples.count_samples(plan.samples.max_length),
         long_rows=rows,
     )
-    return replace(account, warnings=tuple(_warnings(account, config)))
+    return replace(account, warnings=tuple(_find_warnings(account, config)))
 
 
 def _check_mesh(given: MeshConfig, model: models.ModelConfig, devices: Devices) -> None:
     if given.num_devices != devices.number:
         raise UserError(f"--mesh {given} has {given.num_devices} devices, and --device {devices} {devices.number}")
     try:
-        mesh.check_divides(layout_without_devices(given), model)
+        mesh.check_divisible(make_abstract_layout(given), model)
     except mesh.MeshError as error:
         raise UserError(f"--mesh: {error}") from error
 
 
-def _items(plan: StartPlan, config: JaxConfig) -> Iterator[Item]:
+def _list_items(plan: StartPlan, config: JaxConfig) -> Iterator[Item]:
     samples, models_bytes = plan.samples, plan.max_models * plan.model_bytes
     training = f"{plan.max_models} models of rank {config.max_lora_rank}"
     remat = "layers rematerialized" if plan.passes.remat else "results of matrix products kept"
@@ -159,7 +166,7 @@ def _items(plan: StartPlan, config: JaxConfig) -> Iterator[Item]:
     yield Item("temporary", max(plan.pass_bytes, plan.slice_bytes), detail)
 
 
-def _of_long_rows(rows: LongRows, account: Account) -> str:
+def _describe_long_rows(rows: LongRows, account: ModelPlan) -> str:
     short = f"a row of {rows.tokens} tokens in training does not fit with mesh {rows.mesh}, which fits {rows.longest}"
     if rows.fitting is None:
         return f"{short}; no mesh of {account.devices} fits it"
@@ -168,40 +175,40 @@ def _of_long_rows(rows: LongRows, account: Account) -> str:
     return f"{short}. It fits with --mesh {rows.fitting}"
 
 
-def _rates(
+def _compute_rates(
     model: models.ModelConfig, devices: Devices, chosen: MeshConfig, plan: StartPlan, itemsize: int
 ) -> Iterator[Rate]:
     samples, passes = plan.samples, plan.passes
-    num_slots, length = samples.num_slots, samples.length_of_all
-    work = Work(
+    num_slots, length = samples.num_slots, samples.equal_sample_length
+    work = Workload(
         micro_batch_tokens=passes.micro_batch_tokens,
         sequence_tokens=min(passes.micro_batch_tokens, samples.max_length),
         is_remat=passes.remat,
-        rank=RANK,
+        rank=DEFAULT_RANK,
         num_slots=num_slots,
         sample_tokens=length,
     )
     size = {"num_parameters": plan.num_parameters, "itemsize": itemsize}
     cache_bytes = plan.kv_bytes * num_slots * (length + samples.state_tokens) // samples.all_tokens
-    gradient_bytes = adapter_bytes(model, RANK, layout_without_devices(chosen))
-    trained = training(model, devices, chosen, work, **size, adapter_bytes=gradient_bytes)
-    yield _rate("training", trained, devices, f"rank {RANK}, sequences of {work.sequence_tokens} tokens")
-    decoded = decoding(model, devices, chosen, work, **size, cache_bytes=cache_bytes)
-    yield _rate("sampling", decoded, devices, f"{num_slots} samples of {length} tokens, base model")
+    gradient_bytes = count_adapter_bytes(model, DEFAULT_RANK, make_abstract_layout(chosen))
+    trained = bound_training(model, devices, chosen, work, **size, adapter_bytes=gradient_bytes)
+    yield _make_rate("training", trained, devices, f"rank {DEFAULT_RANK}, sequences of {work.sequence_tokens} tokens")
+    decoded = bound_decoding(model, devices, chosen, work, **size, cache_bytes=cache_bytes)
+    yield _make_rate("sampling", decoded, devices, f"{num_slots} samples of {length} tokens, base model")
 
 
-def _rate(work: str, bound: Bound, devices: Devices, detail: str) -> Rate:
+def _make_rate(work: str, bound: RooflineBound, devices: Devices, detail: str) -> Rate:
     share = MEASURED.get(devices.kind.name, {}).get(work) if devices.number == 1 else None
     expected = None if share is None else int(share * bound.tokens_per_s)
     return Rate(work, int(bound.tokens_per_s), bound.by, detail, expected)
 
 
-def _warnings(account: Account, config: JaxConfig) -> Iterator[str]:
+def _find_warnings(account: ModelPlan, config: JaxConfig) -> Iterator[str]:
     plan, devices, kind = account.plan, account.devices, account.devices.kind
     if not account.fits:
-        needed = -(-plan.weight_bytes * devices.number // int(ROOM * devices.limit_bytes))
+        needed = -(-plan.weight_bytes * devices.number // int(WEIGHT_SHARE * devices.limit_bytes))
         yield (
-            f"it does not fit: {in_units(account.used_bytes)} of {in_units(devices.limit_bytes)} on each device. Use "
+            f"it does not fit: {format_bytes(account.used_bytes)} of {format_bytes(devices.limit_bytes)} on each device. Use "
             f"more devices (the weights need at least {needed}), a lower --context, --adapters or --rank"
         )
     if devices.number > kind.per_host:
@@ -212,7 +219,7 @@ def _warnings(account: Account, config: JaxConfig) -> Iterator[str]:
     if (config.max_context_length or 0) > wanted:
         yield f"--context {config.max_context_length} is more than the model's limit, {wanted} tokens"
     if (rows := account.long_rows) is not None:
-        yield _of_long_rows(rows, account)
+        yield _describe_long_rows(rows, account)
     if plan.max_models == 1 and config.max_lora_adapters is None:
         yield f"only one model of rank {config.max_lora_rank} is in training at a time; lower --rank takes less memory"
     if plan.passes.micro_batch_tokens <= MIN_TOKENS * devices.number // account.chosen.mesh.tp:
@@ -221,6 +228,6 @@ def _warnings(account: Account, config: JaxConfig) -> Iterator[str]:
         yield f"rates are of products in bfloat16; in {plan.dtype} they are lower"
     if kind.family == "gpu" and devices.limit_bytes < kind.memory_bytes * (GPU_SHARE + 0.1):
         yield (
-            f"JAX takes {in_units(devices.limit_bytes)} of the {in_units(kind.memory_bytes)} of a GPU unless "
+            f"JAX takes {format_bytes(devices.limit_bytes)} of the {format_bytes(kind.memory_bytes)} of a GPU unless "
             "XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise"
         )

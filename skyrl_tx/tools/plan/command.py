@@ -12,11 +12,11 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.launch.command import CommandError, CommandParser
 from skyrl_tx.launch.settings import ServerSettings
 from skyrl_tx.tools.plan.hardware import KINDS, DeviceError, Devices, parse_devices
-from skyrl_tx.tools.quickstart.model import built_in_as_directory
+from skyrl_tx.tools.quickstart.model import open_built_in_model
 from skyrl_tx.tools.serve import add_settings
 
 if TYPE_CHECKING:
-    from skyrl_tx.tools.plan.account import Account
+    from skyrl_tx.tools.plan.account import ModelPlan
 
 _SHORT_FLAGS = {"context": "max_context_length", "adapters": "max_lora_adapters", "rank": "max_lora_rank"}
 """Short names of settings of the backend."""
@@ -39,42 +39,44 @@ def add_flags(parser: CommandParser) -> Callable[[argparse.Namespace], ServerSet
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--device",
-        type=_devices,
+        type=_parse_devices,
         required=True,
         metavar="NAME[:TOPOLOGY]",
         help=f"the devices, such as h200, h200:8, v5e:2x4 or v5p:2x2x1; names: {', '.join(KINDS)}",
     )
     parser.add_argument(
         "--mesh",
-        type=_mesh,
+        type=_parse_mesh,
         metavar="dp=N,fsdp=N,tp=N,ep=N,cp=N",
         help="the mesh of all devices, by default the best one",
     )
-    parser.add_argument("--context", type=_size, metavar="TOKENS", help="the longest sequence, prompt and new tokens")
-    parser.add_argument("--adapters", type=_size, metavar="N", help="models in training at the same time")
-    parser.add_argument("--rank", type=_size, metavar="N", help="the highest LoRA rank")
+    parser.add_argument(
+        "--context", type=_parse_size, metavar="TOKENS", help="the longest sequence, prompt and new tokens"
+    )
+    parser.add_argument("--adapters", type=_parse_size, metavar="N", help="models in training at the same time")
+    parser.add_argument("--rank", type=_parse_size, metavar="N", help="the highest LoRA rank")
     return add_settings(parser)
 
 
 def _run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
-    account, _ = make_account(arguments, settings)
+    account, _ = plan_from_flags(arguments, settings)
     from skyrl_tx.tools.plan import report  # late, because it imports JAX
 
     if arguments.json:
-        print(json.dumps(report.record(account), indent=2))
+        print(json.dumps(report.make_record(account), indent=2))
     else:
-        print("\n".join(report.lines(account)))
+        print("\n".join(report.format_plan(account)))
     return 0 if account.fits else 1
 
 
-def make_account(arguments: argparse.Namespace, settings: ServerSettings) -> "tuple[Account, JaxConfig]":
+def plan_from_flags(arguments: argparse.Namespace, settings: ServerSettings) -> "tuple[ModelPlan, JaxConfig]":
     """Return the plan for the flags, and the settings of the backend that it is for.
 
     Raises CommandError, naming the flag, for what cannot be planned.
     """
     if not isinstance(settings.backend_config, JaxFlags):
         raise CommandError(f"--backend {settings.backend}: only plans of the backend jax are known", status=2)
-    config = JaxConfig.complete(settings.backend_config)
+    config = JaxConfig.from_flags(settings.backend_config)
     changes = {field: getattr(arguments, flag) for flag, field in _SHORT_FLAGS.items()} | {"mesh": arguments.mesh}
     given = {name: value for name, value in changes.items() if value is not None}
     is_mesh_given = "mesh" in given or "mesh" in config.model_fields_set
@@ -82,25 +84,25 @@ def make_account(arguments: argparse.Namespace, settings: ServerSettings) -> "tu
 
     import jax  # late, because it takes a second, which --help need not
 
-    from skyrl_tx.tools.plan.account import account_of
+    from skyrl_tx.tools.plan.account import plan_model
 
     jax.config.update("jax_platforms", "cpu")  # shapes need no device: a server may be using that of this machine
     try:
-        with built_in_as_directory(settings.base_model) as model:
-            account = account_of(model, config, arguments.device, is_mesh_given=is_mesh_given)
+        with open_built_in_model(settings.base_model) as model:
+            account = plan_model(model, config, arguments.device, is_mesh_given=is_mesh_given)
     except UserError as error:
         raise CommandError(str(error), status=2) from error
     return replace(account, base_model=settings.base_model), config
 
 
-def _devices(text: str) -> Devices:
+def _parse_devices(text: str) -> Devices:
     try:
         return parse_devices(text)
     except DeviceError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _mesh(text: str) -> MeshConfig:
+def _parse_mesh(text: str) -> MeshConfig:
     """Convert `fsdp=2,tp=4`; sizes that are not named are 1."""
     sizes: dict[str, str] = {}
     for part in text.split(","):
@@ -112,7 +114,7 @@ def _mesh(text: str) -> MeshConfig:
     return MeshConfig.model_validate(sizes)
 
 
-def _size(text: str) -> int:
+def _parse_size(text: str) -> int:
     if re.fullmatch(r"[1-9]\d{0,8}", text) is None:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number above 0")
     return int(text)

@@ -32,7 +32,7 @@ class DeviceError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class DeviceKind:
     """A kind of device."""
 
     name: str
@@ -54,7 +54,7 @@ class Kind:
 class Devices:
     """A kind of device, and how many are used."""
 
-    kind: Kind
+    kind: DeviceKind
     topology: tuple[int, ...]
 
     @property
@@ -66,15 +66,15 @@ class Devices:
     def limit_bytes(self) -> int:
         """The memory of each device that JAX may take."""
         if self.kind.family == "gpu":
-            return int(_gpu_share() * self.kind.memory_bytes)
+            return int(_read_gpu_share() * self.kind.memory_bytes)
         return self.kind.memory_bytes - _TPU_RESERVED_BYTES
 
     def __str__(self) -> str:
         return f"{self.kind.name}:{'x'.join(map(str, self.topology))}"
 
 
-def _gpu(name: str, gigabytes: float, tflops: float, gb_per_s: float, link_gb_per_s: float) -> Kind:
-    return Kind(
+def _make_gpu(name: str, gigabytes: float, tflops: float, gb_per_s: float, link_gb_per_s: float) -> DeviceKind:
+    return DeviceKind(
         name=name,
         family="gpu",
         memory_bytes=int(gigabytes * 1e9),
@@ -85,10 +85,10 @@ def _gpu(name: str, gigabytes: float, tflops: float, gb_per_s: float, link_gb_pe
     )
 
 
-def _tpu(
+def _make_tpu(
     name: str, gibibytes: int, tflops: float, gb_per_s: float, link_gb_per_s: float, *, per_host: int, dims: int
-) -> Kind:
-    return Kind(
+) -> DeviceKind:
+    return DeviceKind(
         name=name,
         family="tpu",
         memory_bytes=gibibytes * GIB,
@@ -104,21 +104,21 @@ def _tpu(
 KINDS = {
     each.name: each
     for each in (
-        _gpu("b200", 180, 2250, 8000, 900),
-        _gpu("h200", 141, 989.5, 4800, 450),
-        _gpu("h100", 80, 989.5, 3350, 450),  # SXM
-        _gpu("h100-nvl", 94, 835.5, 3900, 300),
-        _gpu("h100-pcie", 80, 756.5, 2000, 64),
-        _gpu("a100-80", 80, 312, 2039, 300),  # SXM
-        _gpu("a100-40", 40, 312, 1555, 300),
-        _gpu("l40s", 48, 362, 864, 32),
-        _gpu("l4", 24, 121, 300, 32),
-        _gpu("rtx5090", 32, 209.5, 1792, 64),
-        _gpu("rtx4090", 24, 165.2, 1008, 32),
-        _tpu("v4", 32, 275, 1200, 300, per_host=4, dims=3),
-        _tpu("v5e", 16, 197, 800, 200, per_host=8, dims=2),
-        _tpu("v5p", 95, 459, 2765, 600, per_host=4, dims=3),
-        _tpu("v6e", 32, 918, 1600, 400, per_host=8, dims=2),
+        _make_gpu("b200", 180, 2250, 8000, 900),
+        _make_gpu("h200", 141, 989.5, 4800, 450),
+        _make_gpu("h100", 80, 989.5, 3350, 450),  # SXM
+        _make_gpu("h100-nvl", 94, 835.5, 3900, 300),
+        _make_gpu("h100-pcie", 80, 756.5, 2000, 64),
+        _make_gpu("a100-80", 80, 312, 2039, 300),  # SXM
+        _make_gpu("a100-40", 40, 312, 1555, 300),
+        _make_gpu("l40s", 48, 362, 864, 32),
+        _make_gpu("l4", 24, 121, 300, 32),
+        _make_gpu("rtx5090", 32, 209.5, 1792, 64),
+        _make_gpu("rtx4090", 24, 165.2, 1008, 32),
+        _make_tpu("v4", 32, 275, 1200, 300, per_host=4, dims=3),
+        _make_tpu("v5e", 16, 197, 800, 200, per_host=8, dims=2),
+        _make_tpu("v5p", 95, 459, 2765, 600, per_host=4, dims=3),
+        _make_tpu("v6e", 32, 918, 1600, 400, per_host=8, dims=2),
     )
 }
 
@@ -130,7 +130,7 @@ def parse_devices(text: str) -> Devices:
     if kind is None:
         raise DeviceError(f"{name!r} is not known; known are {', '.join(KINDS)}")
     if kind.family == "gpu":
-        _gpu_share()
+        _read_gpu_share()
     if not colon:
         return Devices(kind, (1,) * kind.dims)
     form, example = ("a number of devices", "8") if kind.dims == 1 else _FORMS[kind.dims]
@@ -139,7 +139,7 @@ def parse_devices(text: str) -> Devices:
     return Devices(kind, tuple(map(int, topology.split("x"))))
 
 
-def _gpu_share() -> float:
+def _read_gpu_share() -> float:
     """Return the share of a GPU's memory that JAX takes here. Raises DeviceError."""
     text = os.environ.get(_SHARE_VARIABLE) or str(GPU_SHARE)
     try:

@@ -11,15 +11,15 @@ import numpy as np
 
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.backends.jax.costs import RANK, adapter_bytes
-from skyrl_tx.backends.jax.memory import SAMPLE_SHARE, SLOTS, SUFFICIENT_TOKENS, RoomBytes
-from skyrl_tx.backends.jax.start_plan import bytes_on_each_device, layout_without_devices
+from skyrl_tx.backends.jax.costs import DEFAULT_RANK, count_adapter_bytes
+from skyrl_tx.backends.jax.memory import DEFAULT_SLOTS, SAMPLE_SHARE, SUFFICIENT_TOKENS, CacheBytes
+from skyrl_tx.backends.jax.start_plan import count_bytes_per_device, make_abstract_layout
 from skyrl_tx.layers.parameter import flatten
 from skyrl_tx.models import ModelConfig, describe_params
 from skyrl_tx.tools.plan.hardware import Devices
-from skyrl_tx.tools.plan.roofline import Bound, Work, decoding, training
+from skyrl_tx.tools.plan.roofline import RooflineBound, Workload, bound_decoding, bound_training
 
-ROOM = 0.8
+WEIGHT_SHARE = 0.8
 """Share of a device's memory that weights may take; a mesh with more is chosen only where no other is left."""
 _SEQUENCE_TOKENS = 4096
 """Length of sequences and samples by which meshes are compared."""
@@ -32,9 +32,9 @@ class Candidate:
     mesh: MeshConfig
     weight_bytes: int
     """On each device."""
-    has_room: bool
-    training: Bound
-    decoding: Bound
+    has_fitting_weights: bool
+    training: RooflineBound
+    decoding: RooflineBound
 
     @property
     def seconds_per_token(self) -> float:
@@ -42,7 +42,7 @@ class Candidate:
         return self.training.s_per_token + self.decoding.s_per_token
 
 
-def candidates(
+def rank_meshes(
     model: ModelConfig,
     config: JaxConfig,
     devices: Devices,
@@ -55,22 +55,22 @@ def candidates(
     length = min(_SEQUENCE_TOKENS, config.max_context_length or model.max_context_length, model.max_context_length)
     found: list[Candidate] = []
     for each in meshes:
-        layout = layout_without_devices(each)
+        layout = make_abstract_layout(each)
         try:
-            mesh.check_divides(layout, model)
+            mesh.check_divisible(layout, model)
         except mesh.MeshError:
             continue
         shards = layout.num_shards("batch")
-        room = RoomBytes.of(model, layout, dtype.itemsize)
+        room = CacheBytes.from_model(model, layout, dtype.itemsize)
         sample_bytes = room.position * length + room.state
-        weight_bytes = bytes_on_each_device(described, layout, dtype)
+        weight_bytes = count_bytes_per_device(described, layout, dtype)
         fitting = int(SAMPLE_SHARE * (devices.limit_bytes - weight_bytes)) // sample_bytes * shards
-        work = Work(
+        work = Workload(
             micro_batch_tokens=SUFFICIENT_TOKENS * shards,
             sequence_tokens=length,
             is_remat=True,
-            rank=RANK,
-            num_slots=max(min(fitting, config.sample_slots or SLOTS[0] * each.dp), 1),
+            rank=DEFAULT_RANK,
+            num_slots=max(min(fitting, config.sample_slots or DEFAULT_SLOTS[0] * each.dp), 1),
             sample_tokens=length,
         )
         cache_bytes = sample_bytes * -(-work.num_slots // shards)
@@ -79,28 +79,32 @@ def candidates(
             Candidate(
                 mesh=each,
                 weight_bytes=weight_bytes,
-                has_room=weight_bytes <= ROOM * devices.limit_bytes,
-                training=training(model, devices, each, work, **size, adapter_bytes=adapter_bytes(model, RANK, layout)),
-                decoding=decoding(model, devices, each, work, **size, cache_bytes=cache_bytes),
+                has_fitting_weights=weight_bytes <= WEIGHT_SHARE * devices.limit_bytes,
+                training=bound_training(
+                    model, devices, each, work, **size, adapter_bytes=count_adapter_bytes(model, DEFAULT_RANK, layout)
+                ),
+                decoding=bound_decoding(model, devices, each, work, **size, cache_bytes=cache_bytes),
             )
         )
-    return sorted(found, key=lambda each: (not each.has_room, each.seconds_per_token, each.weight_bytes, each.mesh.cp))
+    return sorted(
+        found, key=lambda each: (not each.has_fitting_weights, each.seconds_per_token, each.weight_bytes, each.mesh.cp)
+    )
 
 
-def meshes_of(number: int, *, with_cp: bool) -> Iterator[MeshConfig]:
+def list_meshes(number: int, *, with_cp: bool) -> Iterator[MeshConfig]:
     """Yield the meshes of a number of devices; those with `cp` are for rows that are too long for all others."""
     for cp in range(1, number + 1) if with_cp else (1,):
         if number % cp == 0:
-            yield from _meshes_by_cp(number // cp, cp)
+            yield from _list_meshes_with_cp(number // cp, cp)
 
 
-def _meshes_by_cp(number: int, cp: int) -> Iterator[MeshConfig]:
-    for dp, fsdp, tp in itertools.product(_divisors(number), repeat=3):
+def _list_meshes_with_cp(number: int, cp: int) -> Iterator[MeshConfig]:
+    for dp, fsdp, tp in itertools.product(_list_divisors(number), repeat=3):
         if number % (dp * fsdp * tp) == 0:
             yield MeshConfig(dp=dp, fsdp=fsdp, tp=tp, ep=number // (dp * fsdp * tp), cp=cp)
 
 
-def _divisors(number: int) -> list[int]:
+def _list_divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
@@ -118,7 +122,7 @@ class LongRows:
     """A mesh of the same devices that fits such rows; None if there is none."""
 
 
-def fitting_candidate(
+def find_fitting_candidate(
     by_time: Sequence[Candidate], longest_row: Callable[[MeshConfig], int], tokens: int
 ) -> Candidate | None:
     """Return the fastest mesh that fits rows of `tokens`, with the least `cp`; None if there is none.
@@ -128,17 +132,17 @@ def fitting_candidate(
     """
     groups: dict[tuple[int, int], list[Candidate]] = {}
     for each in by_time:
-        if each.has_room:
+        if each.has_fitting_weights:
             groups.setdefault((each.mesh.tp, each.mesh.ep), []).append(each)
     for group in groups.values():
-        if longest_row(max(group, key=_room).mesh) < tokens:
+        if longest_row(max(group, key=_get_length_key).mesh) < tokens:
             continue
         for cp in sorted({each.mesh.cp for each in group}):
             of_cp = [each for each in group if each.mesh.cp == cp]
-            if longest_row(max(of_cp, key=_room).mesh) >= tokens:
+            if longest_row(max(of_cp, key=_get_length_key).mesh) >= tokens:
                 return next(each for each in of_cp if longest_row(each.mesh) >= tokens)
     return None
 
 
-def _room(candidate: Candidate) -> tuple[int, int]:
+def _get_length_key(candidate: Candidate) -> tuple[int, int]:
     return candidate.mesh.cp, candidate.mesh.fsdp

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.models import ModelConfig
 from skyrl_tx.models.arithmetic import (
-    adapter_macs,
-    exchanged_numbers,
-    expert_parameters,
-    experts_read,
-    frozen_macs,
-    mixing_macs,
+    count_adapter_macs,
+    count_exchanged_numbers,
+    count_expert_parameters,
+    count_frozen_macs,
+    count_mixing_macs,
+    estimate_experts_read,
 )
 from skyrl_tx.tools.plan.hardware import Devices
 
@@ -25,7 +25,7 @@ FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class Workload:
     """The sizes of the steps that are compared."""
 
     micro_batch_tokens: int
@@ -41,7 +41,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class RooflineBound:
     """The least seconds of a step on each device, by their cause, and the tokens of the step."""
 
     tokens: int
@@ -74,43 +74,45 @@ class _Weights:
     experts: float
 
     @classmethod
-    def of(cls, model: ModelConfig, num_parameters: int, itemsize: int, mesh: MeshConfig) -> "_Weights":
-        experts = expert_parameters(model)
+    def from_model(cls, model: ModelConfig, num_parameters: int, itemsize: int, mesh: MeshConfig) -> "_Weights":
+        experts = count_expert_parameters(model)
         # The look-up of embeddings reads few rows; with tied weights the same array is the unembedding.
         common = num_parameters - experts - (0 if model.tied_embeddings else model.vocab_size * model.hidden_size)
         return cls(itemsize * common / mesh.tp, itemsize * experts / (mesh.tp * mesh.ep))
 
 
-def training(
+def bound_training(
     model: ModelConfig,
     devices: Devices,
     mesh: MeshConfig,
-    work: Work,
+    work: Workload,
     *,
     num_parameters: int,
     itemsize: int,
     adapter_bytes: int,
-) -> Bound:
+) -> RooflineBound:
     """Return the bound of a forward and backward pass of one micro-batch.
 
     `adapter_bytes` are those of an adapter on each device, and of its gradient.
     """
     kind, tokens, length = devices.kind, work.micro_batch_tokens, work.sequence_tokens
-    frozen, lora = frozen_macs(model), adapter_macs(model, work.rank)
-    mixing = mixing_macs(model, length) / length
+    frozen, lora = count_frozen_macs(model), count_adapter_macs(model, work.rank)
+    mixing = count_mixing_macs(model, length) / length
     # Products of two FLOPs: forward, again with rematerialization, and backward. Frozen weights have one product in the
     # backward pass, for the gradient of their input; others two.
     forwards = 2 if work.is_remat else 1
     macs = (forwards + 1) * frozen + (forwards + 2) * (lora + mixing)
-    weights = _Weights.of(model, num_parameters, itemsize, mesh)
+    weights = _Weights.from_model(model, num_parameters, itemsize, mesh)
     gathered = (weights.common + weights.experts) * (forwards + 1)
-    sent = _between(mesh.fsdp * mesh.cp) * gathered
+    sent = _compute_remote_share(mesh.fsdp * mesh.cp) * gathered
     # Each pass over a layer adds up two outputs of its rows over tp, and mixers exchange them over cp.
     shards = mesh.dp * mesh.fsdp * mesh.cp * mesh.ep
     rows = tokens / shards
-    sent += 2 * _between(shards) * adapter_bytes  # all shards of rows add up the gradient
-    sent += (forwards + 1) * (_sums(model, mesh, rows) + _exchanged(model, mesh, rows, itemsize))
-    return Bound(
+    sent += 2 * _compute_remote_share(shards) * adapter_bytes  # all shards of rows add up the gradient
+    sent += (forwards + 1) * (
+        _count_reduced_bytes(model, mesh, rows) + _count_exchanged_bytes(model, mesh, rows, itemsize)
+    )
+    return RooflineBound(
         tokens,
         arithmetic_s=2 * macs * tokens / devices.number / kind.flops,
         memory_s=gathered / kind.bytes_per_s,
@@ -118,56 +120,60 @@ def training(
     )
 
 
-def decoding(
+def bound_decoding(
     model: ModelConfig,
     devices: Devices,
     mesh: MeshConfig,
-    work: Work,
+    work: Workload,
     *,
     num_parameters: int,
     itemsize: int,
     cache_bytes: int,
-) -> Bound:
+) -> RooflineBound:
     """Return the bound of one decode step of all slots with the base model; it reads `cache_bytes` on each device."""
     kind, slots = devices.kind, work.num_slots
-    position = mixing_macs(model, work.sample_tokens) - mixing_macs(model, work.sample_tokens - 1)
-    weights = _Weights.of(model, num_parameters, itemsize, mesh)
-    gathered = weights.common + weights.experts * experts_read(model, -(-slots // (mesh.dp * mesh.fsdp * mesh.cp)))
+    position = count_mixing_macs(model, work.sample_tokens) - count_mixing_macs(model, work.sample_tokens - 1)
+    weights = _Weights.from_model(model, num_parameters, itemsize, mesh)
+    gathered = weights.common + weights.experts * estimate_experts_read(
+        model, -(-slots // (mesh.dp * mesh.fsdp * mesh.cp))
+    )
     rows = slots / (mesh.dp * mesh.fsdp * mesh.cp * mesh.ep)
     # XLA gathers the whole weights of `fsdp`, read or not.
-    sent = _between(mesh.fsdp * mesh.cp) * (weights.common + weights.experts) + _sums(model, mesh, rows)
-    return Bound(
+    sent = _compute_remote_share(mesh.fsdp * mesh.cp) * (weights.common + weights.experts) + _count_reduced_bytes(
+        model, mesh, rows
+    )
+    return RooflineBound(
         slots,
-        arithmetic_s=2 * (frozen_macs(model) + position) * slots / devices.number / kind.flops,
+        arithmetic_s=2 * (count_frozen_macs(model) + position) * slots / devices.number / kind.flops,
         memory_s=(gathered + cache_bytes) / kind.bytes_per_s,
         links_s=sent / kind.link_bytes_per_s,
     )
 
 
-def _between(num_devices: int) -> float:
+def _compute_remote_share(num_devices: int) -> float:
     """Return the share of an array in equal parts that each device gets from others."""
     return (num_devices - 1) / num_devices
 
 
-def _exchanged(model: ModelConfig, mesh: MeshConfig, rows: float, itemsize: int) -> float:
+def _count_exchanged_bytes(model: ModelConfig, mesh: MeshConfig, rows: float, itemsize: int) -> float:
     """Return the bytes that each device sends in one pass over all layers so that mixers get whole rows.
 
     With `cp` the tokens of a row are on the devices of `cp` and `ep`, and so are the heads while mixers compute.
     """
     if mesh.cp == 1:
         return 0.0
-    numbers = exchanged_numbers(model, mesh.tp * mesh.cp * mesh.ep) / mesh.tp
-    return _between(mesh.cp * mesh.ep) * rows * numbers * itemsize
+    numbers = count_exchanged_numbers(model, mesh.tp * mesh.cp * mesh.ep) / mesh.tp
+    return _compute_remote_share(mesh.cp * mesh.ep) * rows * numbers * itemsize
 
 
-def _sums(model: ModelConfig, mesh: MeshConfig, rows: float) -> float:
+def _count_reduced_bytes(model: ModelConfig, mesh: MeshConfig, rows: float) -> float:
     """Return the bytes that each device sends in one pass over all layers for `rows` tokens, besides weights.
 
     Over `tp` the outputs of mixer and feed-forward are added up, float32: each part goes out and comes back. Over `ep`
     the tokens of all its devices are gathered, and their outputs added up.
     """
     hidden_bytes = rows * model.hidden_size * FLOAT32_BYTES
-    found = 2 * model.num_layers * 2 * _between(mesh.tp) * hidden_bytes
+    found = 2 * model.num_layers * 2 * _compute_remote_share(mesh.tp) * hidden_bytes
     if mesh.ep > 1:
-        found += model.num_layers * 3 * _between(mesh.ep) * mesh.ep * hidden_bytes
+        found += model.num_layers * 3 * _compute_remote_share(mesh.ep) * mesh.ep * hidden_bytes
     return found

@@ -51,14 +51,14 @@ _SEED = 0
 _Tensors = Iterator[tuple[str, np.ndarray]]
 
 
-def architecture_in(directory: Path) -> str | None:
+def find_architecture(directory: Path) -> str | None:
     """Return the architecture of the tiny model in a directory; None if it has no model."""
     config = directory / "config.json"
     return json.loads(config.read_text())["model_type"].removesuffix("_text") if config.exists() else None
 
 
 @contextmanager
-def built_in_as_directory(base_model: str) -> Generator[str]:
+def open_built_in_model(base_model: str) -> Generator[str]:
     """Yield a temporary directory with the model if it is a built-in one, else its name as it is."""
     if base_model not in TINY_MODELS:
         yield base_model
@@ -75,7 +75,7 @@ def write_tiny_model(directory: Path, architecture: Architecture = "qwen3") -> P
     config = json.loads((directory / "config.json").read_text()) | _KEYS[architecture]
     if _KEYS[architecture]:
         (directory / "config.json").write_text(json.dumps(config, indent=2))
-    save_file(dict(_TinyWeights(config).tensors()), directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(dict(_TinyWeights(config).draw_tensors()), directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
@@ -94,59 +94,59 @@ class _TinyWeights:
         self._hidden_size: int = config["hidden_size"]
         self._is_gated = "layer_types" in config  # as all attention of Qwen3.5, whose norms are stored less 1
 
-    def tensors(self) -> _Tensors:
+    def draw_tensors(self) -> _Tensors:
         """Yield name and value of every tensor."""
         config, hidden_size = self._config, self._hidden_size
         kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
-        yield "model.embed_tokens.weight", self._normal(1.0, config["vocab_size"], hidden_size)
+        yield "model.embed_tokens.weight", self._draw_normal(1.0, config["vocab_size"], hidden_size)
         for index, kind in enumerate(kinds):
             layer = f"model.layers.{index}"
-            yield f"{layer}.input_layernorm.weight", self._norm(hidden_size)
-            mixer = self._attention if kind == "full_attention" else self._delta_net
+            yield f"{layer}.input_layernorm.weight", self._draw_norm(hidden_size)
+            mixer = self._draw_attention if kind == "full_attention" else self._draw_delta_net
             yield from mixer(layer)
-            yield f"{layer}.post_attention_layernorm.weight", self._norm(hidden_size)
-            yield from self._feed_forward(layer)
-        yield "model.norm.weight", self._norm(hidden_size)
-        yield "lm_head.weight", self._normal(_UNEMBED_STD, config["vocab_size"], hidden_size)
+            yield f"{layer}.post_attention_layernorm.weight", self._draw_norm(hidden_size)
+            yield from self._draw_feed_forward(layer)
+        yield "model.norm.weight", self._draw_norm(hidden_size)
+        yield "lm_head.weight", self._draw_normal(_UNEMBED_STD, config["vocab_size"], hidden_size)
 
-    def _attention(self, layer: str) -> _Tensors:
+    def _draw_attention(self, layer: str) -> _Tensors:
         config, head_dim = self._config, self._config["head_dim"]
         query_size, key_size = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
         net = f"{layer}.self_attn"
-        yield f"{net}.q_proj.weight", self._linear(query_size * (2 if self._is_gated else 1), self._hidden_size)
-        yield f"{net}.k_proj.weight", self._linear(key_size, self._hidden_size)
-        yield f"{net}.v_proj.weight", self._linear(key_size, self._hidden_size)
-        yield f"{net}.o_proj.weight", self._linear(self._hidden_size, query_size, _SUBLAYER_GAIN)
-        yield f"{net}.q_norm.weight", self._norm(head_dim, _QK_NORM)
-        yield f"{net}.k_norm.weight", self._norm(head_dim, _QK_NORM)
+        yield f"{net}.q_proj.weight", self._draw_linear(query_size * (2 if self._is_gated else 1), self._hidden_size)
+        yield f"{net}.k_proj.weight", self._draw_linear(key_size, self._hidden_size)
+        yield f"{net}.v_proj.weight", self._draw_linear(key_size, self._hidden_size)
+        yield f"{net}.o_proj.weight", self._draw_linear(self._hidden_size, query_size, _SUBLAYER_GAIN)
+        yield f"{net}.q_norm.weight", self._draw_norm(head_dim, _QK_NORM)
+        yield f"{net}.k_norm.weight", self._draw_norm(head_dim, _QK_NORM)
 
-    def _delta_net(self, layer: str) -> _Tensors:
+    def _draw_delta_net(self, layer: str) -> _Tensors:
         config, width = self._config, self._config["linear_conv_kernel_dim"]
         num_heads, value_dim = config["linear_num_value_heads"], config["linear_value_head_dim"]
         value_size = num_heads * value_dim
         channels = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + value_size
         net = f"{layer}.linear_attn"
-        yield f"{net}.in_proj_qkv.weight", self._linear(channels, self._hidden_size)
-        yield f"{net}.in_proj_z.weight", self._linear(value_size, self._hidden_size)
-        yield f"{net}.in_proj_a.weight", self._linear(num_heads, self._hidden_size)
-        yield f"{net}.in_proj_b.weight", self._linear(num_heads, self._hidden_size)
-        yield f"{net}.conv1d.weight", self._normal(width**-0.5, channels, 1, width)
+        yield f"{net}.in_proj_qkv.weight", self._draw_linear(channels, self._hidden_size)
+        yield f"{net}.in_proj_z.weight", self._draw_linear(value_size, self._hidden_size)
+        yield f"{net}.in_proj_a.weight", self._draw_linear(num_heads, self._hidden_size)
+        yield f"{net}.in_proj_b.weight", self._draw_linear(num_heads, self._hidden_size)
+        yield f"{net}.conv1d.weight", self._draw_normal(width**-0.5, channels, 1, width)
         yield f"{net}.A_log", np.log(np.geomspace(*_DECAYS, num_heads)).astype(np.float32)
         yield f"{net}.dt_bias", np.zeros(num_heads, np.float32)
         yield f"{net}.norm.weight", np.ones(value_dim, np.float32)
-        yield f"{net}.out_proj.weight", self._linear(self._hidden_size, value_size, _SUBLAYER_GAIN)
+        yield f"{net}.out_proj.weight", self._draw_linear(self._hidden_size, value_size, _SUBLAYER_GAIN)
 
-    def _feed_forward(self, layer: str) -> _Tensors:
+    def _draw_feed_forward(self, layer: str) -> _Tensors:
         mlp_size = self._config["intermediate_size"]
-        yield f"{layer}.mlp.gate_proj.weight", self._linear(mlp_size, self._hidden_size)
-        yield f"{layer}.mlp.up_proj.weight", self._linear(mlp_size, self._hidden_size)
-        yield f"{layer}.mlp.down_proj.weight", self._linear(self._hidden_size, mlp_size, _SUBLAYER_GAIN)
+        yield f"{layer}.mlp.gate_proj.weight", self._draw_linear(mlp_size, self._hidden_size)
+        yield f"{layer}.mlp.up_proj.weight", self._draw_linear(mlp_size, self._hidden_size)
+        yield f"{layer}.mlp.down_proj.weight", self._draw_linear(self._hidden_size, mlp_size, _SUBLAYER_GAIN)
 
-    def _normal(self, std: float, *shape: int) -> np.ndarray:
+    def _draw_normal(self, std: float, *shape: int) -> np.ndarray:
         return (std * self._generator.standard_normal(shape)).astype(np.float32)
 
-    def _linear(self, outputs: int, inputs: int, gain: float = 1.0) -> np.ndarray:
-        return self._normal(gain * inputs**-0.5, outputs, inputs)
+    def _draw_linear(self, outputs: int, inputs: int, gain: float = 1.0) -> np.ndarray:
+        return self._draw_normal(gain * inputs**-0.5, outputs, inputs)
 
-    def _norm(self, size: int, value: float = 1.0) -> np.ndarray:
+    def _draw_norm(self, size: int, value: float = 1.0) -> np.ndarray:
         return np.full(size, value - 1.0 if self._is_gated else value, np.float32)

@@ -17,7 +17,7 @@ from tinker import SamplingClient, ServiceClient, TinkerError, TrainingClient
 
 from skyrl_tx.launch.settings import QuickstartSettings
 from skyrl_tx.tools.quickstart import training
-from skyrl_tx.tools.quickstart.model import TINY_MODELS, TITLES, architecture_in, write_tiny_model
+from skyrl_tx.tools.quickstart.model import TINY_MODELS, TITLES, find_architecture, write_tiny_model
 from skyrl_tx.tools.quickstart.questions import QuestionFileError, QuestionSet, load_excerpt, load_questions
 
 ANY_KEY = "tml-local"  # the SDK requires a key of this form; the server on loopback requires none
@@ -62,7 +62,7 @@ class OutputInUse(Exception):
 
 def _check_output(settings: QuickstartSettings) -> None:
     """Raise OutputInUse rather than overwrite the model of an earlier run's checkpoints."""
-    found = architecture_in(settings.output / "model")
+    found = find_architecture(settings.output / "model")
     if found not in (None, settings.architecture):
         raise OutputInUse(f"--output {settings.output} has a run of --architecture {found}; name another directory")
 
@@ -117,7 +117,7 @@ def serve(data_dir: Path, log: Path, *flags: str) -> Generator[str]:
     # In a process group of its own, Ctrl-C does not reach the server before its clients have ended.
     with log.open("w") as stderr, subprocess.Popen(command, stderr=stderr, process_group=0) as process:
         try:
-            url = _url_when_ready(process, log)
+            url = _wait_for_url(process, log)
             try:
                 yield url
             finally:
@@ -127,7 +127,7 @@ def serve(data_dir: Path, log: Path, *flags: str) -> Generator[str]:
             process.kill()  # has no effect on a process that has ended
 
 
-def _url_when_ready(process: subprocess.Popen[bytes], log: Path) -> str:
+def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
     end = time.monotonic() + _READY_WITHIN_S
     has_ended = False
     while not has_ended and time.monotonic() < end:
@@ -139,7 +139,7 @@ def _url_when_ready(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
+class MetricCurve:
     """A metric during one kind of training: of the batch of each step, and before and after on held-out questions."""
 
     batches: Sequence[float]
@@ -159,36 +159,36 @@ class _Trainer:
         self._chat = training.Chat(client.get_tokenizer())
         self._started = time.monotonic()
 
-    def train_supervised(self, num_steps: int) -> Curve:
+    def train_supervised(self, num_steps: int) -> MetricCurve:
         """Train on worked answers; raises the SDK's errors."""
         self._print(f"Supervised: {num_steps} steps of {training.SFT_BATCH_SIZE} worked answers, loss cross_entropy")
-        train = [self._chat.sft_datum(question) for question in self._questions.train]
-        held_out = [self._chat.sft_datum(question) for question in self._questions.held_out[:NUM_HELD_OUT]]
-        before = training.held_out_nll(self._client, held_out)
+        train = [self._chat.make_sft_datum(question) for question in self._questions.train]
+        held_out = [self._chat.make_sft_datum(question) for question in self._questions.held_out[:NUM_HELD_OUT]]
+        before = training.measure_held_out_nll(self._client, held_out)
         self._print(f"  held-out loss before  {before:.3f} nats per answer token")
-        self._print_answers("before training", self._sampler())
+        self._print_answers("before training", self._make_sampler())
         losses: list[float] = []
         for step, nll in enumerate(training.train_sft(self._client, train, num_steps, self._seed), start=1):
             losses.append(nll)
             self._log(step, train_nll=nll)
             if step % PRINT_EVERY == 1 or step == num_steps:
                 self._print(f"  step {step:4d}/{num_steps}  loss {nll:.3f}")
-        after = training.held_out_nll(self._client, held_out)
+        after = training.measure_held_out_nll(self._client, held_out)
         self._num_steps = num_steps
         self._log(0, held_out_nll=before)
         self._log(num_steps, held_out_nll=after)
         self._print(f"  held-out loss after   {after:.3f}")
-        self._print_answers("after supervised training", self._sampler())
-        return Curve(batches=losses, before=before, after=after)
+        self._print_answers("after supervised training", self._make_sampler())
+        return MetricCurve(batches=losses, before=before, after=after)
 
-    def train_by_reward(self, num_steps: int) -> Curve:
+    def train_by_reward(self, num_steps: int) -> MetricCurve:
         """Train on sampled answers and their rewards; raises the SDK's errors."""
         self._print(
             f"Reinforcement: {num_steps} steps of {training.RL_NUM_GROUPS} x {training.RL_GROUP_SIZE} sampled "
             f"answers, loss importance_sampling; reward {training.REWARD_TEXT}"
         )
         held_out = self._questions.held_out[:NUM_REWARDED]
-        before = training.mean_reward(self._sampler(), self._chat, held_out, self._seed)
+        before = training.measure_mean_reward(self._make_sampler(), self._chat, held_out, self._seed)
         self._print(f"  held-out reward before  {before:.3f}")
         rewards: list[float] = []
         steps = training.train_rl(self._client, self._chat, self._questions.train, num_steps, self._seed)
@@ -196,24 +196,24 @@ class _Trainer:
             rewards.append(reward)
             self._log(self._num_steps + step, reward=reward, answers_trained_on=num_trained)
             self._print(f"  step {step:4d}/{num_steps}  reward {reward:.3f}  {num_trained} answers trained on")
-        sampler = self._sampler()
-        after = training.mean_reward(sampler, self._chat, held_out, self._seed)
+        sampler = self._make_sampler()
+        after = training.measure_mean_reward(sampler, self._chat, held_out, self._seed)
         self._log(self._num_steps, held_out_reward=before)
         self._log(self._num_steps + num_steps, held_out_reward=after)
         self._print(f"  held-out reward after   {after:.3f}")
         self._print_answers("after reinforcement", sampler)
-        return Curve(batches=rewards, before=before, after=after)
+        return MetricCurve(batches=rewards, before=before, after=after)
 
     def _log(self, step: int, **metrics: float) -> None:
         """Send what only the client knows to the run's page; raises the client's errors."""
         body = {"step": step, "metrics": metrics}
         httpx.post(self._metrics_url, json=body, headers={"X-API-Key": ANY_KEY}).raise_for_status()
 
-    def _sampler(self) -> SamplingClient:
+    def _make_sampler(self) -> SamplingClient:
         return self._client.save_weights_and_get_sampling_client().result()
 
     def _print_answers(self, when: str, sampler: SamplingClient) -> None:
-        lines = training.answers(sampler, self._chat, self._questions.held_out[:NUM_SHOWN], self._seed)
+        lines = training.format_answers(sampler, self._chat, self._questions.held_out[:NUM_SHOWN], self._seed)
         self._print(f"  held-out answers {when}:")
         print(*lines, sep="\n", flush=True)
 
@@ -221,7 +221,7 @@ class _Trainer:
         print(f"[{time.monotonic() - self._started:6.1f} s] {line}", flush=True)
 
 
-def draw_curves(path: Path, nll: Curve, reward: Curve) -> None:
+def draw_curves(path: Path, nll: MetricCurve, reward: MetricCurve) -> None:
     """Write a PNG with the supervised loss on the left and the reward on the right."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)

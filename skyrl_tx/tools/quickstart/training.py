@@ -43,7 +43,7 @@ class Chat:
     tokenizer: "PreTrainedTokenizer"
 
     @cached_property
-    def turn_end(self) -> int:
+    def turn_end_token(self) -> int:
         """The token that ends an answer."""
         return self.encode("<|im_end|>")[0]
 
@@ -51,13 +51,13 @@ class Chat:
         """Return the tokens of a text, special tokens included."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def prompt(self, question: Question) -> list[int]:
+    def encode_prompt(self, question: Question) -> list[int]:
         """Return the prompt tokens of a question."""
         return self.encode(f"<|im_start|>user\n{question.text}<|im_end|>\n<|im_start|>assistant\n")
 
-    def sft_datum(self, question: Question) -> Datum:
+    def make_sft_datum(self, question: Question) -> Datum:
         """Return prompt and worked answer as a training example; only answer tokens have weight 1."""
-        prompt, answer = self.prompt(question), [*self.encode(question.answer), self.turn_end]
+        prompt, answer = self.encode_prompt(question), [*self.encode(question.answer), self.turn_end_token]
         tokens = prompt + answer
         weights = np.zeros(len(tokens) - 1, np.float32)
         weights[len(prompt) - 1 :] = 1.0
@@ -66,15 +66,15 @@ class Chat:
             loss_fn_inputs={"target_tokens": np.array(tokens[1:]), "weights": weights},  # type: ignore[dict-item]
         )
 
-    def text(self, sequence: SampledSequence) -> str:
+    def decode_text(self, sequence: SampledSequence) -> str:
         """Return the text of a sample, without the token that ended it."""
-        tokens = sequence.tokens[:-1] if sequence.tokens[-1:] == [self.turn_end] else sequence.tokens
+        tokens = sequence.tokens[:-1] if sequence.tokens[-1:] == [self.turn_end_token] else sequence.tokens
         text = self.tokenizer.decode(tokens)
         assert isinstance(text, str)
         return text
 
 
-def shuffled(items: Sequence[T], seed: int) -> Iterator[T]:
+def shuffle_forever(items: Sequence[T], seed: int) -> Iterator[T]:
     """Yield items in a random order that changes every epoch; equal seeds give equal orders."""
     generator = random.Random(seed)
     while True:
@@ -85,7 +85,7 @@ def shuffled(items: Sequence[T], seed: int) -> Iterator[T]:
 
 def train_sft(client: TrainingClient, data: Sequence[Datum], num_steps: int, seed: int) -> Iterator[float]:
     """Run supervised steps on shuffled batches; yields the nats per answer token of each batch, before its update."""
-    shuffled_data = shuffled(data, seed)
+    shuffled_data = shuffle_forever(data, seed)
     for step in range(num_steps):
         batch = list(islice(shuffled_data, SFT_BATCH_SIZE))
         warmup = min(1.0, (step + 1) / SFT_WARMUP_STEPS)
@@ -93,17 +93,17 @@ def train_sft(client: TrainingClient, data: Sequence[Datum], num_steps: int, see
         # Both requests are sent before the first result is awaited, so that the server does not idle between them.
         gradient = client.forward_backward(batch, "cross_entropy")
         update = client.optim_step(AdamParams(learning_rate=rate))
-        nll = mean_nll(batch, gradient.result())
+        nll = compute_mean_nll(batch, gradient.result())
         update.result()
         yield nll
 
 
-def held_out_nll(client: TrainingClient, data: Sequence[Datum]) -> float:
+def measure_held_out_nll(client: TrainingClient, data: Sequence[Datum]) -> float:
     """Return the loss on held-out examples, in nats per answer token."""
-    return mean_nll(data, client.forward(list(data), "cross_entropy").result())
+    return compute_mean_nll(data, client.forward(list(data), "cross_entropy").result())
 
 
-def mean_nll(data: Sequence[Datum], output: ForwardBackwardOutput) -> float:
+def compute_mean_nll(data: Sequence[Datum], output: ForwardBackwardOutput) -> float:
     """Return the mean negative log-likelihood over the answer tokens of a pass."""
     weights = [datum.loss_fn_inputs["weights"].to_numpy() for datum in data]
     logprobs = [row["logprobs"].to_numpy() for row in output.loss_fn_outputs]
@@ -119,14 +119,14 @@ def train_rl(
     An answer's advantage is its reward minus the mean of its group. Yields the mean reward of each step, sampled before
     its update, and the number of answers of groups with different rewards, on which the step trains.
     """
-    shuffled_questions = shuffled(questions, seed)
+    shuffled_questions = shuffle_forever(questions, seed)
     for step in range(num_steps):
         sampler = client.save_weights_and_get_sampling_client().result()
         asked = list(islice(shuffled_questions, RL_NUM_GROUPS))
         groups = sample_groups(sampler, chat, asked, RL_GROUP_SIZE, seed + step * RL_NUM_GROUPS)
-        rewards = [[reward(chat, sequence) for sequence in group] for group in groups]
+        rewards = [[compute_reward(chat, sequence) for sequence in group] for group in groups]
         batch = [
-            rl_datum(chat.prompt(question), sequence, value - float(np.mean(values)))
+            make_rl_datum(chat.encode_prompt(question), sequence, value - float(np.mean(values)))
             for question, group, values in zip(asked, groups, rewards, strict=True)
             if len(set(values)) > 1  # with equal rewards all advantages are 0
             for sequence, value in zip(group, values, strict=True)
@@ -139,20 +139,20 @@ def train_rl(
         yield float(np.mean(rewards)), len(batch)
 
 
-def reward(chat: Chat, sequence: SampledSequence) -> float:
+def compute_reward(chat: Chat, sequence: SampledSequence) -> float:
     """Return 1 for an answer that ends by itself with a line `#### <number>`, 0.5 for ending otherwise, else 0.
 
     A reward for the line alone is soon got by writing nothing else, and then no sample ends from which to learn it.
     """
     if sequence.stop_reason != "stop":
         return 0.0
-    return 1.0 if _RESULT_LINE.search(chat.text(sequence)) else 0.5
+    return 1.0 if _RESULT_LINE.search(chat.decode_text(sequence)) else 0.5
 
 
-def mean_reward(sampler: SamplingClient, chat: Chat, questions: Sequence[Question], seed: int) -> float:
+def measure_mean_reward(sampler: SamplingClient, chat: Chat, questions: Sequence[Question], seed: int) -> float:
     """Return the mean reward of four sampled answers per question."""
     groups = sample_groups(sampler, chat, questions, 4, seed)
-    return float(np.mean([[reward(chat, sequence) for sequence in group] for group in groups]))
+    return float(np.mean([[compute_reward(chat, sequence) for sequence in group] for group in groups]))
 
 
 def sample_groups(
@@ -166,10 +166,10 @@ def sample_groups(
     """Return `group_size` answers per question; all requests are sent before the first result is awaited."""
     futures = [
         sampler.sample(
-            ModelInput.from_ints(chat.prompt(question)),
+            ModelInput.from_ints(chat.encode_prompt(question)),
             num_samples=group_size,
             sampling_params=SamplingParams(
-                max_tokens=MAX_TOKENS, temperature=temperature, seed=seed + index, stop=[chat.turn_end]
+                max_tokens=MAX_TOKENS, temperature=temperature, seed=seed + index, stop=[chat.turn_end_token]
             ),
         )
         for index, question in enumerate(questions)
@@ -177,7 +177,7 @@ def sample_groups(
     return [list(future.result().sequences) for future in futures]
 
 
-def rl_datum(prompt: list[int], sequence: SampledSequence, advantage: float) -> Datum:
+def make_rl_datum(prompt: list[int], sequence: SampledSequence, advantage: float) -> Datum:
     """Return a sampled answer as a training example, with its sampler's logprobs; prompt tokens have advantage 0."""
     tokens = [*prompt, *sequence.tokens]
     assert sequence.logprobs is not None
@@ -192,11 +192,11 @@ def rl_datum(prompt: list[int], sequence: SampledSequence, advantage: float) -> 
     )
 
 
-def answers(sampler: SamplingClient, chat: Chat, questions: Sequence[Question], seed: int) -> Iterator[str]:
+def format_answers(sampler: SamplingClient, chat: Chat, questions: Sequence[Question], seed: int) -> Iterator[str]:
     """Yield lines to print: each question with a greedy answer and one at temperature 1."""
     greedy = sample_groups(sampler, chat, questions, 1, seed, temperature=0.0)
     sampled = sample_groups(sampler, chat, questions, 1, seed)
     for question, (first,), (second,) in zip(questions, greedy, sampled, strict=True):
         yield f"  Q: {question.text}"
-        yield f"     greedy   {chat.text(first)!r}"
-        yield f"     sampled  {chat.text(second)!r}"
+        yield f"     greedy   {chat.decode_text(first)!r}"
+        yield f"     sampled  {chat.decode_text(second)!r}"

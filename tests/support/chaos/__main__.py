@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.support.chaos.processes import Victim, random_kills
-from tests.support.chaos.runs import Server, differences, fake_server, jax_server, run
+from tests.support.chaos.runs import Server, fake_server, find_differences, jax_server, run
 from tests.support.postgresql_server import PostgresqlServer
 
 KILLS_A_RUN = 12
@@ -53,7 +53,7 @@ def kill(
         num_tenants, started = tenants[tally.num_runs % len(tenants)], time.monotonic()
         kills = random_kills(seed, KILLS_A_RUN * server.num_engines)
         found = run(replace(server, database_url=databases()), num_tenants, kills)
-        differing = differences(found, undisturbed[num_tenants])
+        differing = find_differences(found, undisturbed[num_tenants])
         tally.num_runs += 1
         tally.num_lost += found.num_open
         tally.num_repeated += found.num_repeated

@@ -43,9 +43,9 @@ def run(url: str, base_model: str, tenant: int) -> Transcript:
         steps = _Steps(client, transcript)
         steps.submit([[_datum(tenant, step, 0)]], "cross_entropy")
         steps.finish()
-        transcript.append(_record_of("forward", client.forward([_datum(tenant, 903, 0)], "cross_entropy").result()))
+        transcript.append(_make_record("forward", client.forward([_datum(tenant, 903, 0)], "cross_entropy").result()))
         client.save_state("end").result()
-    transcript.append(_record_of("pending", pending.result()))
+    transcript.append(_make_record("pending", pending.result()))
     return transcript
 
 
@@ -70,7 +70,7 @@ class _Steps:
 
     def _record(self) -> None:
         passes, step = self._waiting.pop(0)
-        self._transcript.extend(_record_of("pass", each.result()) for each in passes)
+        self._transcript.extend(_make_record("pass", each.result()) for each in passes)
         self._transcript.append(("step", sorted((step.result().metrics or {}).items())))
 
 
@@ -108,6 +108,6 @@ def _datum(*seed: int) -> types.Datum:
     return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs)
 
 
-def _record_of(name: str, output: types.ForwardBackwardOutput) -> tuple[str, Any]:
+def _make_record(name: str, output: types.ForwardBackwardOutput) -> tuple[str, Any]:
     logprobs = [each["logprobs"].to_numpy().tobytes().hex() for each in output.loss_fn_outputs]
     return name, (sorted(output.metrics.items()), logprobs)

@@ -68,7 +68,7 @@ def random_kills(seed: int, num_kills: int) -> list[Kill]:
         victim: Victim = dice.choices(("engine", "api", "both"), (8, 1, 1))[0]
         point = None
         if victim != "both" and dice.random() < 0.6:
-            decks[victim] = decks[victim] or _shuffled(API_POINTS if victim == "api" else ENGINE_POINTS, dice)
+            decks[victim] = decks[victim] or _shuffle(API_POINTS if victim == "api" else ENGINE_POINTS, dice)
             if not any(kill.victim == victim for kill in kills):  # a replay needs an earlier kill
                 decks[victim].sort(key=lambda each: not each.startswith("replay"))
             point = decks[victim].pop()
@@ -78,7 +78,7 @@ def random_kills(seed: int, num_kills: int) -> list[Kill]:
     return kills
 
 
-def _shuffled(points: Sequence[Point], dice: random.Random) -> list[Point]:
+def _shuffle(points: Sequence[Point], dice: random.Random) -> list[Point]:
     return dice.sample(points, len(points))
 
 

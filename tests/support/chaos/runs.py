@@ -122,20 +122,20 @@ def run(server: Server, num_tenants: int, kills: Sequence[Kill], network: Networ
         except BaseException as error:
             error.add_note(f"{kills}\n{processes.log_path.read_text()[-8000:]}")
             raise
-        return _outcome(processes, transcripts)
+        return _read_outcome(processes, transcripts)
 
 
-def _outcome(processes: ServerProcesses, transcripts: list[Transcript]) -> Outcome:
-    def found(query: str) -> Sequence[tuple[Any, ...]]:
+def _read_outcome(processes: ServerProcesses, transcripts: list[Transcript]) -> Outcome:
+    def read_rows(query: str) -> Sequence[tuple[Any, ...]]:
         return rows(processes.data_dir, processes.database_url, query)
 
-    by_kind = found("SELECT kind, status, count(*) FROM requests GROUP BY kind, status")
-    ((num_open,),) = found("SELECT count(*) FROM requests WHERE status = 'open'")
-    per_model = found(
+    by_kind = read_rows("SELECT kind, status, count(*) FROM requests GROUP BY kind, status")
+    ((num_open,),) = read_rows("SELECT count(*) FROM requests WHERE status = 'open'")
+    per_model = read_rows(
         "SELECT m.effect_order, count(r.effect_order), count(DISTINCT r.effect_order), max(r.effect_order)"
         " FROM models m JOIN requests r ON r.model_id = m.model_id GROUP BY m.model_id"
     )
-    saved = found("SELECT name, artifact_id FROM checkpoints")
+    saved = read_rows("SELECT name, artifact_id FROM checkpoints")
     weights = sorted(f"{name} {_hash(processes.data_dir / 'artifacts' / str(artifact))}" for name, artifact in saved)
     return Outcome(
         transcripts=transcripts,
@@ -145,7 +145,7 @@ def _outcome(processes: ServerProcesses, transcripts: list[Transcript]) -> Outco
         num_repeated=sum(len(set(counts)) != 1 for counts in per_model),
         changed_results=processes.changed_results,
         num_given=len(re.findall(r"gave \d+ samples to engine", processes.log_path.read_text())),
-        history=_history(found),
+        history=_read_history(read_rows),
         done=processes.done,
     )
 
@@ -165,7 +165,7 @@ _HISTORY = {
 """Queries whose first column is a model, which is random except for its number in its session."""
 
 
-def _history(found: Callable[[str], Sequence[tuple[Any, ...]]]) -> Counter[str]:
+def _read_history(found: Callable[[str], Sequence[tuple[Any, ...]]]) -> Counter[str]:
     return Counter(
         f"{name} {str(model_id).partition(':')[2]} {columns}"
         for name, query in _HISTORY.items()
@@ -180,7 +180,7 @@ def _hash(artifact: Path) -> str:
     return digest.hexdigest()
 
 
-def differences(found: Outcome, undisturbed: Outcome) -> list[str]:
+def find_differences(found: Outcome, undisturbed: Outcome) -> list[str]:
     """Return all differences between a run and the undisturbed one; the guarantee is that there are none."""
     differing: list[str] = []
     for tenant, (one, other) in enumerate(zip(found.transcripts, undisturbed.transcripts, strict=True)):

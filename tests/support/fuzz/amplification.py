@@ -30,7 +30,7 @@ from skyrl_tx.server.http.body import PROTOBUF
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.submission import wire_pb2
 from skyrl_tx.store.database import Store
-from tests.support.fuzz.routes import Json, fitting
+from tests.support.fuzz.routes import Json, find_schemas
 from tests.support.live_server import LiveServer
 from tests.support.with_constants import constants
 
@@ -175,7 +175,7 @@ def running_target() -> Generator[Target]:
             yield Target(server, found[0])
 
 
-def attacks(target: Target) -> Iterator[Attack]:
+def iterate_attacks(target: Target) -> Iterator[Attack]:
     """Yield the calls: JSON of every route, then passes in protobuf."""
     for method, path in _routes():
         place = re.sub(r"\{(\w+)[^}]*\}", lambda found: target.ids.get(found[1], "weights"), path)
@@ -194,47 +194,52 @@ def protobuf_bodies(size: int) -> dict[str, bytes]:
     """Return repetitive parts of a pass in protobuf, each of about `size` bytes, by name."""
     key = b"\x0a\x01k"
     crow = np.full(size // 40, 0, np.int64).tobytes()
-    csr = b"\x12" + _sized(b"\x12" + _sized(crow)) + b"\x18\x01\x22" + _sized(_varint(size // 40 - 1) + _varint(80))
+    csr = (
+        b"\x12"
+        + _prefix_size(b"\x12" + _prefix_size(crow))
+        + b"\x18\x01\x22"
+        + _prefix_size(_varint(size // 40 - 1) + _varint(80))
+    )
     return {
-        "empty datums": _nested(size, (3, b""), (0, b"")),
-        "empty chunks": _nested(size, (3, b""), (1, b""), (0, b"")),
-        "two kinds of chunks in turn": _nested(size, (3, b""), (1, b""), (1, b"\x12\0"), (0, b"")),
-        "empty loss inputs": _nested(size, (3, b""), (2, b""), (0, b"")),
-        "empty spans": _nested(size, (3, b""), (3, b""), (0, b"")),
-        "two kinds of spans in turn": _nested(size, (3, b""), (4, b""), (1, b"\x12\0"), (0, b"")),
-        "two layouts of a tensor in turn": _nested(size, (3, b""), (2, key), (2, b""), (1, b"\x12\0"), (0, b"")),
-        "a packed shape": _nested(size, (3, b""), (2, key), (2, b""), (4, b"\1" * (size - 40))),
-        "a shape": _nested(size, (3, b""), (2, key), (2, b""), (0, b"\x20\1")),
-        "empty loss_fn_config": _nested(size, (7, b""), (0, b"")),
+        "empty datums": _nest_messages(size, (3, b""), (0, b"")),
+        "empty chunks": _nest_messages(size, (3, b""), (1, b""), (0, b"")),
+        "two kinds of chunks in turn": _nest_messages(size, (3, b""), (1, b""), (1, b"\x12\0"), (0, b"")),
+        "empty loss inputs": _nest_messages(size, (3, b""), (2, b""), (0, b"")),
+        "empty spans": _nest_messages(size, (3, b""), (3, b""), (0, b"")),
+        "two kinds of spans in turn": _nest_messages(size, (3, b""), (4, b""), (1, b"\x12\0"), (0, b"")),
+        "two layouts of a tensor in turn": _nest_messages(size, (3, b""), (2, key), (2, b""), (1, b"\x12\0"), (0, b"")),
+        "a packed shape": _nest_messages(size, (3, b""), (2, key), (2, b""), (4, b"\1" * (size - 40))),
+        "a shape": _nest_messages(size, (3, b""), (2, key), (2, b""), (0, b"\x20\1")),
+        "empty loss_fn_config": _nest_messages(size, (7, b""), (0, b"")),
         "long forms of numbers": b"\x9a\x80\x00\x80\x80\x00" * (size // 6),
         "groups": b"\x1b\x1c" * (size // 2),
-        "tokens": _nested(size, (3, b""), (1, b""), (1, b""), (1, b"\0" * (size - 40))),
-        "a dense tensor": _nested(
+        "tokens": _nest_messages(size, (3, b""), (1, b""), (1, b""), (1, b"\0" * (size - 40))),
+        "a dense tensor": _nest_messages(
             size, (3, b"\x0a\x08\x0a\x06\x0a\x04\0\0\0\0"), (2, key), (2, b"\x18\1"), (1, b"\0" * (size - 60))
         ),
-        "a sparse tensor": _nested(size, (3, b"\x0a\x08\x0a\x06\x0a\x04\0\0\0\0"), (2, key), (2, csr)),
+        "a sparse tensor": _nest_messages(size, (3, b"\x0a\x08\x0a\x06\x0a\x04\0\0\0\0"), (2, key), (2, csr)),
     }
 
 
-def _nested(size: int, *path: tuple[int, bytes]) -> bytes:
+def _nest_messages(size: int, *path: tuple[int, bytes]) -> bytes:
     """Return messages inside one another: field numbers, and what stands before the next message.
 
     A last field number of 0 repeats the message before it, or the given bytes, up to a size.
     """
     *outer, (last, data) = path
     if last:
-        data = bytes([last << 3 | 2]) + _sized(data)
+        data = bytes([last << 3 | 2]) + _prefix_size(data)
     else:
         if not data:
             number, content = outer.pop()
-            data = bytes([number << 3 | 2]) + _sized(content)
+            data = bytes([number << 3 | 2]) + _prefix_size(content)
         data *= size // len(data)
     for number, before in reversed(outer):
-        data = bytes([number << 3 | 2]) + _sized(before + data)
+        data = bytes([number << 3 | 2]) + _prefix_size(before + data)
     return data
 
 
-def _sized(data: bytes) -> bytes:
+def _prefix_size(data: bytes) -> bytes:
     return _varint(len(data)) + data
 
 
@@ -260,7 +265,7 @@ Blank = Callable[[str, int], bytes]
 def _blanks(path: str, target: Target) -> Iterator[tuple[str, Blank]]:
     """Yield functions that fill one place of a route's body with repetitions of a part, up to a size."""
     named: dict[str, Json] = {"an unknown field": {"x": _BLANK}}
-    if len(fits := fitting(path)) == 1:
+    if len(fits := find_schemas(path)) == 1:
         named |= {field: target.ids | {field: _BLANK} for field in fits[0].model_fields}
     text = {"chunks": [{"tokens": [1, 2]}]}
     if path.endswith("/asample"):
@@ -333,7 +338,7 @@ def main() -> None:
     worst: dict[str, list[tuple[Attack, Cost]]] = {}
     num_found = num_calls = 0
     with running_target() as target:
-        for number, attack in enumerate(attacks(target)):
+        for number, attack in enumerate(iterate_attacks(target)):
             if number % arguments.every:
                 continue
             num_calls += 2

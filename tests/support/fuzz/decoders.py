@@ -119,17 +119,17 @@ _FRAMES = st.builds(
 
 
 def _read_tensor(raw: bytes) -> object:
-    message = Body(raw, PROTOBUF, "", LIMITS).message(wire_pb2.Tensor)
+    message = Body(raw, PROTOBUF, "", LIMITS).parse_message(wire_pb2.Tensor)
     return from_proto(message, DenseBudget(LIMIT), "t")
 
 
 def _read_pass(raw: bytes) -> Submission:
-    message = Body(raw, PROTOBUF, "", LIMITS).message(wire_pb2.ForwardBackwardRequest)
+    message = Body(raw, PROTOBUF, "", LIMITS).parse_message(wire_pb2.ForwardBackwardRequest)
     return training.pass_from_proto(message, LIMIT)
 
 
 def _read_json_pass(raw: bytes) -> Submission:
-    value = Body(raw, "", "", LIMITS).mapping()
+    value = Body(raw, "", "", LIMITS).parse_object()
 
     def translate(schema: ForwardBackwardRequest) -> Submission:
         return training.pass_from_json(schema.forward_backward_input, LIMIT, backward=True)
@@ -146,10 +146,10 @@ DECODERS = {
     "CSR indices": Decoder(_extreme_csr().map(lambda tensor: tensor.SerializeToString()), _read_tensor),
     "protobuf passes": Decoder(_passes(), _read_pass),
     "JSON passes": Decoder(_JSON_PASSES, _read_json_pass),
-    "zstd frames": Decoder(_FRAMES, lambda raw: Body(raw, "", "zstd", LIMITS).data()),
+    "zstd frames": Decoder(_FRAMES, lambda raw: Body(raw, "", "zstd", LIMITS).decompress()),
     "malformed JSON": Decoder(
         st.one_of(st.binary(max_size=200), st.text(alphabet='{}[]",:\\u019eE-.x\0', max_size=60).map(str.encode)),
-        lambda raw: Body(raw, "", "", LIMITS).model(ForwardBackwardRequest),
+        lambda raw: Body(raw, "", "", LIMITS).parse_model(ForwardBackwardRequest),
     ),
     "malformed protobuf": Decoder(st.binary(max_size=200), _read_pass),
 }

@@ -35,7 +35,7 @@ class Route:
     """Query parameters by name, with their JSON schemas."""
 
 
-def routes(server: Server) -> list[Route]:
+def list_routes(server: Server) -> list[Route]:
     """Return all routes of the server."""
     paths: dict[str, dict[str, Json]] = server.api.app.openapi()["paths"]
     return [
@@ -49,7 +49,7 @@ def routes(server: Server) -> list[Route]:
     ]
 
 
-def known_ids(server: Server) -> dict[str, str]:
+def create_ids(server: Server) -> dict[str, str]:
     """Create resources and return their ids by field name; calls may delete them, so each use needs new ones."""
     base_model = server.settings.public_model_name
     session_id = server.session()
@@ -77,25 +77,25 @@ def schemas(kind: type[BaseModel] = WireModel) -> list[type[BaseModel]]:
     return [each for child in kind.__subclasses__() for each in (child, *schemas(child))]
 
 
-def fitting(path: str) -> list[type[BaseModel]]:
+def find_schemas(path: str) -> list[type[BaseModel]]:
     """Return the schema named like the route, or all schemas if there is none."""
     words = path.rsplit("/", 1)[-1].replace("_", "")
     requests = [schema for schema in schemas() if schema.__name__.endswith("Request")]
     return [each for each in requests if words.endswith(each.__name__.removesuffix("Request").lower())] or requests
 
 
-def shaped(schema: Json, defs: Json, ids: Mapping[str, str], name: str = "") -> st.SearchStrategy[Any]:
+def generate_values(schema: Json, defs: Json, ids: Mapping[str, str], name: str = "") -> st.SearchStrategy[Any]:
     """Return a strategy for values of a JSON schema, limits not always respected."""
     if "$ref" in schema:
-        return st.deferred(lambda: shaped(defs[schema["$ref"].rsplit("/", 1)[-1]], defs, ids, name))
+        return st.deferred(lambda: generate_values(defs[schema["$ref"].rsplit("/", 1)[-1]], defs, ids, name))
     if "anyOf" in schema:
-        return st.one_of([shaped(part, defs, ids, name) for part in schema["anyOf"]])
+        return st.one_of([generate_values(part, defs, ids, name) for part in schema["anyOf"]])
     if "const" in schema or "enum" in schema:
         return st.sampled_from(schema.get("enum") or [schema["const"]])
     match schema.get("type"):
         case "object":
             properties: Json = schema.get("properties", {})
-            made = {key: nearly(shaped(part, defs, ids, key)) for key, part in properties.items()}
+            made = {key: mostly_valid(generate_values(part, defs, ids, key)) for key, part in properties.items()}
             required: list[str] = schema.get("required", [])
             whole = st.fixed_dictionaries(
                 {key: made[key] for key in required},
@@ -103,7 +103,7 @@ def shaped(schema: Json, defs: Json, ids: Mapping[str, str], name: str = "") -> 
             )
             return whole if properties else st.dictionaries(st.text(max_size=5), _values(schema, defs, ids), max_size=2)
         case "array":
-            return st.lists(shaped(schema.get("items", {}), defs, ids, name), max_size=3)
+            return st.lists(generate_values(schema.get("items", {}), defs, ids, name), max_size=3)
         case "string":
             text = st.text(max_size=8)
             return st.one_of(st.just(ids[name]), text) if name in ids else text
@@ -121,10 +121,10 @@ def shaped(schema: Json, defs: Json, ids: Mapping[str, str], name: str = "") -> 
 
 def _values(schema: Json, defs: Json, ids: Mapping[str, str]) -> st.SearchStrategy[Any]:
     inner: object = schema.get("additionalProperties")
-    return shaped(cast(Json, inner), defs, ids) if isinstance(inner, dict) else st.one_of(WILD, DEEP)
+    return generate_values(cast(Json, inner), defs, ids) if isinstance(inner, dict) else st.one_of(WILD, DEEP)
 
 
-def nearly(fits: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+def mostly_valid(fits: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """Return a strategy that mostly draws valid values, and sometimes anything."""
     return st.integers(0, 9).flatmap(lambda draw: WILD if draw == 0 else fits)
 
@@ -132,9 +132,9 @@ def nearly(fits: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 def bodies(path: str, ids: Mapping[str, str]) -> st.SearchStrategy[bytes]:
     """Return a strategy for bodies of a route: by its schema with existing ids, arbitrary JSON, and no JSON."""
     parts: list[st.SearchStrategy[Any]] = []
-    for schema in fitting(path):
+    for schema in find_schemas(path):
         document = schema.model_json_schema()
-        parts.append(shaped(document, document.get("$defs", {}), ids))
+        parts.append(generate_values(document, document.get("$defs", {}), ids))
     known = st.fixed_dictionaries(
         {},
         optional={name: st.just(ids[name]) for name in ("session_id", "model_id", "sampling_session_id", "request_id")}
@@ -188,7 +188,9 @@ def attempts(route: Route, ids: Mapping[str, str]) -> st.SearchStrategy[Attempt]
 
 
 def _texts(schema: Json, ids: Mapping[str, str]) -> st.SearchStrategy[str]:
-    return nearly(shaped(schema, {}, ids)).map(lambda value: value if isinstance(value, str) else str(value)[:400])
+    return mostly_valid(generate_values(schema, {}, ids)).map(
+        lambda value: value if isinstance(value, str) else str(value)[:400]
+    )
 
 
 def call(server: Server, tally: Tally, route: Route, attempt: Attempt) -> None:
@@ -220,7 +222,7 @@ def _message(body: dict[str, Any]) -> object:
     return body.get("detail") or body.get("error", {}).get("message")
 
 
-def recorded(line: str, ids: Mapping[str, str]) -> tuple[Route, Attempt]:
+def parse_attempt(line: str, ids: Mapping[str, str]) -> tuple[Route, Attempt]:
     """Parse a call of the corpus: JSON in which `<name>` is replaced by an existing id."""
     for name, known in ids.items():
         line = line.replace(f"<{name}>", known)

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from tests.support.fuzz.decoders import DECODERS, check_decoder
 from tests.support.fuzz.reports import ExcessiveMemory, Finding, Hang, ServerError, Tally, examples, mutations, tracing
-from tests.support.fuzz.routes import attempts, call, known_ids, routes
+from tests.support.fuzz.routes import attempts, call, create_ids, list_routes
 from tests.support.live_api import Server
 from tests.support.live_stack import live_stack
 
@@ -90,8 +90,8 @@ def fuzz_routes(number: int, first_seed: int, row: Row) -> None:
     turn = first_seed
     while row.tally.num_inputs < number:
         with _stack() as server:
-            for route in routes(server) * _ROUNDS_PER_SERVER:
-                inputs = attempts(route, known_ids(server))
+            for route in list_routes(server) * _ROUNDS_PER_SERVER:
+                inputs = attempts(route, create_ids(server))
                 row.fuzz(turn, inputs, partial(call, server, row.tally, route), _CALLS_PER_ROUND)
                 turn += 1
                 if row.tally.num_inputs >= number:

@@ -146,7 +146,7 @@ class Client:
         while not self.is_done:
             self.scheduler.sleep(_HEARTBEAT_S)
             if not self.is_done:
-                self.call(sessions.heartbeat, {"session_id": self.session_id})
+                self.call(sessions.record_heartbeat, {"session_id": self.session_id})
 
     # Requests
 
@@ -369,7 +369,7 @@ def _intrude(client: Client) -> None:
     other, sent = client.draw.choice(others)
     asked = [
         (futures.retrieve_future, {"request_id": sent.request_id}),
-        (sessions.heartbeat, {"session_id": other.session_id}),
+        (sessions.record_heartbeat, {"session_id": other.session_id}),
     ]
     if other.models:
         asked.append((training.get_info, {"model_id": other.models[0].model_id}))

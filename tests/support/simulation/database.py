@@ -178,16 +178,16 @@ class Dialect(Sqlite):
         self._notifiers = history
         self._shared = shared
 
-    def writer(self, role: Role) -> Engine:
+    def create_writer(self, role: Role) -> Engine:
         return self._shared.writer
 
-    def reader(self, role: Role) -> Engine:
+    def create_reader(self, role: Role) -> Engine:
         return self._shared.reader
 
     def check(self) -> None:
         """Pages in memory are not damaged."""
 
-    def notifier(self, role: Role, reader: Engine) -> Notifier:
+    def create_notifier(self, role: Role, reader: Engine) -> Notifier:
         return _Notifier(self._notifiers, role)
 
 

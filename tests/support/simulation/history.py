@@ -17,7 +17,7 @@ from tests.support.simulation.database import Database
 from tests.support.simulation.faults import draw_plan
 from tests.support.simulation.oracle import Oracle
 from tests.support.simulation.scheduler import Scheduler
-from tests.support.simulation.substitutes import substituted
+from tests.support.simulation.substitutes import install_substitutes
 from tests.support.simulation.trace import Trace
 from tests.support.simulation.world import IDLE_PERIODS, World
 
@@ -129,15 +129,15 @@ class History:
             return
         scheduler.sleep(world.faults.hung_at + _REPORTED_AFTER_S - scheduler.monotonic)
         contexts = [api.context for api in world.apis if api.context is not None]
-        if world.engine is hung and contexts and not _reported(contexts[0]):
+        if world.engine is hung and contexts and not _read_reported_state(contexts[0]):
             self.violate(
                 f"a call of the backend hangs for {_REPORTED_AFTER_S:.0f} s, and the server reports no problem"
             )
 
 
-def _reported(context: ApiContext) -> str | None:
+def _read_reported_state(context: ApiContext) -> str | None:
     """Return what the API tells clients about the engine's state."""
-    report = context.engine.report()
+    report = context.engine.read_report()
     return report.problem or report.activity
 
 
@@ -152,7 +152,7 @@ class Simulator:
         self._num_run = 0
         gc.disable()  # a collection in the middle of a history would take time, and end coroutines of killed processes
         scheduler = Scheduler(0)
-        with substituted(scheduler, on_error=lambda *_: None, own=[], names={}):
+        with install_substitutes(scheduler, on_error=lambda *_: None, own=[], names={}):
             self._database = Database(is_plain=is_plain)
         gc.freeze()
 
@@ -170,11 +170,11 @@ class Simulator:
         self._database.reset()
         world = World(scheduler, self._database, directory, plan, trace)
         history = History(world)
-        names = {**IDLE_PERIODS, ("skyrl_tx.store.database", "_dialect"): world.dialect}
+        names = {**IDLE_PERIODS, ("skyrl_tx.store.database", "_make_dialect"): world.dialect}
         try:
             with (
                 warnings.catch_warnings(),
-                substituted(scheduler, on_error=world.on_thread_error, own=world.substitutes, names=names),
+                install_substitutes(scheduler, on_error=world.on_thread_error, own=world.substitutes, names=names),
             ):
                 warnings.simplefilter("ignore", RuntimeWarning)  # coroutines of killed processes
                 history.run()

@@ -38,7 +38,7 @@ def _number_snapshots_wrongly() -> None:
 
 
 def _show_all_rows() -> None:
-    Principal.acts_for = lambda self, owner: owner is not None  # type: ignore[method-assign]
+    Principal.can_act_for = lambda self, owner: owner is not None  # type: ignore[method-assign]
 
 
 def _accept_duplicates() -> None:

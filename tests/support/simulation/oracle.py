@@ -16,7 +16,7 @@ from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatc
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.engine import prepare
 from skyrl_tx.engine.sample_output import SampleAssembler
-from skyrl_tx.server.http.responses import result_response
+from skyrl_tx.server.http.responses import make_result_response
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.state import FakeSnapshot
 from tests.support.simulation.clients import Client, Model, Sent
@@ -91,12 +91,12 @@ class Oracle:
             if sent is not None and sent.kind == "pass":
                 group.append(sent)
                 continue
-            yield from self._sorted(group)
+            yield from self._sort_group(group)
             group = []
             if sent is not None:
                 yield sent
 
-    def _sorted(self, group: list[Sent]) -> list[Sent]:
+    def _sort_group(self, group: list[Sent]) -> list[Sent]:
         effects = {id(sent): sent.row[1] for sent in group if sent.row is not None}
         done = sorted((sent for sent in group if effects[id(sent)]), key=lambda sent: effects[id(sent)] or 0)
         for earlier, later in pairwise(done):
@@ -124,10 +124,10 @@ class Oracle:
                 backend.create_model(model_id, request.spec)
                 result = results.CreateModelOutput(model_id=model_id)
             case "pass":
-                examples = tuple(prepare.pass_examples(RequestId("x"), model_id, request, self._capabilities))
+                examples = tuple(prepare.make_pass_examples(RequestId("x"), model_id, request, self._capabilities))
                 batch = PreparedModelPassBatch(examples=examples)
                 found = backend.forward_backward(batch) if request.backward else backend.forward(batch)
-                result = prepare.pass_output(found, sum(datum.tokens.size for datum in request.data))
+                result = prepare.combine_pass_results(found, sum(datum.tokens.size for datum in request.data))
             case "optim_step":
                 result = results.OptimStepOutput(metrics=dict(backend.optim_step(model_id, request.params)))
             case "save":
@@ -142,7 +142,7 @@ class Oracle:
                 result = results.LoadWeightsOutput(path=sent.path, model_id=model_id)
             case "sample":
                 raise AssertionError("samples belong to no model")
-        return json.loads(bytes(result_response(result, "application/json").body))
+        return json.loads(bytes(make_result_response(result, "application/json").body))
 
     def _save(self, model_id: ModelId, sent: Sent) -> None:
         snapshot = self._backend.capture(model_id, _ALL)
@@ -166,11 +166,11 @@ class Oracle:
             self._backend.load_sampler(sampler, self._saved[save.path])
         prompt, params, num_samples = sent.request
         sample = requests.Sample(prompt=prompt, num_samples=num_samples, sampler=sampler, params=params)
-        request = prepare.sample_request(RequestId("x"), sample, self._capabilities)
+        request = prepare.make_sample_request(RequestId("x"), sample, self._capabilities)
         assembler = SampleAssembler(request, self._backend.text_of)
         for delta in self._backend.sample(PreparedSampleBatch(requests=(request,))):
             assembler.add(delta)
-        expected = json.loads(bytes(result_response(assembler.output(), "application/json").body))
+        expected = json.loads(bytes(make_result_response(assembler.build_output(), "application/json").body))
         if sent.result != expected:
             yield f"{what} has the result {sent.result}, expected {expected}"
 
@@ -184,7 +184,7 @@ class Oracle:
             if artifact_id is None:
                 yield f"the checkpoint {path} has no row"
                 continue
-            if self._history.world.plan.has("old_database") and artifact_id in artifacts.ids(trashed=True):
+            if self._history.world.plan.has("old_database") and artifact_id in artifacts.list_ids(trashed=True):
                 artifacts.restore(artifact_id)  # as `skyrl-tx recover` does
             try:
                 found = FakeSnapshot.read(artifacts.open(artifact_id).path, CONFIG.vocab_size)

@@ -42,7 +42,7 @@ class Standing:
 Future = concurrent.futures.Future
 
 
-def _waiting(scheduler: Scheduler, method: Callable[..., Any]) -> Callable[..., Any]:
+def _make_waiter(scheduler: Scheduler, method: Callable[..., Any]) -> Callable[..., Any]:
     """Return `Future.result` or `Future.exception` for fibers. The class is changed, because fields refer to it."""
 
     def wait(self: Future[Any], timeout: float | None = None) -> Any:
@@ -63,18 +63,18 @@ class SimpleQueue:
 
     def __init__(self) -> None:
         self._items: deque[object] = deque()
-        self._waiting: list[fibers.Fiber] = []
+        self._make_waiter: list[fibers.Fiber] = []
 
     def put(self, item: object) -> None:
         self._items.append(item)
-        if self._waiting:
-            self.scheduler.wake(self._waiting.pop(), on=self)
+        if self._make_waiter:
+            self.scheduler.wake(self._make_waiter.pop(), on=self)
 
     def get(self, block: bool = True, timeout: float | None = None) -> object:
         while not self._items:
             if not block:
                 raise queue.Empty
-            self._waiting.append(self.scheduler.current)
+            self._make_waiter.append(self.scheduler.current)
             if not self.scheduler.park(timeout, on=self):
                 raise queue.Empty
         return self._items.popleft()
@@ -132,7 +132,7 @@ async def run_here(work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
 
 @contextlib.contextmanager
-def substituted(
+def install_substitutes(
     scheduler: Scheduler,
     *,
     on_error: Callable[[str, BaseException], None],
@@ -209,7 +209,7 @@ def substituted(
         function.__defaults__ = tuple(clocks.get(id(value), value) for value in real or ())
     methods = {name: getattr(Future, name) for name in ("result", "exception")}
     for name, method in methods.items():
-        setattr(Future, name, _waiting(scheduler, method))
+        setattr(Future, name, _make_waiter(scheduler, method))
     try:
         yield
     finally:

@@ -56,7 +56,7 @@ IDLE_PERIODS = {
 }
 
 
-_LIMITS = BodyLimits.of_data(2**20, "application/json")
+_LIMITS = BodyLimits.from_content_type(2**20, "application/json")
 _EXTENSIONS = load_engine_extensions(APPS)
 _STUCK_S = 15.0
 """Time limit of a call of the device."""
@@ -178,7 +178,7 @@ class Api:
     def _handle(self, exchange: _Exchange, request: Request, route: Callable[..., Any], path: dict[str, Any]) -> None:
         try:
             caller = _run(authenticate_request(request))
-            call = _run(api_context._read(request, caller, _LIMITS))
+            call = _run(api_context._read_call(request, caller, _LIMITS))
             self._world.scheduler.pause()
             found = route(call=call, **path)
             value = found.model_dump(mode="json", exclude_none=True) if isinstance(found, BaseModel) else found
@@ -271,7 +271,7 @@ class EngineProcess:
         except Exception as error:
             if not isinstance(error, EngineLost):
                 world.on_thread_error(f"{self.process.name}/main", error)
-            end = engine_process._end_by(error)
+            end = engine_process._end_from_error(error)
             if end.is_crash and self._records_crashes and self.store is not None:
                 with contextlib.suppress(StoreError):
                     self._record_crash()
@@ -283,14 +283,14 @@ class EngineProcess:
     def _on_stuck(self, reason: str) -> None:
         if self._records_crashes and self.store is not None:
             with contextlib.suppress(StoreError):
-                self.store.write_soon(lambda tx: futures.record_end(tx, is_crash=True)).result(2.0)
+                self.store.write_soon(lambda tx: futures.record_engine_end(tx, is_crash=True)).result(2.0)
         self._end(EngineEnd(message=reason, is_final=False, is_crash=True))
         self._world.scheduler.kill(self.process)
 
     def _record_crash(self) -> None:
         """Count a crash as `engine_process.run_in_foreground` does, where no API supervises the engine."""
         store = engine_process.open_store(self._world.engine_settings, self.stop)  # pyright: ignore
-        store.write(lambda tx: futures.record_end(tx, is_crash=True))
+        store.write(lambda tx: futures.record_engine_end(tx, is_crash=True))
         store.close()
 
     def _end(self, end: EngineEnd) -> None:
@@ -372,8 +372,8 @@ class World:
         def record_end(end: EngineEnd, since: float) -> bool:
             if store is None:
                 return True
-            store.write(lambda tx: futures.record_end(tx, is_crash=end.is_crash))
-            return store.read(lambda tx: futures.any_answered_since(tx, since))
+            store.write(lambda tx: futures.record_engine_end(tx, is_crash=end.is_crash))
+            return store.read(lambda tx: futures.has_answered_since(tx, since))
 
         supervised = supervisor.EngineSupervisor(
             lambda: EngineProcess(self, loop, parent),  # pyright: ignore
@@ -399,14 +399,14 @@ class World:
         def restart() -> None:
             self.scheduler.sleep(self.scheduler.random.uniform(0.2, 2.0))
             self.scheduler.bury(api.process)
-            while self.is_engine_of(api.process):
+            while self.is_engine_ending(api.process):
                 self.scheduler.sleep(0.1)
             if not self.is_over:
                 self.apis[api.number] = Api(self, api.number)
 
         self.scheduler.spawn(restart, process=self.scheduler.world, name="operator")
 
-    def is_engine_of(self, process: Process) -> bool:
+    def is_engine_ending(self, process: Process) -> bool:
         """Whether fibers of an engine that died with this API process are still ending."""
         engine = self.engine
         return (

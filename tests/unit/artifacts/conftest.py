@@ -28,12 +28,12 @@ def bucket(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
         case "memory":
             return Bucket(MemoryStore(), "memory://")
         case "directory":
-            return Bucket.of(f"file://{tmp_path}/objects")
+            return Bucket.open_url(f"file://{tmp_path}/objects")
         case _:
             server: S3Server = request.getfixturevalue("server")
             for name, value in variables(server.url).items():
                 monkeypatch.setenv(name, value)
-            return Bucket.of(f"s3://weights/{tmp_path.name}")
+            return Bucket.open_url(f"s3://weights/{tmp_path.name}")
 
 
 @pytest.fixture

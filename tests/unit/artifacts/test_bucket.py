@@ -44,14 +44,14 @@ def test_each_second_request_may_fail(server: S3Server, tmp_path: Path, monkeypa
     with flaky_proxy(server.url, lambda path, nth: fault if nth % 2 else None) as proxy:
         for name, value in variables(proxy.url).items():
             monkeypatch.setenv(name, value)
-        bucket = Bucket.of(
+        bucket = Bucket.open_url(
             f"s3://weights/{tmp_path.name}", client=IMPATIENT if fault == "stall" else CLIENT, retry=RETRY
         )
         made = ObjectArtifacts(bucket, ArtifactCache(tmp_path / "first", max_bytes=2**30)).create(write, {})
         elsewhere = ObjectArtifacts(bucket, ArtifactCache(tmp_path / "second", max_bytes=2**30))
         opened = elsewhere.open(made.artifact_id)
         assert (opened.path / "a.safetensors").read_bytes() == CONTENT
-        assert elsewhere.ids() == [made.artifact_id]
+        assert elsewhere.list_ids() == [made.artifact_id]
         assert sum(proxy.done.values()) >= 6
 
 
@@ -63,14 +63,14 @@ def test_an_outage_is_reported_without_secrets(
     with flaky_proxy(server.url, lambda path, nth: fault) as proxy:
         for name, value in variables(proxy.url).items():
             monkeypatch.setenv(name, value)
-        bucket = Bucket.of(f"s3://weights/{tmp_path.name}", client=CLIENT, retry={**RETRY, "max_retries": 1})
+        bucket = Bucket.open_url(f"s3://weights/{tmp_path.name}", client=CLIENT, retry={**RETRY, "max_retries": 1})
         calls: list[Callable[[], object]] = [
             lambda: bucket.put("a", b"1"),
             lambda: bucket.create("a", b"1"),
             lambda: bucket.get("a"),
             lambda: bucket.download("a", tmp_path / "a", 10),
             lambda: list(bucket.list()),
-            lambda: bucket.modified_at("a"),
+            lambda: bucket.get_modification_time("a"),
             lambda: bucket.delete(["a"]),
         ]
         for call in calls:
@@ -85,9 +85,14 @@ def test_a_bucket_that_does_not_exist_has_no_missing_artifacts(server: S3Server,
     """An artifact is missing only if its bucket is there: otherwise models would be taken for lost."""
     for name, value in variables(server.url).items():
         monkeypatch.setenv(name, value)
-    bucket = Bucket.of("s3://missing-bucket", client=CLIENT, retry=RETRY)
+    bucket = Bucket.open_url("s3://missing-bucket", client=CLIENT, retry=RETRY)
     store = ObjectArtifacts(bucket, ArtifactCache(tmp_path, max_bytes=2**30))
-    for call in (store.ids, store.identity, lambda: store.has("art-" + "0" * 32), lambda: store.create(write)):
+    for call in (
+        store.list_ids,
+        store.read_identity,
+        lambda: store.has("art-" + "0" * 32),
+        lambda: store.create(write),
+    ):
         with pytest.raises(ArtifactsUnreachable, match="NoSuchBucket"):
             call()
 
@@ -95,6 +100,6 @@ def test_a_bucket_that_does_not_exist_has_no_missing_artifacts(server: S3Server,
 def test_no_connection_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in variables("http://127.0.0.1:9").items():  # the port of no server
         monkeypatch.setenv(name, value)
-    bucket = Bucket.of("s3://weights", client=CLIENT, retry={**RETRY, "max_retries": 0})
+    bucket = Bucket.open_url("s3://weights", client=CLIENT, retry={**RETRY, "max_retries": 0})
     with pytest.raises(ArtifactsUnreachable, match="the object store cannot read a: no connection"):
         bucket.get("a")

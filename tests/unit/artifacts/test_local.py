@@ -184,9 +184,9 @@ def test_files_are_verified_once_and_again_after_a_change(store: LocalArtifacts,
     hashed_names: list[str] = []
     hashed = files.hash_file
     monkeypatch.setattr(files, "hash_file", lambda path: (hashed_names.append(path.name), hashed(path))[1])
-    assert [store.verified(made.artifact_id) for _ in range(3)] == [made] * 3
+    assert [store.open_verified(made.artifact_id) for _ in range(3)] == [made] * 3
     assert sorted(hashed_names) == ["adapter_model.safetensors", "optimizer.json"]
     (made.path / "adapter_model.safetensors").write_bytes(b"weighty" * 1000)
     for _ in range(2):
         with pytest.raises(ArtifactCorrupt, match=r"adapter_model\.safetensors is not as it was written"):
-            store.verified(made.artifact_id)
+            store.open_verified(made.artifact_id)

@@ -51,16 +51,16 @@ def test_an_artifact_opens_on_a_machine_without_a_copy(open_here: Open) -> None:
     assert (opened.files, opened.metadata) == (made.files, CHECKPOINT)
     assert (opened.path / "adapter_model.safetensors").read_bytes() == b"weights" * 1000
     assert json.loads((opened.path / "state" / "optimizer.json").read_text()) == {"step": 3}
-    assert opened.path != made.path and elsewhere.verified(made.artifact_id) == opened
+    assert opened.path != made.path and elsewhere.open_verified(made.artifact_id) == opened
     assert elsewhere.describe(made.artifact_id) == opened and elsewhere.has(made.artifact_id)
-    assert elsewhere.ids() == [made.artifact_id]
+    assert elsewhere.list_ids() == [made.artifact_id]
 
 
 @pytest.mark.parametrize("name", ["", "..", "art-" + "0" * 32, "art-" + "0" * 32 + "/..", "identity.json"])
 def test_unknown_ids_are_missing(open_here: Open, name: str) -> None:
     store = open_here()
     assert not store.has(ArtifactId(name))
-    for read in (store.open, store.describe, store.verified, store.discard, store.restore, store.remove):
+    for read in (store.open, store.describe, store.open_verified, store.discard, store.restore, store.remove):
         with pytest.raises(ArtifactMissing):
             read(ArtifactId(name))
 
@@ -70,7 +70,7 @@ def test_an_artifact_is_created_once(open_here: Open, bucket: Bucket, monkeypatc
     first, second = open_here(), open_here("second")
     made = first.create(write_adapter, CHECKPOINT, NAMED)
     assert second.create(lambda folder: pytest.fail("it exists"), {}, NAMED).files == made.files
-    monkeypatch.setattr(second, "_existing", lambda artifact_id: None)
+    monkeypatch.setattr(second, "_find_existing", lambda artifact_id: None)
     before = objects(bucket)
     later = second.create(lambda folder: (folder / "other.json").write_text("1") and None, {}, NAMED)
     assert (later.files, later.metadata) == (made.files, CHECKPOINT)
@@ -103,12 +103,12 @@ def test_a_creation_that_fails_leaves_no_artifact(open_here: Open, bucket: Bucke
     store = open_here()
     with pytest.raises(ArtifactsUnreachable):
         store.create(write_adapter, CHECKPOINT, NAMED)
-    assert store.ids() == [] and not store.has(NAMED)
+    assert store.list_ids() == [] and not store.has(NAMED)
     assert list((tmp_path / "first").iterdir()) == []
     monkeypatch.setattr(bucket, "put", put)
     assert store.create(write_adapter, CHECKPOINT, NAMED).artifact_id == NAMED
     assert store.collect({NAMED}) == [] and len(objects(bucket)) == 5, "the first attempt may still be running"
-    assert store.collect({NAMED}, looked_at=2 * DAY_S + store._now()) == []
+    assert store.collect({NAMED}, looked_at=2 * DAY_S + store._read_clock()) == []
     assert len(objects(bucket)) == 4 and open_here("second").open(NAMED)
 
 
@@ -126,12 +126,12 @@ def test_a_kill_leaves_a_whole_artifact_or_none(tmp_path: Path, point: str, exis
     (tmp_path / "elsewhere").mkdir()
     store = places.open_artifacts(tmp_path / "elsewhere", url)
     assert isinstance(store, ObjectArtifacts)
-    assert store.has(NAMED) == exists and store.ids() == [NAMED] * exists
+    assert store.has(NAMED) == exists and store.list_ids() == [NAMED] * exists
     assert store.collect(set()) == [] and list((tmp_path / "objects").glob("art-*/*/a.safetensors"))
     if exists:
         assert (store.open(NAMED).path / "a.safetensors").read_bytes() == b"weights"
     else:
-        assert store.collect(set(), looked_at=2 * DAY_S + store._now()) == []
+        assert store.collect(set(), looked_at=2 * DAY_S + store._read_clock()) == []
         assert not list((tmp_path / "objects").glob("art-*/**/*.safetensors"))
     places.open_artifacts(tmp_path / "data", url).collect({NAMED})
     assert not list((tmp_path / "data").glob("artifact-cache/.tmp-*"))
@@ -152,7 +152,7 @@ def test_damage_is_found(open_here: Open, bucket: Bucket) -> None:
             read(made.artifact_id)
 
 
-@pytest.mark.parametrize("read", [ObjectArtifacts.open, ObjectArtifacts.verified])
+@pytest.mark.parametrize("read", [ObjectArtifacts.open, ObjectArtifacts.open_verified])
 def test_a_damaged_copy_is_fetched_again(open_here: Open, read) -> None:
     store = open_here()
     made = store.create(write_adapter)
@@ -174,7 +174,7 @@ def test_collect_moves_what_is_missed_to_the_trash_and_removes_the_rest(open_her
     kept, missed, ephemeral = (store.create(write_adapter, data).artifact_id for data in (CHECKPOINT, CHECKPOINT, {}))
     assert store.collect({kept}) == [], "they are young"
     assert store.collect({kept}, min_age_s=-2) == sorted([missed, ephemeral])
-    assert store.ids() == [kept] and store.ids(trashed=True) == [missed]
+    assert store.list_ids() == [kept] and store.list_ids(trashed=True) == [missed]
     assert not [path for path in objects(bucket) if path.startswith(ephemeral)]
     with pytest.raises(ArtifactMissing):
         store.open(missed)
@@ -186,9 +186,9 @@ def test_an_artifact_of_the_trash_is_young_when_it_is_restored(open_here: Open) 
     store = open_here()
     made = store.create(write_adapter, CHECKPOINT)
     store.discard(made.artifact_id)
-    assert store.ids() == [] and store.empty_trash(retention_s=60, max_bytes=2**30) == []
+    assert store.list_ids() == [] and store.empty_trash(retention_s=60, max_bytes=2**30) == []
     store.restore(made.artifact_id)
-    assert store.ids(trashed=True) == [] and store.collect(set()) == []
+    assert store.list_ids(trashed=True) == [] and store.collect(set()) == []
     assert open_here("second").open(made.artifact_id).files == made.files
 
 
@@ -199,9 +199,9 @@ def test_the_trash_is_emptied_by_age_and_size(open_here: Open, bucket: Bucket) -
         store.discard(artifact_id)
     assert store.empty_trash(retention_s=60, max_bytes=2**30) == []
     removed = store.empty_trash(retention_s=60, max_bytes=8000)
-    assert len(removed) == 1 and store.ids(trashed=True) == sorted({first, second} - set(removed))
+    assert len(removed) == 1 and store.list_ids(trashed=True) == sorted({first, second} - set(removed))
     assert len(store.empty_trash(retention_s=-2, max_bytes=2**30)) == 1
-    assert objects(bucket) == ["clock"] and store.ids(trashed=True) == []
+    assert objects(bucket) == ["clock"] and store.list_ids(trashed=True) == []
 
 
 def test_a_removal_and_a_restoration_at_the_same_time(open_here: Open, bucket: Bucket, monkeypatch) -> None:
@@ -239,7 +239,7 @@ def test_an_interrupted_removal_is_completed(open_here: Open, bucket: Bucket, mo
     with monkeypatch.context() as patch:
         patch.setattr(store, "_erase", lambda *_: None)
         assert store.remove(NAMED)
-    assert not store.has(NAMED) and store.ids() == [] and store.collect({NAMED}) == []
+    assert not store.has(NAMED) and store.list_ids() == [] and store.collect({NAMED}) == []
     assert not [path for path in objects(bucket) if path.startswith(NAMED)]
     with monkeypatch.context() as patch:
         patch.setattr(store, "_erase", lambda *_: None)
@@ -255,7 +255,7 @@ def test_the_cache_is_bounded_and_keeps_what_is_in_use(open_here: Open, tmp_path
 
     store, other = open_here(), open_here("second", max_bytes=20_000)
     first, second, third, fourth = (store.create(write_adapter).artifact_id for _ in range(4))
-    with other.held(first):
+    with other.keep_local(first):
         for artifact_id in (second, third, fourth):
             opened = other.open(artifact_id)
             assert (opened.path / "adapter_model.safetensors").is_file()
@@ -263,7 +263,7 @@ def test_the_cache_is_bounded_and_keeps_what_is_in_use(open_here: Open, tmp_path
     other.open(second)
     assert copies() == {fourth, second}
     small = open_here("third", max_bytes=1)
-    with small.held(first), small.held(second):
+    with small.keep_local(first), small.keep_local(second):
         assert len(list((tmp_path / "third").glob("art-*"))) == 2, "those in use may exceed the bound"
 
 
@@ -280,15 +280,15 @@ def test_a_full_disk_is_no_place_for_copies(open_here: Open, monkeypatch: pytest
 
 def test_the_identity_is_touched_while_nothing_changes(open_here: Open) -> None:
     store = open_here()
-    assert store.identity() is None and store.touch_identity() is None
+    assert store.read_identity() is None and store.touch_identity() is None
     written_at = store.write_identity(Identity(store_id="remote-1", epoch=4))
     touched_at = store.touch_identity()
     assert touched_at is not None and touched_at >= written_at
-    assert open_here("second").identity() == Identity(store_id="remote-1", epoch=4)
+    assert open_here("second").read_identity() == Identity(store_id="remote-1", epoch=4)
     open_here("second").create(write_adapter)
     assert store.touch_identity() is None
     store.forget_identity()
-    assert store.identity() is None
+    assert store.read_identity() is None
 
 
 def test_probe(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +300,7 @@ def test_probe(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_stores_of_a_provider_sign_urls(open_here: Open) -> None:
     store = open_here()
     made = store.create(write_adapter)
-    url = store.url(made.artifact_id, "state/optimizer.json", 60.0)
-    assert (url is not None) == store.place.startswith("s3:")
+    url = store.sign_url(made.artifact_id, "state/optimizer.json", 60.0)
+    assert (url is not None) == store.location.startswith("s3:")
     with pytest.raises(ArtifactMissing):
-        store.url(made.artifact_id, "other.json", 60.0)
+        store.sign_url(made.artifact_id, "other.json", 60.0)

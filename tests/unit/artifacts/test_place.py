@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tx.artifacts import Identity, LocalArtifacts, PlaceRefused, checked_url, open_artifacts, recorded_url
+from skyrl_tx.artifacts import (
+    Identity,
+    InvalidLocation,
+    LocalArtifacts,
+    normalize_url,
+    open_artifacts,
+    read_recorded_url,
+)
 from skyrl_tx.artifacts import place as places
 from skyrl_tx.artifacts.objects import ObjectArtifacts
 
@@ -34,14 +41,14 @@ def data_dir(tmp_path: Path) -> Path:
     ],
 )
 def test_bad_urls_are_refused_without_their_secrets(url: str, message: str) -> None:
-    with pytest.raises(PlaceRefused, match=message) as caught:
-        checked_url(url)
+    with pytest.raises(InvalidLocation, match=message) as caught:
+        normalize_url(url)
     assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/prefix/", "gs://bucket", "az://container/a/b", "file:///srv/weights"])
 def test_urls_of_object_stores(url: str) -> None:
-    assert checked_url(url) == url.rstrip("/")
+    assert normalize_url(url) == url.rstrip("/")
 
 
 def test_the_default_is_the_data_directory(data_dir: Path) -> None:
@@ -52,19 +59,19 @@ def test_the_default_is_the_data_directory(data_dir: Path) -> None:
 
 def test_a_data_directory_names_its_object_store(data_dir: Path, tmp_path: Path) -> None:
     made = open_artifacts(data_dir, url_of(tmp_path) + "/").create(lambda at: (at / "a.json").write_text("1") and None)
-    assert recorded_url(data_dir) == url_of(tmp_path)
+    assert read_recorded_url(data_dir) == url_of(tmp_path)
     assert stat.S_IMODE((data_dir / "artifacts.url").stat().st_mode) == 0o600
     found = open_artifacts(data_dir)
-    assert isinstance(found, ObjectArtifacts) and found.place == url_of(tmp_path) and found.has(made.artifact_id)
-    with pytest.raises(PlaceRefused, match=f"{data_dir} has its artifacts in {url_of(tmp_path)}"):
+    assert isinstance(found, ObjectArtifacts) and found.location == url_of(tmp_path) and found.has(made.artifact_id)
+    with pytest.raises(InvalidLocation, match=f"{data_dir} has its artifacts in {url_of(tmp_path)}"):
         open_artifacts(data_dir, url_of(tmp_path, "others"))
 
 
 def test_a_data_directory_with_artifacts_keeps_them(data_dir: Path, tmp_path: Path) -> None:
     open_artifacts(data_dir).create(lambda at: (at / "a.json").write_text("1") and None)
-    with pytest.raises(PlaceRefused, match="has artifacts in itself; use another data directory"):
+    with pytest.raises(InvalidLocation, match="has artifacts in itself; use another data directory"):
         open_artifacts(data_dir, url_of(tmp_path))
-    assert recorded_url(data_dir) is None
+    assert read_recorded_url(data_dir) is None
 
 
 def test_without_obstore_the_extra_is_named(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,15 +79,15 @@ def test_without_obstore_the_extra_is_named(data_dir: Path, monkeypatch: pytest.
         monkeypatch.delitem(sys.modules, f"skyrl_tx.artifacts.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(
-        PlaceRefused, match=r"--artifacts s3://weights needs obstore: pip install 'skyrl-tx-server\[storage\]'"
+        InvalidLocation, match=r"--artifacts s3://weights needs obstore: pip install 'skyrl-tx-server\[storage\]'"
     ):
         open_artifacts(data_dir, "s3://weights")
-    assert recorded_url(data_dir) is None
+    assert read_recorded_url(data_dir) is None
 
 
 def test_a_damaged_database_is_forgotten_when_the_object_store_is_opened(data_dir: Path, tmp_path: Path) -> None:
     open_artifacts(data_dir, url_of(tmp_path)).write_identity(Identity(store_id="remote-1", epoch=1))
     places.forget_identity(data_dir)
-    assert open_artifacts(data_dir).identity() is None
+    assert open_artifacts(data_dir).read_identity() is None
     open_artifacts(data_dir).write_identity(Identity(store_id="remote-2", epoch=1))
-    assert open_artifacts(data_dir).identity() == Identity(store_id="remote-2", epoch=1)
+    assert open_artifacts(data_dir).read_identity() == Identity(store_id="remote-2", epoch=1)

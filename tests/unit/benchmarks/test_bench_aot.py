@@ -36,7 +36,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_next_cell(tmp_path: Path, monke
             raise KeyboardInterrupt
         return COMPILED if device == "h200:8" else {"problem": "does not fit"}
 
-    monkeypatch.setattr(bench_aot, "PAGE", page)
+    monkeypatch.setattr(bench_aot, "PAGE_SIZE", page)
     monkeypatch.setattr(bench_aot, "RECORDS", records)
     monkeypatch.setattr(bench_aot, "compile_cell", compile_cell)
     monkeypatch.setattr(PreparedEnvironment, "packages", tmp_path)
@@ -61,4 +61,4 @@ def test_a_run_that_was_stopped_goes_on_with_the_next_cell(tmp_path: Path, monke
 
 def test_every_model_of_the_table_has_a_config() -> None:
     for model in (*bench_aot.OWN, *bench_aot.FAMILIES):
-        assert "architectures" in bench_aot.config_of(model)
+        assert "architectures" in bench_aot.read_config(model)

@@ -21,8 +21,8 @@ def run(monkeypatch: pytest.MonkeyPatch, records: Path, *flags: str) -> list[str
         done.append(f"{task} {model}".strip())
         return {"problem": "out of memory"} if task == "decoding-256" else RATE
 
-    monkeypatch.setattr(bench_gpu, "figures", figures)
-    monkeypatch.setattr(bench_gpu, "_device", lambda: "gpu NVIDIA H200")
+    monkeypatch.setattr(bench_gpu, "measure_in_child", figures)
+    monkeypatch.setattr(bench_gpu, "_read_device", lambda: "gpu NVIDIA H200")
     monkeypatch.setattr(sys, "argv", ["bench_gpu", "--models", MODEL, "--records", str(records), *flags])
     bench_gpu.main()
     return done
@@ -33,12 +33,12 @@ def test_a_run_does_what_has_no_record_of_this_commit(tmp_path: Path, monkeypatc
         tmp_path / "gpu.json",
         [f"{task} {MODEL}" for task in ("training", "decoding-64", "decoding-256")],
     )
-    monkeypatch.setattr(bench_gpu, "commit", lambda: "one")
+    monkeypatch.setattr(bench_gpu, "get_commit", lambda: "one")
     assert run(monkeypatch, records, "--skip-tests") == measured
     assert run(monkeypatch, records) == ["parity", "suites"]
     assert run(monkeypatch, records) == []
     assert run(monkeypatch, records, "--again", "--skip-tests") == measured
-    monkeypatch.setattr(bench_gpu, "commit", lambda: "two")
+    monkeypatch.setattr(bench_gpu, "get_commit", lambda: "two")
     assert run(monkeypatch, records) == ["parity", *measured, "suites"]
     last = json.loads(records.read_text())[-2]
     assert last["options"] == {"part": "decoding-256", "model": MODEL} and last["commit"] == "two"
@@ -54,7 +54,7 @@ def test_a_run_starts_nothing_that_may_not_end_in_time(
 
 
 def test_without_a_gpu_only_the_tiny_model_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_gpu, "_device", lambda: "cpu cpu")
+    monkeypatch.setattr(bench_gpu, "_read_device", lambda: "cpu cpu")
     monkeypatch.setattr(sys, "argv", ["bench_gpu", "--records", str(tmp_path / "gpu.json")])
     with pytest.raises(SystemExit, match="no GPU: the first device of JAX is cpu"):
         bench_gpu.main()
@@ -75,5 +75,5 @@ def test_without_a_gpu_only_the_tiny_model_runs(tmp_path: Path, monkeypatch: pyt
     ],
 )
 def test_the_data_sheet_of_a_device_is_found_by_its_name(device: str, kind: str | None) -> None:
-    found = bench_gpu.kind_of(device)
+    found = bench_gpu.find_kind(device)
     assert (found and found.name) == kind

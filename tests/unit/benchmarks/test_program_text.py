@@ -2,7 +2,7 @@
 
 # ruff: noqa: E501 - XLA's lines are long
 
-from benchmarks.ahead.program_text import Sent, read_program
+from benchmarks.ahead.program_text import CollectiveCalls, read_program
 
 GPU = """\
 HloModule jit_accumulate, is_scheduled=true
@@ -80,8 +80,8 @@ def test_nested_loops_multiply_and_the_longest_branch_counts() -> None:
     assert (found.num_loops, found.num_open_loops) == (3, 1)
     assert found.num_steps == 28 * (1 + 5) + 1
     assert found.kernels == {"mha_forward": 28}
-    gathered = Sent(28, 28 * (128 * 32 * 2 + 16 * 4))
-    assert found.collectives == {"all-gather": gathered, "all-reduce": Sent(1, 64 * 2 * 4)}
+    gathered = CollectiveCalls(28, 28 * (128 * 32 * 2 + 16 * 4))
+    assert found.collectives == {"all-gather": gathered, "all-reduce": CollectiveCalls(1, 64 * 2 * 4)}
     assert found.in_layers == {"all-gather": gathered}
     assert read_program(GPU, {27}).in_layers == {}
 

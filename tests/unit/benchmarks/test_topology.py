@@ -6,7 +6,7 @@ import jax
 import pytest
 from jax.experimental import topologies
 
-from benchmarks.ahead.topology import described_layout, gpu_target
+from benchmarks.ahead.topology import describe_layout, gpu_target
 from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.tools.plan.hardware import KINDS
@@ -25,7 +25,7 @@ def test_a_gpu_is_described_as_its_kind_is(name: str) -> None:
 
 def test_a_gpu_without_description_is_named() -> None:
     with pytest.raises(UserError, match="--device: l4 is not described; of the GPUs, h100 and h200 are"):
-        described_layout("gpu", "l4:1", MeshConfig())
+        describe_layout("gpu", "l4:1", MeshConfig())
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_a_missing_compiler_is_named(family, topology, packages, monkeypatch: py
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     with pytest.raises(UserError, match=rf"no compiler for {topology}: pip install {packages} \(no support\)"):
-        described_layout(family, topology, MeshConfig())
+        describe_layout(family, topology, MeshConfig())
 
 
 def test_more_gpus_than_one_host_has_are_on_several(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,5 +55,5 @@ def test_more_gpus_than_one_host_has_are_on_several(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(topologies, "get_topology_desc", describe)
     for number in (1, 8, 16):
-        described_layout("gpu", f"h200:{number}", MeshConfig())
+        describe_layout("gpu", f"h200:{number}", MeshConfig())
     assert asked == ["1x1x1", "1x1x8", "1x2x8"]

@@ -27,7 +27,7 @@ class Scene:
 
     def after(self, seconds: float) -> tuple[float, float]:
         self.now += seconds
-        return self.api_uptime.total_s(), self.api_uptime.continuous_s()
+        return self.api_uptime.get_total_s(), self.api_uptime.get_continuous_s()
 
 
 def test_uptime_stops_while_the_api_is_down_and_continuous_uptime_restarts(monkeypatch) -> None:
@@ -57,7 +57,7 @@ def test_adjustments_of_the_clock_do_not_restart_continuous_uptime(monkeypatch) 
     for _ in range(100):
         scene.suspended_s += 0.5
         scene.after(10.0)
-    assert scene.api_uptime.continuous_s() == 1000.0
+    assert scene.api_uptime.get_continuous_s() == 1000.0
 
 
 @pytest.mark.parametrize("away_s", [1860.0, 8 * DAY_S])
@@ -97,7 +97,7 @@ def test_suspend_of_a_running_engine_is_not_a_heartbeat_timeout(tmp_path, monkey
                 suspended.append(uptime_s)
                 monkeypatch.setattr(time, "time", lambda: real() + away_s)
             if not suspended or uptime_s > suspended[0] + timeout_s / 2:
-                harness.api.write(lambda tx: sessions.heartbeat(tx, harness.session_id, time.time()))
+                harness.api.write(lambda tx: sessions.record_heartbeat(tx, harness.session_id, time.time()))
             return super().step_sample()
 
     waiting = harness.submit(sample(max_tokens=300, eos_stops=False))

@@ -14,17 +14,17 @@ from skyrl_tx.server.monitoring import engine_status
 from skyrl_tx.server.monitoring.engine_status import AdmissionControl
 from skyrl_tx.store import completions
 from skyrl_tx.store.engine_state import REQUEST_BYTES
-from skyrl_tx.store.futures import Submitted
+from skyrl_tx.store.futures import SubmittedRequest
 from skyrl_tx.testing.fake.backend import FakeBackend
 from tests.support.engine_harness import OWNER, EngineHarness, sample
-from tests.support.logged_error import logged_error
+from tests.support.logged_error import find_logged_error
 
 OVER = Failure(message="cancelled", category=ErrorCategory.USER)
 
 
 def check(admission: AdmissionControl, owner: str, num_bytes: int) -> None:
     """Raise ApiError if a sample would be refused now."""
-    with admission.reserved(owner, num_bytes):
+    with admission.reserve(owner, num_bytes):
         pass
 
 
@@ -90,7 +90,7 @@ def test_next_engine_does_not_run_a_cancelled_sample(harness):
     backend = Cancelling(harness, [], at_slice=0)
     harness.run(other, backend=backend)
     assert backend.started == [other] and harness.result(doomed) == OVER
-    assert harness.api.read(lambda tx: completions.cancelled_since(tx, 0)) == []
+    assert harness.api.read(lambda tx: completions.list_cancelled(tx, 0)) == []
 
 
 def test_sample_that_the_backend_cannot_end_fails_alone(harness, caplog):
@@ -111,7 +111,7 @@ def test_sample_that_the_backend_cannot_end_fails_alone(harness, caplog):
     stuck, neighbour = harness.submit(long(max_tokens=100, stop_strings=(stop,))), harness.submit(long(max_tokens=320))
     harness.run(stuck, neighbour, backend=Stubborn("tiny", harness.config))
     failure = harness.result(stuck)
-    assert failure.category == ErrorCategory.SERVER and str(logged_error(failure.message, caplog)) == "no end"
+    assert failure.category == ErrorCategory.SERVER and str(find_logged_error(failure.message, caplog)) == "no end"
     assert len(harness.result(neighbour).sequences[0].tokens) == 320
 
 
@@ -124,7 +124,7 @@ def test_requests_cancelled_before_they_are_read_do_not_count_as_back_pressure(t
     before = harness.submit(long(max_tokens=320))
     doomed = [harness.submit(sample()) for _ in range(20)]
     for position, request_id in enumerate(doomed, start=3):
-        admission.record("local", Submitted(request_id, is_new=True, position=position), 0)
+        admission.record("local", SubmittedRequest(request_id, is_new=True, position=position), 0)
     with pytest.raises(ApiError, match="send this one later"):
         check(admission, "local", 0)
     for request_id in doomed:

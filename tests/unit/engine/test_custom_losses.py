@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from skyrl_tx.contract.custom_loss import CustomLoss, CustomLossInput, Operation
 
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.contract.custom_loss import CustomLoss, CustomLossInput, Operation
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import Datum, ModelPass
@@ -51,7 +51,7 @@ def model_pass(*data: Datum, loss: CustomLoss = LOSS) -> ModelPass:
 def test_the_backend_gets_the_loss_and_float32_inputs_of_its_ranks() -> None:
     request = model_pass(datum(), datum(7))
     prepare.check_pass(request, OFFERED)
-    first, second = prepare.pass_examples(RequestId("r"), ModelId("m"), request, OFFERED)
+    first, second = prepare.make_pass_examples(RequestId("r"), ModelId("m"), request, OFFERED)
     assert first.custom is LOSS and first.loss == "custom" and second.tokens.size == 7
     assert {name: (array.shape, array.dtype.name) for name, array in first.loss_inputs.items()} == {
         "target_tokens": ((4,), "int32"),
@@ -104,5 +104,5 @@ def test_metrics_of_datums_are_summed_or_averaged() -> None:
         )
         for loss, a, b in ((1.0, 2.0, 3.0), (2.0, 5.0, 4.0))
     ]
-    metrics = prepare.pass_output(results, 4).metrics
+    metrics = prepare.combine_pass_results(results, 4).metrics
     assert (metrics["loss:sum"], metrics["custom/a:sum"], metrics["custom/b:mean"]) == (3.0, 7.0, 3.5)

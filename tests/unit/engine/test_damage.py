@@ -55,7 +55,7 @@ def test_damaged_log_record_is_not_replayed(tmp_path) -> None:
     model_id, _ = harness.create()
     first = harness.submit(forward_backward(), model_id=model_id, seq_id=1)
     harness.run(first)
-    (effect, *_) = harness.api.read(lambda tx: futures.log_since(tx, model_id, 0))[1:]
+    (effect, *_) = harness.api.read(lambda tx: futures.read_log(tx, model_id, 0))[1:]
     assert effect.request_id == first
     harness.api.write(lambda tx: tx.connection().exec_driver_sql("DELETE FROM snapshots"))
     flip(harness, first, "body")
@@ -77,9 +77,9 @@ def test_housekeeping_continues_with_a_damaged_load(tmp_path, is_open: bool) -> 
         harness.run(loaded)
         harness.api.write(lambda tx: tx.connection().exec_driver_sql("DELETE FROM snapshots"))
     harness.api.write(lambda tx: checkpoints.delete(tx, CheckpointPath.parse(saved.path)))
-    assert artifact_id in (harness.api.read(checkpoints.referenced_artifacts) or ())
+    assert artifact_id in (harness.api.read(checkpoints.find_referenced_artifacts) or ())
     flip(harness, loaded, "body")
-    assert harness.api.read(checkpoints.referenced_artifacts) == (None if is_open else set())
+    assert harness.api.read(checkpoints.find_referenced_artifacts) == (None if is_open else set())
     os.utime(harness.artifacts.open(artifact_id).path, (0, 0))
     with live_engine(harness.settings, harness.backend()):
         until(lambda: not harness.artifacts.has(artifact_id))
@@ -93,5 +93,5 @@ def test_damaged_result_is_not_served(harness: EngineHarness) -> None:
     request_id = harness.submit(sample())
     harness.run(request_id)
     flip(harness, request_id, "result")
-    state = harness.api.read(lambda tx: futures.result(tx, request_id, "local"))
+    state = harness.api.read(lambda tx: futures.get_state(tx, request_id, "local"))
     assert (state.status, state.result) == ("damaged", None)

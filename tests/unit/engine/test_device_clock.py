@@ -11,11 +11,11 @@ class Device:
         self.clock = DeviceClock(lambda: self.now)
 
     def dispatch(self, taken: DeviceTime, seconds: float) -> None:
-        with self.clock.dispatching(taken):
+        with self.clock.measure_dispatch(taken):
             self.ready_at = max(self.now, self.ready_at) + seconds
 
     def complete(self, taken: DeviceTime) -> None:
-        with self.clock.completing(taken):
+        with self.clock.measure_completion(taken):
             self.now = max(self.now, self.ready_at)
 
 
@@ -47,7 +47,7 @@ def test_kinds_of_work_are_divided_by_what_each_takes_alone() -> None:
 
 def test_work_that_is_done_when_its_call_returns_is_counted_at_once() -> None:
     device, taken = Device(), DeviceTime("step")
-    with device.clock.completing(taken):
+    with device.clock.measure_completion(taken):
         device.now += 2.0
     assert taken.device_s == 2.0
 
@@ -56,11 +56,11 @@ def test_time_is_counted_once_if_a_call_fails() -> None:
     device, failed, next_one = Device(), DeviceTime("pass"), DeviceTime("pass")
     device.dispatch(failed, 1.0)
     try:
-        with device.clock.completing(failed):
+        with device.clock.measure_completion(failed):
             device.now += 1.0
             raise ValueError
     except ValueError:
         pass
-    with device.clock.completing(next_one):
+    with device.clock.measure_completion(next_one):
         device.now += 2.0
     assert (failed.device_s, next_one.device_s) == (1.0, 2.0)

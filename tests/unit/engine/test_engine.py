@@ -12,7 +12,7 @@ from skyrl_tx.contract.results import CreateModelOutput, Failure, ForwardBackwar
 from skyrl_tx.store import checkpoints, engine_state, futures, models, samplers, stability
 from skyrl_tx.testing.fake.backend import FakeBackend
 from tests.support.engine_harness import OWNER, SPEC, EngineHarness, datum, forward_backward, optim_step, sample
-from tests.support.logged_error import logged_error
+from tests.support.logged_error import find_logged_error
 
 SAMPLING = SamplingSessionId("s:sample:0")
 
@@ -49,7 +49,7 @@ def test_requests_run_in_seq_id_order(harness):
 
 
 def effect_orders(tx, model_id):
-    return [effect.seq_id for effect in futures.log_since(tx, model_id, 0)]
+    return [effect.seq_id for effect in futures.read_log(tx, model_id, 0)]
 
 
 def test_failing_request_does_not_fail_its_batch(harness, caplog):
@@ -71,7 +71,7 @@ def test_failing_request_does_not_fail_its_batch(harness, caplog):
     assert harness.result(second).category == ErrorCategory.SERVER
     poisoned = harness.result(steps[0])
     assert poisoned.category == ErrorCategory.USER and harness.result(second).message in poisoned.message
-    assert "I do not like 99" in str(logged_error(poisoned.message, caplog))
+    assert "I do not like 99" in str(find_logged_error(poisoned.message, caplog))
     assert harness.result(steps[1]).metrics["unclipped_grad_l2:mean"] == 0
 
 
@@ -85,7 +85,7 @@ def test_unexpected_error_reaches_the_log_and_not_the_client(harness, caplog):
     harness.run(failed, backend=Broken("tiny", harness.config))
     message = harness.result(failed).message
     assert message.startswith("internal error; the server's log") and "ann" not in message
-    assert "no such device cuda:3" in str(logged_error(message, caplog))
+    assert "no such device cuda:3" in str(find_logged_error(message, caplog))
 
 
 def test_step_with_a_gradient_that_is_not_finite_changes_nothing(harness):

@@ -9,11 +9,11 @@ from skyrl_tx.contract.errors import BackendLost, ErrorCategory
 from skyrl_tx.contract.ids import SamplingSessionId
 from skyrl_tx.contract.requests import SaveWeights, UnloadModel
 from skyrl_tx.contract.results import Failure, SaveWeightsOutput
-from skyrl_tx.engine.ephemeral_samplers import sampler_of
+from skyrl_tx.engine.ephemeral_samplers import make_sampler_id
 from skyrl_tx.store import futures, models, samplers
 from skyrl_tx.testing.fake.backend import FakeBackend
 from tests.support.engine_harness import EngineHarness, forward_backward, optim_step, sample
-from tests.support.logged_error import logged_error
+from tests.support.logged_error import find_logged_error
 from tests.support.waiting import until
 
 
@@ -80,9 +80,9 @@ def test_sampler_is_usable_before_its_files_are_written(harness):
     disk, sampled = Disk(harness), []
 
     def until_sampled():
-        assert until(lambda: harness.api.read(lambda tx: futures.statuses(tx, [saved]))) == {saved: "done"}
+        assert until(lambda: harness.api.read(lambda tx: futures.get_outcomes(tx, [saved]))) == {saved: "done"}
         sampled.append(harness.submit(sample(sampler=row_of(harness, 0).sampler_id)))
-        until(lambda: harness.api.read(lambda tx: futures.statuses(tx, sampled)))
+        until(lambda: harness.api.read(lambda tx: futures.get_outcomes(tx, sampled)))
 
     disk.before = until_sampled
     named = harness.submit(SaveWeights(kind="weights", name="later"), model_id=model_id, seq_id=4)
@@ -262,7 +262,7 @@ def test_failed_replay_does_not_prevent_serving(harness, caplog):
     lost_sampler(harness)
     wanted, others = harness.submit(sample(sampler=row_of(harness, 0).sampler_id)), harness.submit(sample())
     harness.run(wanted, others, backend=Broken("tiny", harness.config))
-    assert repr(logged_error(harness.result(wanted).message, caplog)) == "MemoryError('no room')"
+    assert repr(find_logged_error(harness.result(wanted).message, caplog)) == "MemoryError('no room')"
     assert harness.result(others).sequences
 
 
@@ -281,12 +281,12 @@ def test_unreferenced_sampler_is_kept_for_unread_requests(tmp_path, settings):
     harness = EngineHarness(tmp_path, housekeeping_interval_s=0.001, **settings)
     model_id, _ = harness.create()
     saves = [harness.submit(save(n, is_inflight=True), model_id=model_id, seq_id=n + 1) for n in range(2)]
-    first = sampler_of(saves[0])
+    first = make_sampler_id(saves[0])
     harness.run(*saves)
     others = [sample(max_tokens=1)] * 300
     with ThreadPoolExecutor(30) as at_once:
         asked = [*at_once.map(harness.submit, others), harness.submit(sample(sampler=first))]
-    assert row_of(harness, 0).sampler_id == sampler_of(saves[1]), "the in-flight session has the newest weights"
+    assert row_of(harness, 0).sampler_id == make_sampler_id(saves[1]), "the in-flight session has the newest weights"
     os.utime(harness.artifacts.open(first).path, (0, 0))
     harness.run(*asked)
     assert harness.result(asked[-1]).sequences

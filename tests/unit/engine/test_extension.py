@@ -49,8 +49,8 @@ def train_and_sample(harness: EngineHarness) -> ModelId:
 def test_an_engine_without_features_works_and_records_nothing(harness: EngineHarness) -> None:
     harness.extensions = []
     model_id = train_and_sample(harness)
-    assert harness.api.read(lambda tx: points.series(tx, model_id)) == []
-    assert harness.api.read(lambda tx: usage.totals(tx, OWNER, 0.0)) == []
+    assert harness.api.read(lambda tx: points.read_points(tx, model_id)) == []
+    assert harness.api.read(lambda tx: usage.read_totals(tx, OWNER, 0.0)) == []
 
 
 def test_a_feature_observes_only_what_it_overrides(harness: EngineHarness) -> None:
@@ -64,7 +64,7 @@ def test_a_feature_observes_only_what_it_overrides(harness: EngineHarness) -> No
     model_id = train_and_sample(harness)
     (observer,) = made
     assert observer.seen == observer.committed == [model_id]
-    assert len(harness.api.read(lambda tx: points.series(tx, model_id))) == 2, "other observers record as before"
+    assert len(harness.api.read(lambda tx: points.read_points(tx, model_id))) == 2, "other observers record as before"
 
 
 def test_rows_of_an_observer_are_committed_with_the_result_or_not_at_all(harness: EngineHarness) -> None:
@@ -82,10 +82,12 @@ def test_rows_of_an_observer_are_committed_with_the_result_or_not_at_all(harness
     complete, harness.extensions = harness.extensions, [*harness.extensions, EngineExtension(observer=Failing)]
     with pytest.raises(LookupError, match="no such row"):
         harness.run(step)
-    assert harness.api.read(lambda tx: points.series(tx, model_id)) == [], "the first observer's rows are not there"
+    assert harness.api.read(lambda tx: points.read_points(tx, model_id)) == [], (
+        "the first observer's rows are not there"
+    )
     harness.extensions = complete
     harness.run(step)
-    assert len(harness.api.read(lambda tx: points.series(tx, model_id))) == 1
+    assert len(harness.api.read(lambda tx: points.read_points(tx, model_id))) == 1
 
 
 def test_rules_of_all_features_have_names_of_their_own() -> None:

@@ -19,14 +19,14 @@ def test_later_completions_are_announced_to_clients_that_saw_the_lost_ones(tmp_p
     harness = EngineHarness(tmp_path, database_url=url)
     name = SamplingSessionId(f"{harness.session_id}:sample:0")
 
-    def announced(after: int) -> list[completions.Completion]:
-        return harness.api.read(lambda tx: completions.completions_of_client(tx, name, 0, after, 10))
+    def announced(after: int) -> list[completions.SampleCompletion]:
+        return harness.api.read(lambda tx: completions.list_by_client(tx, name, 0, after, 10))
 
     def fail_over(tx: Session) -> None:
         tx.exec(delete(RequestRow))
         tx.exec(update(AnswerCounterRow).values(value=counter))
 
-    counter = harness.api.read(completions.last_completion)
+    counter = harness.api.read(completions.get_last_position)
     seen = [harness.submit(sample(), sampling_session_id=name, seq_id=seq_id) for seq_id in range(3)]
     harness.run(*seen)
     cursor = announced(0)[-1].answer_order

@@ -42,9 +42,9 @@ def test_owners_that_always_have_work_differ_by_one_piece_at_most(
     by_owner = {f"owner-{number}": weight for number, weight in enumerate(weights)}
     share, done = FairShare(lambda: by_owner), Counter[str]()
     for owner in by_owner:
-        share.arrive(owner)
+        share.record_arrival(owner)
     for _, size in pieces:
-        owner = min(by_owner, key=share.time_of)
+        owner = min(by_owner, key=share.get_virtual_time)
         share.charge(owner, size)
         done[owner] += size
     largest = max(size for _, size in pieces)
@@ -58,10 +58,10 @@ def test_a_time_without_work_saves_up_nothing() -> None:
     share = FairShare(lambda: {})
     for _ in range(100):
         share.charge("ann", 10)
-    share.arrive("bob")
+    share.record_arrival("bob")
     order: list[str] = []
     for _ in range(6):
-        owner = min(("ann", "bob"), key=share.time_of)
+        owner = min(("ann", "bob"), key=share.get_virtual_time)
         share.charge(owner, 10)
         order.append(owner)
     assert order == ["bob", "ann", "bob", "ann", "bob", "ann"]
@@ -71,15 +71,15 @@ def test_a_short_absence_loses_nothing() -> None:
     share = FairShare(lambda: {"ann": 2})
     for owner in ("ann", "bob", "ann"):
         share.charge(owner, 1)
-    before = share.time_of("ann")
-    share.arrive("ann")
-    assert share.time_of("ann") == before
+    before = share.get_virtual_time("ann")
+    share.record_arrival("ann")
+    assert share.get_virtual_time("ann") == before
 
 
 def test_many_owners_are_forgotten_without_a_change_of_order() -> None:
     share = FairShare(lambda: {})
     for number in range(5000):
-        share.arrive(f"owner-{number}")
+        share.record_arrival(f"owner-{number}")
         share.charge(f"owner-{number}", 1)
         share.charge("busy", 1)
     assert len(share._times) <= 1025
@@ -92,7 +92,7 @@ def test_owners_of_weight_0_come_last_and_are_equal_among_themselves() -> None:
     def turns(number: int, *owners: str) -> list[str]:
         found: list[str] = []
         for _ in range(number):
-            found.append(min(owners, key=share.time_of))
+            found.append(min(owners, key=share.get_virtual_time))
             share.charge(found[-1], 10)
         return found
 

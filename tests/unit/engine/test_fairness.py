@@ -320,4 +320,4 @@ def test_burst_of_samples_is_read_while_others_run(open_harness):
     harness.run(running, *burst, backend=backend)
     assert len(backend.started) == 2001
     assert np.count_nonzero([turn == "S" for turn in backend.turns]) >= 125
-    assert len(harness.api.read(lambda tx: futures.statuses(tx, burst))) == 2000
+    assert len(harness.api.read(lambda tx: futures.get_outcomes(tx, burst))) == 2000

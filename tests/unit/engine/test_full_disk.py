@@ -50,8 +50,8 @@ def test_commit_waits_until_the_disk_has_space(tmp_path, caplog, is_full):
     is_full.set()
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(harness.run, large, step)
-        until(lambda: "no space left" in (health.report().problem or ""))
-        assert str(health.report().problem).startswith("the engine waits: database ")
+        until(lambda: "no space left" in (health.read_report().problem or ""))
+        assert str(health.read_report().problem).startswith("the engine waits: database ")
         assert harness.attempts(large) == 1
         assert "retrying until the write succeeds" in caplog.text
         is_full.clear()
@@ -111,7 +111,7 @@ def test_stop_ends_the_wait_for_disk_space_and_counts_no_attempt(tmp_path, is_fu
     health = EngineHealth(harness.api, silence_s=60.0)
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(harness.run, watched)
-        until(lambda: "no space left" in (health.report().problem or ""))
+        until(lambda: "no space left" in (health.read_report().problem or ""))
         harness.api.write(lambda tx: futures.complete(tx, watched, b"", failed=True, effect_order=None, now=0.0))
         with pytest.raises(StoreBlocked, match="no space left on its disk"):
             running.result(60)

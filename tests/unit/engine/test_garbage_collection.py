@@ -118,7 +118,7 @@ def test_a_checkpoint_recorded_behind_other_writes_is_not_collected(tmp_path, mo
 def delete(harness: EngineHarness) -> None:
     """Delete all checkpoints."""
     for run in harness.api.read(lambda tx: models.list_owned(tx, None, 10, 0))[0]:
-        for row in harness.api.read(lambda tx, run=run: checkpoints.list_of_run(tx, run.model_id, time.time())):
+        for row in harness.api.read(lambda tx, run=run: checkpoints.list_by_run(tx, run.model_id, time.time())):
             harness.api.write(lambda tx, row=row: checkpoints.delete(tx, row.path))
 
 
@@ -129,14 +129,14 @@ def test_a_deleted_checkpoint_goes_to_the_trash_first(tmp_path, caplog):
     delete(harness)
     age(tmp_path)
     run_housekeeping(harness)
-    assert artifact_id not in present(harness) and harness.artifacts.ids(trashed=True) == [artifact_id]
+    assert artifact_id not in present(harness) and harness.artifacts.list_ids(trashed=True) == [artifact_id]
     assert (
         f"moved artifact {artifact_id} (tinker://{harness.session_id}:train:monday/weights/monday) to the"
         in caplog.text
     )
     harness.settings = harness.settings.model_copy(update={"trash_retention_s": 0.0})
     run_housekeeping(harness)
-    assert harness.artifacts.ids(trashed=True) == []
+    assert harness.artifacts.list_ids(trashed=True) == []
     assert f"removed artifact {artifact_id} (tinker://" in caplog.text
     harness.close()
 
@@ -147,7 +147,7 @@ def test_ephemeral_samplers_and_replaced_snapshots_skip_the_trash(tmp_path):
     harness.api.write(lambda tx: samplers.release_unused(tx, time.time(), keep_newest=0))
     age(tmp_path)
     run_housekeeping(harness)
-    assert len(present(harness)) == 1 and harness.artifacts.ids(trashed=True) == []
+    assert len(present(harness)) == 1 and harness.artifacts.list_ids(trashed=True) == []
     harness.close()
 
 
@@ -189,7 +189,7 @@ def test_a_kill_on_the_way_to_the_trash_or_out_of_it_loses_no_other_artifact(tmp
     assert killed.returncode == -signal.SIGKILL
     assert store.has(deleted) == (nth == 1) and store.open(kept)
     assert store.collect([kept], min_age_s=0) == ([deleted] if nth == 1 else [])
-    assert store.ids(trashed=True) == ([deleted] if nth == 1 else [])
+    assert store.list_ids(trashed=True) == ([deleted] if nth == 1 else [])
     store.empty_trash(retention_s=0, max_bytes=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == [kept, "trash"]
 
@@ -220,7 +220,7 @@ def test_a_crash_while_the_identities_are_compared_keeps_artifacts_unclaimed(tmp
     harness = EngineHarness(tmp_path)
     run_housekeeping(harness)
     assert artifact_id in present(harness)
-    assert artifact_id in harness.artifacts.identity().unclaimed
+    assert artifact_id in harness.artifacts.read_identity().unclaimed
     harness.close()
 
 

@@ -29,7 +29,7 @@ def alone(tmp_path_factory):
 
 
 def engine_of(harness: EngineHarness, model_id: ModelId) -> int:
-    return harness.api.read(lambda tx: models.engine_of(tx, model_id)) or 0
+    return harness.api.read(lambda tx: models.get_engine_number(tx, model_id)) or 0
 
 
 def steps(harness: EngineHarness, model_id: ModelId, first: int, count: int) -> list[RequestId]:
@@ -65,7 +65,7 @@ def test_models_of_an_ended_engine_go_on_elsewhere_with_the_same_bits(harness, a
         names = [harness.create(f"m{number}")[0] for number in range(4)]
         before = [steps(harness, model_id, 0, NUM_STEPS) for model_id in names]
         engines.wait(before[0][0])
-        victim = engines.of(engine_of(harness, names[0]))
+        victim = engines.get_engine(engine_of(harness, names[0]))
         victim.lose() if how == "lost" else victim.stop()
         after = [steps(harness, model_id, NUM_STEPS, NUM_STEPS) for model_id in names]
         engines.wait(*(name for passes in after for name in passes))
@@ -91,7 +91,7 @@ def test_a_sampler_that_was_in_memory_only_is_made_again_elsewhere(harness, monk
             patched.setattr(harness.artifacts, "create", fail)
             saved = harness.submit(save, model_id=model_id, seq_id=5)
             engines.wait(saved, *passes)
-            victim = engines.of(engine_of(harness, model_id))
+            victim = engines.get_engine(engine_of(harness, model_id))
             victim.lose()
         row = harness.api.read(lambda tx: samplers.get(tx, name))
         request = harness.submit(
@@ -122,7 +122,7 @@ def test_a_request_that_ended_two_engines_waits_for_one_of_its_number(harness):
     with SeveralEngines(harness, 2) as engines:
         model_id, created = harness.create()
         engines.wait(created)
-        victim = engines.of(engine_of(harness, model_id))
+        victim = engines.get_engine(engine_of(harness, model_id))
         other = 3 - victim.number
         victim.lose()
         quarantined = harness.submit(sample(), engine=victim.number)
@@ -131,8 +131,8 @@ def test_a_request_that_ended_two_engines_waits_for_one_of_its_number(harness):
         harness.api.write(lambda tx: record_status(tx, victim.number))
         innocent = harness.submit(sample(), engine=victim.number)
         engines.wait(innocent)
-        assert harness.api.read(lambda tx: futures.statuses(tx, [quarantined])) == {}
-        assert [row.request_id for row in harness.api.read(lambda tx: futures.in_flight(tx, victim.number))] == [
+        assert harness.api.read(lambda tx: futures.get_outcomes(tx, [quarantined])) == {}
+        assert [row.request_id for row in harness.api.read(lambda tx: futures.list_in_flight(tx, victim.number))] == [
             quarantined
         ]
         assert engine_of(harness, model_id) == other, "only what the request needs stays"
@@ -142,5 +142,5 @@ def test_a_request_that_ended_two_engines_waits_for_one_of_its_number(harness):
 
 def record_status(tx: Session, number: int) -> None:
     """Let an ended engine have published its status just now."""
-    row = next(row for row in engine_state.all_engines(tx) if row.number == number)
-    row.updated_at = engine_state.shared_time(tx)
+    row = next(row for row in engine_state.list_engines(tx) if row.number == number)
+    row.updated_at = engine_state.get_shared_time(tx)

@@ -12,13 +12,13 @@ from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.meters import DeviceMemory, Meters
 from skyrl_tx.contract.requests import Rejected
 from skyrl_tx.contract.results import Failure, ForwardBackwardOutput
-from skyrl_tx.engine.meters import EngineMeters
+from skyrl_tx.engine.meters import EngineMetrics
 from skyrl_tx.process.exposition import render
 
 QUEUES = {"training": {"waiting": 2, "paused": 1, "running": 1, "backlog_bytes": 10, "backlog_limit_bytes": 20}}
 
 
-def series(meters: EngineMeters) -> dict[str, float]:
+def series(meters: EngineMetrics) -> dict[str, float]:
     text = render(meters.registry, is_openmetrics=False).decode()
     return {
         sample.name.removeprefix("skyrl_tx_") + str(sorted(sample.labels.values())): sample.value
@@ -27,10 +27,10 @@ def series(meters: EngineMeters) -> dict[str, float]:
     }
 
 
-def complete(meters: EngineMeters, result: Any, *, owner: str = "ann", backward: bool = True) -> None:
+def complete(meters: EngineMetrics, result: Any, *, owner: str = "ann", backward: bool = True) -> None:
     request = Rejected(kind="model_pass", message="", backward=backward)
     now = time.time()
-    meters.completed("model_pass", owner, request, result, created_at=now - 3, started_at=now - 1)
+    meters.record_completion("model_pass", owner, request, result, created_at=now - 3, started_at=now - 1)
 
 
 def output(loss: float, num_tokens: float = 8.0) -> ForwardBackwardOutput:
@@ -39,7 +39,7 @@ def output(loss: float, num_tokens: float = 8.0) -> ForwardBackwardOutput:
 
 
 def test_passes_are_counted_by_direction_and_outcome() -> None:
-    meters = EngineMeters()
+    meters = EngineMetrics()
     complete(meters, output(1.0))
     complete(meters, output(1.0), backward=False)
     complete(meters, Failure(message="no", category=ErrorCategory.USER))
@@ -54,13 +54,13 @@ def test_passes_are_counted_by_direction_and_outcome() -> None:
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_is_counted(loss: float) -> None:
-    meters = EngineMeters()
+    meters = EngineMetrics()
     complete(meters, output(loss))
     assert series(meters)["nonfinite_total['loss']"] == 1
 
 
 def test_owners_are_labels_only_when_asked_for_and_at_most_fifty() -> None:
-    plain, with_owners = EngineMeters(), EngineMeters(with_owners=True)
+    plain, with_owners = EngineMetrics(), EngineMetrics(with_owners=True)
     for meters in (plain, with_owners):
         for number in range(60):
             complete(meters, output(1.0), owner=f"owner-{number}")
@@ -70,9 +70,9 @@ def test_owners_are_labels_only_when_asked_for_and_at_most_fifty() -> None:
 
 
 def test_the_backend_tells_what_it_knows() -> None:
-    meters = EngineMeters()
+    meters = EngineMetrics()
     known = Meters(decode_slots=8, decode_slots_used=3, device_memory=(DeviceMemory(used_bytes=5, limit_bytes=9),))
-    published = meters.measured(
+    published = meters.update_gauges(
         known, {"forward": 1.5, "step_sample": 2.0, "text_of": 9.0}, QUEUES, {"models_places": 4}
     )
     found = series(meters)

@@ -23,7 +23,7 @@ NUM_STEPS = 3
 
 @pytest.fixture
 def bucket(tmp_path: Path) -> Bucket:
-    return Bucket.of(f"file://{tmp_path}/objects")
+    return Bucket.open_url(f"file://{tmp_path}/objects")
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_a_save_during_an_outage_fails_and_training_goes_on(
     failure = harness.result(refused)
     assert failure.category == ErrorCategory.SERVER and "Remote I/O error" in failure.message
     assert harness.result(passed).metrics["num_datums:sum"] == 2
-    assert save(harness, model_id, 3) in harness.artifacts.ids()
+    assert save(harness, model_id, 3) in harness.artifacts.list_ids()
 
 
 def test_a_deleted_checkpoint_goes_to_the_trash_and_is_removed_later(harness: EngineHarness, tmp_path: Path) -> None:
@@ -142,12 +142,12 @@ def test_a_deleted_checkpoint_goes_to_the_trash_and_is_removed_later(harness: En
     path = CheckpointPath.of_parts(model_id, "weights", "a")
     harness.api.write(lambda tx: checkpoints.delete(tx, path))
     age(tmp_path)
-    collect_until(harness, lambda: harness.artifacts.ids(trashed=True) == [deleted])
-    assert kept in harness.artifacts.ids()
+    collect_until(harness, lambda: harness.artifacts.list_ids(trashed=True) == [deleted])
+    assert kept in harness.artifacts.list_ids()
     age(tmp_path)
     harness.settings = harness.settings.model_copy(update={"trash_retention_s": 3600.0})
     collect_until(harness, lambda: not list((tmp_path / "objects").glob(f"{deleted}/*")))
-    assert kept in harness.artifacts.ids()
+    assert kept in harness.artifacts.list_ids()
 
 
 def test_a_new_database_removes_nothing(harness: EngineHarness, bucket: Bucket, tmp_path: Path, caplog) -> None:
@@ -160,7 +160,7 @@ def test_a_new_database_removes_nothing(harness: EngineHarness, bucket: Bucket, 
     for _ in range(3):
         other.answer(sample(max_tokens=100, eos_stops=False))
     other.close()
-    assert artifact_id in other.artifacts.ids() and other.artifacts.ids(trashed=True) == []
+    assert artifact_id in other.artifacts.list_ids() and other.artifacts.list_ids(trashed=True) == []
     assert "skyrl-tx recover" in caplog.text
 
 
@@ -171,7 +171,7 @@ def test_a_database_is_served_with_its_own_artifacts_only(
     harness.run(created)
     artifact_id = save(harness, model_id, 1)
     right = harness.artifacts
-    empty = Bucket.of(f"file://{tmp_path}/others")
+    empty = Bucket.open_url(f"file://{tmp_path}/others")
     for wrong in (on_machine(tmp_path, empty, "second"), LocalArtifacts(tmp_path / "data" / "artifacts")):
         harness.artifacts = wrong
         with pytest.raises(
@@ -181,8 +181,8 @@ def test_a_database_is_served_with_its_own_artifacts_only(
     harness.artifacts = right
     harness.run(created)
     right.forget_identity()  # as after damage of the database
-    identity.check_place(harness.api, right)
-    assert artifact_id in right.ids()
+    identity.check_artifacts(harness.api, right)
+    assert artifact_id in right.list_ids()
 
 
 def test_a_database_without_artifacts_may_be_moved_to_an_object_store(bucket: Bucket, tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_database_without_artifacts_may_be_moved_to_an_object_store(bucket: Bu
     harness.artifacts = on_machine(tmp_path, bucket, "first")
     model_id, created = harness.create("later")
     harness.run(created)
-    assert save(harness, model_id, 1) in harness.artifacts.ids()
-    recorded = harness.artifacts.identity()
+    assert save(harness, model_id, 1) in harness.artifacts.list_ids()
+    recorded = harness.artifacts.read_identity()
     assert recorded is not None and recorded.store_id.startswith("remote-")
     harness.close()

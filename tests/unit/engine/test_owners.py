@@ -171,13 +171,13 @@ def test_long_pass_of_one_owner_has_half_of_the_micro_batches_next_to_many_of_an
 
 def test_model_that_was_forgotten_while_evicted_goes_on(make_harness, monkeypatch):
     """With one adapter slot, housekeeping forgets the model that is not on the device."""
-    cursors, read = [], Recovery.sequence_cursor
+    cursors, read = [], Recovery.read_sequence_cursor
 
     def sequence_cursor(self, model_id):
         cursors.append((model_id, read(self, model_id).next_seq))
         return read(self, model_id)
 
-    monkeypatch.setattr(Recovery, "sequence_cursor", sequence_cursor)
+    monkeypatch.setattr(Recovery, "read_sequence_cursor", sequence_cursor)
     harness = make_harness({"max_models": 1}, housekeeping_interval_s=0.01, gap_timeout_s=100.0)
     first, created = harness.create("first")
     harness.run(created)
@@ -228,7 +228,7 @@ def test_owner_behind_a_backlog_of_another_beyond_memory_is_served_in_turn(make_
     of_bob, _ = harness.create()
     last = harness.submit(forward, model_id=of_bob, seq_id=1)
     harness.run(last)
-    done = harness.api.read(lambda tx: futures.statuses(tx, queued))
+    done = harness.api.read(lambda tx: futures.get_outcomes(tx, queued))
     assert len(done) < 300, "it is next once it is read"
     harness.run(*queued)
     in_order = select(RequestRow.seq_id).where(RequestRow.model_id == of_ann, RequestRow.seq_id > 0)

@@ -13,7 +13,7 @@ from skyrl_tx.contract.requests import PromptOptions, SamplingParams
 from skyrl_tx.contract.results import MeanTerm, PassResult, PromptResult, SampleDelta, SampleOutput, TopK, TrainerGap
 from skyrl_tx.engine import prepare
 from skyrl_tx.engine.sample_output import SampleAssembler
-from skyrl_tx.server.http.responses import pass_message
+from skyrl_tx.server.http.responses import encode_pass
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.engine_harness import datum, forward_backward, sample
@@ -27,7 +27,7 @@ def test_examples_have_all_inputs_and_config_values():
     request = forward_backward(
         data=(datum(logprobs=floats, advantages=floats),), loss="ppo", loss_config={"clip_low_threshold": 0}
     )
-    [example] = prepare.pass_examples(REQUEST, MODEL, request, CAPABILITIES)
+    [example] = prepare.make_pass_examples(REQUEST, MODEL, request, CAPABILITIES)
     assert example.loss_config == {"clip_low_threshold": 0.0, "clip_high_threshold": 1.2}
     assert {name: (array.dtype.name, array.shape) for name, array in example.loss_inputs.items()} == {
         "target_tokens": ("int32", (6,)),
@@ -40,7 +40,7 @@ def test_examples_have_all_inputs_and_config_values():
 
 def test_absent_inputs_take_the_shape_of_the_targets():
     request = forward_backward(data=(datum(target_tokens=np.zeros((6, 3), np.int64)),))
-    [example] = prepare.pass_examples(REQUEST, MODEL, request, CAPABILITIES)
+    [example] = prepare.make_pass_examples(REQUEST, MODEL, request, CAPABILITIES)
     assert example.loss_inputs["weights"].shape == (6, 3)
 
 
@@ -49,7 +49,7 @@ def test_metrics_are_combined_as_the_sdk_combines_chunks():
         logprobs = np.zeros(2, np.float32)
         return PassResult(logprobs=logprobs, sums={"loss": loss}, means={"clip": MeanTerm(total, count)})
 
-    output = prepare.pass_output([result(1.0, 1, 4), result(2.5, 2, 2)], num_tokens=6)
+    output = prepare.combine_pass_results([result(1.0, 1, 4), result(2.5, 2, 2)], num_tokens=6)
     assert output.metrics == {
         "loss:sum": 3.5,
         "num_tokens:sum": 6.0,
@@ -69,7 +69,7 @@ def test_means_over_chunks_are_correct_or_absent():
         results = [
             PassResult(logprobs=logprobs, sums={"loss": 0.0}, means={"ratio": MeanTerm(*term)}) for term in terms
         ]
-        message = pass_message(prepare.pass_output(results, num_tokens=2 * len(terms)))
+        message = encode_pass(prepare.combine_pass_results(results, num_tokens=2 * len(terms)))
         return deserialize_forward_backward_output(message.SerializeToString())
 
     on_policy, counts_nothing, far = chunk((4, 4), (2, 2)), chunk((0, 0)), chunk((20, 10))
@@ -81,8 +81,8 @@ def test_means_over_chunks_are_correct_or_absent():
 
 
 def test_null_max_tokens_means_up_to_the_context():
-    assert prepare.sample_request(REQUEST, sample(max_tokens=None), CAPABILITIES).params.max_tokens == 30
-    assert prepare.sample_request(REQUEST, sample(), CAPABILITIES).params.max_tokens == 8
+    assert prepare.make_sample_request(REQUEST, sample(max_tokens=None), CAPABILITIES).params.max_tokens == 30
+    assert prepare.make_sample_request(REQUEST, sample(), CAPABILITIES).params.max_tokens == 8
 
 
 def request_of(num_samples, **params):
@@ -122,7 +122,7 @@ def test_deltas_are_joined_by_index():
     assert gathering.num_open > 0
     gathering.add(delta(0, "b", "length"))
     assert gathering.num_open == 0
-    output = gathering.output()
+    output = gathering.build_output()
     assert [text_of(each.tokens) for each in output.sequences] == ["ab", "xyz"]
     assert [each.stop_reason for each in output.sequences] == ["length", "stop"]
     assert output.prompt is prompt
@@ -133,7 +133,7 @@ def test_a_gap_comes_with_the_end_of_its_sample_and_is_stored():
     gathering.add(delta(0, "a"))
     gathering.add(structs.replace(delta(0, "", "length"), trainer_gap=gap))
     gathering.add(delta(1, "b", "stop"))
-    output = gathering.output()
+    output = gathering.build_output()
     assert [each.trainer_gap for each in output.sequences] == [gap, UNSET]
     stored = codec.decode(codec.encode(output))
     assert isinstance(stored, SampleOutput) and [each.trainer_gap for each in stored.sequences] == [gap, UNSET]
@@ -144,6 +144,6 @@ def test_stop_string_truncates_tokens_logprobs_and_topk():
     gathering.add(delta(0, "ab"))
     gathering.add(delta(0, "cde"))
     gathering.add(delta(0, "fgh", "length"))
-    [sequence] = gathering.output().sequences
+    [sequence] = gathering.build_output().sequences
     assert text_of(sequence.tokens) == "abc" and sequence.stop_reason == "stop"
     assert len(sequence.logprobs) == len(sequence.topk.token_ids) == len(sequence.topk.logprobs) == 3

@@ -73,7 +73,7 @@ def test_clean_stop_counts_no_delivery_attempt(harness):
 
 
 def open_requests(harness):
-    return harness.api.read(lambda tx: futures.pending(tx, 0, 10))
+    return harness.api.read(lambda tx: futures.list_pending(tx, 0, 10))
 
 
 def test_killed_engine_is_continued_bit_equal(harness, tmp_path_factory):
@@ -83,12 +83,12 @@ def test_killed_engine_is_continued_bit_equal(harness, tmp_path_factory):
     passes = train(harness)
     process = multiprocessing.get_context("spawn").Process(target=run_fake_engine, args=(harness.settings, 0.01))
     process.start()
-    while len(harness.api.read(lambda tx: futures.statuses(tx, passes))) < 3:
+    while len(harness.api.read(lambda tx: futures.get_outcomes(tx, passes))) < 3:
         assert process.is_alive()
         harness.api.wait(1.0)
     process.kill()
     process.join()
-    num_answered = len(harness.api.read(lambda tx: futures.statuses(tx, passes)))
+    num_answered = len(harness.api.read(lambda tx: futures.get_outcomes(tx, passes)))
     assert num_answered < len(passes), "the engine ended before it was killed"
     assert losses_of(harness, passes) == expected
 
@@ -99,12 +99,12 @@ def test_killed_engine_is_continued_bit_equal(harness, tmp_path_factory):
 )
 def test_only_a_signal_that_the_engine_caused_is_a_crash(harness, monkeypatch, number, is_memory_exhausted, is_crash):
     counts = itertools.count(step=is_memory_exhausted)
-    monkeypatch.setattr(engine_process, "_num_memory_kills", lambda: next(counts))
+    monkeypatch.setattr(engine_process, "_count_memory_kills", lambda: next(counts))
     launch = EngineLaunch(settings=harness.settings, backend="fake", backend_config=harness.config, log_level="error")
 
     async def run() -> EngineEnd:
         process = EngineProcess(launch)
-        return await process.wait(lambda ready: os.kill(process.place.pid, number))
+        return await process.wait(lambda ready: os.kill(process.location.pid, number))
 
     end = asyncio.run(run())
     assert (end.is_crash, end.is_final) == (is_crash, False)
@@ -112,7 +112,7 @@ def test_only_a_signal_that_the_engine_caused_is_a_crash(harness, monkeypatch, n
 
 
 def test_death_of_a_thread_is_no_crash_of_a_request():
-    end = engine_process._end_by_exit(threads.EXIT_STATUS, False)
+    end = engine_process._end_from_exit_code(threads.EXIT_STATUS, False)
     assert not end.is_crash and not end.was_killed and "one of its threads" in end.message
 
 
@@ -168,7 +168,7 @@ def test_engine_alone_records_a_stuck_call_as_a_crash(harness, monkeypatch):
     harness.api.write(lambda tx: futures.count_delivery_attempt(tx, [passed], is_alone=True))
     engine_process._end_in_foreground(harness.api, "forward_backward has taken longer")
     assert ends == ["forward_backward has taken longer"]
-    assert harness.api.read(lambda tx: futures.max_crashes(tx, [passed])) == 1
+    assert harness.api.read(lambda tx: futures.get_max_crashes(tx, [passed])) == 1
 
 
 def test_the_metrics_of_an_engine_alone_are_served_at_its_port(harness):
@@ -211,7 +211,7 @@ def test_a_crash_counts_only_for_what_this_run_of_a_container_ran(harness, monke
     launch = EngineLaunch(settings=harness.settings, backend="fake", backend_config=harness.config, log_level="info")
     with pytest.raises(CannotServe, match="no such kernel"):
         engine_process.run_in_foreground(launch, lambda _: None)
-    assert harness.api.read(lambda tx: futures.max_crashes(tx, [passed])) == int(has_published)
+    assert harness.api.read(lambda tx: futures.get_max_crashes(tx, [passed])) == int(has_published)
 
 
 def publish(store: Store, boot_id: str) -> None:

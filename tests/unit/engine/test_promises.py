@@ -134,7 +134,7 @@ def test_models_with_adapters_of_another_form_are_refused_with_the_setting(harne
         f"1 models in this data directory, the first {model_id}, have adapters of {named[0]}, but this server makes "
         f"adapters of {named[1]}; start it with {named[2]}, or add --fresh to leave them behind"
     )
-    artifact_id = next(iter(harness.api.read(lambda tx: checkpoints.list_of_run(tx, model_id, 0.0)))).artifact_id
+    artifact_id = next(iter(harness.api.read(lambda tx: checkpoints.list_by_run(tx, model_id, 0.0)))).artifact_id
     harness.api.write(models.abandon_all)
     load = LoadWeights(path=saved.path, artifact_id=artifact_id, spec=SPEC, optimizer=True, create=True)
     _, elsewhere = harness.make(load, "elsewhere")
@@ -148,7 +148,7 @@ def test_models_with_adapters_of_another_form_are_refused_with_the_setting(harne
 def test_abandoned_models_are_not_restored_and_their_checkpoints_load_on_their_base_only(harness):
     model_id, _ = trained(harness)
     saved = harness.answer(SaveWeights(kind="weights", name="a"), model_id=model_id)
-    artifact_id = next(iter(harness.api.read(lambda tx: checkpoints.list_of_run(tx, model_id, 0.0)))).artifact_id
+    artifact_id = next(iter(harness.api.read(lambda tx: checkpoints.list_by_run(tx, model_id, 0.0)))).artifact_id
     assert [row.model_id for row in harness.api.write(models.abandon_all)] == [model_id]
     load = LoadWeights(path=saved.path, artifact_id=artifact_id, spec=SPEC, optimizer=True, create=True)
     _, elsewhere = harness.make(load, "elsewhere")
@@ -201,7 +201,7 @@ def test_refused_barrier_is_a_barrier_after_a_restart(harness):
 def test_replaced_snapshots_are_removed(tmp_path):
     harness = EngineHarness(tmp_path, snapshot_interval_requests=1)
     trained(harness, num_steps=6)
-    kept = harness.api.read(checkpoints.referenced_artifacts) or ()
+    kept = harness.api.read(checkpoints.find_referenced_artifacts) or ()
     assert [path.name for path in (tmp_path / "artifacts").glob("art-*")] == list(kept)
     assert len(kept) == 1
     harness.close()
@@ -230,7 +230,7 @@ def test_replaced_snapshot_that_could_not_be_removed_is_collected(tmp_path, monk
         patch.setattr(harness.artifacts, "remove", Mock(side_effect=OSError("busy")))
         trained(harness)
     assert ": busy" in caplog.text
-    kept = harness.api.read(checkpoints.referenced_artifacts) or ()
+    kept = harness.api.read(checkpoints.find_referenced_artifacts) or ()
     assert len(list((tmp_path / "artifacts").glob("art-*"))) > 1
     harness.artifacts.collect(kept, min_age_s=0)
     assert [path.name for path in (tmp_path / "artifacts").glob("art-*")] == list(kept)
@@ -315,7 +315,7 @@ def test_heartbeat_keeps_a_model(tmp_path, monkeypatch):
     clock = Clock(monkeypatch)
     model_id, expected = trained(harness)
     clock.ahead_s = 30 * DAY_S
-    harness.api.write(lambda tx: sessions.heartbeat(tx, harness.session_id, time.time() + 30 * DAY_S))
+    harness.api.write(lambda tx: sessions.record_heartbeat(tx, harness.session_id, time.time() + 30 * DAY_S))
     harness.run(harness.submit(sample(max_tokens=200, eos_stops=False)))
     assert looked_at(harness, model_id).logprobs[0].tobytes() == expected
     harness.close()

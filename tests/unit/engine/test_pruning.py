@@ -42,9 +42,9 @@ def send(harness: EngineHarness, model_id, first: int, count: int) -> None:
     names: list[RequestId] = []
     for number in range(first, first + count):
         new = new_request(harness, model_id, number)
-        names.append(futures.request_id(new.key))
+        names.append(futures.make_request_id(new.key))
         harness.api.write_soon(lambda tx, new=new: futures.submit(tx, new, time.time()))
-    while len(answered := harness.api.read(lambda tx: futures.statuses(tx, names))) < count:
+    while len(answered := harness.api.read(lambda tx: futures.get_outcomes(tx, names))) < count:
         harness.api.wait(1.0)
     assert set(answered.values()) == {"done"}
     harness.api.write(lambda tx: futures.mark_fetched(tx, names, time.time()))
@@ -71,7 +71,7 @@ def settled(harness: EngineHarness) -> int:
 @pytest.mark.parametrize("num_rounds", [4, pytest.param(80, marks=(pytest.mark.slow, pytest.mark.exhaustive))])
 def test_database_size_is_bounded(tmp_path, num_rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # Points are kept as long as their run; the bound of 200,000 would take too long to reach.
-    monkeypatch.setattr(points, "superfluous", partial(points.superfluous, most=2 * A_ROUND))
+    monkeypatch.setattr(points, "find_superfluous", partial(points.find_superfluous, most=2 * A_ROUND))
     quick = {"result_retention_s": 0.0, "request_retention_s": 0.0, "housekeeping_interval_s": 0.05}
     harness = EngineHarness(tmp_path, snapshot_interval_s=0.05, **quick)
     model_id, created = harness.create()
@@ -90,7 +90,7 @@ def test_database_size_is_bounded(tmp_path, num_rounds: int, monkeypatch: pytest
         send(harness, model_id, last + 1, 3)
     assert max(sizes[1:]) <= sizes[0] * 1.25, sizes
     assert row.effect_order == 1 + 2 * last // 3, "the creation, and each pass and step once"
-    assert harness.api.read(lambda tx: futures.statuses(tx, [created])) == {created: "done"}
+    assert harness.api.read(lambda tx: futures.get_outcomes(tx, [created])) == {created: "done"}
     harness.run(harness.submit(optim_step(), model_id=model_id, seq_id=last + 4))
     harness.close()
 
@@ -110,7 +110,7 @@ def sampled_and_killed(harness: EngineHarness) -> None:
             harness.submit(save, model_id=model_id, seq_id=number + 1),
             harness.submit(sample(max_tokens=2), sampling_session_id=name, seq_id=0),
         ]
-    until(lambda: len(harness.api.read(lambda tx: futures.statuses(tx, asked))) == len(asked))
+    until(lambda: len(harness.api.read(lambda tx: futures.get_outcomes(tx, asked))) == len(asked))
     harness.api.write(lambda tx: futures.mark_fetched(tx, asked[:NUM_SAVES], time.time()))
 
 
@@ -134,7 +134,7 @@ def test_killed_clients_leave_only_their_runs(tmp_path, monkeypatch) -> None:
             sampled_and_killed(harness)
             ahead_s += 8 * 86_400.0
             if num_runs == 1:  # nearly
-                harness.api.write(lambda tx: sessions.heartbeat(tx, harness.session_id, time.time()))
+                harness.api.write(lambda tx: sessions.record_heartbeat(tx, harness.session_id, time.time()))
                 until(lambda: left(harness)["samplers"] == 4)  # the newest of its model
                 ahead_s += 8 * 86_400.0
             until(lambda: {**left(harness), "marks": 0} == {"requests": 0, "samplers": 0, "marks": 0, "snapshots": 0})
@@ -161,7 +161,7 @@ def test_ended_runs_without_checkpoints_and_their_sessions_are_removed(tmp_path,
         kept_id, _ = harness.create("kept")
         save = requests.SaveWeights(kind="weights", name="kept", sampling_session_id=None)
         asked = [empty, harness.submit(save, model_id=kept_id, seq_id=1)]
-        until(lambda: len(harness.api.read(lambda tx: futures.statuses(tx, asked))) == len(asked))
+        until(lambda: len(harness.api.read(lambda tx: futures.get_outcomes(tx, asked))) == len(asked))
         killed = harness.new_session()
         ahead_s += 8 * 86_400.0  # past --session-retention-s
         until(lambda: harness.api.read(lambda tx: models.get(tx, empty_id)).status == "expired")

@@ -12,7 +12,7 @@ from skyrl_tx.engine.request_log import DeliveryAttempts
 from skyrl_tx.store import checkpoints, engine_state, futures, models
 from skyrl_tx.testing.fake.backend import FakeBackend
 from tests.support.engine_harness import EngineHarness, datum, forward_backward, optim_step, sample
-from tests.support.logged_error import logged_error
+from tests.support.logged_error import find_logged_error
 from tests.support.waiting import until
 
 
@@ -82,7 +82,7 @@ def test_restore_failure_fails_only_the_request_that_needs_it(tmp_path, where, e
     if is_deadly:
         assert "the engine crashed 3 times" in failure.message
     else:
-        assert logged_error(failure.message, caplog) is error
+        assert find_logged_error(failure.message, caplog) is error
     assert not any(isinstance(harness.result(request_id), Failure) for request_id in others)
     harness.close()
 
@@ -214,7 +214,7 @@ def test_a_kill_between_crashes_is_not_counted_with_them(harness):
             raise Killed
 
     def crashes():
-        return harness.api.read(lambda tx: futures.max_crashes(tx, [deadly]))
+        return harness.api.read(lambda tx: futures.get_max_crashes(tx, [deadly]))
 
     counted = []
     for number in range(6):
@@ -251,7 +251,7 @@ def test_quarantined_requests_run_alone_and_then_others_run_together(harness):
 
     class Watched(FakeBackend):
         def step_sample(self):
-            num_done.append(len(harness.api.read(lambda tx: futures.statuses(tx, [*quarantined, *others]))))
+            num_done.append(len(harness.api.read(lambda tx: futures.get_outcomes(tx, [*quarantined, *others]))))
             return super().step_sample()
 
     harness.run(*quarantined, *others, backend=Watched("tiny", harness.config))
@@ -282,7 +282,7 @@ def test_sequence_gap_that_was_filled_after_the_crash_runs_before_the_quarantine
     harness.run(*late, *filled, after, backend=backend)
     assert backend.passes == [[each] for each in (*filled, *late, after)]
     assert backend.statuses == ["recovering"] * 4 + ["ready"]
-    records = harness.api.read(lambda tx: futures.log_since(tx, model_id, 1))
+    records = harness.api.read(lambda tx: futures.read_log(tx, model_id, 1))
     assert [record.request_id for record in records] == [*filled, *late, after]
 
 
@@ -340,8 +340,8 @@ def test_crash_in_the_start_up_phase_counts_for_the_running_request_only(harness
     quarantine(harness, first, deadly, save)
     with pytest.raises(BackendLost):
         harness.run(deadly, backend=Poisoned(harness, length=13))
-    assert set(harness.api.read(lambda tx: futures.statuses(tx, [first, deadly, save, waiting]))) == {first}
-    attempts = {row.request_id: row.attempts for row in harness.api.read(lambda tx: futures.pending(tx, 0, 10))}
+    assert set(harness.api.read(lambda tx: futures.get_outcomes(tx, [first, deadly, save, waiting]))) == {first}
+    attempts = {row.request_id: row.attempts for row in harness.api.read(lambda tx: futures.list_pending(tx, 0, 10))}
     assert attempts == {deadly: 2, save: 1, waiting: 0}
     harness.run(deadly, save, waiting)
     assert harness.result(save).path
@@ -359,7 +359,7 @@ def test_stop_in_the_start_up_phase_counts_no_attempt(harness):
             return super().step_sample()
 
     harness.run(stop, backend=Stopping("tiny", harness.config))
-    (row,) = harness.api.read(lambda tx: futures.pending(tx, 0, 10))
+    (row,) = harness.api.read(lambda tx: futures.list_pending(tx, 0, 10))
     assert (row.request_id, row.attempts) == (long, 1)
 
 
@@ -396,7 +396,7 @@ def test_delivery_attempts_are_undone_once(harness):
         attempts.forget([first])
 
     def counts():
-        return [pending.attempts for pending in harness.api.read(lambda tx: futures.pending(tx, 0, 10))]
+        return [pending.attempts for pending in harness.api.read(lambda tx: futures.list_pending(tx, 0, 10))]
 
     assert counts() == [2, 2]
     attempts.undo([first, second])

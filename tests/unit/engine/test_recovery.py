@@ -186,7 +186,7 @@ def test_samples_stopped_cleanly_count_no_delivery_attempt(harness):
     long = harness.submit(sample(max_tokens=4000, eos_stops=False))
     short = harness.submit(sample(max_tokens=1))
     harness.run(short)
-    [pending] = harness.api.read(lambda tx: futures.pending(tx, 0, 10))
+    [pending] = harness.api.read(lambda tx: futures.list_pending(tx, 0, 10))
     assert (pending.request_id, pending.attempts) == (long, 0)
     harness.run(long)
     assert len(harness.result(long).sequences[0].tokens) == 4000

@@ -6,7 +6,7 @@ from skyrl_tx.contract.batches import STARVATION_BOUND
 from skyrl_tx.contract.ids import RequestId, SessionId
 from skyrl_tx.engine.admission import START, Admission, Fail, Wait
 from skyrl_tx.engine.request_log import QueuedRequest
-from skyrl_tx.engine.sample_queue import OwnerKey, SampleQueue, queue_key
+from skyrl_tx.engine.sample_queue import OwnerKey, SampleQueue, get_queue_key
 from tests.support.engine_harness import sample
 
 positions = count(1)
@@ -51,7 +51,7 @@ def started(queue, number, **changes):
     found = []
     for _ in range(number):
         head = next_of(queue, **changes)
-        queue.note_start(head)
+        queue.record_start(head)
         queue.end_turn(head, has_more=False)
         found.append(head)
     return found
@@ -91,7 +91,7 @@ def test_kinds_take_turns():
 def test_request_with_more_samples_stays_the_head_of_its_queue():
     first, second, other = queued(), queued(), queued("b")
     queue = queue_of(first, second, other)
-    queue.note_start(first)
+    queue.record_start(first)
     queue.end_turn(first, has_more=True)
     assert next_of(queue, {first.request_id}) == other
     queue.end_turn(other, has_more=False)
@@ -109,7 +109,7 @@ def test_one_token_requests_have_a_queue_and_a_capacity_of_their_own():
     decoding, scored = queued(), queued(max_tokens=1)
     queue = queue_of(decoding, scored)
     assert next_of(queue, has_capacity=lambda decodes: not decodes) == scored
-    assert not queue_key(scored).decodes and queue_key(decoding).decodes
+    assert not get_queue_key(scored).decodes and get_queue_key(decoding).decodes
 
 
 def test_blocked_queue_is_passed_until_the_starvation_bound():
@@ -122,7 +122,7 @@ def test_blocked_queue_is_passed_until_the_starvation_bound():
         queue.block(blocked)
         if (head := next_of(queue)) is None:
             break
-        queue.note_start(head)
+        queue.record_start(head)
         queue.end_turn(head, has_more=False)
         num_started += 1
     assert num_started == STARVATION_BOUND
@@ -192,5 +192,5 @@ def test_an_owner_that_waits_is_passed_and_one_that_fails_gets_the_reason():
     assert next_of(queue) is None and queue.is_paused(waiting)
     assert next_of(queue, {waiting.request_id}) == waiting, "the samples of one that runs start"
     queue.add(failing)
-    turn = queue.next((), num_open={}, has_capacity=lambda decodes: True, may_join=lambda queued: True)
+    turn = queue.choose_next((), num_open={}, has_capacity=lambda decodes: True, may_join=lambda queued: True)
     assert turn == (failing, "too much") and not queue.is_paused(failing)

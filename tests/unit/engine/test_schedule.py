@@ -64,12 +64,12 @@ def test_forward_and_forward_backward_do_not_share_a_batch():
 
 def test_pass_behind_a_sequence_gap_waits():
     made = schedule(queued(2))
-    assert made.next_deadline() is None
+    assert made.get_next_deadline() is None
     assert taken(made, now=5.0) is None
-    assert made.next_deadline() == 15.0
+    assert made.get_next_deadline() == 15.0
     made.add(queued(1))
     assert taken(made, now=6.0) == [1, 2]
-    assert made.next_deadline() is None
+    assert made.get_next_deadline() is None
 
 
 def test_gap_timeout_ends_the_wait():
@@ -221,7 +221,7 @@ def test_cost_of_a_step_does_not_depend_on_models_without_requests():
         made.add_model(ModelId(f"idle {number}"), SequenceCursor())
     started = time.process_time()
     for _ in range(1000):
-        assert made.take(0.0) is None and made.next_deadline() is None
+        assert made.take(0.0) is None and made.get_next_deadline() is None
     assert time.process_time() - started < 1.0, "a look at each model takes 7 ms a step"
 
 
@@ -307,7 +307,7 @@ class Asked(Admission):
         self.asked.append(queued.seq_id)
         return self.decisions.get(queued.owner, START)
 
-    def started(self, queued):
+    def record_start(self, queued):
         self.numbers.append(queued.seq_id)
 
 

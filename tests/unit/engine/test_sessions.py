@@ -136,7 +136,7 @@ def test_deleted_run_is_discarded_after_the_time_to_undo(tmp_path):
     harness.api.write(lambda tx: models.mark_deleted(tx, model_id, time.time() - 3700))
     harness.run(harness.submit(sample(max_tokens=200, eos_stops=False)))
     assert harness.api.read(lambda tx: models.get(tx, model_id)) is None
-    assert harness.api.read(checkpoints.referenced_artifacts) == set()
+    assert harness.api.read(checkpoints.find_referenced_artifacts) == set()
     harness.close()
 
 

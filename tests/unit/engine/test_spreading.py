@@ -75,7 +75,7 @@ def test_an_idle_engine_gets_half_of_what_waits_elsewhere(harness, world, tmp_pa
         request_ids = submit(harness, 1)
         engines.until(lambda: started(harness).keys() == {1, 2})
         if victim is not None:
-            engines.of(1 if victim == "giver" else 2).lose()
+            engines.get_engine(1 if victim == "giver" else 2).lose()
         released.set()
         engines.wait(*request_ids)
     assert set(executed) == set(request_ids)
@@ -107,7 +107,7 @@ def test_samples_of_weights_that_are_only_in_memory_stay(harness, world, monkeyp
         ]
         moving = submit(harness, 1)
         engines.until(lambda: started(harness).keys() == {1, 2})
-        elsewhere = {row.request_id for row in harness.api.read(lambda tx: futures.pending(tx, 0, 100, engine=2))}
+        elsewhere = {row.request_id for row in harness.api.read(lambda tx: futures.list_pending(tx, 0, 100, engine=2))}
         assert elsewhere and elsewhere <= set(moving)
         released.set()
         engines.wait(*staying, *moving)

@@ -19,13 +19,13 @@ def test_an_engine_whose_clock_is_behind_is_not_silent(
     engine = Store.open(tmp_path / "engine", role="engine", url=postgresql_url)
     with closing(api), closing(engine):
         publisher = StatusPublisher(
-            engine, "boot", ["tiny"], SimpleNamespace(shown_activity=lambda: ("start", 5.0), overdue="")
+            engine, "boot", ["tiny"], SimpleNamespace(describe_activity=lambda: ("start", 5.0), overdue="")
         )
         real_time = time.time
         monkeypatch.setattr(time, "time", lambda: real_time() - 3600)
         publisher.start()
         publisher.close()
         monkeypatch.setattr(time, "time", real_time)
-        assert EngineHealth(api, silence_s=10.0).report().problem == "the engine is starting"
+        assert EngineHealth(api, silence_s=10.0).read_report().problem == "the engine is starting"
         monkeypatch.setattr(time, "time", lambda: real_time() + 3600)
-        assert EngineHealth(api, silence_s=10.0).report().problem == "the engine is starting"
+        assert EngineHealth(api, silence_s=10.0).read_report().problem == "the engine is starting"

@@ -7,7 +7,7 @@ import pytest
 
 from skyrl_tx.engine import activity as activity_module
 from skyrl_tx.engine import status_publisher, watchdog
-from skyrl_tx.engine.activity import LoopActivity, monitored
+from skyrl_tx.engine.activity import LoopActivity, monitor_backend
 from skyrl_tx.engine.watchdog import Watchdog
 from skyrl_tx.server.monitoring.engine_status import EngineHealth
 from skyrl_tx.store import engine_state
@@ -80,7 +80,7 @@ def test_call_beyond_the_step_timeout_is_stuck(slow, activity, guard, stuck, lat
         assert guard.overdue == "clear_gradient has taken longer than --step-timeout-s, which is 10 s", "names no model"
 
     slow.during = wait
-    monitored(slow, activity).clear_gradient("model-7")
+    monitor_backend(slow, activity).clear_gradient("model-7")
     assert stuck == ["clear_gradient (model-7) has taken longer than --step-timeout-s, which is 10 s"]
     later(1.0, guard)
     assert not guard.overdue and len(stuck) == 1
@@ -91,31 +91,31 @@ def test_time_of_compilation_has_its_own_limit(slow, activity, guard, stuck, lat
         later(9.0, guard)
         slow.compiles = True
         later(99.0, guard)
-        assert guard.shown_activity() == ("clear_gradient (compiling)", 108.0)
+        assert guard.describe_activity() == ("clear_gradient (compiling)", 108.0)
         assert not stuck
         later(2.0, guard)
         slow.compiles = False
 
     slow.during = compile_and_compute
-    monitored(slow, activity).clear_gradient("m")
+    monitor_backend(slow, activity).clear_gradient("m")
     assert stuck == ["clear_gradient (m) has taken longer than --compile-timeout-s, which is 100 s"]
 
 
 def test_each_call_has_the_whole_limit(slow, activity, guard, stuck, later):
     slow.during = lambda: later(9.0, guard)
     for _ in range(3):
-        monitored(slow, activity).clear_gradient("m")
+        monitor_backend(slow, activity).clear_gradient("m")
     assert not stuck and not guard.overdue
 
 
 def test_wait_for_files_is_reported_and_ends_nothing(activity, guard, stuck, later):
-    with activity.doing("waiting for files to be written"):
+    with activity.track("waiting for files to be written"):
         later(11.0, guard)
         assert guard.overdue.startswith("waiting for files to be written has taken longer")
     assert not stuck
     activity.idle()
     later(1000.0, guard)
-    assert not guard.overdue and guard.shown_activity() is None
+    assert not guard.overdue and guard.describe_activity() is None
 
 
 def test_suspended_time_does_not_count(slow, activity, guard, stuck, monkeypatch):
@@ -145,10 +145,10 @@ def test_hung_call_is_published_and_ends_the_engine(tmp_path, monkeypatch):
     health = EngineHealth(harness.api, silence_s=0.1)
 
     def observe():
-        until(lambda: "forward_backward" in (health.report().activity or ""))
-        reports.append(health.report().activity)
-        until(lambda: reasons and "--step-timeout-s" in (health.report().problem or ""))
-        reports.append(health.report().problem)
+        until(lambda: "forward_backward" in (health.read_report().activity or ""))
+        reports.append(health.read_report().activity)
+        until(lambda: reasons and "--step-timeout-s" in (health.read_report().problem or ""))
+        reports.append(health.read_report().problem)
         released.set()
 
     observer = threading.Thread(target=observe)

@@ -12,7 +12,7 @@ from skyrl_tx.apps.teams.prices import Prices, TeamsSettings
 from skyrl_tx.backends import registry
 from skyrl_tx.launch import supervisor
 from skyrl_tx.launch.launcher import EngineStarts, LauncherSpec
-from skyrl_tx.launch.settings import SettingsError, short_flags
+from skyrl_tx.launch.settings import SettingsError, list_short_flags
 from skyrl_tx.process.setup import CannotServe
 from skyrl_tx.tools.serve import read_settings
 
@@ -67,7 +67,7 @@ def test_an_unknown_launcher_is_named() -> None:
 
 
 def test_short_names_come_from_specs() -> None:
-    found = {name: (short.kind, short.field) for name, short in short_flags().items()}
+    found = {name: (short.kind, short.field) for name, short in list_short_flags().items()}
     expected = {"load_format": ("backend", "load_format"), "vllm_url": ("sampler", "url")}
     assert found == {**expected, "vllm_command": ("sampler", "command")}
 
@@ -88,5 +88,5 @@ def test_short_names_work_in_each_source(source: str, tmp_path: Path, monkeypatc
 
 def test_settings_of_apps_reach_the_api() -> None:
     settings = read_settings("serve", [*FAKE, "--prices.training", "1.5"])
-    assert settings.for_api().for_app(TeamsSettings).prices == Prices(training=1.5)
-    assert read_settings("serve", FAKE).for_api().for_app(TeamsSettings).prices == Prices()
+    assert settings.make_api_settings().get_app_settings(TeamsSettings).prices == Prices(training=1.5)
+    assert read_settings("serve", FAKE).make_api_settings().get_app_settings(TeamsSettings).prices == Prices()

@@ -71,9 +71,9 @@ class Scenario:
 
 def test_delays_double_up_to_a_limit_and_reset_after_progress() -> None:
     restarts = RestartPolicy(20)
-    delays = [restarts.next_delay_s(made_progress=False) for _ in range(9)]
+    delays = [restarts.compute_next_delay_s(made_progress=False) for _ in range(9)]
     assert delays == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0, 15.0]
-    assert restarts.next_delay_s(made_progress=True) == 0.25
+    assert restarts.compute_next_delay_s(made_progress=True) == 0.25
 
 
 def test_gives_up_after_the_limit_of_starts_without_progress() -> None:
@@ -177,7 +177,7 @@ def crashing_engine(monkeypatch: pytest.MonkeyPatch, *answers: bool | StoreError
     monkeypatch.setattr(supervisor, "_DATABASE_RETRY_S", 0.001)
     left = iter(answers)
 
-    def record_end(_end: EngineEnd, _since: float) -> bool:
+    def record_end(_end: EngineEnd, _started_at: float) -> bool:
         answer = next(left)
         if isinstance(answer, StoreError):
             raise answer
@@ -222,12 +222,14 @@ def test_a_sampler_with_several_hosts_is_refused_with_the_reason(tmp_path, rank)
     flags += ("--sampler", "vllm", "--vllm-url", "http://a:1")
     reason = r"--sampler vllm: it cannot be used with --hosts.size 2: every host repeats each call of the backend"
     with pytest.raises(CannotServe, match=reason):
-        supervisor.launch_of(read_settings("engine", flags))
+        supervisor.make_engine_launch(read_settings("engine", flags))
 
 
 def test_hosts_without_an_address_and_a_launcher_without_its_variables_are_named(tmp_path, monkeypatch):
     with pytest.raises(CannotServe, match=r"--hosts.address is required with hosts.size"):
-        supervisor.launch_of(read_settings("serve", (*HOSTS, "--data-dir", str(tmp_path))))
+        supervisor.make_engine_launch(read_settings("serve", (*HOSTS, "--data-dir", str(tmp_path))))
     monkeypatch.delenv("LWS_GROUP_SIZE", raising=False)
     with pytest.raises(CannotServe, match=r"--launcher lws: the environment lacks LWS_GROUP_SIZE"):
-        supervisor.launch_of(read_settings("serve", (*HOSTS, "--data-dir", str(tmp_path), "--launcher", "lws")))
+        supervisor.make_engine_launch(
+            read_settings("serve", (*HOSTS, "--data-dir", str(tmp_path), "--launcher", "lws"))
+        )

@@ -14,12 +14,12 @@ from skyrl_tx.layers.attention import (
     causal_attention,
     dense_attention,
 )
-from skyrl_tx.layers.cache_state import ChunkHeld, StepHeld
+from skyrl_tx.layers.cache_state import DecodeLayerCache, PrefillLayerCache
 from skyrl_tx.layers.flash_attention import flash_attention
 from skyrl_tx.layers.kv_cache import KeyValues, Pages, read_segments
 from skyrl_tx.layers.rope import Rope, rotate, rotate_pairs
 from tests.support.fast_jit import fast_jit
-from tests.support.paged import in_pages, table_of
+from tests.support.paged import make_table, split_into_pages
 
 
 def heads(T, N=4, K=2, H=8, B=2, seed=0):
@@ -163,23 +163,23 @@ def past_of(k: np.ndarray, v: np.ndarray | None, size: int, *, unwritten: float 
     def put(x: np.ndarray) -> np.ndarray:
         rows = np.full((1, x.shape[0], x.shape[2], 256, x.shape[3]), unwritten, np.float32)
         rows[0, :, :, :size] = x[:, :size].swapaxes(1, 2)
-        return in_pages(rows, 64)
+        return split_into_pages(rows, 64)
 
     return KeyValues(k=put(k), v=None if v is None else put(v))
 
 
 @partial(fast_jit, static_argnames="window")
 def chunk_after(q, k, v, past, start, sinks=None, *, window=None):
-    pages = Pages(past, np.int32(0), table_of(2, 4).page_BM)
-    return ChunkHeld(pages, (), start).attend(q, k, v, sinks, window=window)[0]
+    pages = Pages(past, np.int32(0), make_table(2, 4).page_BM)
+    return PrefillLayerCache(pages, (), start).attend(q, k, v, sinks, window=window)[0]
 
 
 @partial(fast_jit, static_argnames=("window", "in_segments"))
 def step_after(q, k, v, past, newest, start_S, sinks=None, *, window=None, in_segments):
     """Decode the last of the new tokens [S, ...]; the others are in `newest`."""
-    pages, num_before = Pages(past, 0, table_of(2, 4).page_BM), jnp.int32(newest.k.shape[2] - 1)
+    pages, num_before = Pages(past, 0, make_table(2, 4).page_BM), jnp.int32(newest.k.shape[2] - 1)
     before = jax.tree.map(lambda leaf: leaf.at[:, :, -1].set(jnp.nan), jax.tree.map(jnp.asarray, newest))
-    held = StepHeld(read_segments(pages, 256) if in_segments else pages, before, (), start_S, num_before)
+    held = DecodeLayerCache(read_segments(pages, 256) if in_segments else pages, before, (), start_S, num_before)
     return held.attend(q, k, v, sinks, window=window)[0]
 
 
@@ -233,7 +233,7 @@ def test_long_rows_stay_within_memory():
 def test_rope_turns_pairs_by_position_times_frequency():
     rope, T, H = Rope(theta=100.0), 6, 8
     x = np.random.default_rng(0).standard_normal((T, 3, H)).astype(np.float32)
-    turned = fast_jit(lambda x, position: rotate(x, *rope.angles(position, H)))(x, np.arange(T))
+    turned = fast_jit(lambda x, position: rotate(x, *rope.compute_angles(position, H)))(x, np.arange(T))
     pairs = x[..., : H // 2] + 1j * x[..., H // 2 :]
     expected = pairs * np.exp(1j * np.arange(T)[:, None, None] * 100.0 ** -(np.arange(0, H, 2) / H))
     np.testing.assert_allclose(turned, np.concatenate([expected.real, expected.imag], -1), atol=1e-5)
@@ -242,7 +242,7 @@ def test_rope_turns_pairs_by_position_times_frequency():
 def test_paired_rope_turns_neighbouring_dims():
     rope, T, H = Rope(theta=100.0), 6, 8
     x = np.random.default_rng(0).standard_normal((T, 3, H)).astype(np.float32)
-    turned = fast_jit(lambda x, position: rotate_pairs(x, *rope.angles(position, H)))(x, np.arange(T))
+    turned = fast_jit(lambda x, position: rotate_pairs(x, *rope.compute_angles(position, H)))(x, np.arange(T))
     pairs = x[..., ::2] + 1j * x[..., 1::2]
     expected = pairs * np.exp(1j * np.arange(T)[:, None, None] * 100.0 ** -(np.arange(0, H, 2) / H))
     np.testing.assert_allclose(turned, np.concatenate([expected.real, expected.imag], -1), atol=1e-5)
@@ -250,7 +250,7 @@ def test_paired_rope_turns_neighbouring_dims():
 
 def test_linear_scaling_divides_positions():
     plain, scaled = Rope(theta=100.0), Rope(theta=100.0, kind="linear", factor=4.0)
-    np.testing.assert_allclose(scaled.frequencies(8) * 4, plain.frequencies(8), rtol=1e-6)
+    np.testing.assert_allclose(scaled.compute_frequencies(8) * 4, plain.compute_frequencies(8), rtol=1e-6)
 
 
 def test_llama3_scaling_keeps_high_frequencies_and_divides_low_ones():
@@ -258,7 +258,7 @@ def test_llama3_scaling_keeps_high_frequencies_and_divides_low_ones():
     scaled = Rope(
         5e5, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
     )
-    ratio = plain.frequencies(128) / scaled.frequencies(128)
+    ratio = plain.compute_frequencies(128) / scaled.compute_frequencies(128)
     assert ratio[0] == pytest.approx(1) and ratio[-1] == pytest.approx(8, rel=1e-5)
     assert np.all(np.diff(ratio) >= -1e-5)
 
@@ -268,15 +268,15 @@ GPT_OSS_ROPE = Rope(150000.0, "yarn", factor=32.0, original_max_position_embeddi
 
 def test_yarn_keeps_fast_pairs_and_divides_slow_ones():
     """Pairs below `low` turn more than 32 times within 4,096 positions, those above `high` less than once."""
-    plain = Rope(theta=150000.0).frequencies(64)
-    ratio = plain / GPT_OSS_ROPE.frequencies(64)
+    plain = Rope(theta=150000.0).compute_frequencies(64)
+    ratio = plain / GPT_OSS_ROPE.compute_frequencies(64)
     turns = 4096 * plain / (2 * np.pi)
     np.testing.assert_allclose(ratio[turns > 32], 1, rtol=1e-6)
     np.testing.assert_allclose(ratio[turns < 1], 32, rtol=1e-6)
     between = ratio[(turns < 32) & (turns > 1)]
     assert len(between) > 5 and np.all(np.diff(between) > 0) and between.min() > 1 and between.max() < 32
-    rounded = replace(GPT_OSS_ROPE, truncate=True).frequencies(64)
-    assert np.abs(rounded / GPT_OSS_ROPE.frequencies(64) - 1).max() > 0.01
+    rounded = replace(GPT_OSS_ROPE, truncate=True).compute_frequencies(64)
+    assert np.abs(rounded / GPT_OSS_ROPE.compute_frequencies(64) - 1).max() > 0.01
 
 
 @pytest.mark.parametrize(
@@ -294,5 +294,5 @@ def test_yarn_keeps_fast_pairs_and_divides_slow_ones():
 def test_yarn_multiplies_cosine_and_sine(changes, amplitude):
     rope = replace(GPT_OSS_ROPE, **changes)
     assert rope.amplitude == pytest.approx(amplitude, rel=1e-12)
-    cosine, sine = rope.angles(jnp.arange(5), 8)
+    cosine, sine = rope.compute_angles(jnp.arange(5), 8)
     np.testing.assert_allclose(cosine**2 + sine**2, np.full((5, 4), amplitude**2), rtol=1e-5)

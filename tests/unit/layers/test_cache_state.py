@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from skyrl_tx.layers import cache_state
-from skyrl_tx.layers.attention import cached_attention
-from skyrl_tx.layers.cache_state import Cache, Held, Table
-from skyrl_tx.layers.kv_cache import KeyValues, Pages, Segments, append
+from skyrl_tx.layers.attention import attend_segments
+from skyrl_tx.layers.cache_state import BlockTable, Cache, LayerCache
+from skyrl_tx.layers.kv_cache import KeyValues, Pages, Segments, append_token
 from tests.support.fast_jit import fast_jit
-from tests.support.paged import in_pages, positions_of, rows_of, table_of
+from tests.support.paged import get_positions, join_pages, make_table, split_into_pages
 
 L, S, K, C, P, H = 2, 3, 2, 8, 4, 4
 """Layers, rows, kv heads, positions of a row, and of a page, dims."""
-TABLE = table_of(S, C // P)
+TABLE = make_table(S, C // P)
 
 
 def some(*shape: int, seed: int = 0) -> np.ndarray:
@@ -30,8 +30,8 @@ def keys_and_values(*shape: int, seed: int = 0) -> KeyValues:
 def hybrid(seed: int = 0) -> Cache:
     """Return the cache of two stacks: one of attention, and one that only has a state."""
     state = {"state": some(3, 1 + S, 5, seed=seed + 2)}
-    positions = in_pages(keys_and_values(L, S, K, C, H, seed=seed), P)
-    return Held(positions=positions), Held(fixed=state)
+    positions = split_into_pages(keys_and_values(L, S, K, C, H, seed=seed), P)
+    return LayerCache(positions=positions), LayerCache(fixed=state)
 
 
 @pytest.mark.parametrize("by_layer", [False, True])
@@ -45,23 +45,25 @@ def test_what_a_slice_changes_is_written_to_the_cache(by_layer):
     def slice_of_three(cache: Cache, start_S: jax.Array, new: list[KeyValues]) -> tuple[KeyValues, Cache]:
         """Return the past of layer 1, and the cache after a slice whose third token is not kept."""
         if by_layer:
-            opened = cache_state.open_rows(cache, table, start_S, read_length=C, max_tokens=3)
+            opened = cache_state.open_decode_slice_by_layer(cache, table, start_S, read_length=C, max_tokens=3)
         else:
-            opened = cache_state.open_slice(cache, table, start_S, max_tokens=3)
-        past = opened.layer(0, 1, ()).past
-        read = past.block(0, 2) if isinstance(past, Pages) else past[0]
-        assert opened.layer(1, 1, "state").fixed == "state"
+            opened = cache_state.open_decode_slice(cache, table, start_S, max_tokens=3)
+        past = opened.get_layer(0, 1, ()).past
+        read = past.read_block(0, 2) if isinstance(past, Pages) else past[0]
+        assert opened.get_layer(1, 1, "state").fixed == "state"
         for n, each in enumerate(new):
             layers = [
-                Held(append(opened.layer(0, i, ()).recent, jax.tree.map(lambda leaf, at=i: leaf[at], each), n))
+                LayerCache(
+                    append_token(opened.get_layer(0, i, ()).recent, jax.tree.map(lambda leaf, at=i: leaf[at], each), n)
+                )
                 for i in range(L)
             ]
             first = tuple(layers) if by_layer else jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
             opened = opened.replace(live=(first, jax.tree.map(lambda leaf: 2 * leaf, opened.live[1])))
-        return read, cache_state.close_slice(cache, opened.replace(num_recent=jnp.int32(2)), table)
+        return read, cache_state.close_decode_slice(cache, opened.replace(num_recent=jnp.int32(2)), table)
 
     past, after = slice_of_three(cache, start_S, new)
-    before = rows_of(cache[0].positions, table)
+    before = join_pages(cache[0].positions, table)
     np.testing.assert_array_equal(past.k, np.swapaxes(before.k[1], 2, 3) if by_layer else before.k[1])
     np.testing.assert_array_equal(past.v, before.v[1])
     for name in ("k", "v"):
@@ -70,7 +72,7 @@ def test_what_a_slice_changes_is_written_to_the_cache(by_layer):
             for row, start in ((0, 0), (2, 7)):
                 if start + n < C:  # beyond, nothing is written
                     expected[:, row, :, start + n] = getattr(new[n], name)[:, row]
-        np.testing.assert_array_equal(getattr(positions_of(after, table)[0], name), expected)
+        np.testing.assert_array_equal(getattr(get_positions(after, table)[0], name), expected)
         assert not np.asarray(getattr(after[0].positions, name))[:, 0].any(), "the empty page"
         np.testing.assert_array_equal(getattr(after[0].positions, name)[:, 5], getattr(cache[0].positions, name)[:, 5])
     states = np.array(cache[1].fixed["state"])
@@ -81,24 +83,24 @@ def test_what_a_slice_changes_is_written_to_the_cache(by_layer):
 def test_rows_read_and_write_their_pages_and_states_and_no_other():
     """Rows of the third sample and of the first, and one without a sample."""
     cache = hybrid()
-    table = Table(TABLE.page_BM[jnp.array([2, 0, 0])].at[2].set(0), jnp.array([3, 1, 0]))
+    table = BlockTable(TABLE.page_BM[jnp.array([2, 0, 0])].at[2].set(0), jnp.array([3, 1, 0]))
 
     @fast_jit
     def slice_of_one(cache: Cache) -> tuple[Segments, Cache]:
-        opened = cache_state.open_rows(cache, table, jnp.array([3, 5, 0]), read_length=C, max_tokens=2)
+        opened = cache_state.open_decode_slice_by_layer(cache, table, jnp.array([3, 5, 0]), read_length=C, max_tokens=2)
         live = jax.tree.map(lambda leaf: leaf + 1, opened.live)
-        return opened.past[0][1], cache_state.close_slice(
+        return opened.past[0][1], cache_state.close_decode_slice(
             cache, opened.replace(live=live, num_recent=jnp.int32(1)), table
         )
 
     (past,), after = slice_of_one(cache)
-    before = rows_of(cache[0].positions, TABLE)
+    before = join_pages(cache[0].positions, TABLE)
     np.testing.assert_array_equal(past.v[:2], before.v[1, [2, 0]])
     np.testing.assert_array_equal(past.k[:2], np.swapaxes(before.k[1, [2, 0]], 2, 3))
     assert not np.asarray(past.v[2]).any()
     expected = np.array(before.v)
     expected[:, 2, :, 3] = expected[:, 0, :, 5] = 1
-    np.testing.assert_array_equal(positions_of(after, TABLE)[0].v, expected)
+    np.testing.assert_array_equal(get_positions(after, TABLE)[0].v, expected)
     states = np.array(cache[1].fixed["state"])
     states[:, [3, 1]] += 1
     np.testing.assert_array_equal(after[1].fixed["state"], states)
@@ -112,7 +114,7 @@ def test_pages_and_states_are_copied_and_cleared():
     pages, states = (np.zeros((4, 2), np.int32) for _ in range(2))
     pages[:2], states[:2] = [(3, num_pages - 2), (0, num_pages - 1)], [(2, num_states - 1), (0, 2)]
     pages[2:] = states[2:] = -1  # beyond the count
-    copied = fast_jit(cache_state.copy)(cache, pages[None], np.array([2]), states[None], np.array([2]))
+    copied = fast_jit(cache_state.copy_pages)(cache, pages[None], np.array([2]), states[None], np.array([2]))
     for got, given in zip(jax.tree.leaves(copied[0]), jax.tree.leaves(cache[0]), strict=True):
         np.testing.assert_array_equal(got[:, :-2], given[:, :-2])
         np.testing.assert_array_equal(got[:, -2], given[:, 3])
@@ -125,11 +127,15 @@ def test_pages_and_states_are_copied_and_cleared():
 
 def test_segments_double():
     given = keys_and_values(1, 1, 1, 704, 2)
-    cache, table = (Held(positions=in_pages(given, 64)),), table_of(1, 11)
+    cache, table = (LayerCache(positions=split_into_pages(given, 64)),), make_table(1, 11)
 
     @fast_jit
     def segments(cache: Cache) -> Segments:
-        return cache_state.open_rows(cache, table, jnp.array([600]), read_length=704, max_tokens=3).layer(0, 0, ()).past
+        return (
+            cache_state.open_decode_slice_by_layer(cache, table, jnp.array([600]), read_length=704, max_tokens=3)
+            .get_layer(0, 0, ())
+            .past
+        )
 
     past = segments(cache)
     assert [each.v.shape[2] for each in past] == [128, 128, 256, 192]
@@ -143,15 +149,15 @@ def test_kv_read_length_changes_no_bit(kv_heads, head_dim):
     shape = (1, 4, kv_heads, 1024, head_dim)
     written = (np.arange(1024) < 120)[:, None].astype(np.float32)
     rows = KeyValues(k=written * some(*shape), v=written * some(*shape, seed=1))
-    cache, table = (Held(positions=in_pages(rows, 64)),), table_of(4, 16)
+    cache, table = (LayerCache(positions=split_into_pages(rows, 64)),), make_table(4, 16)
     q_SNH, start_S = some(4, 2 * kv_heads, head_dim, seed=2), np.array([60, 1, 33, 120])
 
     recent = KeyValues(k=some(4, kv_heads, 16, head_dim, seed=3), v=some(4, kv_heads, 16, head_dim, seed=4))
 
     @partial(jax.jit, static_argnames="read_length")
     def read(cache: Cache, q_SNH: jax.Array, recent: KeyValues, *, read_length: int) -> jax.Array:
-        opened = cache_state.open_rows(cache, table, start_S, read_length=read_length, max_tokens=16)
-        return cached_attention(q_SNH, opened.layer(0, 0, ()).past, recent, start_S, jnp.int32(5))
+        opened = cache_state.open_decode_slice_by_layer(cache, table, start_S, read_length=read_length, max_tokens=16)
+        return attend_segments(q_SNH, opened.get_layer(0, 0, ()).past, recent, start_S, jnp.int32(5))
 
     short, *longer = (read(cache, q_SNH, recent, read_length=length) for length in (128, 256, 1024))
     for each in longer:
@@ -161,13 +167,13 @@ def test_kv_read_length_changes_no_bit(kv_heads, head_dim):
 def test_longer_rows_change_no_bit_of_attention_over_pages():
     """The loop ends with the longest row."""
     rows = keys_and_values(1, 4, 2, 1024, 16)
-    cache, table = (Held(positions=in_pages(rows, 64)),), table_of(4, 16)
+    cache, table = (LayerCache(positions=split_into_pages(rows, 64)),), make_table(4, 16)
     new = some(4, 4, 16, seed=2), some(4, 2, 16, seed=3), some(4, 2, 16, seed=4)
 
     @fast_jit
     def attend(cache: Cache, start_S: jax.Array, new: tuple[jax.Array, ...]) -> jax.Array:
-        opened = cache_state.open_slice(cache, table, start_S, max_tokens=4)
-        return opened.layer(0, 0, ()).attend(*new)[0]
+        opened = cache_state.open_decode_slice(cache, table, start_S, max_tokens=4)
+        return opened.get_layer(0, 0, ()).attend(*new)[0]
 
     short = attend(cache, np.array([0, 60, 200, 256], np.int32), new)
     long = attend(cache, np.array([0, 60, 200, 1000], np.int32), new)
@@ -181,7 +187,7 @@ def test_pages_are_written_as_positions_are(num_tokens, page_size, num_rows):
     g, pages_of_row = np.random.default_rng(num_tokens), 4
     into = jnp.asarray(g.standard_normal((2, 21, 3, page_size, 4)), jnp.float32)
     new = jnp.asarray(g.standard_normal((2, num_rows, 3, num_tokens, 4)), jnp.float32)
-    by_position, by_page = jax.jit(cache_state.put_by_position), jax.jit(cache_state.put_by_page)
+    by_position, by_page = jax.jit(cache_state.write_by_position), jax.jit(cache_state.write_by_page)
     for _ in range(20):
         pages = g.permutation(np.arange(1, 21))[: num_rows * pages_of_row].reshape(num_rows, pages_of_row)
         for row in pages:

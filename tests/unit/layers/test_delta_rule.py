@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx.layers.delta_rule import _inverse, delta_rule, delta_step
-from skyrl_tx.layers.recurrence import CHUNK, ChunkMasks
+from skyrl_tx.layers.delta_rule import _invert, delta_rule, delta_step
+from skyrl_tx.layers.recurrence import CHUNK_POSITIONS, ChunkMasks
 from tests.support.fast_jit import fast_jit
 
 K, G, D, E = 2, 2, 16, 8
@@ -78,8 +78,11 @@ def test_a_step_is_the_formula() -> None:
 @pytest.mark.parametrize(
     "length",
     [
-        *(1, CHUNK, 2 * CHUNK + 22),
-        *(pytest.param(length, marks=pytest.mark.slow) for length in (5, CHUNK - 1, CHUNK + 1, 33 * CHUNK - 9)),
+        *(1, CHUNK_POSITIONS, 2 * CHUNK_POSITIONS + 22),
+        *(
+            pytest.param(length, marks=pytest.mark.slow)
+            for length in (5, CHUNK_POSITIONS - 1, CHUNK_POSITIONS + 1, 33 * CHUNK_POSITIONS - 9)
+        ),
     ],
 )
 def test_chunks_equal_steps(length: int, together: bool) -> None:
@@ -89,7 +92,7 @@ def test_chunks_equal_steps(length: int, together: bool) -> None:
 
 @BOTH_WAYS
 def test_gradients_by_chunks_equal_those_by_steps(together: bool) -> None:
-    inputs, state = draw(2, CHUNK + 30), draw_state(2)
+    inputs, state = draw(2, CHUNK_POSITIONS + 30), draw_state(2)
     generator = np.random.default_rng(1)
     o_weight = generator.standard_normal(inputs[2].shape).astype(np.float32)
     state_weight = generator.standard_normal(state.shape).astype(np.float32)
@@ -114,7 +117,7 @@ def apart(inputs: Inputs) -> list[Inputs]:
 
 
 def run_packed(inputs: Inputs, *, together: bool = False) -> jax.Array:
-    return delta_rule(*inputs, zeros(1), ChunkMasks.of(packed_start()), together=together)[0]
+    return delta_rule(*inputs, zeros(1), ChunkMasks.from_starts(packed_start()), together=together)[0]
 
 
 def run_apart(inputs: Inputs) -> jax.Array:
@@ -150,18 +153,18 @@ def test_a_packed_sequence_reads_nothing_of_another(together: bool) -> None:
     assert_close(run(mixed)[:, start:stop], run(inputs)[:, start:stop])
 
 
-@pytest.mark.parametrize("size", [1, 40, CHUNK, CHUNK + 20])
+@pytest.mark.parametrize("size", [1, 40, CHUNK_POSITIONS, CHUNK_POSITIONS + 20])
 def test_padding_leaves_the_state(size: int) -> None:
-    *qkv, beta, decay = draw(2, 2 * CHUNK)
-    is_token = (jnp.arange(2 * CHUNK) < size)[:, None, None]
+    *qkv, beta, decay = draw(2, 2 * CHUNK_POSITIONS)
+    is_token = (jnp.arange(2 * CHUNK_POSITIONS) < size)[:, None, None]
     padded = *qkv, jnp.where(is_token, beta, 0.0), jnp.where(is_token, decay, 0.0)
     o, state = run_chunks(*padded, draw_state(2))
     assert_close((o[:, :size], state), run_chunks(*(each[:, :size] for each in padded), draw_state(2)))
 
 
-@pytest.mark.parametrize("cut", [1, 30, CHUNK, CHUNK + 1])
+@pytest.mark.parametrize("cut", [1, 30, CHUNK_POSITIONS, CHUNK_POSITIONS + 1])
 def test_continuing_from_a_state_equals_one_call(cut: int) -> None:
-    inputs, state = draw(2, 2 * CHUNK), draw_state(2)
+    inputs, state = draw(2, 2 * CHUNK_POSITIONS), draw_state(2)
     first, between = run_chunks(*(each[:, :cut] for each in inputs), state)
     second, last = run_chunks(*(each[:, cut:] for each in inputs), between)
     assert_close((jnp.concatenate([first, second], axis=1), last), run_chunks(*inputs, state))
@@ -169,14 +172,14 @@ def test_continuing_from_a_state_equals_one_call(cut: int) -> None:
 
 @pytest.mark.parametrize("beta", [0.5, 0.99])
 def test_the_inverse_for_equal_keys_is_exact(beta: float) -> None:
-    below = np.tril(np.full((CHUNK, CHUNK), beta), -1)
-    found = fast_jit(_inverse)(jnp.asarray(below, jnp.float32))
-    np.testing.assert_allclose(found, np.linalg.inv(np.eye(CHUNK) + below), rtol=0, atol=1e-6)
+    below = np.tril(np.full((CHUNK_POSITIONS, CHUNK_POSITIONS), beta), -1)
+    found = fast_jit(_invert)(jnp.asarray(below, jnp.float32))
+    np.testing.assert_allclose(found, np.linalg.inv(np.eye(CHUNK_POSITIONS) + below), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("beta", [0.5, 0.99])
 def test_equal_keys_are_exact(beta: float) -> None:
-    q, k, v, _, _ = draw(1, 2 * CHUNK)
+    q, k, v, _, _ = draw(1, 2 * CHUNK_POSITIONS)
     k = jnp.broadcast_to(k[:, :1], k.shape)
     rates = jnp.full(v.shape[:-1], beta), jnp.zeros(v.shape[:-1])
     o, state = run_chunks(q, k, v, *rates, zeros(1))
@@ -193,6 +196,6 @@ def test_equal_keys_are_exact(beta: float) -> None:
 
 
 def test_gradients_are_finite_where_all_is_forgotten() -> None:
-    *others, decay = draw(1, CHUNK)
+    *others, decay = draw(1, CHUNK_POSITIONS)
     gradient = fast_jit(jax.grad(lambda decay: jnp.sum(delta_rule(*others, decay, draw_state(1))[0])))(decay - 200.0)
     assert np.isfinite(gradient).all()

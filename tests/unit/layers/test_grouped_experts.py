@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx.layers.kernels.choice import EXPERTS_TABLE, MOSAIC_EXPERTS, TRITON_EXPERTS, ExpertsKernel, Kernels
+from skyrl_tx.layers.kernels.choice import EXPERTS_KERNELS, MOSAIC_EXPERTS, TRITON_EXPERTS, ExpertsKernel, Kernels
 from skyrl_tx.layers.lora import LoraPair, RowSlots
-from skyrl_tx.layers.moe import Clamp, ExpertAdapters, ExpertWeights, mixture, pool_experts
+from skyrl_tx.layers.moe import Clamp, ExpertAdapters, ExpertWeights, apply_mixture, get_pooled_expert_adapters
 from skyrl_tx.layers.router import Routing
-from skyrl_tx.layers.tiles import AddedProducts, tile_shape, tile_size
+from skyrl_tx.layers.tiles import AddedProducts, choose_tile_size, get_tile_shape
 from tests.support.fast_jit import fast_jit
 from tests.unit.layers.test_moe import D, E, one_adapter, pool_of
 
@@ -24,7 +24,7 @@ BOTH = pytest.mark.parametrize("kernel", [TRITON_EXPERTS, MOSAIC_EXPERTS], ids=[
 
 def kernels_with(kernel: ExpertsKernel) -> Kernels:
     platform = jax.default_backend()
-    if platform != "cpu" and (platform, kernel) not in [(name, each) for (name, _), each in EXPERTS_TABLE.items()]:
+    if platform != "cpu" and (platform, kernel) not in [(name, each) for (name, _), each in EXPERTS_KERNELS.items()]:
         pytest.skip(f"{kernel.name} is not for {platform}")
     return Kernels(experts=kernel, interpret=platform == "cpu")
 
@@ -53,7 +53,7 @@ def test_each_tile_is_multiplied_with_its_matrices(
     if transposed:
         matrices, others = (np.swapaxes(each, 1, 2) for each in (matrices, others))
     x[4:] = np.nan
-    multiply = kernels_with(kernel).multiply_tiles()
+    multiply = kernels_with(kernel).get_tile_kernel()
     assert multiply is not None
     with jax.default_matmul_precision("highest"):
         added = AddedProducts(*map(jnp.asarray, (narrow, others, own)))
@@ -76,10 +76,10 @@ def experts(*, is_gated: bool = True, has_bias: bool = False) -> ExpertWeights:
 def value_and_gradient(x, router, weights, adapters, slope, kernels):
     """Return the mixture, and with adapters its gradient by tokens, router and factors."""
     if adapters is None:
-        return mixture(x, router, weights, None, ROUTING, kernels=kernels)
+        return apply_mixture(x, router, weights, None, ROUTING, kernels=kernels)
 
     def of(x: jax.Array, router: jax.Array, pairs: dict[str, LoraPair]) -> jax.Array:
-        return mixture(x, router, weights, adapters.replace(pairs=pairs), ROUTING, kernels=kernels)
+        return apply_mixture(x, router, weights, adapters.replace(pairs=pairs), ROUTING, kernels=kernels)
 
     y, pull = jax.vjp(of, x, router, dict(adapters.pairs))
     return y, pull(slope)
@@ -125,8 +125,8 @@ def test_rows_use_the_adapters_of_their_slots(shares: bool, kernel: ExpertsKerne
 
     @partial(fast_jit, static_argnames="kernels")
     def run(pool, kernels):
-        own = pool_experts(pool, "expert_", slots, layer)
-        return mixture(x, router, weights, own, ROUTING, kernels=kernels)
+        own = get_pooled_expert_adapters(pool, "expert_", slots, layer)
+        return apply_mixture(x, router, weights, own, ROUTING, kernels=kernels)
 
     with jax.default_matmul_precision("highest"):
         found, other = (run(pool, kernels_with(kernel)) for pool in pools)
@@ -141,7 +141,7 @@ def test_no_token_changes_a_bit_of_another(kernel: ExpertsKernel):
     """Other tokens move a token to another tile, or to another place of its tile."""
     x, others, router, weights = normal(3, 300, D), normal(5, 300, D), normal(9, E, D), experts()
     others[::7] = x[::7]
-    run = fast_jit(lambda x: mixture(x, router, weights, one_adapter(20), ROUTING, kernels=kernels_with(kernel)))
+    run = fast_jit(lambda x: apply_mixture(x, router, weights, one_adapter(20), ROUTING, kernels=kernels_with(kernel)))
     one, two = run(x), run(others)
     np.testing.assert_array_equal(one[::7], two[::7])
     assert np.all(np.any(np.asarray(one)[1:7] != np.asarray(two)[1:7], axis=1))
@@ -164,10 +164,14 @@ def test_products_of_bfloat16_are_as_near_to_float32_as_those_of_xla(kernel: Exp
 
 def test_most_experts_of_few_visits_have_one_tile():
     """The matrices of 128 experts are read once for 256 tokens that go to eight of them each."""
-    assert tile_size(256 * 8, 128, 16) == 32 and tile_size(16, 128, 16) == 16 and tile_size(65536, 128, 16) == 128
-    num_tiles, places = tile_shape(256 * 8, 128, 16)
+    assert (
+        choose_tile_size(256 * 8, 128, 16) == 32
+        and choose_tile_size(16, 128, 16) == 16
+        and choose_tile_size(65536, 128, 16) == 128
+    )
+    num_tiles, places = get_tile_shape(256 * 8, 128, 16)
     assert places == 32 and num_tiles == (256 * 8 + 128 * 31) // 32
 
 
 def test_there_is_no_kernel_for_cpu():
-    assert {platform for platform, _ in EXPERTS_TABLE} == {"gpu", "tpu"}
+    assert {platform for platform, _ in EXPERTS_KERNELS} == {"gpu", "tpu"}

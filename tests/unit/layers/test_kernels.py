@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from skyrl_tx.layers.attention import DENSE_LENGTH, causal_attention
-from skyrl_tx.layers.kernels.choice import SPLASH, TABLE, TRITON, AttentionKernel, Heads, Kernels
+from skyrl_tx.layers.kernels.choice import ATTENTION_KERNELS, SPLASH, TRITON, AttentionKernel, Heads, Kernels
 from tests.support.fast_jit import fast_jit
 
-KERNELS = [(platform, kernel) for (platform, _), kernel in TABLE.items()]
+KERNELS = [(platform, kernel) for (platform, _), kernel in ATTENTION_KERNELS.items()]
 LENGTHS = 70, 5, 130, 64, 1, 27
 NUM_TOKENS = sum(LENGTHS) + 13
 """With padding, which is one more sequence."""
@@ -44,7 +44,7 @@ def attention(heads: Heads, kernel: AttentionKernel | None):
     platform = jax.default_backend()
     if kernel is not None and platform != "cpu" and (platform, kernel) not in KERNELS:
         pytest.skip(f"{kernel.name} is not for {platform}")
-    attend = Kernels(kernel, interpret=platform == "cpu").attend(heads)
+    attend = Kernels(kernel, interpret=platform == "cpu").get_attention_kernel(heads)
     assert (attend is None) == (kernel is None)
     sinks = SINKS if heads.has_sinks else None
     return lambda q, k, v, start: causal_attention(q, k, v, start, sinks, window=heads.window, kernel=attend)
@@ -160,10 +160,10 @@ def test_a_row_may_be_one_block_and_one_sequence(kernel):
     ],
 )
 def test_what_the_kernel_of_gpus_lacks_is_computed_by_the_loops(heads, reason):
-    assert TRITON.refusal(heads) == reason
-    assert (Kernels(TRITON).attend(heads) is None) == (reason is not None)
-    assert SPLASH.refusal(heads) is None
+    assert TRITON.find_refusal(heads) == reason
+    assert (Kernels(TRITON).get_attention_kernel(heads) is None) == (reason is not None)
+    assert SPLASH.find_refusal(heads) is None
 
 
 def test_there_is_no_kernel_for_cpu():
-    assert {platform for platform, _ in TABLE} == {"gpu", "tpu"}
+    assert {platform for platform, _ in ATTENTION_KERNELS} == {"gpu", "tpu"}

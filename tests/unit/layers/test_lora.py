@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx.layers.lora import AdaptedMap, JoinedMap, LoraPair, RowAdapter, linear, multiply_groups
+from skyrl_tx.layers.lora import AdaptedMap, ConcatenatedMap, LoraPair, RowAdapter, linear, multiply_groups
 from tests.support.fast_jit import fast_jit
 
 INPUTS, OUTPUTS, RANK = 24, 40, 3
@@ -34,7 +34,7 @@ def test_value_and_gradient_are_those_of_the_plain_formula(monkeypatch, num_rows
     x, slope = drawn(2, num_rows // 2, INPUTS), drawn(2, num_rows // 2, OUTPUTS)
     weight, bias = drawn(INPUTS, OUTPUTS).astype(jnp.dtype(dtype)), drawn(OUTPUTS)
     pair = LoraPair(a=drawn(INPUTS, RANK), b=drawn(RANK, OUTPUTS))
-    assert AdaptedMap.of(weight, pair, SCALE, num_rows).is_merged == is_merged
+    assert AdaptedMap.from_weight(weight, pair, SCALE, num_rows).is_merged == is_merged
 
     def ours(x: jax.Array, pair: LoraPair) -> jax.Array:
         return linear(x, jnp.asarray(weight), RowAdapter(pair=pair, scale=SCALE, joins=True), bias)
@@ -47,7 +47,7 @@ def test_value_and_gradient_are_those_of_the_plain_formula(monkeypatch, num_rows
         (found, back), (wanted, plain_back) = jax.vjp(ours, x, pair), jax.vjp(plain, x, pair)
         return (found, back(slope)), (wanted, plain_back(slope))
 
-    assert JoinedMap.pays(num_rows, weight) == (dtype == "bfloat16")
+    assert ConcatenatedMap.is_faster(num_rows, weight) == (dtype == "bfloat16")
     found, wanted = evaluate(x, pair)
     tolerance = 1e-5 if dtype == "float32" else 0.02  # of the largest: factors have 8 bits, sums have 24
     for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -67,10 +67,10 @@ def test_a_weight_that_is_stored_transposed_is_the_same_map(num_rows: int) -> No
     def both() -> list[tuple[jax.Array, tuple[jax.Array, LoraPair]]]:
         pair = LoraPair(a=a, b=b)
         maps = [
-            AdaptedMap.of(weight.T, pair, SCALE, num_rows),
-            AdaptedMap.of(weight, pair, SCALE, num_rows, is_transposed=True),
+            AdaptedMap.from_weight(weight.T, pair, SCALE, num_rows),
+            AdaptedMap.from_weight(weight, pair, SCALE, num_rows, is_transposed=True),
         ]
-        return [(each.product(x), each.gradient(x, slope)) for each in maps]
+        return [(each.apply(x), each.compute_gradient(x, slope)) for each in maps]
 
     wanted, found = both()
     jax.tree.map(lambda own, other: np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5), found, wanted)
@@ -114,6 +114,6 @@ def test_a_scale_of_nan_is_that_of_its_own_rows() -> None:
     draw = np.random.default_rng(0)
     a, b = (jnp.asarray(draw.normal(size=size), jnp.float32) for size in ((2, 8, 4), (2, 4, 16)))
     x_MI, scale = jnp.asarray(draw.normal(size=(4, 8)), jnp.float32), jnp.array([0.5, jnp.nan])
-    delta = RowAdapter(LoraPair(a=a, b=b), scale, np.array([0, 1, 1, 0])).delta(x_MI, jnp.dtype(jnp.bfloat16))
+    delta = RowAdapter(LoraPair(a=a, b=b), scale, np.array([0, 1, 1, 0])).compute_delta(x_MI, jnp.dtype(jnp.bfloat16))
     assert np.isnan(np.asarray(delta)).all(axis=1).tolist() == [False, True, True, False]
     assert np.isfinite(delta[np.array([0, 3])]).all()

@@ -8,9 +8,16 @@ import numpy as np
 import pytest
 
 from skyrl_tx.layers.lora import Adapter, LoraPair, RowSlots
-from skyrl_tx.layers.moe import BIASES, Clamp, ExpertAdapters, ExpertWeights, mixture, pool_experts
+from skyrl_tx.layers.moe import (
+    BIAS_AXES,
+    Clamp,
+    ExpertAdapters,
+    ExpertWeights,
+    apply_mixture,
+    get_pooled_expert_adapters,
+)
 from skyrl_tx.layers.router import Routing, route
-from skyrl_tx.layers.tiles import arrange, sum_by_index
+from skyrl_tx.layers.tiles import sort_into_tiles, sum_by_index
 from tests.support.fast_jit import fast_jit
 
 D, F, E, RANK, LAYERS = 8, 12, 6, 3, 2
@@ -30,7 +37,7 @@ def weights() -> ExpertWeights:
 @pytest.fixture(scope="module")
 def biased(weights: ExpertWeights) -> ExpertWeights:
     """Experts of gpt-oss, with a limit that many tokens reach."""
-    sizes = {name: size[1] for name, size in zip(BIASES, SIZES.values(), strict=True)}
+    sizes = {name: size[1] for name, size in zip(BIAS_AXES, SIZES.values(), strict=True)}
     biases = {name: normal(30 + i, E, size) for i, (name, size) in enumerate(sizes.items())}
     return weights.replace(**biases, clamp=Clamp(limit=1.5, slope=1.702))
 
@@ -72,7 +79,7 @@ def pool_of(adapters: list[ExpertAdapters], layer: int) -> Adapter:
     return Adapter(weights=stacked, scale=np.stack([a.scale for a in adapters]))
 
 
-apply = fast_jit(mixture, static_argnames="routing")
+apply = fast_jit(apply_mixture, static_argnames="routing")
 choose = fast_jit(route, static_argnames="routing")
 
 
@@ -80,7 +87,7 @@ choose = fast_jit(route, static_argnames="routing")
 def apply_pool(
     x: jax.Array, router: jax.Array, weights: ExpertWeights, pool: Adapter, slots: RowSlots, layer: jax.Array
 ) -> jax.Array:
-    return mixture(x, router, weights, pool_experts(pool, "expert_", slots, layer), ROUTING)
+    return apply_mixture(x, router, weights, get_pooled_expert_adapters(pool, "expert_", slots, layer), ROUTING)
 
 
 @fast_jit
@@ -95,7 +102,7 @@ def value_and_gradient(
     """Return the mixture, and the gradient by tokens and by the adapters' factors."""
 
     def of(x: jax.Array, pairs: dict[str, LoraPair]) -> jax.Array:
-        return mixture(x, router, weights, adapters.replace(pairs=pairs), ROUTING, router_bias_E=router_bias)
+        return apply_mixture(x, router, weights, adapters.replace(pairs=pairs), ROUTING, router_bias_E=router_bias)
 
     y, pull = jax.vjp(of, x, dict(adapters.pairs))
     return y, pull(slope)
@@ -345,7 +352,7 @@ def test_biases_and_the_clamped_gate_act_in_values_and_gradients(biased, router,
 
 @pytest.mark.parametrize("groups", [[0] * 100, list(range(7)) * 9, [6, 0, 3] * 40, [5]])
 def test_every_visit_is_in_one_tile_of_its_group(groups):
-    tiling = fast_jit(arrange, static_argnums=1)(np.array(groups)[:, None], 7)
+    tiling = fast_jit(sort_into_tiles, static_argnums=1)(np.array(groups)[:, None], 7)
     places = tiling.visit_WP.shape[1]
     used = np.asarray(tiling.place_MK).ravel()
     assert len(set(used.tolist())) == len(groups)

@@ -15,7 +15,7 @@ from skyrl_tx.layers.norm import rms_norm
 from skyrl_tx.layers.rope import Rope, rotate
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.models.parts.attention import Attention
-from skyrl_tx.models.parts.base import LayerAdapters, Place
+from skyrl_tx.models.parts.base import LayerAdapters, LayerContext
 from tests.support.fast_jit import fast_jit
 
 EPSILON = 1e-3
@@ -25,7 +25,7 @@ def kernel(head_dim: int):
     platform = jax.default_backend()
     if platform not in ("cpu", "gpu"):
         pytest.skip(f"the kernel is not for {platform}")
-    found = Kernels(TRITON, interpret=platform == "cpu").rotate_normed(head_dim, head_dim, Layout())
+    found = Kernels(TRITON, interpret=platform == "cpu").get_rotation_kernel(head_dim, head_dim, Layout())
     assert found is not None
     return found
 
@@ -74,17 +74,17 @@ def test_a_layer_uses_it_where_it_gives_the_same_numbers(settings: dict[str, Any
     }
     x = jnp.asarray(draw.standard_normal((2, 16, 64)), jnp.float32)
     assert layer.rotation is not None
-    angles = {layer.rotation: layer.rope.angles(jnp.arange(16), layer.rotation[1])}
+    angles = {layer.rotation: layer.rope.compute_angles(jnp.arange(16), layer.rotation[1])}
 
     def projected(kernels: Kernels) -> list[jax.Array]:
         return [
             y
-            for y in layer._project(x, params, LayerAdapters(), Place(Layout(), angles, kernels=kernels))
+            for y in layer._project(x, params, LayerAdapters(), LayerContext(Layout(), angles, kernels=kernels))
             if y is not None
         ]
 
     kernels = Kernels(TRITON, interpret=jax.default_backend() == "cpu")
-    assert (layer._rotate_normed(Place(Layout(), angles, kernels=kernels)) is not None) == (not settings)
+    assert (layer._get_rotation_kernel(LayerContext(Layout(), angles, kernels=kernels)) is not None) == (not settings)
     for mine, other in zip(projected(kernels), projected(Kernels()), strict=True):
         assert mine.dtype == other.dtype == jnp.bfloat16
         np.testing.assert_allclose(*(y.astype(jnp.float32) for y in (mine, other)), rtol=0.01, atol=0.01)
@@ -92,8 +92,8 @@ def test_a_layer_uses_it_where_it_gives_the_same_numbers(settings: dict[str, Any
 
 @pytest.mark.parametrize(("head_dim", "rotated"), [(96, 96), (64, 32), (16, 16)])
 def test_other_heads_have_no_kernel(head_dim: int, rotated: int) -> None:
-    assert Kernels(TRITON).rotate_normed(head_dim, rotated, Layout()) is None
+    assert Kernels(TRITON).get_rotation_kernel(head_dim, rotated, Layout()) is None
 
 
 def test_there_is_none_without_an_attention_kernel() -> None:
-    assert Kernels().rotate_normed(64, 64, Layout()) is None
+    assert Kernels().get_rotation_kernel(64, 64, Layout()) is None

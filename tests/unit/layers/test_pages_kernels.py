@@ -11,13 +11,20 @@ import pytest
 
 from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.backends.jax.mesh import make_layout
-from skyrl_tx.layers.attention import paged_attention, step_attention
-from skyrl_tx.layers.kernels.choice import MOSAIC_PAGES, PAGES_TABLE, TRITON_PAGES, Heads, Kernels, PagesKernel
+from skyrl_tx.layers.attention import decode_attention, paged_attention
+from skyrl_tx.layers.kernels.choice import (
+    MOSAIC_PAGES,
+    PAGED_ATTENTION_KERNELS,
+    TRITON_PAGES,
+    Heads,
+    Kernels,
+    PagedAttentionKernel,
+)
 from skyrl_tx.layers.kv_cache import KeyValues, Pages
-from skyrl_tx.layers.sharding import WHOLE, Layout
+from skyrl_tx.layers.sharding import UNSHARDED, Layout
 from tests.support.fast_jit import fast_jit
 from tests.support.own_process import run_in_own_process
-from tests.support.paged import on_shards, table_of
+from tests.support.paged import make_table, split_into_shards
 
 PAGE = 64
 
@@ -26,7 +33,7 @@ PAGE = 64
 class Case:
     """Rows with a past of `starts` positions and `tokens` new ones; each query head has `groups` others."""
 
-    kernel: PagesKernel
+    kernel: PagedAttentionKernel
     starts: tuple[int, ...]
     pages: int
     dim: int
@@ -52,13 +59,15 @@ def drawn(case: Case, seed: int = 0, dtype: str = "float32") -> tuple:
 
 
 @partial(fast_jit, static_argnames=("case", "kernel", "layout"))
-def attention(x, starts, layer, case: Case, kernel: PagesKernel | None, layout: Layout = WHOLE, page_BM=None):
+def attention(
+    x, starts, layer, case: Case, kernel: PagedAttentionKernel | None, layout: Layout = UNSHARDED, page_BM=None
+):
     """Return attention of the new tokens over the past in the pages of a layer, and over each other."""
     (q, stack, new), rows = x, len(case.starts)
-    past = Pages(stack, layer, table_of(rows, case.pages).page_BM if page_BM is None else page_BM)
+    past = Pages(stack, layer, make_table(rows, case.pages).page_BM if page_BM is None else page_BM)
     seen = np.tri(case.tokens, dtype=bool) & ~np.tri(case.tokens, k=-(case.window or case.tokens), dtype=bool)
     sinks = jnp.linspace(-1, 2, 2 * case.groups)
-    read = Kernels(pages=kernel, interpret=True).past(case.heads, layout)
+    read = Kernels(pages=kernel, interpret=True).get_past_kernel(case.heads, layout)
     assert (read is None) == (kernel is None and layout.num_shards("batch") == 1)
     positions = starts[:, None] + jnp.arange(case.tokens)
     return paged_attention(q, positions, past, starts, new, seen, sinks, window=case.window, kernel=read)
@@ -105,12 +114,12 @@ def test_a_kernel_for_steps_reads_pages_and_recent_tokens(case: Case, num_tokens
     q, stack, _ = drawn(case)
     _, _, recent = drawn(replace(case, tokens=num_tokens), 1)
     recent = jax.tree.map(lambda x: x.at[:, :, num_recent:].set(np.nan), recent)  # not written yet
-    past, starts = Pages(stack, 1, table_of(len(case.starts), case.pages).page_BM), starts_of(case)
+    past, starts = Pages(stack, 1, make_table(len(case.starts), case.pages).page_BM), starts_of(case)
     sinks = jnp.linspace(-1, 2, 2 * case.groups)
-    step = Kernels(pages=case.kernel, interpret=True).step(case.heads, WHOLE)
+    step = Kernels(pages=case.kernel, interpret=True).get_step_kernel(case.heads, UNSHARDED)
     assert step is not None
     with jax.default_matmul_precision("highest"):
-        found = fast_jit(lambda q: step_attention(q[:, 0], past, starts, recent, num_recent, sinks, kernel=step))(q)
+        found = fast_jit(lambda q: decode_attention(q[:, 0], past, starts, recent, num_recent, sinks, kernel=step))(q)
         known = jax.tree.map(lambda x: x[:, :, :num_recent], recent)
         seen = np.arange(num_recent) >= num_recent - (case.window or num_recent)
         positions = starts[:, None] + num_recent - 1
@@ -119,11 +128,11 @@ def test_a_kernel_for_steps_reads_pages_and_recent_tokens(case: Case, num_tokens
 
 
 @pytest.mark.parametrize("kernel", [MOSAIC_PAGES, TRITON_PAGES])
-def test_no_row_changes_a_bit_of_another(kernel: PagesKernel) -> None:
+def test_no_row_changes_a_bit_of_another(kernel: PagedAttentionKernel) -> None:
     """A row has the same bits, in bfloat16 too, whatever the others hold and however long they are."""
     case = Case(kernel, (300, 5, 64, 0), 6, 128)
     (q, stack, new), (other_q, other_stack, other_new) = (drawn(case, seed, "bfloat16") for seed in (0, 1))
-    own = table_of(4, case.pages).page_BM[0]
+    own = make_table(4, case.pages).page_BM[0]
     other_stack = jax.tree.map(lambda theirs, mine: theirs.at[:, own].set(mine[:, own]), other_stack, stack)
     other_new = jax.tree.map(lambda theirs, mine: theirs.at[0].set(mine[0]), other_new, new)
     one = attention((q, stack, new), starts_of(case), 1, case, kernel)
@@ -134,12 +143,12 @@ def test_no_row_changes_a_bit_of_another(kernel: PagesKernel) -> None:
 
 
 @pytest.mark.parametrize("kernel", [pytest.param(MOSAIC_PAGES, marks=pytest.mark.slow), TRITON_PAGES])
-def test_products_of_bfloat16_are_as_near_to_float32_as_those_of_the_loop(kernel: PagesKernel) -> None:
+def test_products_of_bfloat16_are_as_near_to_float32_as_those_of_the_loop(kernel: PagedAttentionKernel) -> None:
     case = Case(kernel, (300, 5, 64, 384), 6, 128)
     x = drawn(case, dtype="bfloat16")
     exact = attention(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), x), starts_of(case), 1, case, None)
 
-    def distance(kernel: PagesKernel | None) -> float:
+    def distance(kernel: PagedAttentionKernel | None) -> float:
         found = np.float32(attention(x, starts_of(case), 1, case, kernel))
         return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
 
@@ -158,13 +167,13 @@ def test_products_of_bfloat16_are_as_near_to_float32_as_those_of_the_loop(kernel
 )
 def test_what_a_kernel_lacks_is_read_by_the_loop(heads: Heads, mosaic: str | None, triton: str | None) -> None:
     for kernel, reason in ((MOSAIC_PAGES, mosaic), (TRITON_PAGES, triton)):
-        assert kernel.refusal(heads) == reason
-        assert (Kernels(pages=kernel).past(heads, WHOLE) is None) == (reason is not None)
-    assert Kernels().past(heads, WHOLE) is None
+        assert kernel.find_refusal(heads) == reason
+        assert (Kernels(pages=kernel).get_past_kernel(heads, UNSHARDED) is None) == (reason is not None)
+    assert Kernels().get_past_kernel(heads, UNSHARDED) is None
 
 
 def test_there_is_no_kernel_for_cpu() -> None:
-    assert {platform for platform, _ in PAGES_TABLE} == {"gpu", "tpu"}
+    assert {platform for platform, _ in PAGED_ATTENTION_KERNELS} == {"gpu", "tpu"}
 
 
 def _pages_on_a_mesh(_: Path) -> None:
@@ -192,7 +201,7 @@ def _pages_on_shards(_: Path) -> None:
     for case, kernel in ((step, None), (step, TRITON_PAGES), (chunk, None), (chunk, MOSAIC_PAGES)):
         q, stack, new = drawn(case)
         wanted = attention((q, stack, new), starts_of(case), 1, case, None)
-        pages, table = on_shards(stack, table_of(len(case.starts), case.pages), 2)
+        pages, table = split_into_shards(stack, make_table(len(case.starts), case.pages), 2)
         found = attention((q, pages, new), starts_of(case), 1, case, kernel, layout, table.page_BM)
         assert len(found.sharding.device_set) == 4
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
@@ -209,17 +218,20 @@ def _steps_on_shards(_: Path) -> None:
     case = Case(TRITON_PAGES, (0, 5, 64, 100), 2, 128)
     q, stack, _ = drawn(case)
     _, _, recent = drawn(replace(case, tokens=8), 1)
-    table = table_of(len(case.starts), case.pages)
+    table = make_table(len(case.starts), case.pages)
 
     def found(stack: KeyValues, page_BM: jax.Array, layout: Layout) -> jax.Array:
-        step, past = Kernels(pages=case.kernel, interpret=True).step(case.heads, layout), Pages(stack, 1, page_BM)
-        run = fast_jit(lambda q: step_attention(q[:, 0], past, starts_of(case), recent, 5, None, kernel=step))
+        step, past = (
+            Kernels(pages=case.kernel, interpret=True).get_step_kernel(case.heads, layout),
+            Pages(stack, 1, page_BM),
+        )
+        run = fast_jit(lambda q: decode_attention(q[:, 0], past, starts_of(case), recent, 5, None, kernel=step))
         return run(q)
 
-    wanted = found(stack, table.page_BM, WHOLE)
+    wanted = found(stack, table.page_BM, UNSHARDED)
     for sizes in ({"tp": 2, "dp": 2}, {"fsdp": 2, "tp": 2}):
         layout = make_layout(MeshConfig(**sizes))
-        pages, own = on_shards(stack, table, 2)
+        pages, own = split_into_shards(stack, table, 2)
         on_mesh = found(pages, own.page_BM, layout)
         assert len(on_mesh.sharding.device_set) == 4
         np.testing.assert_allclose(on_mesh, wanted, rtol=1e-6, atol=1e-6)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx.layers.recurrence import conv_masks, conv_step, last_inputs, short_conv
+from skyrl_tx.layers.recurrence import get_last_inputs, make_conv_masks, short_conv, short_conv_step
 
 B, T, CHANNELS, W = 2, 19, 6, 4
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
@@ -39,7 +39,7 @@ def test_a_packed_sequence_reads_no_input_of_another(lengths: tuple[int, ...]) -
     starts = np.cumsum([0, *lengths])
     start_BT = np.broadcast_to(np.repeat(starts[:-1], lengths), (B, T))
     empty = np.zeros((B, W - 1, CHANNELS), np.float32)
-    found = short_conv(*map(jnp.asarray, (x, weight, empty)), conv_masks(jnp.asarray(start_BT), W))
+    found = short_conv(*map(jnp.asarray, (x, weight, empty)), make_conv_masks(jnp.asarray(start_BT), W))
     for row in range(B):
         alone = [summed(x[row, a:b], weight, empty[row]) for a, b in pairwise(starts)]
         np.testing.assert_allclose(found[row], np.concatenate(alone), **CLOSE)
@@ -49,15 +49,15 @@ def test_a_packed_sequence_reads_no_input_of_another(lengths: tuple[int, ...]) -
 def test_the_tail_is_of_the_tokens_and_not_of_padding(size: int) -> None:
     x, _, tail = draw()
     wanted = np.concatenate([tail, x[:, :size]], axis=1)[:, size:]
-    np.testing.assert_array_equal(last_inputs(jnp.asarray(x), jnp.asarray(tail), size), wanted)
+    np.testing.assert_array_equal(get_last_inputs(jnp.asarray(x), jnp.asarray(tail), size), wanted)
 
 
 def test_steps_continue_a_row() -> None:
     x, weight, tail = map(jnp.asarray, draw())
     whole = short_conv(x, weight, tail)
     cut = 11
-    kept = last_inputs(x[:, :cut], tail, cut)
+    kept = get_last_inputs(x[:, :cut], tail, cut)
     for index in range(cut, T):
-        y, kept = conv_step(x[:, index], weight, kept)
+        y, kept = short_conv_step(x[:, index], weight, kept)
         np.testing.assert_allclose(y, whole[:, index], **CLOSE)
-    np.testing.assert_array_equal(kept, last_inputs(x, tail, T))
+    np.testing.assert_array_equal(kept, get_last_inputs(x, tail, T))

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx.layers.sharding import WHOLE, Layout, _by_parts, gather
+from skyrl_tx.layers.sharding import UNSHARDED, Layout, _gather_by_parts, gather_weight
 
 
 @pytest.mark.parametrize(
@@ -15,10 +15,10 @@ from skyrl_tx.layers.sharding import WHOLE, Layout, _by_parts, gather
 def test_parts_in_order_are_the_weight(shape, axes, number, monkeypatch) -> None:
     monkeypatch.setattr(Layout, "num_shards", lambda _, axis: number if axis == "embed" else 1)
     weight = jnp.arange(np.prod(shape)).reshape(shape)
-    np.testing.assert_array_equal(_by_parts(weight, axes=axes, layout=WHOLE), weight)
-    np.testing.assert_array_equal(gather(weight, axes, WHOLE), weight)
+    np.testing.assert_array_equal(_gather_by_parts(weight, axes=axes, layout=UNSHARDED), weight)
+    np.testing.assert_array_equal(gather_weight(weight, axes, UNSHARDED), weight)
 
 
 def test_what_is_whole_already_is_not_gathered() -> None:
     weight = jnp.ones((8, 6))
-    assert gather(weight, ("embed", "mlp"), WHOLE) is weight
+    assert gather_weight(weight, ("embed", "mlp"), UNSHARDED) is weight

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from skyrl_tx.layers.norm import rms_norm
-from skyrl_tx.layers.stable_bits import add_apart
+from skyrl_tx.layers.stable_bits import add_unfused
 
 
 def arrays(*shapes: tuple[int, ...]) -> list[np.ndarray]:
@@ -14,7 +14,7 @@ def arrays(*shapes: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def residual(x_BTD: jax.Array, routed: jax.Array, update: jax.Array, shared: jax.Array) -> jax.Array:
-    return x_BTD + add_apart(routed + update, shared).reshape(x_BTD.shape)
+    return x_BTD + add_unfused(routed + update, shared).reshape(x_BTD.shape)
 
 
 def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -41,7 +41,7 @@ def test_a_sum_with_a_norm_has_the_same_bits_with_and_without_a_gradient(num_tok
 
     def normalised(*terms: jax.Array) -> jax.Array:
         x, y, update = terms
-        return norm(add_apart(x, norm(y + update, of_output)), of_sum)
+        return norm(add_unfused(x, norm(y + update, of_output)), of_sum)
 
     def with_gradient(*terms: jax.Array):
         found, backward = jax.vjp(normalised, *terms)
@@ -53,6 +53,6 @@ def test_a_sum_with_a_norm_has_the_same_bits_with_and_without_a_gradient(num_tok
 
 def test_the_gradient_is_that_of_a_sum():
     x, y, factor = arrays(*[(3, 5)] * 3)
-    found = jax.grad(lambda x, y: (add_apart(x, y) * factor).sum(), argnums=(0, 1))(x, y)
+    found = jax.grad(lambda x, y: (add_unfused(x, y) * factor).sum(), argnums=(0, 1))(x, y)
     for each in found:
         np.testing.assert_array_equal(each, factor)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx.layers.recurrence import CHUNK, ChunkMasks
+from skyrl_tx.layers.recurrence import CHUNK_POSITIONS, ChunkMasks
 from skyrl_tx.layers.state_space import state_space, state_space_step
 from tests.support.fast_jit import fast_jit
 
@@ -72,8 +72,8 @@ def test_a_step_is_the_formula() -> None:
 @pytest.mark.parametrize(
     "length",
     [
-        *(1, CHUNK, 2 * CHUNK + 22),
-        *(pytest.param(length, marks=pytest.mark.slow) for length in (5, CHUNK - 1, CHUNK + 1)),
+        *(1, CHUNK_POSITIONS, 2 * CHUNK_POSITIONS + 22),
+        *(pytest.param(length, marks=pytest.mark.slow) for length in (5, CHUNK_POSITIONS - 1, CHUNK_POSITIONS + 1)),
     ],
 )
 def test_chunks_equal_steps(length: int) -> None:
@@ -82,7 +82,7 @@ def test_chunks_equal_steps(length: int) -> None:
 
 
 def test_gradients_by_chunks_equal_those_by_steps() -> None:
-    inputs, state = draw(2, CHUNK + 30), draw_state(2)
+    inputs, state = draw(2, CHUNK_POSITIONS + 30), draw_state(2)
     generator = np.random.default_rng(1)
     y_weight = generator.standard_normal(inputs[2].shape).astype(np.float32)
     state_weight = generator.standard_normal(state.shape).astype(np.float32)
@@ -105,7 +105,7 @@ def packed_start() -> jax.Array:
 
 
 def run_packed(inputs: Inputs) -> jax.Array:
-    return state_space(*inputs, zeros(1), ChunkMasks.of(packed_start()))[0]
+    return state_space(*inputs, zeros(1), ChunkMasks.from_starts(packed_start()))[0]
 
 
 def run_apart(inputs: Inputs) -> jax.Array:
@@ -140,24 +140,24 @@ def test_a_packed_sequence_reads_nothing_of_another() -> None:
     np.testing.assert_array_equal(mixed[:, start:stop], run(inputs)[:, start:stop])
 
 
-@pytest.mark.parametrize("size", [1, 40, CHUNK, CHUNK + 20])
+@pytest.mark.parametrize("size", [1, 40, CHUNK_POSITIONS, CHUNK_POSITIONS + 20])
 def test_padding_leaves_the_state(size: int) -> None:
-    c, b, x, decay = draw(2, 2 * CHUNK)
-    is_token = (jnp.arange(2 * CHUNK) < size)[:, None, None]
+    c, b, x, decay = draw(2, 2 * CHUNK_POSITIONS)
+    is_token = (jnp.arange(2 * CHUNK_POSITIONS) < size)[:, None, None]
     padded = c, b, jnp.where(is_token[..., None], x, 0.0), jnp.where(is_token, decay, 0.0)
     y, state = run_chunks(*padded, draw_state(2))
     assert_close((y[:, :size], state), run_chunks(*(each[:, :size] for each in padded), draw_state(2)))
 
 
-@pytest.mark.parametrize("cut", [1, 30, CHUNK, CHUNK + 1])
+@pytest.mark.parametrize("cut", [1, 30, CHUNK_POSITIONS, CHUNK_POSITIONS + 1])
 def test_continuing_from_a_state_equals_one_call(cut: int) -> None:
-    inputs, state = draw(2, 2 * CHUNK), draw_state(2)
+    inputs, state = draw(2, 2 * CHUNK_POSITIONS), draw_state(2)
     first, between = run_chunks(*(each[:, :cut] for each in inputs), state)
     second, last = run_chunks(*(each[:, cut:] for each in inputs), between)
     assert_close((jnp.concatenate([first, second], axis=1), last), run_chunks(*inputs, state))
 
 
 def test_gradients_are_finite_where_all_is_forgotten() -> None:
-    *others, decay = draw(1, CHUNK)
+    *others, decay = draw(1, CHUNK_POSITIONS)
     gradient = fast_jit(jax.grad(lambda decay: jnp.sum(state_space(*others, decay, draw_state(1))[0])))(decay - 200.0)
     assert np.isfinite(gradient).all()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_tx.models import ModelConfig, adapter_shapes, find_family, targets
+from skyrl_tx.models import ModelConfig, describe_adapter, find_family, get_targets
 from skyrl_tx.models.config import ExpertLora
 
 FOLDER = Path(__file__).parent / "hub_configs"
@@ -85,8 +85,8 @@ def read(content: dict[str, Any], form: ExpertLora) -> ModelConfig:
 
 def count(config: ModelConfig, rank: int = 1) -> dict[str, int]:
     found = {"mlp": 0, "attn": 0, "unembed": 0}
-    for name, pair in adapter_shapes(config, rank).weights.items():
-        found[targets(config)[name].group] += math.prod(pair.a.shape) + math.prod(pair.b.shape)
+    for name, pair in describe_adapter(config, rank).weights.items():
+        found[get_targets(config)[name].group] += math.prod(pair.a.shape) + math.prod(pair.b.shape)
     return found
 
 

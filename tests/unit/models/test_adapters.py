@@ -8,7 +8,7 @@ import pytest
 
 from skyrl_tx.contract.requests import LoraSpec
 from skyrl_tx.layers.rope import Rope
-from skyrl_tx.models import ModelConfig, adapter_shapes, init_adapter
+from skyrl_tx.models import ModelConfig, describe_adapter, init_adapter
 from skyrl_tx.models.config import Block, group_blocks
 from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.models.parts.feed_forward import Dense
@@ -32,12 +32,12 @@ SPEC = LoraSpec(rank=4, seed=7)
 
 
 def test_shapes_of_the_arrays():
-    weights = adapter_shapes(CONFIG, 5).weights
+    weights = describe_adapter(CONFIG, 5).weights
     assert weights["k_proj"].a.shape == (3, 16, 5) and weights["k_proj"].b.shape == (3, 5, 12)
     assert weights["down_proj"].a.shape == (3, 20, 5) and weights["down_proj"].b.shape == (3, 5, 16)
     assert weights["unembed"].a.shape == (16, 5) and weights["unembed"].b.shape == (5, 50)
     made = init_adapter(CONFIG, SPEC, 5)
-    assert jax.tree.map(lambda leaf: leaf.shape, made) == jax.tree.map(lambda s: s.shape, adapter_shapes(CONFIG, 5))
+    assert jax.tree.map(lambda leaf: leaf.shape, made) == jax.tree.map(lambda s: s.shape, describe_adapter(CONFIG, 5))
 
 
 def test_a_is_uniform_as_in_peft_and_b_is_zero():

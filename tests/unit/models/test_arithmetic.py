@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from skyrl_tx.models import ModelConfig, find_family
-from skyrl_tx.models.arithmetic import adapter_macs, expert_parameters, experts_read, frozen_macs, mixing_macs
+from skyrl_tx.models.arithmetic import (
+    count_adapter_macs,
+    count_expert_parameters,
+    count_frozen_macs,
+    count_mixing_macs,
+    estimate_experts_read,
+)
 from tests.support.published import QWEN3_8B, QWEN3_30B_A3B
 
 
@@ -22,23 +28,23 @@ def hub_model(name: str) -> ModelConfig:
 def test_a_dense_model() -> None:
     model = model_of(QWEN3_8B)
     of_layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288
-    assert frozen_macs(model) == 36 * of_layer + 4096 * 151936 == 7_568_097_280
+    assert count_frozen_macs(model) == 36 * of_layer + 4096 * 151936 == 7_568_097_280
     of_layer = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288)
-    assert adapter_macs(model, 8, with_unembed=False) == 8 * 36 * of_layer
-    assert adapter_macs(model, 8) == 8 * (36 * of_layer + 4096 + 151936)
-    assert mixing_macs(model, 3) == 36 * 2 * 32 * 128 * (1 + 2 + 3)
-    assert expert_parameters(model) == 0 and experts_read(model, 1) == 1
+    assert count_adapter_macs(model, 8, with_unembed=False) == 8 * 36 * of_layer
+    assert count_adapter_macs(model, 8) == 8 * (36 * of_layer + 4096 + 151936)
+    assert count_mixing_macs(model, 3) == 36 * 2 * 32 * 128 * (1 + 2 + 3)
+    assert count_expert_parameters(model) == 0 and estimate_experts_read(model, 1) == 1
 
 
 def test_a_mixture_counts_the_chosen_experts() -> None:
     model = model_of(QWEN3_30B_A3B)
     attention, expert, router = 2 * 2048 * 4096 + 2 * 2048 * 512, 3 * 2048 * 768, 2048 * 128
-    assert frozen_macs(model) == 48 * (attention + 8 * expert + router) + 2048 * 151936
-    assert frozen_macs(model) == pytest.approx(3.0e9, rel=0.02), "3.3 billion with the embeddings, says its card"
-    assert expert_parameters(model) == 48 * 128 * expert
-    assert experts_read(model, 1) == pytest.approx(8 / 128)
-    assert experts_read(model, 10_000) == pytest.approx(1)
-    own, shared = (adapter_macs(replace(model, expert_lora=form), 1) for form in ("own", "shared"))
+    assert count_frozen_macs(model) == 48 * (attention + 8 * expert + router) + 2048 * 151936
+    assert count_frozen_macs(model) == pytest.approx(3.0e9, rel=0.02), "3.3 billion with the embeddings, says its card"
+    assert count_expert_parameters(model) == 48 * 128 * expert
+    assert estimate_experts_read(model, 1) == pytest.approx(8 / 128)
+    assert estimate_experts_read(model, 10_000) == pytest.approx(1)
+    own, shared = (count_adapter_macs(replace(model, expert_lora=form), 1) for form in ("own", "shared"))
     assert own - shared == 48 * 7 * 3 * 2048, "seven of eight experts have no factor next to the hidden size"
 
 
@@ -47,22 +53,22 @@ def test_latents_are_mapped_to_keys_and_values() -> None:
     attention = 2048 * 16 * (128 + 64) + 2048 * (512 + 64) + 16 * (128 + 128) * 512 + 16 * 128 * 2048
     dense, expert, router = 3 * 2048 * 11264, 3 * 2048 * 1408, 2048 * 64
     of_mixtures = 26 * ((6 + 2) * expert + router)  # six of 64, and two that take all tokens
-    assert frozen_macs(model) == 27 * attention + dense + of_mixtures + 2048 * 163840
-    assert mixing_macs(model, 3) == 27 * 16 * (128 + 64 + 128) * (1 + 2 + 3)
+    assert count_frozen_macs(model) == 27 * attention + dense + of_mixtures + 2048 * 163840
+    assert count_mixing_macs(model, 3) == 27 * 16 * (128 + 64 + 128) * (1 + 2 + 3)
 
 
 def test_windows_bound_what_positions_read() -> None:
     layers = 32
     model = hub_model("Mistral-7B-v0.1")
     of_pair = layers * 2 * 32 * 128
-    assert mixing_macs(model, 4096) == of_pair * 4096 * 4097 // 2
-    assert mixing_macs(model, 5000) - mixing_macs(model, 4999) == of_pair * 4096
+    assert count_mixing_macs(model, 4096) == of_pair * 4096 * 4097 // 2
+    assert count_mixing_macs(model, 5000) - count_mixing_macs(model, 4999) == of_pair * 4096
 
 
 def test_the_delta_rule_takes_the_same_for_each_position() -> None:
     of_states = 24 * 3 * 32 * 128 * 128  # layers, products, value heads, key dim, value dim
     of_pair = 8 * 2 * 16 * 256  # every fourth layer has softmax attention
-    assert mixing_macs(hub_model("Qwen3.5-9B"), 100) == 100 * of_states + of_pair * 100 * 101 // 2
+    assert count_mixing_macs(hub_model("Qwen3.5-9B"), 100) == 100 * of_states + of_pair * 100 * 101 // 2
 
 
 def test_layers_of_one_part_count_that_part() -> None:
@@ -71,7 +77,7 @@ def test_layers_of_one_part_count_that_part() -> None:
     attention = 2 * 4096 * 32 * 128 + 2 * 4096 * 2 * 128
     latents, expert, shared, router = 2 * 4096 * 1024, 2 * 1024 * 2688, 2 * 4096 * 5376, 4096 * 512
     of_layers = 40 * mamba + 8 * attention + 40 * (latents + 22 * expert + shared + router)
-    assert frozen_macs(model) == of_layers + 4096 * 131072
-    assert expert_parameters(model) == 40 * 512 * expert
+    assert count_frozen_macs(model) == of_layers + 4096 * 131072
+    assert count_expert_parameters(model) == 40 * 512 * expert
     of_states, of_pair = 40 * 2 * 128 * 64 * 128, 8 * 2 * 32 * 128  # layers, products, heads, dims
-    assert mixing_macs(model, 100) == 100 * of_states + of_pair * 100 * 101 // 2
+    assert count_mixing_macs(model, 100) == 100 * of_states + of_pair * 100 * 101 // 2

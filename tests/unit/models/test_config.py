@@ -8,7 +8,7 @@ from skyrl_tx.layers.rope import Rope
 from skyrl_tx.models import UnsupportedModel, describe_params, find_family
 from skyrl_tx.models.config import Block, group_blocks
 from skyrl_tx.models.parts.attention import Attention
-from skyrl_tx.models.parts.base import Room
+from skyrl_tx.models.parts.base import CacheSpec
 from skyrl_tx.models.parts.feed_forward import Dense
 
 QWEN3_06B = {  # as published, less what no model reads
@@ -166,7 +166,7 @@ def test_a_block_may_lack_one_part():
     whole, first, second = Block(mixer, dense), Block(mixer, None), Block(None, dense)
     assert [block.parts for block in (whole, first, second)] == [(mixer, dense), (mixer,), (dense,)]
     assert whole.targets() == first.targets() | second.targets()
-    assert whole.room() == first.room() and second.room() == Room()
+    assert whole.describe_cache() == first.describe_cache() and second.describe_cache() == CacheSpec()
     config = replace(read(), groups=group_blocks([first, second, second]))
     attention, denses = describe_params(config).layers
     assert set(attention) == {"attn_norm", *mixer.describe()} and attention["attn_norm"].layers == (0,)

@@ -10,28 +10,28 @@ import numpy as np
 import pytest
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax.kernel_choice import fit_cache
+from skyrl_tx.backends.jax.kernel_choice import pad_cached_dims
 from skyrl_tx.layers import cache_state
 from skyrl_tx.layers.attention import DENSE_LENGTH
 from skyrl_tx.layers.kernels.choice import MOSAIC_PAGES, NO_KERNELS, TRITON_PAGES, Kernels
 from skyrl_tx.layers.lora import RowSlots
 from skyrl_tx.layers.remat import RematPolicy
-from skyrl_tx.layers.sharding import WHOLE
+from skyrl_tx.layers.sharding import UNSHARDED
 from skyrl_tx.models.config import Group, Stack, group_blocks
-from skyrl_tx.models.params import separate
+from skyrl_tx.models.params import split_stacks
 from tests.support.fast_jit import fast_jit
-from tests.support.paged import positions_of, table_of
+from tests.support.paged import get_positions, make_table
 from tests.unit.models.conftest import LATENTS, read_back
 
 # Tests share the shapes of these programs: three rows of 40 tokens, three adapters, and two pages of each row.
 LENGTH, ROWS, PAGES = 40, 3, 2
-PROMPTS = table_of(ROWS, PAGES)
+PROMPTS = make_table(ROWS, PAGES)
 SAMPLES = jax.tree.map(lambda leaf: leaf + leaf.max(), PROMPTS)
 """The rows of the cache: three prompts, and three samples after them."""
 forward = fast_jit(models.forward, static_argnames=("config", "remat"))
-extend = fast_jit(models.extend, static_argnames="config")
+extend = fast_jit(models.prefill, static_argnames="config")
 target_logprobs = fast_jit(models.target_logprobs)
-copy = fast_jit(cache_state.copy)
+copy = fast_jit(cache_state.copy_pages)
 
 
 @partial(fast_jit, static_argnames=("config", "by_layer", "is_separate"))
@@ -49,13 +49,13 @@ def decode_step(
 ):
     """Decode a slice of one step of the samples, from stacks, from copies by layer, or from separate layers."""
     if by_layer:
-        params = models.by_layer(params, config)
-        opened = cache_state.open_rows(cache, SAMPLES, position, read_length=128, max_tokens=4)
+        params = models.unstack_params(params, config)
+        opened = cache_state.open_decode_slice_by_layer(cache, SAMPLES, position, read_length=128, max_tokens=4)
     else:
-        params = separate(params, cache_state.by_layer) if is_separate else params
-        opened = cache_state.open_slice(cache, SAMPLES, position, max_tokens=4, has_separate_layers=is_separate)
+        params = split_stacks(params, cache_state.unstack_layers) if is_separate else params
+        opened = cache_state.open_decode_slice(cache, SAMPLES, position, max_tokens=4, has_separate_layers=is_separate)
     hidden, ended = models.decode_step(params, config, token, opened, adapter, rows)
-    return hidden, cache_state.close_slice(cache, ended, SAMPLES)
+    return hidden, cache_state.close_decode_slice(cache, ended, SAMPLES)
 
 
 def tokens(rows: int = 3, length: int = LENGTH, seed: int = 0) -> np.ndarray:
@@ -68,9 +68,9 @@ def unwritten(params, config) -> cache_state.Cache:
     def nothing(leaf, num_empty: int):
         return np.concatenate([np.zeros_like(leaf[:, :num_empty]), np.full_like(leaf[:, num_empty:], np.nan)], axis=1)
 
-    cache = models.empty_cache(jax.tree.map(jnp.asarray, params), config, 1 + 2 * ROWS * PAGES, 1 + 2 * ROWS)
+    cache = models.make_empty_cache(jax.tree.map(jnp.asarray, params), config, 1 + 2 * ROWS * PAGES, 1 + 2 * ROWS)
     return tuple(
-        cache_state.Held(
+        cache_state.LayerCache(
             jax.tree.map(partial(nothing, num_empty=1), each.positions),
             jax.tree.map(partial(nothing, num_empty=1 + ROWS), each.fixed),
         )
@@ -227,7 +227,7 @@ def test_samples_decode_at_separate_positions(loaded, kernels):
     x = tokens()
     whole = evaluate(loaded.params, config, x)
     heads = [mixer.heads for mixer in config.mixers]
-    assert all((kernels.past(each, WHOLE) is None) == (kernels is NO_KERNELS) for each in heads)
+    assert all((kernels.past(each, UNSHARDED) is None) == (kernels is NO_KERNELS) for each in heads)
     _, prefilled = prefill(loaded.params, config, x[:, :10])  # what lies past a sample's position must not be seen
     cache = started(prefilled, range(3))
     rows, positions = np.arange(3), np.array([3, 7, 9])
@@ -239,9 +239,9 @@ def test_samples_decode_at_separate_positions(loaded, kernels):
 @pytest.mark.parametrize("kernels", [NO_KERNELS, Kernels(pages=MOSAIC_PAGES, interpret=True)], ids=["loop", "kernel"])
 def test_heads_of_few_dims_have_more_in_the_cache_of_a_tpu(loaded, kernels):
     """With zeros, which change nothing, and with which the kernel reads them."""
-    config, x = fit_cache(loaded.config, "tpu"), tokens()
-    assert fit_cache(loaded.config, "gpu") is loaded.config
-    assert all(mixer.heads.key_dim < 128 and mixer.cached_heads.key_dim == 128 for mixer in config.mixers)
+    config, x = pad_cached_dims(loaded.config, "tpu"), tokens()
+    assert pad_cached_dims(loaded.config, "gpu") is loaded.config
+    assert all(mixer.heads.key_dim < 128 and mixer.cache_heads.key_dim == 128 for mixer in config.mixers)
     whole = evaluate(loaded.params, loaded.config, x)
     _, prefilled = prefill(loaded.params, config, x[:, :10])
     assert {leaf.shape[-1] for leaf in jax.tree.leaves(prefilled)} == {128}
@@ -254,7 +254,7 @@ def test_heads_of_few_dims_have_more_in_the_cache_of_a_tpu(loaded, kernels):
 
 def test_latents_have_zeros_after_them_in_the_cache_of_a_tpu(tmp_path):
     loaded = read_back(tmp_path, LATENTS)
-    config, x = fit_cache(loaded.config, "tpu"), tokens()
+    config, x = pad_cached_dims(loaded.config, "tpu"), tokens()
     whole = evaluate(loaded.params, loaded.config, x)
     _, prefilled = prefill(loaded.params, config, x[:, :10])
     assert {leaf.shape[-1] for leaf in jax.tree.leaves(prefilled)} == {128}
@@ -392,7 +392,7 @@ def in_layer_order(cache, config) -> list:
     """Return the positions of each layer of the prompts."""
     found = {
         layer: jax.tree.map(lambda leaf, place=place: leaf[place], each)
-        for stack, each in zip(config.stacks, positions_of(cache, PROMPTS), strict=True)
+        for stack, each in zip(config.stacks, get_positions(cache, PROMPTS), strict=True)
         for place, layer in enumerate(stack.layers)
     }
     return [found[layer] for layer in range(config.num_layers)]

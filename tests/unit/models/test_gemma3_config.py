@@ -10,7 +10,7 @@ import pytest
 from skyrl_tx.layers.parameter import flatten
 from skyrl_tx.layers.rope import Rope
 from skyrl_tx.models import ModelConfig, UnsupportedModel, describe_params
-from skyrl_tx.models.base import text_config
+from skyrl_tx.models.base import get_text_config
 from skyrl_tx.models.gemma3 import GEMMA3
 from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.models.parts.feed_forward import Dense
@@ -43,7 +43,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_every_sixth_layer_of_gemma_3_is_without_a_window(name: str) -> None:
     (_, num_layers, factor), config = PUBLISHED[name], read(name)
-    window = text_config(content_of(name))["sliding_window"]
+    window = get_text_config(content_of(name))["sliding_window"]
     mixers = [block.mixer for block in config.blocks]
     windows = [mixer.window for mixer in mixers if isinstance(mixer, Attention)]
     assert windows == ([window] * 5 + [None]) * (num_layers // 6) + [window] * (num_layers % 6)

@@ -15,14 +15,14 @@ from skyrl_tx.layers.router import Routing
 from skyrl_tx.models import (
     ModelConfig,
     UnsupportedModel,
-    adapter_shapes,
     cut_pairs,
+    describe_adapter,
     describe_params,
     find_family,
-    joined_pairs,
-    targets,
+    get_targets,
+    join_pairs,
 )
-from skyrl_tx.models.base import text_config
+from skyrl_tx.models.base import get_text_config
 from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.models.parts.delta_net import DeltaNet
 from skyrl_tx.models.parts.feed_forward import Dense, Mixture
@@ -55,10 +55,10 @@ def windows_of(config: ModelConfig) -> list[int | None]:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.json")))
 def test_a_public_config_is_accepted(name: str) -> None:
-    config, content = read(name), text_config(content_of(name))
+    config, content = read(name), get_text_config(content_of(name))
     content = {**find_family(content_of(name)).defaults, **content}
     assert config.num_layers == content["num_hidden_layers"]
-    assert targets(config)["unembed"].outputs == content["vocab_size"]
+    assert get_targets(config)["unembed"].outputs == content["vocab_size"]
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.json")))
@@ -66,13 +66,13 @@ def test_adapters_are_cut_for_the_loops_over_layers_and_joined_again(name: str) 
     config = read(name)
     weights = {
         target: jax.tree.map(lambda leaf: np.arange(leaf.shape[0])[:, None, None], pair)
-        for target, pair in adapter_shapes(config, 8).weights.items()
+        for target, pair in describe_adapter(config, 8).weights.items()
         if target != "unembed"
     }
     pairs = cut_pairs(config, weights)
     for group, of_group in zip(config.groups, pairs, strict=True):
         assert all(leaf.shape[0] == group.num_repeats for leaf in jax.tree.leaves(of_group))
-    joined = joined_pairs(config, pairs)
+    joined = join_pairs(config, pairs)
     jax.tree.map(np.testing.assert_array_equal, joined, weights)
 
 
@@ -130,13 +130,13 @@ def test_what_gpt_oss_leaves_out_has_its_default() -> None:
     ],
 )
 def test_layers_of_the_line_of_deepseek(name: str, billions: float, num_dense: int) -> None:
-    config, content = read(name), text_config(content_of(name))
+    config, content = read(name), get_text_config(content_of(name))
     assert [len(group.stacks) for group in config.groups] == [1, 1], "one loop over dense layers, one over others"
     kinds = [type(block.feed_forward) for block in config.blocks]
     assert kinds == [Dense] * num_dense + [Mixture] * (content["num_hidden_layers"] - num_dense)
     (attention,) = {block.mixer for block in config.blocks}
     assert isinstance(attention, LatentAttention) and attention.has_paired_rope
-    assert [each.shape for each in jax.tree.leaves(attention.room().positions)] == [(1, 576)]
+    assert [each.shape for each in jax.tree.leaves(attention.describe_cache().positions)] == [(1, 576)]
     assert attention.query_latent_dim == content["q_lora_rank"]
     mixture = config.blocks[-1].feed_forward
     assert isinstance(mixture, Mixture) and mixture.has_correction and not mixture.has_shared_gate
@@ -322,7 +322,7 @@ def test_qwen3_5_has_as_many_parameters_as_its_name_says(name: str, billions: fl
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_mixtures_of_qwen3_5_have_a_shared_expert(name: str) -> None:
-    config, content = read(name), text_config(content_of(name))
+    config, content = read(name), get_text_config(content_of(name))
     (mixture,) = {block.feed_forward for block in config.blocks}
     assert isinstance(mixture, Mixture)
     experts, chosen = content["num_experts"], content["num_experts_per_tok"]

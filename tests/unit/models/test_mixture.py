@@ -6,8 +6,8 @@ import pytest
 
 from skyrl_tx.layers.lora import LoraPair, RowAdapter
 from skyrl_tx.layers.router import Routing
-from skyrl_tx.layers.sharding import WHOLE
-from skyrl_tx.models.parts.base import LayerAdapters, Place
+from skyrl_tx.layers.sharding import UNSHARDED
+from skyrl_tx.models.parts.base import LayerAdapters, LayerContext
 from skyrl_tx.models.parts.feed_forward import SHARED_PREFIX, Mixture
 from tests.support.fast_jit import fast_jit
 
@@ -47,12 +47,12 @@ def adapters_of(*slots: int) -> dict[str, RowAdapter]:
 
 @fast_jit
 def apply(x, params, adapters):
-    return MIXTURE.apply(x, params, LayerAdapters(adapters), Place(WHOLE, {}))
+    return MIXTURE.apply(x, params, LayerAdapters(adapters), LayerContext(UNSHARDED, {}))
 
 
 @fast_jit
 def apply_without(x, params):
-    return WITHOUT.apply(x, params, LayerAdapters(), Place(WHOLE, {}))
+    return WITHOUT.apply(x, params, LayerAdapters(), LayerContext(UNSHARDED, {}))
 
 
 def silu(x: np.ndarray) -> np.ndarray:

@@ -43,7 +43,7 @@ def test_parts_of_super() -> None:
     assert isinstance(mamba, Mamba) and isinstance(mixture, Mixture) and isinstance(attention, Attention)
     assert attention.rope is None and attention.rotation is None
     assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (32, 2, 128)
-    assert mamba.room().fixed["state"].shape == (8, 16, 128, 64) and mamba.least_step == 0
+    assert mamba.describe_cache().fixed["state"].shape == (8, 16, 128, 64) and mamba.least_step == 0
     assert mixture.routing == Routing(num_experts=512, num_chosen=22, renormalizes=True, scores="sigmoid", factor=5.0)
     assert (
         not mixture.is_gated and mixture.has_correction and (mixture.latent_size, mixture.shared_size) == (1024, 5376)

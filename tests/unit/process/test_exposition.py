@@ -10,7 +10,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from skyrl_tx.process import exposition
-from skyrl_tx.process.exposition import MetricsSocket, joined, read_metrics, render, served_at, socket_path
+from skyrl_tx.process.exposition import MetricsSocket, get_socket_path, join_texts, read_metrics, render, serve_http
 
 
 def registry(value: float) -> CollectorRegistry:
@@ -23,7 +23,7 @@ def registry(value: float) -> CollectorRegistry:
 @pytest.mark.parametrize("is_openmetrics", [False, True])
 def test_series_of_several_engines_have_the_engine_as_label(is_openmetrics: bool) -> None:
     texts = {str(number): render(registry(number), is_openmetrics=is_openmetrics) for number in (1, 2)}
-    text = joined(texts).decode()
+    text = join_texts(texts).decode()
     families = list(parse_openmetrics(text + exposition.END.decode()) if is_openmetrics else parse_text(text))
     assert [family.name for family in families] == ["tokens", "queue"]
     series = [(sample.labels, sample.value) for family in families for sample in family.samples]
@@ -36,10 +36,10 @@ def test_series_of_several_engines_have_the_engine_as_label(is_openmetrics: bool
 
 
 def test_an_engine_alone_serves_its_metrics_at_a_port() -> None:
-    with served_at("127.0.0.1", 0, registry(3.0)) as port:
+    with serve_http("127.0.0.1", 0, registry(3.0)) as port:
         answer = httpx.get(f"http://127.0.0.1:{port}/metrics")
         assert {family.name for family in parse_text(answer.text)} == {"tokens", "queue"}
-        with pytest.raises(OSError), served_at("127.0.0.1", port, registry(1.0)):
+        with pytest.raises(OSError), serve_http("127.0.0.1", port, registry(1.0)):
             pass
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{port}/metrics")
@@ -50,9 +50,9 @@ def test_each_engine_of_a_data_directory_has_a_socket(tmp_path: Path) -> None:
         return asyncio.run(read_metrics(tmp_path, is_openmetrics=False, timeout_s=10.0))
 
     assert read() is None
-    first = MetricsSocket(socket_path(tmp_path), lambda _: b"# HELP a A.\n# TYPE a gauge\na 1.0\n")
+    first = MetricsSocket(get_socket_path(tmp_path), lambda _: b"# HELP a A.\n# TYPE a gauge\na 1.0\n")
     assert read() == b"# HELP a A.\n# TYPE a gauge\na 1.0\n", "one engine needs no label"
-    second = MetricsSocket(socket_path(tmp_path, 2), lambda _: b"# HELP a A.\n# TYPE a gauge\na 2.0\n")
+    second = MetricsSocket(get_socket_path(tmp_path, 2), lambda _: b"# HELP a A.\n# TYPE a gauge\na 2.0\n")
     assert read() == b'# HELP a A.\n# TYPE a gauge\na{engine="1"} 1.0\na{engine="2"} 2.0\n'
     first.close()
     second.close()

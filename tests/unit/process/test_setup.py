@@ -17,10 +17,10 @@ from skyrl_tx.process.setup import (
     CannotServe,
     JsonFormatter,
     check_certificate,
+    get_url,
     listen,
     raise_file_limit,
     tune_garbage_collection,
-    url_of,
 )
 from tests.support.certificates import create_certificate
 from tests.support.own_process import run_in_own_process
@@ -29,14 +29,14 @@ from tests.support.own_process import run_in_own_process
 def test_listen_on_a_free_port_and_refusal_of_a_used_one() -> None:
     with listen("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
-        assert url_of(listener) == f"http://127.0.0.1:{port}"
+        assert get_url(listener) == f"http://127.0.0.1:{port}"
         with pytest.raises(CannotServe, match=rf"127\.0\.0\.1:{port}.*--port"):
             listen("127.0.0.1", port)
 
 
 def test_url_of_a_wildcard_address_is_loopback() -> None:
     with listen("0.0.0.0", 0) as listener:
-        assert url_of(listener).startswith("http://127.0.0.1:")
+        assert get_url(listener).startswith("http://127.0.0.1:")
 
 
 def test_error_names_an_unknown_host() -> None:
@@ -113,7 +113,7 @@ def test_garbage_collection_finds_new_cycles_and_skips_present_objects() -> None
 
 def test_url_of_a_tls_server() -> None:
     with listen("127.0.0.1", 0) as listener:
-        assert url_of(listener, "https").startswith("https://127.0.0.1:")
+        assert get_url(listener, "https").startswith("https://127.0.0.1:")
 
 
 def test_certificate_and_its_key_are_accepted(tmp_path: Path) -> None:

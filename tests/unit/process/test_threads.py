@@ -39,5 +39,5 @@ def test_death_of_a_thread_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: 
         thread = ServiceThread(name, target)
         thread.start()
         thread.join()
-    assert threads.failure() == "the thread 'first' ended: ValueError: no such row"
+    assert threads.get_failure() == "the thread 'first' ended: ValueError: no such row"
     assert caplog.text.count("Traceback") == 2

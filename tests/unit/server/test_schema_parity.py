@@ -44,13 +44,13 @@ INSIDE: list[tuple[type, type[WireModel]]] = [
     (types.AdamOptimizerConfig, training.OptimizerConfig),
     (types.AdamParams, training.AdamParams),
     (types.ForwardBackwardInput, training.PassInput),
-    (sampling_params.SamplingParams, sampling.SamplingParams),
+    (sampling_params.SamplingParams, sampling.WireSamplingParams),
     (model_input.ModelInput, training.ModelInput),
     (tensor_data.TensorData, training.TensorData),
-    (datum.Datum, training.Datum),
+    (datum.Datum, training.WireDatum),
     (types.CustomLossGraph, training.LossGraph),
     (types.CustomLossNode, training.LossGraphNode),
-    (types.CustomLossInput, training.LossInput),
+    (types.CustomLossInput, training.GraphInput),
     (provenance_spans.PromptProvenanceSpan, training.TokenRun),
     (provenance_spans.SampledProvenanceSpan, training.TokenRun),
 ]
@@ -118,7 +118,7 @@ def test_chunk_has_every_field_of_the_sdk() -> None:
     chunk_kinds = typing.get_args(typing.get_args(types.ModelInputChunk)[0])
     assert chunk_kinds
     for kind in chunk_kinds:
-        assert fields_of(kind) <= fields_of(training.Chunk), kind
+        assert fields_of(kind) <= fields_of(training.InputChunk), kind
 
 
 def is_unbounded(schema: dict[str, Any]) -> bool:

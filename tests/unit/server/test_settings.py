@@ -13,13 +13,13 @@ def settings(**more: object) -> ApiSettings:
 def test_model_aliases_resolve_to_the_public_name() -> None:
     named = settings(served_model_name="org/model", served_model_aliases=["org/judge", "org/teacher"])
     for name in ("org/model", "models/mine", "org/judge", "org/teacher", "org/model:peft:262144"):
-        assert named.known_model_name(name) == "org/model"
-    assert named.offered_names == ["org/model", "org/judge", "org/teacher"]
-    assert settings(served_model_aliases=["org/judge"]).known_model_name("org/judge") == "models/mine"
+        assert named.resolve_model_name(name) == "org/model"
+    assert named.model_names == ["org/model", "org/judge", "org/teacher"]
+    assert settings(served_model_aliases=["org/judge"]).resolve_model_name("org/judge") == "models/mine"
 
 
 def test_unknown_model_error_lists_served_names() -> None:
     with pytest.raises(UserError, match=r"'org/other'.*'models/mine', 'org/judge'"):
-        settings(served_model_aliases=["org/judge"]).known_model_name("org/other")
+        settings(served_model_aliases=["org/judge"]).resolve_model_name("org/other")
     with pytest.raises(UserError, match="'org/judge:fast'"):
-        settings(served_model_aliases=["org/judge"]).known_model_name("org/judge:fast")
+        settings(served_model_aliases=["org/judge"]).resolve_model_name("org/judge:fast")

@@ -16,12 +16,12 @@ def record(store: Store, event: audit.Event, at: float, **details: audit.Detail)
 
 
 def events(store: Store, **where) -> list[tuple[str, float]]:
-    return [(row.event, row.at) for row in store.read(lambda tx: audit.entries(tx, **where))]
+    return [(row.event, row.at) for row in store.read(lambda tx: audit.list_entries(tx, **where))]
 
 
 def test_an_entry_has_actor_path_and_details(store: Store) -> None:
     record(store, "checkpoint_read", 5.0, purpose="load", omitted=None)
-    (row,) = store.read(audit.entries)
+    (row,) = store.read(audit.list_entries)
     assert (row.actor, row.key_id, row.path, row.details) == ("ann", 3, PATH, {"purpose": "load"})
 
 
@@ -47,7 +47,7 @@ def test_entries_of_an_actor_and_of_an_event_are_found_among_many_others(store: 
 def test_pages_go_back_by_position(store: Store) -> None:
     for at in range(5):
         record(store, "checkpoint_create", float(at))
-    newest = store.read(lambda tx: audit.entries(tx, newest_first=True, limit=2))
+    newest = store.read(lambda tx: audit.list_entries(tx, newest_first=True, limit=2))
     assert [at for _, at in events(store, newest_first=True, limit=2, before=newest[-1].position)] == [2.0, 1.0]
 
 
@@ -71,5 +71,5 @@ def test_old_entries_are_deleted_a_few_at_a_time(store: Store) -> None:
 
 def test_the_actor_of_a_session_has_its_key(store: Store) -> None:
     session_id = store.write(lambda tx: sessions.create(tx, owner="ann", key_id=7, now=1.0))
-    assert store.read(lambda tx: audit.actor_of(tx, session_id, "ann")) == Actor("ann", 7)
-    assert store.read(lambda tx: audit.actor_of(tx, SessionId("gone"), "ann")) == Actor("ann", None)
+    assert store.read(lambda tx: audit.get_actor(tx, session_id, "ann")) == Actor("ann", 7)
+    assert store.read(lambda tx: audit.get_actor(tx, SessionId("gone"), "ann")) == Actor("ann", None)

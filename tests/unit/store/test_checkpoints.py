@@ -113,7 +113,7 @@ def test_lists_show_unexpired_checkpoints_of_the_owner(store: Store, session_id:
     put(store, row("expired", ends=2.0))
     for number in range(3):
         put(store, row(f"c{number}", now=float(number)))
-    run = store.read(lambda tx: checkpoints.list_of_run(tx, MODEL, 3.0))
+    run = store.read(lambda tx: checkpoints.list_by_run(tx, MODEL, 3.0))
     page, total = store.read(lambda tx: checkpoints.list_owned(tx, "ann", 2, 1, 3.0))
     assert [found.name for found in run] == ["c0", "c1", "c2"]
     assert ([found.name for found in page], total) == (["c1", "c0"], 3)
@@ -148,10 +148,10 @@ def test_referenced_artifacts(store: Store, session_id: SessionId) -> None:
         last_used_at=1.0,
     )
     store.write(lambda tx: (samplers.create_session(tx, sampling), samplers.create_session(tx, on_base)))
-    assert store.read(checkpoints.referenced_artifacts) == {"art-checkpoint", "art-snapshot", "art-sampler"}
+    assert store.read(checkpoints.find_referenced_artifacts) == {"art-checkpoint", "art-snapshot", "art-sampler"}
     store.write(lambda tx: checkpoints.delete(tx, path("a")))
     store.write(lambda tx: models.delete_snapshot(tx, MODEL))
-    assert store.read(checkpoints.referenced_artifacts) == {"art-sampler"}
+    assert store.read(checkpoints.find_referenced_artifacts) == {"art-sampler"}
 
 
 def test_a_load_references_its_source_until_a_snapshot_covers_it(store: Store, session_id: SessionId) -> None:
@@ -160,11 +160,11 @@ def test_a_load_references_its_source_until_a_snapshot_covers_it(store: Store, s
         key="load", kind="load_weights", owner="ann", session_id=session_id, body=load("art-source"), model_id=MODEL
     )
     request_id = store.write(lambda tx: futures.submit(tx, new, 1.0)).request_id
-    assert store.read(checkpoints.referenced_artifacts) == {"art-source"}, "open"
+    assert store.read(checkpoints.find_referenced_artifacts) == {"art-source"}, "open"
     store.write(lambda tx: futures.complete(tx, request_id, b"r", failed=False, effect_order=1, now=2.0))
-    assert store.read(checkpoints.referenced_artifacts) == {"art-source"}, "a recovery would replay it"
+    assert store.read(checkpoints.find_referenced_artifacts) == {"art-source"}, "a recovery would replay it"
     store.write(lambda tx: models.put_snapshot(tx, MODEL, ArtifactId("art-snapshot"), 1, 1.0))
-    assert store.read(checkpoints.referenced_artifacts) == {"art-snapshot"}
+    assert store.read(checkpoints.find_referenced_artifacts) == {"art-snapshot"}
     store.write(lambda tx: models.delete_snapshot(tx, MODEL))
     store.write(lambda tx: models.set_status(tx, MODEL, "unloaded"))
-    assert store.read(checkpoints.referenced_artifacts) == set()
+    assert store.read(checkpoints.find_referenced_artifacts) == set()

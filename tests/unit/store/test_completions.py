@@ -6,7 +6,7 @@ import pytest
 
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId, SessionId
 from skyrl_tx.store import completions, futures
-from skyrl_tx.store.completions import Completion
+from skyrl_tx.store.completions import SampleCompletion
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.futures import CLONE_STRIDE, NewRequest
 
@@ -41,26 +41,26 @@ def cancel(store: Store, request_id: RequestId, owner: str = "ann") -> str:
     return store.write(lambda tx: completions.cancel(tx, request_id, owner, b"over", 2.0))
 
 
-def of_client(store: Store, clone: int = 0, after: int = 0, limit: int = 10) -> list[Completion]:
-    return store.read(lambda tx: completions.completions_of_client(tx, SAMPLING, clone, after, limit))
+def of_client(store: Store, clone: int = 0, after: int = 0, limit: int = 10) -> list[SampleCompletion]:
+    return store.read(lambda tx: completions.list_by_client(tx, SAMPLING, clone, after, limit))
 
 
 def test_completions_are_listed_in_commit_order(store: Store, submit: Submit) -> None:
     first, second, third = (submit(seq_id) for seq_id in range(3))
-    assert store.read(completions.last_completion) == 0
+    assert store.read(completions.get_last_position) == 0
     complete(store, third)
     complete(store, first, failed=True)
-    assert of_client(store) == [Completion(1, third, False, 6), Completion(2, first, True, 6)]
+    assert of_client(store) == [SampleCompletion(1, third, False, 6), SampleCompletion(2, first, True, 6)]
     assert [each.request_id for each in of_client(store, limit=1)] == [third]
     cursor = of_client(store)[-1].answer_order
     assert of_client(store, after=cursor) == []
     complete(store, second)
     assert [each.request_id for each in of_client(store, after=cursor)] == [second]
-    assert store.read(lambda tx: completions.completed_since(tx, 1, 10)) == [
+    assert store.read(lambda tx: completions.list_completed(tx, 1, 10)) == [
         (2, first, SAMPLING, 1.0),
         (3, second, SAMPLING, 1.0),
     ]
-    assert store.read(completions.last_completion) == 3
+    assert store.read(completions.get_last_position) == 3
 
 
 def test_a_clone_lists_its_own_completions_only(store: Store, submit: Submit) -> None:
@@ -75,17 +75,17 @@ def test_a_clone_lists_its_own_completions_only(store: Store, submit: Submit) ->
 def test_a_cancelled_sample_fails_and_the_engine_reads_it_once(store: Store, submit: Submit) -> None:
     running, other = submit(0), submit(1)
     assert cancel(store, running) == "cancelled"
-    state = store.read(lambda tx: futures.result(tx, running, "ann"))
+    state = store.read(lambda tx: futures.get_state(tx, running, "ann"))
     assert (state.status, state.result) == ("failed", b"over")
-    assert [request.request_id for request in store.read(lambda tx: futures.pending(tx, 0, 10))] == [other]
-    ((position, cancelled_id),) = store.read(lambda tx: completions.cancelled_since(tx, 0))
+    assert [request.request_id for request in store.read(lambda tx: futures.list_pending(tx, 0, 10))] == [other]
+    ((position, cancelled_id),) = store.read(lambda tx: completions.list_cancelled(tx, 0))
     assert cancelled_id == running
     store.write(lambda tx: completions.forget_cancellations(tx, position))
     assert cancel(store, other) == "cancelled"
-    ((later, cancelled_id),) = store.read(lambda tx: completions.cancelled_since(tx, position))
+    ((later, cancelled_id),) = store.read(lambda tx: completions.list_cancelled(tx, position))
     assert cancelled_id == other and later > position
     store.write(completions.forget_cancellations)
-    assert store.read(lambda tx: completions.cancelled_since(tx, 0)) == []
+    assert store.read(lambda tx: completions.list_cancelled(tx, 0)) == []
 
 
 def test_only_open_samples_of_the_owner_are_cancelled(store: Store, submit: Submit) -> None:
@@ -97,4 +97,4 @@ def test_only_open_samples_of_the_owner_are_cancelled(store: Store, submit: Subm
     assert cancel(store, training) == "no sample"
     assert cancel(store, foreign) == "cancelled"
     assert cancel(store, foreign) == "over"
-    assert store.read(lambda tx: futures.result(tx, answered, "ann")).result == b"result"
+    assert store.read(lambda tx: futures.get_state(tx, answered, "ann")).result == b"result"

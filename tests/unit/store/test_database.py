@@ -204,5 +204,5 @@ def test_work_fails_when_the_writing_thread_dies(tmp_path: Path, monkeypatch: py
     for _ in range(2):
         with pytest.raises(StoreError, match=r"the thread that writes to the database ended: MemoryError"):
             store.write(lambda tx: None)
-    assert "'store-writer' ended" in str(threads.failure())
+    assert "'store-writer' ended" in str(threads.get_failure())
     store.close()

@@ -61,13 +61,13 @@ def visible(store: Store, now: float = 20.0) -> set[str]:
     """Return the names that all lists agree on."""
 
     def read(tx) -> set[str]:
-        names = {row.name for row in checkpoints.list_of_run(tx, RUN, now)}
+        names = {row.name for row in checkpoints.list_by_run(tx, RUN, now)}
         owned, total = checkpoints.list_owned(tx, "ann", 100, 0, now)
         assert {row.name for row in owned} == names == {n for n in "abc" if checkpoints.get(tx, path(n), now)}
         assert total == len(names) == checkpoints.count(tx, now)[0]
-        usage = checkpoints.usage_by_owner(tx, "ann", None, now)
+        usage = checkpoints.get_usage_by_owner(tx, "ann", None, now)
         assert sum(stored.num_checkpoints for _, _, stored in usage) == total
-        assert list(tx.exec(checkpoints.published_runs(now))) == [RUN] * total
+        assert list(tx.exec(checkpoints.select_published_runs(now))) == [RUN] * total
         return names
 
     return store.read(read)
@@ -79,9 +79,9 @@ def is_run_visible(store: Store, session_id: SessionId) -> bool:
         assert total == len(listed)
         return {
             models.find(tx, RUN) is not None,
-            models.owner(tx, RUN) is not None,
+            models.get_owner(tx, RUN) is not None,
             not models.is_deleted(tx, RUN),
-            [row.model_id for row in models.of_session(tx, session_id)] == [RUN],
+            [row.model_id for row in models.list_by_session(tx, session_id)] == [RUN],
             [row.model_id for row in listed] == [RUN],
         }
 
@@ -93,7 +93,7 @@ def test_deleted_checkpoint_is_hidden_and_restored(store: Store, run: ModelId) -
     assert store.write(lambda tx: checkpoints.mark_deleted(tx, path("a"), 10.0))
     assert not store.write(lambda tx: checkpoints.mark_deleted(tx, path("a"), 11.0))
     assert visible(store) == {"b"}
-    assert "art-a" in (store.read(checkpoints.referenced_artifacts) or ())
+    assert "art-a" in (store.read(checkpoints.find_referenced_artifacts) or ())
     assert store.write(lambda tx: checkpoints.purge(tx, 9.9)) == []
     assert store.write(lambda tx: checkpoints.undelete(tx, path("a"))) and visible(store) == {"a", "b"}
     assert not store.write(lambda tx: checkpoints.undelete(tx, path("a")))
@@ -103,7 +103,7 @@ def test_purge_removes_what_was_deleted_long_enough_ago(store: Store, run: Model
     store.write(lambda tx: checkpoints.mark_deleted(tx, path("a"), 10.0))
     assert store.write(lambda tx: checkpoints.purge(tx, 10.0)) == [path("a")]
     assert not store.write(lambda tx: checkpoints.undelete(tx, path("a"))) and visible(store) == {"b"}
-    assert "art-a" not in (store.read(checkpoints.referenced_artifacts) or ())
+    assert "art-a" not in (store.read(checkpoints.find_referenced_artifacts) or ())
 
 
 def test_name_of_a_deleted_checkpoint_is_free(store: Store, run: ModelId) -> None:
@@ -129,7 +129,7 @@ def test_deleted_run_is_hidden_with_its_checkpoints_and_restored(
     assert store.write(lambda tx: models.mark_deleted(tx, RUN, 10.0))
     assert not store.write(lambda tx: models.mark_deleted(tx, RUN, 11.0))
     assert not is_run_visible(store, session_id) and visible(store) == set()
-    kept = store.read(checkpoints.referenced_artifacts)
+    kept = store.read(checkpoints.find_referenced_artifacts)
     assert kept == {"art-a", "art-b", "art-snapshot"}
     assert store.write(lambda tx: models.undelete(tx, RUN)) and is_run_visible(store, session_id)
     assert visible(store) == {"b"}, "`a` was deleted by itself before"

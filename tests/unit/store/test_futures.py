@@ -24,12 +24,12 @@ def new(session_id: SessionId) -> NewRequest:
     )
 
 
-def submit(store: Store, new: NewRequest, now: float = 1.0) -> futures.Submitted:
+def submit(store: Store, new: NewRequest, now: float = 1.0) -> futures.SubmittedRequest:
     return store.write(lambda tx: futures.submit(tx, new, now))
 
 
 def pending(store: Store, after: int = 0, limit: int = 100) -> list[futures.PendingRequest]:
-    return store.read(lambda tx: futures.pending(tx, after, limit))
+    return store.read(lambda tx: futures.list_pending(tx, after, limit))
 
 
 def complete(store: Store, request_id: RequestId, effect_order: int | None = None, failed: bool = False) -> bool:
@@ -39,7 +39,7 @@ def complete(store: Store, request_id: RequestId, effect_order: int | None = Non
 
 
 def state(store: Store, request_id: RequestId, owner: str = "ann") -> FutureState:
-    return store.read(lambda tx: futures.result(tx, request_id, owner))
+    return store.read(lambda tx: futures.get_state(tx, request_id, owner))
 
 
 def test_pending_returns_a_request_as_submitted(store: Store, new: NewRequest) -> None:
@@ -65,9 +65,9 @@ def test_pending_returns_a_request_as_submitted(store: Store, new: NewRequest) -
 
 
 def test_request_ids_derive_from_the_idempotency_key() -> None:
-    assert futures.request_id("model/run/1") == "req-c3b2mhfnzrvgamsrdb2jp7ihhr2jbxxj"
-    assert futures.request_id("model/run/1") != futures.request_id("model/run/2")
-    assert futures.request_id("") != futures.request_id("")
+    assert futures.make_request_id("model/run/1") == "req-c3b2mhfnzrvgamsrdb2jp7ihhr2jbxxj"
+    assert futures.make_request_id("model/run/1") != futures.make_request_id("model/run/2")
+    assert futures.make_request_id("") != futures.make_request_id("")
 
 
 def test_requests_without_a_key_are_never_duplicates(store: Store, new: NewRequest) -> None:
@@ -98,7 +98,7 @@ def test_duplicates_may_differ_in_kind(store: Store, new: NewRequest) -> None:
 def test_a_duplicate_of_a_complete_request_is_not_pending(store: Store, new: NewRequest) -> None:
     request_id = submit(store, new).request_id
     complete(store, request_id)
-    assert submit(store, new) == futures.Submitted(request_id, is_new=False)
+    assert submit(store, new) == futures.SubmittedRequest(request_id, is_new=False)
     assert pending(store) == []
 
 
@@ -127,11 +127,11 @@ def test_a_delivery_attempt_can_be_undone(store: Store, new: NewRequest) -> None
 def test_last_answered_sequence_number(store: Store, new: NewRequest) -> None:
     for seq_id, kind in ((1, "model_pass"), (2, "optim_step"), (3, "model_pass")):
         submit(store, replace(new, key=f"k/{seq_id}", seq_id=seq_id, kind=kind))
-    assert store.read(lambda tx: futures.last_answered_seq(tx, MODEL)) == 0
-    complete(store, futures.request_id("k/1"))
-    complete(store, futures.request_id("k/2"), failed=True)
-    assert store.read(lambda tx: futures.last_answered_seq(tx, MODEL)) == 2
-    assert store.read(lambda tx: futures.last_answered_seq(tx, MODEL, ["model_pass"])) == 1
+    assert store.read(lambda tx: futures.get_last_answered_seq(tx, MODEL)) == 0
+    complete(store, futures.make_request_id("k/1"))
+    complete(store, futures.make_request_id("k/2"), failed=True)
+    assert store.read(lambda tx: futures.get_last_answered_seq(tx, MODEL)) == 2
+    assert store.read(lambda tx: futures.get_last_answered_seq(tx, MODEL, ["model_pass"])) == 1
 
 
 @pytest.mark.parametrize(("failed", "status"), [(False, "done"), (True, "failed")])
@@ -157,8 +157,8 @@ def test_statuses_of_complete_requests_only(store: Store, new: NewRequest) -> No
     complete(store, ids[0])
     complete(store, ids[1], failed=True)
     many = [*ids, *(RequestId(f"req-{number}") for number in range(2500))]
-    assert store.read(lambda tx: futures.statuses(tx, many)) == {ids[0]: "done", ids[1]: "failed"}
-    assert store.read(lambda tx: futures.statuses(tx, [])) == {}
+    assert store.read(lambda tx: futures.get_outcomes(tx, many)) == {ids[0]: "done", ids[1]: "failed"}
+    assert store.read(lambda tx: futures.get_outcomes(tx, [])) == {}
 
 
 def test_log_order(store: Store, new: NewRequest) -> None:
@@ -167,7 +167,7 @@ def test_log_order(store: Store, new: NewRequest) -> None:
     for request_id, order in ((ids[3], 1), (ids[0], 3), (ids[1], 2), (other, 2)):
         complete(store, request_id, effect_order=order, failed=request_id == ids[0])
     complete(store, ids[4], effect_order=None)
-    replayed = store.read(lambda tx: futures.log_since(tx, MODEL, 1))
+    replayed = store.read(lambda tx: futures.read_log(tx, MODEL, 1))
     assert [(request.request_id, request.effect_order, request.failed) for request in replayed] == [
         (ids[1], 2, False),
         (ids[0], 3, True),

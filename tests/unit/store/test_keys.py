@@ -27,7 +27,7 @@ def owner_of(store: Store, session_id: SessionId) -> str:
 
 
 def test_a_key_is_found_by_its_digest(store: Store) -> None:
-    assert not store.read(keys.any_made)
+    assert not store.read(keys.has_any)
     key, key_id = make(store, "ann")
     row = store.read(lambda tx: keys.find(tx, key))
     assert row is not None and (row.key_id, row.owner, row.scope) == (key_id, "ann", "user")
@@ -38,11 +38,11 @@ def test_a_key_is_found_by_its_digest(store: Store) -> None:
 
 def test_revocation_is_permanent_and_numbers_are_not_reused(store: Store) -> None:
     key, key_id = make(store, "ann")
-    assert store.read(lambda tx: keys.any_usable(tx, 2.5))
+    assert store.read(lambda tx: keys.has_usable(tx, 2.5))
     assert store.write(lambda tx: keys.revoke(tx, key_id, 2.0))
     assert not store.write(lambda tx: keys.revoke(tx, key_id, 3.0))
     assert store.read(lambda tx: keys.find(tx, key)) is None and store.read(lambda tx: keys.get(tx, key_id)) is None
-    assert store.read(keys.any_made) and not store.read(lambda tx: keys.any_usable(tx, 2.5))
+    assert store.read(keys.has_any) and not store.read(lambda tx: keys.has_usable(tx, 2.5))
     assert make(store, "bob")[1] > key_id
     assert [row.revoked_at for row in store.read(keys.list_all)] == [2.0, None]
 
@@ -64,12 +64,12 @@ def test_rotation_replaces_a_key_after_an_overlap(store: Store) -> None:
     assert new != key and (row.owner, row.scope, row.name, row.expires_at) == ("ann", "sample", "k", None)
     old = store.read(lambda tx: keys.find(tx, key))
     assert old is not None and old.expires_at == 110.0
-    assert [keys.status(old, at) for at in (109.0, 110.0)] == ["valid", "expired"]
-    assert store.read(lambda tx: keys.ended(tx, [key_id, row.key_id or 0], 110.0)) == {key_id}
+    assert [keys.get_status(old, at) for at in (109.0, 110.0)] == ["valid", "expired"]
+    assert store.read(lambda tx: keys.find_ended(tx, [key_id, row.key_id or 0], 110.0)) == {key_id}
     with pytest.raises(keys.KeyNotUsable, match="has expired"):
         store.write(lambda tx: keys.rotate(tx, key_id, overlap_s=10.0, now=110.0))
     store.write(lambda tx: keys.revoke(tx, row.key_id or 0, 120.0))
-    assert not store.read(lambda tx: keys.any_usable(tx, 120.0)) and store.read(lambda tx: keys.any_usable(tx, 105.0))
+    assert not store.read(lambda tx: keys.has_usable(tx, 120.0)) and store.read(lambda tx: keys.has_usable(tx, 105.0))
 
 
 def test_rotation_keeps_the_lifetime_and_never_prolongs_the_old_key(store: Store) -> None:

@@ -33,21 +33,21 @@ def test_create_ignores_an_existing_id(store: Store, session_id: SessionId) -> N
     assert not create(store, session_id, spec=b"second")
     row = get(store)
     assert (row.spec, row.status, row.effect_order, row.user_metadata) == (b"first", "creating", 0, {"a": "b"})
-    assert store.read(lambda tx: models.owner(tx, MODEL)) == "ann"
-    assert store.read(lambda tx: models.owner(tx, ModelId("none"))) is None
+    assert store.read(lambda tx: models.get_owner(tx, MODEL)) == "ann"
+    assert store.read(lambda tx: models.get_owner(tx, ModelId("none"))) is None
 
 
 def test_log_sequence_numbers_start_at_one_and_roll_back(store: Store, session_id: SessionId) -> None:
     create(store, session_id)
 
     def two_then_fail(tx: Session) -> None:
-        assert [models.next_effect_order(tx, MODEL) for _ in range(2)] == [2, 3]
+        assert [models.assign_effect_order(tx, MODEL) for _ in range(2)] == [2, 3]
         raise RuntimeError
 
-    assert store.write(lambda tx: models.next_effect_order(tx, MODEL)) == 1
+    assert store.write(lambda tx: models.assign_effect_order(tx, MODEL)) == 1
     with pytest.raises(RuntimeError):
         store.write(two_then_fail)
-    assert store.write(lambda tx: models.next_effect_order(tx, MODEL)) == 2
+    assert store.write(lambda tx: models.assign_effect_order(tx, MODEL)) == 2
     assert get(store).effect_order == 2
 
 
@@ -73,7 +73,7 @@ def test_status_incomplete_gradient_and_last_request(store: Store, session_id: S
         lambda tx: models.set_status(tx, MODEL, "ready"),
         lambda tx: models.set_incomplete_gradient(tx, MODEL, None),
         lambda tx: models.touch(tx, MODEL, 1.0),
-        lambda tx: models.next_effect_order(tx, MODEL),
+        lambda tx: models.assign_effect_order(tx, MODEL),
     ],
 )
 def test_changing_an_unknown_model_is_an_error(store: Store, change) -> None:
@@ -85,8 +85,8 @@ def test_live_models(store: Store, session_id: SessionId) -> None:
     for number, status in enumerate(("creating", "ready", "failed", "unloaded")):
         create(store, session_id, ModelId(status), now=float(10 - number))
         store.write(lambda tx, status=status: models.set_status(tx, ModelId(status), status))
-    assert [row.model_id for row in store.read(models.live)] == ["ready", "creating"]
-    assert [row.model_id for row in store.read(lambda tx: models.of_session(tx, session_id))] == [
+    assert [row.model_id for row in store.read(models.list_live)] == ["ready", "creating"]
+    assert [row.model_id for row in store.read(lambda tx: models.list_by_session(tx, session_id))] == [
         "unloaded",
         "failed",
         "ready",

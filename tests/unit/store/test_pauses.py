@@ -40,7 +40,7 @@ def test_a_request_waits_for_pauses_of_its_owner_key_and_project(
     others.append(pause(subject, name, other))
 
     def reason(*found: Pause) -> str | None:
-        return store.read(lambda tx: pauses.reason_to_wait(tx, request_id, found))
+        return store.read(lambda tx: pauses.find_wait_reason(tx, request_id, found))
 
     assert reason(*others) is None
     assert reason(*others, own) == own.reason
@@ -59,4 +59,4 @@ def test_pauses_of_several_engines_are_listed_once() -> None:
         for n in (1, 2, 3)
     ]
     rows[0].pauses, rows[1].pauses = published, published[:1]
-    assert pauses.pauses_of(*rows, None) == (one, two)
+    assert pauses.collect_pauses(*rows, None) == (one, two)

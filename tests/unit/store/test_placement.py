@@ -39,7 +39,7 @@ def publish(tx: Session, number: int, status: str = "ready", places: int = 4, ag
         status=status,
         capabilities={"max_models": places},
         base_models=["tiny"],
-        updated_at=engine_state.shared_time(tx) - age_s,
+        updated_at=engine_state.get_shared_time(tx) - age_s,
     )
     engine_state.publish(tx, row)
 
@@ -89,7 +89,7 @@ def add_request(
 
 def waiting(api: Store, engine: int) -> list[RequestId]:
     """Return the open requests of an engine, in the order in which it reads them."""
-    return [row.request_id for row in api.read(lambda tx: futures.pending(tx, 0, 100, engine=engine))]
+    return [row.request_id for row in api.read(lambda tx: futures.list_pending(tx, 0, 100, engine=engine))]
 
 
 @pytest.mark.parametrize(
@@ -114,13 +114,13 @@ def test_a_new_model_goes_to_the_ready_engine_with_the_least_load(
         for engine, count in counts.items():
             for number in range(count):
                 add_model(tx, session_id, f"{engine}-{number}", engine)
-        return placement.for_model(tx)
+        return placement.choose_engine(tx)
 
     assert api.write(work) == expected
 
 
 def test_models_and_requests_of_an_ended_engine_are_shared_out_in_order(api: Store, session_id: SessionId) -> None:
-    def work(tx: Session) -> tuple[placement.Moved, list[RequestId], dict[ModelId, list[RequestId]]]:
+    def work(tx: Session) -> tuple[placement.MoveResult, list[RequestId], dict[ModelId, list[RequestId]]]:
         names = [add_model(tx, session_id, f"m{number}", 3) for number in range(4)]
         add_model(tx, session_id, "other", 1)
         requests: dict[ModelId, list[RequestId]] = {name: [] for name in names}
@@ -146,10 +146,10 @@ def test_models_and_requests_of_an_ended_engine_are_shared_out_in_order(api: Sto
 def test_a_request_that_moved_is_read_like_one_that_has_just_arrived(api: Store, session_id: SessionId) -> None:
     moving = api.write(lambda tx: add_request(tx, session_id, 2))
     read = api.write(lambda tx: add_request(tx, session_id, 1))
-    position = api.read(futures.last_position)
+    position = api.read(futures.get_last_position)
     assert waiting(api, 1) == [read]
     api.write(lambda tx: placement.move(tx, 2, [1]))
-    (row,) = api.read(lambda tx: futures.pending(tx, position, 10, engine=1))
+    (row,) = api.read(lambda tx: futures.list_pending(tx, position, 10, engine=1))
     assert row.request_id == moving
     later = api.write(lambda tx: add_request(tx, session_id, 1))
     assert waiting(api, 1) == [read, moving, later]
@@ -159,7 +159,7 @@ def test_a_request_that_moved_is_read_like_one_that_has_just_arrived(api: Store,
 def test_what_may_have_ended_two_engines_stays_for_a_while_with_its_model(
     api: Store, session_id: SessionId, age_s: float, is_held: bool
 ) -> None:
-    def work(tx: Session) -> tuple[placement.Moved, list[RequestId]]:
+    def work(tx: Session) -> tuple[placement.MoveResult, list[RequestId]]:
         publish(tx, 2, age_s=age_s)
         guilty, innocent = (add_model(tx, session_id, name, 2) for name in ("guilty", "innocent"))
         first = add_request(tx, session_id, 2, model_id=guilty, attempts=2)
@@ -171,32 +171,32 @@ def test_what_may_have_ended_two_engines_stays_for_a_while_with_its_model(
     moved, kept = api.write(work)
     assert waiting(api, 2) == (kept if is_held else [])
     assert len(waiting(api, 1)) == (1 if is_held else 4)
-    assert moved.num_held == (3 if is_held else 0)
+    assert moved.num_quarantined == (3 if is_held else 0)
 
 
 def test_a_request_that_ran_alone_elsewhere_is_not_blamed_for_a_crash_of_its_new_engine(
     api: Store, session_id: SessionId
 ) -> None:
-    def work(tx: Session) -> tuple[placement.Moved, RequestId]:
+    def work(tx: Session) -> tuple[placement.MoveResult, RequestId]:
         publish(tx, 2, age_s=2 * placement.HOLD_S)
         moved = add_request(tx, session_id, 2)
         futures.count_delivery_attempt(tx, [moved], is_alone=True)
         return placement.move(tx, 2, [1]), moved
 
     moved, name = api.write(work)
-    assert (moved.num_requests, moved.num_held) == (1, 0)
-    api.write(lambda tx: futures.record_end(tx, is_crash=True, engine=1))
-    assert api.read(lambda tx: futures.max_crashes(tx, [name])) == 0
+    assert (moved.num_requests, moved.num_quarantined) == (1, 0)
+    api.write(lambda tx: futures.record_engine_end(tx, is_crash=True, engine=1))
+    assert api.read(lambda tx: futures.get_max_crashes(tx, [name])) == 0
 
 
 def test_only_an_engine_that_is_ready_and_has_nothing_is_given_samples(
     api: Store, session_id: SessionId, tmp_path: Path, postgresql_url: str
 ) -> None:
     def position_of(tx: Session, request_id: RequestId) -> int:
-        return next(row.position for row in futures.pending(tx, 0, 100) if row.request_id == request_id)
+        return next(row.position for row in futures.list_pending(tx, 0, 100) if row.request_id == request_id)
 
     def give(*request_ids: RequestId) -> list[RequestId]:
-        return api.write(lambda tx: placement.give(tx, 1, 2, [position_of(tx, name) for name in request_ids]))
+        return api.write(lambda tx: placement.give_samples(tx, 1, 2, [position_of(tx, name) for name in request_ids]))
 
     first, second, third = (api.write(lambda tx: add_request(tx, session_id, 1)) for _ in range(3))
     api.write(lambda tx: publish(tx, 2))
@@ -210,7 +210,7 @@ def test_only_an_engine_that_is_ready_and_has_nothing_is_given_samples(
         api.write(lambda tx: publish(tx, 2))
         positions = api.read(lambda tx: [position_of(tx, name) for name in (first, second)])
         assert api.write(lambda tx: completions.cancel(tx, second, "ann", b"", 2.0)) == "cancelled"
-        assert api.write(lambda tx: placement.give(tx, 1, 2, positions)) == [first]
+        assert api.write(lambda tx: placement.give_samples(tx, 1, 2, positions)) == [first]
         assert waiting(api, 1) == [third] and waiting(api, 2) == [first]
         assert give(third) == [], "it has a request now"
 
@@ -218,7 +218,7 @@ def test_only_an_engine_that_is_ready_and_has_nothing_is_given_samples(
 def test_samples_of_weights_in_memory_follow_their_model(api: Store, session_id: SessionId) -> None:
     name = SamplingSessionId("unwritten")
 
-    def work(tx: Session) -> tuple[placement.Moved, ModelId, RequestId]:
+    def work(tx: Session) -> tuple[placement.MoveResult, ModelId, RequestId]:
         add_model(tx, session_id, "a", 1)
         model_id = add_model(tx, session_id, "b", 3)
         row = SamplingSessionRow(
@@ -243,18 +243,18 @@ def test_samples_of_weights_in_memory_follow_their_model(api: Store, session_id:
 
 def test_an_engine_that_runs_keeps_what_it_has(api: Store, session_id: SessionId, tmp_path: Path, postgresql_url: str):
     api.write(lambda tx: add_model(tx, session_id, "a", 1))
-    assert api.read(placement.ended) == {1}
+    assert api.read(placement.find_ended) == {1}
     first, second = (
         Store.open(tmp_path / "engine", role="engine", url=postgresql_url, is_shared=True) for _ in range(2)
     )
-    assert (first.engine, second.engine) == (1, 2)
-    assert api.read(leases.holders).keys() == {1, 2} and api.read(placement.ended) == set()
+    assert (first.engine_number, second.engine_number) == (1, 2)
+    assert api.read(leases.get_holders).keys() == {1, 2} and api.read(placement.find_ended) == set()
     assert not second.write(lambda tx: leases.take(tx, 1))
     assert first.write(leases.become_keeper) and not second.write(leases.become_keeper)
     first.close()
     until(lambda: second.write(leases.become_keeper))  # the server ends a connection a moment later
     assert second.write(lambda tx: leases.take(tx, 1))
-    assert api.read(placement.ended) == {1}
+    assert api.read(placement.find_ended) == {1}
     second.close()
 
 
@@ -291,9 +291,9 @@ def test_sqlite_has_one_engine(tmp_path: Path) -> None:
 def test_a_stuck_engine_loses_its_lease_and_can_commit_no_more(api: Store, tmp_path: Path, postgresql_url: str) -> None:
     engine = Store.open(tmp_path / "engine", role="engine", url=postgresql_url, is_shared=True)
     engine.write(lambda tx: publish(tx, 1))
-    api.write(lambda tx: leases.revoke(tx, leases.holders(tx)[1]))
+    api.write(lambda tx: leases.revoke(tx, leases.get_holders(tx)[1]))
     with pytest.raises(StoreError):
         engine.write(lambda tx: publish(tx, 1, "stopping"))
-    until(lambda: api.read(leases.holders) == {})
+    until(lambda: api.read(leases.get_holders) == {})
     assert api.read(engine_state.get).status == "ready"
     engine.close()

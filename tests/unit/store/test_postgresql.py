@@ -54,7 +54,7 @@ def end_connections(administrator: psycopg.Connection, role: str) -> int:
     return ended.rowcount
 
 
-def submit(tx: Session, session_id: SessionId, key: str = "") -> futures.Submitted:
+def submit(tx: Session, session_id: SessionId, key: str = "") -> futures.SubmittedRequest:
     new = NewRequest(key=key, kind="sample", owner="ann", session_id=session_id, body=b"b")
     return futures.submit(tx, new, 1.0)
 
@@ -126,7 +126,7 @@ def test_positions_are_committed_in_order(open_store, session_id: SessionId) -> 
     apis, engine = [open_store("api"), open_store("api")], open_store("engine")
     assigned, go_on = threading.Event(), threading.Event()
 
-    def slowly(tx: Session) -> futures.Submitted:
+    def slowly(tx: Session) -> futures.SubmittedRequest:
         submitted = submit(tx, session_id)
         assigned.set()
         go_on.wait(10)
@@ -137,7 +137,7 @@ def test_positions_are_committed_in_order(open_store, session_id: SessionId) -> 
     second = apis[1].write_soon(lambda tx: submit(tx, session_id))
     with pytest.raises(TimeoutError):
         second.result(0.2)  # it must not be visible before the first is committed
-    assert engine.read(lambda tx: futures.pending(tx, 0, 10)) == []
+    assert engine.read(lambda tx: futures.list_pending(tx, 0, 10)) == []
     go_on.set()
     assert first.result(10).position < second.result(10).position
 
@@ -145,7 +145,7 @@ def test_positions_are_committed_in_order(open_store, session_id: SessionId) -> 
     sent = [api.write_soon(lambda tx: submit(tx, session_id)) for _ in range(100) for api in apis]
     while len(seen) < 202:
         last = seen[-1] if seen else 0
-        seen += [found.position for found in engine.read(lambda tx, last=last: futures.pending(tx, last, 7))]
+        seen += [found.position for found in engine.read(lambda tx, last=last: futures.list_pending(tx, last, 7))]
     assert sorted(future.result(10).position for future in sent) == seen[2:]
 
 
@@ -229,15 +229,15 @@ def test_running_work_rolls_back_when_the_connection_breaks(
     with pytest.raises(StoreUnreachable):
         half_done.result(10)
     assert also.exception(10) is None, "it is in the next group"
-    assert store.read(lambda tx: futures.pending(tx, 0, 10)) == []
+    assert store.read(lambda tx: futures.list_pending(tx, 0, 10)) == []
 
 
 def test_an_unsupported_value_is_refused(store: Store, session_id: SessionId) -> None:
     after = store.write_soon(lambda tx: submit(tx, session_id))
     with pytest.raises(ValueRefused, match=r"cannot contain NUL \(0x00\) bytes$"):
-        store.write(lambda tx: sessions.unfinished(tx, "ann", "zero \0"))
+        store.write(lambda tx: sessions.find_unfinished(tx, "ann", "zero \0"))
     with pytest.raises(ValueRefused, match="NUL"):
-        store.read(lambda tx: sessions.unfinished(tx, "ann", "zero \0"))
+        store.read(lambda tx: sessions.find_unfinished(tx, "ann", "zero \0"))
     assert after.result(5).is_new
 
 

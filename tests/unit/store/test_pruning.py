@@ -54,12 +54,12 @@ def to_sampler(session_id: SessionId, seq_id: int) -> NewRequest:
     return replace(new, key=key, kind="sample", model_id=None, sampling_session_id=SAMPLER)
 
 
-def submit(store: Store, new: NewRequest) -> futures.Submitted:
+def submit(store: Store, new: NewRequest) -> futures.SubmittedRequest:
     return store.write(lambda tx: futures.submit(tx, new, 1.0))
 
 
 def state(store: Store, request_id: RequestId) -> FutureState:
-    return store.read(lambda tx: futures.result(tx, request_id, "ann"))
+    return store.read(lambda tx: futures.get_state(tx, request_id, "ann"))
 
 
 def completed(store: Store, new: NewRequest, effect_order: int | None = None) -> RequestId:
@@ -101,10 +101,10 @@ class TestResults:
         assert prune_results(store, 160.0) == 0
         assert prune_results(store, 161.0) == 1
         assert state(store, request_id).status == "pruned"
-        assert submit(store, new) == futures.Submitted(request_id, is_new=False)
+        assert submit(store, new) == futures.SubmittedRequest(request_id, is_new=False)
         with pytest.raises(ConflictingRequest):
             submit(store, replace(new, body=b"other"))
-        assert store.read(lambda tx: futures.pending(tx, 0, 100)) == []
+        assert store.read(lambda tx: futures.list_pending(tx, 0, 100)) == []
 
     def test_a_request_after_the_snapshot_stays_until_its_model_ends(self, store, new: NewRequest) -> None:
         request_id = fetched(store, new, effect_order=11)
@@ -160,7 +160,7 @@ class TestRequests:
         slow = submit(store, to_sampler(session_id, 1)).request_id
         fetched(store, to_sampler(session_id, 2))
         prune(store)
-        assert submit(store, to_sampler(session_id, 1)) == futures.Submitted(slow, is_new=False)
+        assert submit(store, to_sampler(session_id, 1)) == futures.SubmittedRequest(slow, is_new=False)
 
     def test_high_water_marks_only_rise(self, store, session_id: SessionId) -> None:
         fetched(store, to_model(session_id, 9))
@@ -168,13 +168,13 @@ class TestRequests:
         prune(store)
         store.write(lambda tx: futures.mark_fetched(tx, [late], 500.0))
         assert prune(store, 1000.0) == 1
-        assert store.read(lambda tx: futures.high_water_mark(tx, f"model/{MODEL}")) == 9
+        assert store.read(lambda tx: futures.get_high_water_mark(tx, f"model/{MODEL}")) == 9
 
     def test_last_answered_sequence_number_after_deletion(self, store, session_id: SessionId) -> None:
         fetched(store, to_model(session_id, 9), effect_order=3)
         prune(store)
         for kinds in (None, {"optim_step"}):
-            assert store.read(lambda tx, kinds=kinds: futures.last_answered_seq(tx, MODEL, kinds)) == 9
+            assert store.read(lambda tx, kinds=kinds: futures.get_last_answered_seq(tx, MODEL, kinds)) == 9
 
     def test_requests_without_a_sequence_number_leave_no_mark(self, store, new: NewRequest) -> None:
         for seq_id in (None, 0):
@@ -224,7 +224,7 @@ class TestSamplingSessions:
         return store.write(lambda tx: pruning.delete_sampling_sessions(tx, before, **limit))
 
     def remaining(self, store: Store, session_id: SessionId) -> set[str]:
-        return set(store.read(lambda tx: samplers.ids_of_session(tx, session_id)))
+        return set(store.read(lambda tx: samplers.list_ids_by_session(tx, session_id)))
 
     def marks(self, store: Store) -> set[str]:
         return set(store.read(lambda tx: tx.exec(select(PrunedRow.numbered_by)).all()))
@@ -242,7 +242,7 @@ class TestSamplingSessions:
         assert self.marks(store) == {f"model/{MODEL}"}
 
     def test_sampling_sessions_of_a_finished_session_are_deleted(self, store, session_id: SessionId) -> None:
-        store.write(lambda tx: sessions.heartbeat(tx, session_id, 100.0))
+        store.write(lambda tx: sessions.record_heartbeat(tx, session_id, 100.0))
         store.write(lambda tx: sessions.finish(tx, session_id, "success", 100.0))
         assert self.delete(store, 100.0) == 0
         assert [self.delete(store, 101.0, limit=3) for _ in range(3)] == [3, 1, 0]

@@ -43,10 +43,10 @@ def test_session_ids_are_random_and_fit_into_paths(store: Store) -> None:
 
 
 def test_heartbeats_never_decrease(store: Store, session_id: SessionId) -> None:
-    assert store.write(lambda tx: sessions.heartbeat(tx, session_id, 9.0))
-    assert store.write(lambda tx: sessions.heartbeat(tx, session_id, 8.0))
+    assert store.write(lambda tx: sessions.record_heartbeat(tx, session_id, 9.0))
+    assert store.write(lambda tx: sessions.record_heartbeat(tx, session_id, 8.0))
     assert store.read(lambda tx: sessions.get(tx, session_id)).last_heartbeat_at == 9.0
-    assert not store.write(lambda tx: sessions.heartbeat(tx, UNKNOWN, 9.0))
+    assert not store.write(lambda tx: sessions.record_heartbeat(tx, UNKNOWN, 9.0))
 
 
 def test_the_first_finish_reason_stays(store: Store, session_id: SessionId) -> None:
@@ -99,7 +99,7 @@ def test_heartbeats_and_housekeeping_do_not_read_metadata(store: Store, session_
 
     event.listen(Engine, "before_cursor_execute", record)
     try:
-        store.write(lambda tx: sessions.heartbeat(tx, session_id, 9.0))
+        store.write(lambda tx: sessions.record_heartbeat(tx, session_id, 9.0))
         found = store.read(lambda tx: sessions.find(tx, session_id))
         store.write(lambda tx: sessions.set_project(tx, session_id, "p"))
         store.write(lambda tx: sessions.finish_timed_out(tx, 10.0, "silent", 30.0))

@@ -11,9 +11,9 @@ import pytest
 
 from skyrl_tx import __version__
 from skyrl_tx.launch.command import CommandParser
-from skyrl_tx.launch.settings import SettingsError, default_data_dir
+from skyrl_tx.launch.settings import SettingsError, get_default_data_dir
 from skyrl_tx.tools.cli import COMMANDS, main
-from skyrl_tx.tools.serve import read_settings, with_tiny_model
+from skyrl_tx.tools.serve import read_settings, resolve_tiny_model
 
 ROOT = Path(__file__).parents[3]
 
@@ -29,7 +29,7 @@ def _isolated_data_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 def test_defaults_are_local_and_private(tmp_path: Path) -> None:
     settings = read_settings("serve", FAKE)
     assert (settings.host, settings.port) == ("127.0.0.1", 8000)
-    assert settings.data_dir == default_data_dir() == tmp_path / "share" / "skyrl_tx"
+    assert settings.data_dir == get_default_data_dir() == tmp_path / "share" / "skyrl_tx"
     assert settings.served_model_name is None
 
 
@@ -105,7 +105,7 @@ def test_error_names_an_invalid_setting(arguments: list[str], message: str) -> N
     ],
 )
 def test_loopback_addresses(host: str, is_loopback: bool) -> None:
-    assert read_settings("serve", [*FAKE, "--host", host]).for_api().is_loopback == is_loopback
+    assert read_settings("serve", [*FAKE, "--host", host]).make_api_settings().is_loopback == is_loopback
 
 
 def test_no_auth_allows_any_address() -> None:
@@ -198,7 +198,7 @@ def extra_packages(name: str) -> list[str]:
     ("name", "architecture"), [("tiny", "Qwen3ForCausalLM"), ("tiny-qwen3_5", "Qwen3_5ForCausalLM")]
 )
 def test_built_in_models_are_written_and_served_by_their_names(tmp_path: Path, name: str, architecture: str) -> None:
-    settings = with_tiny_model(read_settings("serve", ["--base-model", name, "--data-dir", str(tmp_path / "data")]))
+    settings = resolve_tiny_model(read_settings("serve", ["--base-model", name, "--data-dir", str(tmp_path / "data")]))
     assert settings.served_model_name == name and settings.base_model == str(tmp_path / "data" / "models" / name)
     assert json.loads((Path(settings.base_model) / "config.json").read_text())["architectures"] == [architecture]
 

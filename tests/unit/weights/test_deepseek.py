@@ -12,7 +12,7 @@ from skyrl_tx.layers.parameter import flatten
 from skyrl_tx.models.deepseek_v3 import DEEPSEEK_V3
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf
-from skyrl_tx.weights.merge import merge
+from skyrl_tx.weights.merge import merge_adapter
 from skyrl_tx.weights.peft import AdapterFiles
 
 HEADS, PLAIN, VALUE, LATENT = 4, 16, 12, 16
@@ -107,7 +107,7 @@ def test_an_adapter_is_merged_into_kimi_k2_5_under_its_names(directory, tmp_path
     out = tmp_path / "merged"
     out.mkdir()
     adapter = AdapterFiles(config={"r": 2, "lora_alpha": 1}, factors=factors)
-    merge(directory, DEEPSEEK_V3.bound_weights(config), adapter, out)
+    merge_adapter(directory, DEEPSEEK_V3.bind_weights(config), adapter, out)
     before, after = load_file(directory / FILE), load_file(out / FILE)
     assert after.keys() == before.keys()
     for name, tensor in before.items():

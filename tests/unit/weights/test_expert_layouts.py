@@ -15,9 +15,9 @@ from skyrl_tx.layers.parameter import Parameter, flatten
 from skyrl_tx.models import describe_params, find_family
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf
-from skyrl_tx.weights.merge import merge
+from skyrl_tx.weights.merge import merge_adapter
 from skyrl_tx.weights.peft import AdapterError, AdapterFiles, Factors
-from skyrl_tx.weights.weight_map import bind_rows, of_checkpoint, rule_path
+from skyrl_tx.weights.weight_map import bind_rows, fit_to_checkpoint, get_rule_path
 
 Tensors = dict[str, np.ndarray]
 D, F, E = 32, 24, 8
@@ -121,15 +121,15 @@ def test_parts_are_parts_of_the_whole(directory, layout):
     content = hf.read_json(directory, "config.json")
     family = find_family(content)
     parameters: dict[str, Parameter] = flatten(describe_params(family.config_from_hf(content)))
-    rules = {rule.path: rule for rule in bind_rows(of_checkpoint(family.weights, tensors), parameters)}
+    rules = {rule.path: rule for rule in bind_rows(fit_to_checkpoint(family.weights, tensors), parameters)}
     for path in [path for path in parameters if "expert_" in path]:
-        rule = rules[rule_path(path)]
-        for index, name in rule.tensors(parameters[path]):
+        rule = rules[get_rule_path(path)]
+        for index, name in rule.iterate_tensors(parameters[path]):
             own = whole[path][index]
             for part in halves(own.shape):
                 ours = tuple((each.start, each.stop) for each in part)
-                theirs = tensors[name][tuple(slice(*each) for each in rule.part_of_tensor(ours))]
-                found = rule.view_of_part(theirs, ours)
+                theirs = tensors[name][tuple(slice(*each) for each in rule.get_tensor_part(ours))]
+                found = rule.view_part(theirs, ours)
                 np.testing.assert_array_equal(found, own[part], err_msg=name)
 
 
@@ -178,7 +178,7 @@ def merged(directory: Path, factors: dict[str, Factors], out: Path) -> Tensors:
     content = hf.read_json(directory, "config.json")
     family = find_family(content)
     out.mkdir()
-    merge(directory, family.bound_weights(family.config_from_hf(content)), adapter_of(factors), out)
+    merge_adapter(directory, family.bind_weights(family.config_from_hf(content)), adapter_of(factors), out)
     return load_file(out / FILE)
 
 

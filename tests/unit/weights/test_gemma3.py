@@ -14,7 +14,7 @@ from skyrl_tx.models import describe_params, find_family
 from skyrl_tx.models.gemma3 import GEMMA3
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf
-from skyrl_tx.weights.merge import merge
+from skyrl_tx.weights.merge import merge_adapter
 from skyrl_tx.weights.peft import AdapterError, AdapterFiles
 
 Tensors = dict[str, np.ndarray]
@@ -103,11 +103,11 @@ def test_a_merged_unembedding_is_no_longer_tied(directory: Path, tmp_path: Path,
     }
     adapter = AdapterFiles(config={"r": 2, "lora_alpha": 2}, factors=factors)
     config = GEMMA3.config_from_hf(hf.read_json(directory, "config.json"))
-    out, rules = tmp_path / "merged", GEMMA3.bound_weights(config)
+    out, rules = tmp_path / "merged", GEMMA3.bind_weights(config)
     out.mkdir()
     with pytest.raises(AdapterError, match=f"no tensor '{unembed}'"):
-        merge(directory, rules, adapter, out)
-    merge(directory, rules, adapter, out, ties_by_default=config.tied_embeddings)
+        merge_adapter(directory, rules, adapter, out)
+    merge_adapter(directory, rules, adapter, out, ties_by_default=config.tied_embeddings)
     before, after = load_file(directory / FILE), load_file(out / FILE)
     prefix = NESTED[form][0]
     embed, changed = before[f"{prefix}embed_tokens.weight"], f"{prefix}layers.1.self_attn.o_proj.weight"

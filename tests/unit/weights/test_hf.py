@@ -20,7 +20,7 @@ from skyrl_tx.layers.parameter import Parameter, flatten
 from skyrl_tx.models import describe_params, find_family
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf
-from skyrl_tx.weights.weight_map import adapter_modules
+from skyrl_tx.weights.weight_map import name_adapter_modules
 
 
 @pytest.fixture
@@ -192,20 +192,20 @@ def test_eos_comes_from_the_generation_config_first(directory):
 
 def test_resolve_accepts_directories_and_names_a_missing_model(directory, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert hf.resolve(str(directory)) == directory
+    assert hf.resolve_model(str(directory)) == directory
     for wrong in (str(tmp_path / "nothing"), "./nothing", "a/b/c"):
         with pytest.raises(hf.CheckpointError, match="no such directory"):
-            hf.resolve(wrong)
+            hf.resolve_model(wrong)
 
     for wrong, cause in (("org/nothing", "outgoing traffic has been disabled"), ("no model", "alphanumeric")):
         with pytest.raises(hf.CheckpointError, match=f"^{wrong}: no such directory, .* hub: .*{cause}"):
-            hf.resolve(wrong)
+            hf.resolve_model(wrong)
 
 
 def test_dummy_weights_are_deterministic_and_of_the_usual_scale():
     shape = Parameter((4, 64, 32), ("layers", "embed", "mlp"))
     tree = {"a": shape, "b": shape, "norm": replace(shape, init="ones"), "bias": replace(shape, init="zeros")}
-    first, again, other = hf.dummy(tree), hf.dummy(tree), hf.dummy(tree, seed=1)
+    first, again, other = hf.make_dummy(tree), hf.make_dummy(tree), hf.make_dummy(tree, seed=1)
     jax.tree.map(np.testing.assert_array_equal, first, again)
     for name in ("a", "b"):
         assert float(first[name].std()) == pytest.approx(0.02, rel=0.05)
@@ -218,7 +218,7 @@ def test_dummy_weights_are_deterministic_and_of_the_usual_scale():
 
 def test_adapter_modules_follow_the_checkpoint():
     family = find_family({"architectures": ["Qwen3ForCausalLM"]})
-    modules = adapter_modules(family.weights, tied_embeddings=False)
+    modules = name_adapter_modules(family.weights, tied_embeddings=False)
     assert modules["q_proj"] == "model.layers.{layer}.self_attn.q_proj" and modules["unembed"] == "lm_head"
     assert set(modules) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "unembed"}
-    assert adapter_modules(family.weights, tied_embeddings=True)["unembed"] == "model.unembed_tokens"
+    assert name_adapter_modules(family.weights, tied_embeddings=True)["unembed"] == "model.unembed_tokens"

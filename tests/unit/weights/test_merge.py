@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 from skyrl_tx.models.qwen3 import QWEN3
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights.hf import INDEX_FILE, locate_tensors
-from skyrl_tx.weights.merge import merge
+from skyrl_tx.weights.merge import merge_adapter
 from skyrl_tx.weights.peft import AdapterError, AdapterFiles
 
 Q, EMBED, HEAD = "model.layers.1.self_attn.q_proj", "model.embed_tokens.weight", "lm_head.weight"
@@ -50,7 +50,7 @@ def test_a_module_gets_its_update_and_nothing_else_changes(tmp_path: Path) -> No
     base = write_model(tmp_path / "base", tied_embeddings=False)
     (tmp_path / "out").mkdir()
     files = adapter((Q, 64))
-    merge(base, QWEN3.weights, files, tmp_path / "out")
+    merge_adapter(base, QWEN3.weights, files, tmp_path / "out")
     before, after = all_tensors(base), all_tensors(tmp_path / "out")
     a, b = files.factors[Q]
     np.testing.assert_allclose(after[f"{Q}.weight"], before[f"{Q}.weight"] + 16 * b @ a, rtol=1e-6)
@@ -65,7 +65,7 @@ def test_shards_stay_shards(tmp_path: Path, dtype: str | None) -> None:
     base = sharded(write_model(tmp_path / "base", tied_embeddings=True))
     out = tmp_path / "out"
     out.mkdir()
-    merge(base, QWEN3.weights, adapter((Q, 64), ("model.unembed_tokens", 256)), out, dtype)
+    merge_adapter(base, QWEN3.weights, adapter((Q, 64), ("model.unembed_tokens", 256)), out, dtype)
     index = json.loads((out / INDEX_FILE).read_text())
     after = all_tensors(out)
     assert index["metadata"]["total_size"] == sum(array.nbytes for array in after.values())
@@ -84,4 +84,4 @@ def test_mismatched_adapters_are_refused(tmp_path: Path, module: tuple[str, int]
     base = write_model(tmp_path / "base")
     (tmp_path / "out").mkdir()
     with pytest.raises(AdapterError, match=message):
-        merge(base, QWEN3.weights, adapter(module), tmp_path / "out")
+        merge_adapter(base, QWEN3.weights, adapter(module), tmp_path / "out")

@@ -13,7 +13,7 @@ from skyrl_tx import models
 from skyrl_tx.models.gpt_oss import GPT_OSS
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf, packed
-from skyrl_tx.weights.merge import merge
+from skyrl_tx.weights.merge import merge_adapter
 from skyrl_tx.weights.peft import AdapterError, AdapterFiles
 from tests.support.mxfp4 import draw
 
@@ -84,7 +84,7 @@ def test_parts_need_not_end_where_blocks_do() -> None:
         def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
             return self._array[part]
 
-    tensor = packed.PackedTensor(Stored(blocks), Stored(scales))
+    tensor = packed.Mxfp4Tensor(Stored(blocks), Stored(scales))
     assert tuple(tensor.get_shape()) == numbers.shape
     for part in ((0, 3, 0, 128, 0, 10), (1, 2, 40, 70, 3, 5), (0, 1, 96, 128, 9, 10), (2, 3, 31, 33, 0, 10)):
         index = tuple(slice(start, stop) for start, stop in zip(part[::2], part[1::2], strict=True))
@@ -95,7 +95,7 @@ def test_every_byte_and_scale_has_its_value() -> None:
     """Low half first; powers of two from a bias of 127; subnormal numbers are exact in bfloat16."""
     blocks = np.arange(256, dtype=np.uint8).reshape(1, 16, 16)
     for scale in (0, 1, 118, 127, 200):
-        found = packed.unpack(blocks, np.full((1, 16), scale, np.uint8))[:, 0].astype(np.float64)
+        found = packed.unpack_mxfp4(blocks, np.full((1, 16), scale, np.uint8))[:, 0].astype(np.float64)
         table = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
         expected = [table[half] * 2.0 ** (scale - 127) for byte in range(256) for half in (byte & 15, byte >> 4)]
         np.testing.assert_array_equal(found, expected)
@@ -114,7 +114,7 @@ def test_an_expert_gets_its_update_and_nothing_else_changes(
 ) -> None:
     inputs, outputs = (F, D) if leaf == "down_proj" else (D, F)
     files = update(f"{EXPERTS}.2.{leaf}", inputs, outputs)
-    merge(checkpoints[form], GPT_OSS.weights, files, tmp_path)
+    merge_adapter(checkpoints[form], GPT_OSS.weights, files, tmp_path)
     before, after = (load(each, np.float32) for each in (checkpoints[0], tmp_path))
     ((a, b),) = files.factors.values()
     changed = np.asarray(before.layers[1][f"expert_{leaf}"]).copy()
@@ -136,7 +136,7 @@ def test_an_update_that_does_not_fit_is_refused(
     checkpoints: tuple[Path, Path], files: AdapterFiles, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(AdapterError, match=message):
-        merge(checkpoints[1], GPT_OSS.weights, files, tmp_path)
+        merge_adapter(checkpoints[1], GPT_OSS.weights, files, tmp_path)
 
 
 def test_scales_that_are_missing_are_named(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:

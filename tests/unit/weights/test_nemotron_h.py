@@ -13,7 +13,7 @@ from skyrl_tx.layers.parameter import flatten
 from skyrl_tx.models.nemotron_h import NEMOTRON_H
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf
-from skyrl_tx.weights.merge import merge
+from skyrl_tx.weights.merge import merge_adapter
 from skyrl_tx.weights.peft import AdapterError, AdapterFiles, AdapterFormat, read_adapter
 
 FILE = "model.safetensors"
@@ -43,7 +43,7 @@ def load(directory: Path) -> dict[str, np.ndarray]:
 
 
 def format_of(directory: Path) -> AdapterFormat:
-    return models.adapter_format(config_of(directory), NEMOTRON_H.weights, "base")
+    return models.make_adapter_format(config_of(directory), NEMOTRON_H.weights, "base")
 
 
 def drawn_adapter(directory: Path) -> AdapterFiles:
@@ -54,7 +54,7 @@ def drawn_adapter(directory: Path) -> AdapterFiles:
         np.asarray(pair.b)[:] = draw.standard_normal(pair.b.shape)
     out = directory.parent / "adapter"
     out.mkdir()
-    save_file(dict(format.tensors(weights)), out / "adapter_model.safetensors")
+    save_file(dict(format.to_tensors(weights)), out / "adapter_model.safetensors")
     format.write_config(out, tuple(weights), 2, 32.0)
     return read_adapter(out)
 
@@ -130,7 +130,7 @@ def test_an_adapter_in_either_layout_is_read_back(directory, tmp_path, layout):
     adapter, format = drawn_adapter(directory), format_of(directory)
     out = tmp_path / "out"
     out.mkdir()
-    adapter.in_layout(layout, format.fused).write(out)
+    adapter.to_layout(layout, format.fused).write(out)
     read = read_adapter(out)
     names = {name.rpartition(".")[2] for name in read.factors}
     assert ("in_proj" in names) == (layout == "peft") and ("x_proj" in names) == (layout == "cookbook")
@@ -145,7 +145,7 @@ def test_maps_that_experts_lack_may_be_there_without_numbers(directory, tmp_path
     """As the hosted service writes them."""
     adapter, out = drawn_adapter(directory), tmp_path / "out"
     out.mkdir()
-    adapter.in_layout("cookbook").write(out)
+    adapter.to_layout("cookbook").write(out)
     tensors = load_file(out / "adapter_model.safetensors")
     stack = "base_model.model.model.layers.1.mixer.experts.w3.lora_"
     empty = {f"{stack}{factor}.weight": np.zeros((0,), np.float32) for factor in "AB"}
@@ -177,8 +177,8 @@ def test_an_adapter_is_merged_into_rows_and_experts(directory, tmp_path, layout)
     adapter, out, read = drawn_adapter(directory), tmp_path / "merged", tmp_path / "read"
     out.mkdir()
     read.mkdir()
-    adapter.in_layout(layout, format_of(directory).fused).write(read)
-    merge(directory, NEMOTRON_H.bound_weights(config_of(directory)), read_adapter(read), out)
+    adapter.to_layout(layout, format_of(directory).fused).write(read)
+    merge_adapter(directory, NEMOTRON_H.bind_weights(config_of(directory)), read_adapter(read), out)
     before, after = load_file(directory / FILE), load_file(out / FILE)
     wanted = dict(before)
     for module, (a, b) in adapter.factors.items():

@@ -15,8 +15,8 @@ from skyrl_tx.layers.parameter import flatten
 from skyrl_tx.models.deepseek_v3 import DEEPSEEK_V3
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf
-from skyrl_tx.weights.merge import merge
-from skyrl_tx.weights.packed import Fp8Tensor, Int4Tensor, plain_names
+from skyrl_tx.weights.merge import merge_adapter
+from skyrl_tx.weights.packed import Fp8Tensor, Int4Tensor, find_plain_names
 from skyrl_tx.weights.peft import AdapterFiles
 from tests.support.scaled import pack_fp8, pack_int4, unpack_fp8
 
@@ -175,7 +175,7 @@ def test_merging_writes_plain_tensors_in_bfloat16(checkpoints: tuple[Path, Path]
     module = "model.layers.1.mlp.experts.2.up_proj"
     a, b = normal(2, D), normal(F, 2)
     adapter = AdapterFiles(config={"r": 2, "lora_alpha": 32}, factors={module: (a, b)})
-    merge(checkpoints[1], DEEPSEEK_V3.weights, adapter, tmp_path)
+    merge_adapter(checkpoints[1], DEEPSEEK_V3.weights, adapter, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert "quantization_config" not in config
     written: Tensors = {}
@@ -184,7 +184,7 @@ def test_merging_writes_plain_tensors_in_bfloat16(checkpoints: tuple[Path, Path]
     expected = load_file(checkpoints[0] / FILE)
     expected[f"{module}.weight"] = expected[f"{module}.weight"] + 16 * (b @ a)
     located = hf.locate_tensors(checkpoints[1])
-    packed = {name for name in plain_names(located) if name not in located or f"{name}_scale_inv" in located}
+    packed = {name for name in find_plain_names(located) if name not in located or f"{name}_scale_inv" in located}
     assert f"{module}.weight" in packed and written.keys() == expected.keys()
     for name, array in written.items():
         assert array.dtype == (ml_dtypes.bfloat16 if name in packed else np.float32), name

@@ -37,7 +37,7 @@ def assert_equal(first: AdapterFiles, second: AdapterFiles) -> None:
 def test_an_adapter_written_in_a_layout_reads_back_equal(tmp_path: Path, layout: str) -> None:
     names = [Q, *(f"{EXPERTS}.{index}.{leaf}" for index in range(3) for leaf in ("gate_proj", "up_proj", "down_proj"))]
     adapter = AdapterFiles(config=CONFIG, factors={name: pair(seed) for seed, name in enumerate(names)})
-    adapter.in_layout(layout).write(tmp_path)
+    adapter.to_layout(layout).write(tmp_path)
     assert_equal(read_adapter(tmp_path), adapter)
 
 
@@ -45,7 +45,7 @@ def test_the_hosted_name_of_attention_is_read(tmp_path: Path) -> None:
     adapter = AdapterFiles(
         config=CONFIG, factors={"model.layers.0.attn.q_proj": pair(1), f"{EXPERTS}.0.up_proj": pair(2)}
     )
-    adapter.in_layout("cookbook").write(tmp_path)
+    adapter.to_layout("cookbook").write(tmp_path)
     assert set(read_adapter(tmp_path).factors) == {"model.layers.0.self_attn.q_proj", f"{EXPERTS}.0.up_proj"}
 
 
@@ -54,7 +54,7 @@ def test_the_cookbook_layout_stacks_experts_and_names_the_tied_unembedding(tmp_p
     first, last = pair(1), pair(2)
     factors = {f"{EXPERTS}.0.up_proj": first, f"{EXPERTS}.2.up_proj": last, "model.unembed_tokens": pair(3)}
     adapter = AdapterFiles(config=CONFIG, factors=factors)
-    adapter.in_layout("cookbook").write(tmp_path)
+    adapter.to_layout("cookbook").write(tmp_path)
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     assert set(tensors) == {
         f"base_model.model.{module}.{factor}.weight"
@@ -63,7 +63,7 @@ def test_the_cookbook_layout_stacks_experts_and_names_the_tied_unembedding(tmp_p
     }
     stacked = tensors[f"base_model.model.{EXPERTS}.w3.lora_A.weight"]
     np.testing.assert_array_equal(stacked, [first[0], np.zeros((2, 5)), last[0]])
-    assert set(adapter.in_layout("peft").factors) == {f"{EXPERTS}.0.up_proj", f"{EXPERTS}.2.up_proj", "lm_head"}
+    assert set(adapter.to_layout("peft").factors) == {f"{EXPERTS}.0.up_proj", f"{EXPERTS}.2.up_proj", "lm_head"}
 
 
 def test_a_factor_shared_by_experts_is_given_to_each(tmp_path: Path) -> None:
@@ -94,9 +94,9 @@ def of_experts(num_experts: int, *, shared: bool) -> AdapterFiles:
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_factor_that_all_experts_share_is_stacked_as_one(tmp_path: Path, shared: bool) -> None:
     adapter = of_experts(3, shared=shared)
-    assert adapter.shares_factors(3) == adapter.repeats_factors == shared
-    assert not adapter.shares_factors(4), "one expert has no factors"
-    adapter.in_layout("cookbook").write(tmp_path)
+    assert adapter.has_shared_factors(3) == adapter.has_repeated_factors == shared
+    assert not adapter.has_shared_factors(4), "one expert has no factors"
+    adapter.to_layout("cookbook").write(tmp_path)
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     for leaf, stack in LEAVES.items():
         sizes = [len(tensors[f"base_model.model.{EXPERTS}.{stack}.lora_{factor}.weight"]) for factor in "AB"]

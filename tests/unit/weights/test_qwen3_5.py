@@ -13,7 +13,7 @@ from skyrl_tx.layers.parameter import Parameter, flatten
 from skyrl_tx.models import describe_params, find_family
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf
-from skyrl_tx.weights.weight_map import bind_rows, rule_path
+from skyrl_tx.weights.weight_map import bind_rows, get_rule_path
 
 Tensors = dict[str, np.ndarray]
 KEYS, VALUES = 2 * 64, 4 * 16
@@ -45,7 +45,7 @@ def by_layer(loaded: Tensors, directory: Path, leaf: str) -> dict[int, np.ndarra
     return {
         layer: loaded[path][index]
         for path, each in flatten(parameters).items()
-        if rule_path(path) == f"layers.{leaf}"
+        if get_rule_path(path) == f"layers.{leaf}"
         for index, layer in enumerate(each.layers)
     }
 
@@ -91,7 +91,7 @@ def test_norms_of_a_bfloat16_checkpoint_keep_all_bits(directory):
     assert loaded["final_norm"].dtype == np.float32 and loaded["embed"].dtype == ml_dtypes.bfloat16
     assert np.any((1 + stored).astype(ml_dtypes.bfloat16).astype(np.float32) != 1 + stored)
     for path, each in loaded.items():
-        if rule_path(path) in ("layers.decay_log", "layers.dt_bias", "layers.out_norm"):
+        if get_rule_path(path) in ("layers.decay_log", "layers.dt_bias", "layers.out_norm"):
             assert each.dtype == np.float32
 
 
@@ -151,11 +151,11 @@ def test_parts_of_rows_are_parts_of_the_whole(directory):
     rules = {rule.path: rule for rule in bind_rows(family.weights, own)}
     loaded = load(directory)
     for path, each in own.items():
-        rule = rules[rule_path(path)]
+        rule = rules[get_rule_path(path)]
         if rule.rows is None:
             continue
         halves = [(size // 2, size) if size > 1 else (0, 1) for size in each.shape[1:]]
-        for (index,), name in rule.tensors(each):
-            theirs = tensors[name][tuple(slice(*part) for part in rule.part_of_tensor(tuple(halves)))]
+        for (index,), name in rule.iterate_tensors(each):
+            theirs = tensors[name][tuple(slice(*part) for part in rule.get_tensor_part(tuple(halves)))]
             ours = loaded[path][index][tuple(slice(*part) for part in halves)]
-            np.testing.assert_array_equal(rule.view_of_part(theirs, tuple(halves)), ours, err_msg=path)
+            np.testing.assert_array_equal(rule.view_part(theirs, tuple(halves)), ours, err_msg=path)

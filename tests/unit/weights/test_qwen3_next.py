@@ -12,9 +12,9 @@ from skyrl_tx import models
 from skyrl_tx.layers.parameter import Parameter, flatten
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf
-from skyrl_tx.weights.merge import merge
-from skyrl_tx.weights.peft import AdapterError, AdapterFiles, Factors, fuse, split
-from skyrl_tx.weights.weight_map import bind_rows, rule_path
+from skyrl_tx.weights.merge import merge_adapter
+from skyrl_tx.weights.peft import AdapterError, AdapterFiles, Factors, fuse_modules, split_modules
+from skyrl_tx.weights.weight_map import bind_rows, get_rule_path
 
 D, HEADS, KEY, VALUE, RANK = 32, 2, 64, 2 * 16, 3  # VALUE: of all value heads of a key head
 SIZES = {"q": KEY, "k": KEY, "v": VALUE, "z": VALUE}
@@ -68,17 +68,17 @@ def test_parts_are_parts_of_the_whole(directory, ends):
     loaded, tensors = load(directory), load_file(directory / FILE)
     read = 0
     for path, each in parameters.items():
-        rule = rules[rule_path(path)]
+        rule = rules[get_rule_path(path)]
         if not rule.by_head:
             continue
         cuts = [[(size * a // 4, size * b // 4) for a, b in itertools.pairwise(ends)] for size in each.shape[1:]]
         for part in itertools.product(*cuts):
             if any(start == stop for start, stop in part):
                 continue
-            for (index,), name in rule.tensors(each):
-                theirs = tensors[name][tuple(slice(*own) for own in rule.part_of_tensor(part))]
+            for (index,), name in rule.iterate_tensors(each):
+                theirs = tensors[name][tuple(slice(*own) for own in rule.get_tensor_part(part))]
                 ours = loaded[path][index][tuple(slice(*own) for own in part)]
-                np.testing.assert_array_equal(rule.view_of_part(theirs, part), ours, err_msg=path)
+                np.testing.assert_array_equal(rule.view_part(theirs, part), ours, err_msg=path)
                 read += 1
     assert read >= 6 * 3
 
@@ -106,17 +106,17 @@ def factors_of_a_layer() -> dict[str, Factors]:
 
 def format_of(directory: Path) -> Any:
     family, config = described(directory)
-    return models.adapter_format(config, family.weights, "base")
+    return models.make_adapter_format(config, family.weights, "base")
 
 
 def test_one_module_has_the_update_of_all_its_maps(directory):
     factors, fused = factors_of_a_layer(), format_of(directory).fused
-    ((module, (a, b)),) = fuse(factors, fused).items()
+    ((module, (a, b)),) = fuse_modules(factors, fused).items()
     assert module == f"{NET}.in_proj_qkvz" and a.shape == (4 * RANK, D)
     for name, rows in by_map(b @ a, SIZES).items():
         own_a, own_b = factors[f"{NET}.in_proj_{name}"]
         np.testing.assert_allclose(rows, own_b @ own_a, rtol=1e-5, atol=1e-5)
-    again = split({module: (a, b)}, fused, RANK)
+    again = split_modules({module: (a, b)}, fused, RANK)
     assert again.keys() == factors.keys()
     for name, pair in factors.items():
         for found, expected in zip(again[name], pair, strict=True):
@@ -125,7 +125,7 @@ def test_one_module_has_the_update_of_all_its_maps(directory):
 
 def test_one_pair_for_the_module_is_one_for_each_map(directory):
     a, b = draw(7, D, HEADS * sum(SIZES.values()))
-    found = split({f"{NET}.in_proj_qkvz": (a, b)}, format_of(directory).fused, RANK)
+    found = split_modules({f"{NET}.in_proj_qkvz": (a, b)}, format_of(directory).fused, RANK)
     for name, rows in by_map(b @ a, SIZES).items():
         own_a, own_b = found[f"{NET}.in_proj_{name}"]
         np.testing.assert_allclose(own_b @ own_a, rows, rtol=1e-5, atol=1e-5)
@@ -134,7 +134,7 @@ def test_one_pair_for_the_module_is_one_for_each_map(directory):
 @pytest.mark.parametrize("module", [f"{NET}.in_proj_qkvz", f"{NET}.in_proj_qkv"])
 def test_a_module_of_another_shape_or_family_is_refused_by_name(directory, module):
     with pytest.raises(AdapterError, match=f"module '{module}' has a factor .* does not fit the base model"):
-        split({module: draw(7, D, 10)}, format_of(directory).fused, RANK)
+        split_modules({module: draw(7, D, 10)}, format_of(directory).fused, RANK)
 
 
 def test_merging_changes_the_rows_of_the_map_only(directory, tmp_path):
@@ -142,7 +142,7 @@ def test_merging_changes_the_rows_of_the_map_only(directory, tmp_path):
     factors = {f"{NET}.in_proj_v": draw(1, D, HEADS * VALUE), f"{NET}.in_proj_q": draw(2, D, HEADS * KEY)}
     adapter = AdapterFiles(config={"r": RANK, "lora_alpha": 6}, factors=factors)
     (tmp_path / "out").mkdir()
-    merge(directory, family.bound_weights(config), adapter, tmp_path / "out")
+    merge_adapter(directory, family.bind_weights(config), adapter, tmp_path / "out")
     before, after = load_file(directory / FILE), load_file(tmp_path / "out" / FILE)
     assert before.keys() == after.keys()
     changed = f"{NET}.in_proj_qkvz.weight"

@@ -5,7 +5,7 @@ import time
 
 from sqlmodel import Session
 
-from skyrl_tx.launch.command_line import Record, add_since, finish_list_parser, when
+from skyrl_tx.launch.command_line import Record, add_since, finish_list_parser, format_time
 from skyrl_tx.store import audit
 
 _MAX_ENTRIES = 100_000
@@ -16,11 +16,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_since(parser, days=7)
     parser.add_argument("--actor", help="only what this owner did; 'operator' for commands on this machine")
     parser.add_argument("--event", help="only this event, such as checkpoint_delete")
-    finish_list_parser(parser, _records, nothing="no entries")
+    finish_list_parser(parser, _read_records, nothing="no entries")
 
 
-def _records(tx: Session, arguments: argparse.Namespace) -> list[Record]:
-    newest = audit.entries(
+def _read_records(tx: Session, arguments: argparse.Namespace) -> list[Record]:
+    newest = audit.list_entries(
         tx,
         since=time.time() - arguments.since,
         actor=arguments.actor,
@@ -30,17 +30,17 @@ def _records(tx: Session, arguments: argparse.Namespace) -> list[Record]:
     )
     return [
         {
-            "at": when(row.at),
+            "at": format_time(row.at),
             "event": row.event,
             "actor": row.actor,
             "key": row.key_id,
             "path": row.path,
-            "details": row.details if arguments.json else _text(row.details),
+            "details": row.details if arguments.json else _format_details(row.details),
         }
         for row in reversed(newest)
     ]
 
 
-def _text(details: object) -> str | None:
+def _format_details(details: object) -> str | None:
     assert isinstance(details, dict)
     return " ".join(f"{name}={value}" for name, value in details.items()) or None

@@ -7,7 +7,7 @@ from typing import get_args
 from sqlmodel import Session
 
 from skyrl_tx.launch.command import CommandError
-from skyrl_tx.launch.command_line import Record, finish_list_parser, finish_parser, open_database, os_user
+from skyrl_tx.launch.command_line import Record, finish_list_parser, finish_parser, get_os_user, open_database
 from skyrl_tx.store import audit, projects
 from skyrl_tx.store.tables import ProjectRole
 
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     listing = actions.add_parser("list", help="show all projects and their members")
-    finish_list_parser(listing, _records, nothing="no projects")
+    finish_list_parser(listing, _read_records, nothing="no projects")
     setting = actions.add_parser(
         "set",
         help="give an owner a role in a project",
@@ -42,7 +42,7 @@ def _add_names(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("owner", metavar="OWNER", help="the owner, as keys name it")
 
 
-def _records(tx: Session, arguments: argparse.Namespace) -> list[Record]:
+def _read_records(tx: Session, arguments: argparse.Namespace) -> list[Record]:
     return [
         {
             "project": project.project_id,
@@ -52,7 +52,7 @@ def _records(tx: Session, arguments: argparse.Namespace) -> list[Record]:
             if arguments.json
             else ", ".join(f"{row.owner} ({row.role})" for row in project.members) or None,
         }
-        for project in projects.visible(tx, None, _MAX_LISTED)
+        for project in projects.list_visible(tx, None, _MAX_LISTED)
     ]
 
 
@@ -73,6 +73,6 @@ def _put(arguments: argparse.Namespace, role: ProjectRole | None) -> bool:
     with open_database(arguments) as store:
         return store.write(
             lambda tx: projects.put_member(
-                tx, arguments.project, arguments.owner, role, audit.OPERATOR, time.time(), os_user=os_user()
+                tx, arguments.project, arguments.owner, role, audit.OPERATOR, time.time(), os_user=get_os_user()
             )
         )

@@ -7,11 +7,11 @@ from typing import get_args
 from sqlmodel import Session
 
 from skyrl_tx.apps.teams import quotas
-from skyrl_tx.apps.teams.amounts import amount_text, parse_amount
-from skyrl_tx.apps.teams.quota_use import quota_uses
+from skyrl_tx.apps.teams.amounts import format_amount, parse_amount
+from skyrl_tx.apps.teams.quota_use import read_quota_uses
 from skyrl_tx.apps.teams.quotas import DAY_LIMITS, LIMITS, WEIGHT, Subject
 from skyrl_tx.launch.command import CommandError
-from skyrl_tx.launch.command_line import Record, finish_list_parser, finish_parser, open_database, os_user
+from skyrl_tx.launch.command_line import Record, finish_list_parser, finish_parser, get_os_user, open_database
 from skyrl_tx.store import audit
 from skyrl_tx.store.tables import OverQuota
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     listing = actions.add_parser("list", help="show all quotas, and what is used of them")
-    finish_list_parser(listing, _records, nothing="no quotas")
+    finish_list_parser(listing, _read_records, nothing="no quotas")
     setting = actions.add_parser(
         "set",
         help="set a quota or a weight",
@@ -46,20 +46,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     finish_parser(removing, _remove)
 
 
-def _records(tx: Session, arguments: argparse.Namespace) -> list[Record]:
+def _read_records(tx: Session, arguments: argparse.Namespace) -> list[Record]:
     now = time.time()
-    used = {(use.quota.subject, use.quota.limit): use.used for use in quota_uses(tx, quotas.read(tx), None, now)}
+    used = {
+        (use.quota.subject, use.quota.limit): use.used for use in read_quota_uses(tx, quotas.read_rules(tx), None, now)
+    }
     records: list[Record] = []
-    for row in quotas.rows(tx):
+    for row in quotas.list_rows(tx):
         subject = Subject(row.subject_kind, row.subject)
         amount = used.get((subject, row.name))  # pyright: ignore[reportArgumentType]
         records.append(
             {
                 "subject": str(subject),
                 "limit": row.name,
-                "value": row.value if arguments.json else amount_text(row.value),
+                "value": row.value if arguments.json else format_amount(row.value),
                 "over": row.over if row.name in DAY_LIMITS else None,
-                "used": amount if arguments.json or amount is None else amount_text(amount),
+                "used": amount if arguments.json or amount is None else format_amount(amount),
             }
         )
     return records
@@ -69,7 +71,7 @@ def _set(arguments: argparse.Namespace) -> None:
     value = parse_amount(arguments.value)
     _put(arguments, value)
     beyond = "" if arguments.over == "wait" else "; beyond it work fails"
-    print(f"{arguments.limit} of {arguments.subject} is {amount_text(value)}{beyond}")
+    print(f"{arguments.limit} of {arguments.subject} is {format_amount(value)}{beyond}")
 
 
 def _remove(arguments: argparse.Namespace) -> None:
@@ -81,8 +83,10 @@ def _remove(arguments: argparse.Namespace) -> None:
 def _put(arguments: argparse.Namespace, value: int | None) -> bool:
     subject, limit = Subject.parse(arguments.subject), arguments.limit
     over: OverQuota = "wait" if value is None else arguments.over
-    quotas.check(subject, limit, value, over)
+    quotas.check_quota(subject, limit, value, over)
     with open_database(arguments) as store:
         return store.write(
-            lambda tx: quotas.put(tx, subject, limit, value, audit.OPERATOR, time.time(), over=over, os_user=os_user())
+            lambda tx: quotas.put(
+                tx, subject, limit, value, audit.OPERATOR, time.time(), over=over, os_user=get_os_user()
+            )
         )

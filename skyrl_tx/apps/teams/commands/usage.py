@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pydantic import ValidationError
 
 from skyrl_tx.apps.teams.prices import Prices
-from skyrl_tx.apps.teams.usage_report import SUBJECTS, UsageLine, usage_lines
+from skyrl_tx.apps.teams.usage_report import SUBJECTS, UsageLine, read_usage_lines
 from skyrl_tx.launch.command import CommandError
-from skyrl_tx.launch.command_line import Record, absolute_path, add_since, finish_parser, open_database, table
+from skyrl_tx.launch.command_line import Record, add_since, finish_parser, format_table, open_database, parse_path
 from skyrl_tx.launch.settings import SettingsError, read_config_file
 
 
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_since(parser, days=30)
     parser.add_argument("--owner", help="only the usage of this owner")
     parser.add_argument(
-        "--config", type=absolute_path, metavar="FILE", help="the server's YAML file; its `prices` give costs"
+        "--config", type=parse_path, metavar="FILE", help="the server's YAML file; its `prices` give costs"
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--csv", action="store_true", help="print CSV")
@@ -31,21 +31,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    prices, since = _prices(arguments), time.time() - arguments.since
+    prices, since = _read_prices(arguments), time.time() - arguments.since
     with open_database(arguments) as store:
-        lines = store.read(lambda tx: usage_lines(tx, arguments.owner, arguments.by, since, prices))
-    records = [{arguments.by: line.subject, **_values(line)} for line in lines]
+        lines = store.read(lambda tx: read_usage_lines(tx, arguments.owner, arguments.by, since, prices))
+    records = [{arguments.by: line.subject, **_make_record(line)} for line in lines]
     if arguments.json:
         print(json.dumps(records, indent=2))
     elif arguments.csv:
-        writer = csv.DictWriter(sys.stdout, [arguments.by, *_values(UsageLine(subject=""))], lineterminator="\n")
+        writer = csv.DictWriter(sys.stdout, [arguments.by, *_make_record(UsageLine(subject=""))], lineterminator="\n")
         writer.writeheader()
         writer.writerows(records)
     else:
-        print("\n".join(table(records)) if records else "no usage")
+        print("\n".join(format_table(records)) if records else "no usage")
 
 
-def _values(line: UsageLine) -> Record:
+def _make_record(line: UsageLine) -> Record:
     values: Record = {
         **asdict(line),
         "device_s": round(line.device_s, 1),
@@ -57,7 +57,7 @@ def _values(line: UsageLine) -> Record:
     return values
 
 
-def _prices(arguments: argparse.Namespace) -> Prices:
+def _read_prices(arguments: argparse.Namespace) -> Prices:
     if arguments.config is None:
         return Prices()
     try:

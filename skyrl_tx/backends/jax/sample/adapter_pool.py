@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax.mesh import adapter_placement
-from skyrl_tx.backends.jax.sample.running import BASE
-from skyrl_tx.backends.jax.shapes import next_power
+from skyrl_tx.backends.jax.mesh import make_adapter_placement
+from skyrl_tx.backends.jax.sample.running import BASE_SLOT
+from skyrl_tx.backends.jax.shapes import next_power_of_two
 from skyrl_tx.contract.errors import CapacityError
 from skyrl_tx.contract.ids import SamplerId
 from skyrl_tx.layers.lora import Adapter, GatheredAdapter, RowsByLayer, gather_rows
-from skyrl_tx.layers.sharding import WHOLE, Layout
+from skyrl_tx.layers.sharding import UNSHARDED, Layout
 from skyrl_tx.models import ModelConfig
 
 LOWEST_RANK = 8
@@ -31,59 +31,63 @@ class SamplerPool:
     and the rank in use. Growing changes shapes, so programs are compiled again.
     """
 
-    def __init__(self, model_config: ModelConfig, max_samplers: int, layout: Layout = WHOLE, *, num_slots: int) -> None:
+    def __init__(
+        self, model_config: ModelConfig, max_samplers: int, layout: Layout = UNSHARDED, *, num_slots: int
+    ) -> None:
         self._model = model_config
         self._max_samplers = max_samplers
-        self._put = adapter_placement(layout, model_config, is_pool=True) if layout.is_split else lambda tree: tree
-        empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._shapes(num_slots, LOWEST_RANK))
+        self._put = (
+            make_adapter_placement(layout, model_config, is_pool=True) if layout.is_sharded else lambda tree: tree
+        )
+        empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._make_shapes(num_slots, LOWEST_RANK))
         self._adapters: Adapter = self._put(empty)
-        self._slot_of: dict[SamplerId, int] = {}
-        self._gathered: tuple[tuple[int, ...], RowsByLayer] | None = None
+        self._slots: dict[SamplerId, int] = {}
+        self._last_gathered: tuple[tuple[int, ...], RowsByLayer] | None = None
 
     def load(self, sampler: SamplerId, adapter: Adapter) -> None:
         """Copy an adapter of any padded rank into a free slot. Does nothing when it is loaded. Raises CapacityError."""
-        if sampler in self._slot_of:
+        if sampler in self._slots:
             return
-        if len(self._slot_of) == self._max_samplers:
+        if len(self._slots) == self._max_samplers:
             raise CapacityError(f"all {self._max_samplers} adapter slots for sampling are in use")
-        slot = min(set(range(BASE + 1, 2 + self._max_samplers)) - set(self._slot_of.values()))
+        slot = min(set(range(BASE_SLOT + 1, 2 + self._max_samplers)) - set(self._slots.values()))
         num_slots, rank = self._adapters.weights["unembed"].a.shape[0], self._adapters.weights["unembed"].a.shape[-1]
         rank = max(rank, adapter.weights["unembed"].a.shape[-1])
         if slot >= num_slots:
-            num_slots = min(next_power(slot + 1), 1 + self._max_samplers)
-        self._gathered = None
-        larger = self._put(jax.tree.map(_pad, self._adapters, self._shapes(num_slots, rank)))
+            num_slots = min(next_power_of_two(slot + 1), 1 + self._max_samplers)
+        self._last_gathered = None
+        larger = self._put(jax.tree.map(_pad, self._adapters, self._make_shapes(num_slots, rank)))
         # On the host to the pool's rank, so that one program writes adapters of all ranks.
-        padded = jax.tree.map(partial(_pad, pad=np.pad), adapter, models.adapter_shapes(self._model, rank))
-        self._adapters = self._put(_write(larger, np.int32(slot), padded))
-        self._slot_of[sampler] = slot
+        padded = jax.tree.map(partial(_pad, pad=np.pad), adapter, models.describe_adapter(self._model, rank))
+        self._adapters = self._put(_write_slot(larger, np.int32(slot), padded))
+        self._slots[sampler] = slot
 
     def drop(self, sampler: SamplerId) -> None:
         """Free a sampler's adapter slot. Idempotent."""
-        self._slot_of.pop(sampler, None)
+        self._slots.pop(sampler, None)
 
-    def slot_of(self, sampler: SamplerId | None) -> int:
+    def get_slot(self, sampler: SamplerId | None) -> int:
         """Return the adapter slot of a loaded sampler; None is the base model."""
-        return BASE if sampler is None else self._slot_of[sampler]
+        return BASE_SLOT if sampler is None else self._slots[sampler]
 
-    def adapters(self, *, any_used: bool) -> Adapter | None:
+    def get_adapters(self, *, any_used: bool) -> Adapter | None:
         """Return all adapters, or None when only the base model is used: programs without adapters are faster."""
         return self._adapters if any_used else None
 
-    def gathered(self, slots: Sequence[int]) -> GatheredAdapter:
+    def gather(self, slots: Sequence[int]) -> GatheredAdapter:
         """Return all adapters, with a copy of those in `slots` by row. The copy is valid until the next call."""
         key = tuple(slots)
-        if self._gathered is None or self._gathered[0] != key:
-            slot_G, former = np.asarray(slots, np.int32), self._gathered
-            self._gathered = None  # the next copy reuses its memory
+        if self._last_gathered is None or self._last_gathered[0] != key:
+            slot_G, former = np.asarray(slots, np.int32), self._last_gathered
+            self._last_gathered = None  # the next copy reuses its memory
             if former is None or len(former[0]) != len(key):
                 shapes = jax.eval_shape(gather_rows, self._adapters, slot_G)
                 former = (), jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-            self._gathered = key, _gather(self._adapters, slot_G, former[1])
-        return GatheredAdapter(weights=self._adapters.weights, scale=self._adapters.scale, rows=self._gathered[1])
+            self._last_gathered = key, _gather(self._adapters, slot_G, former[1])
+        return GatheredAdapter(weights=self._adapters.weights, scale=self._adapters.scale, rows=self._last_gathered[1])
 
-    def _shapes(self, num_slots: int, rank: int) -> Adapter:
-        shapes = models.adapter_shapes(self._model, rank)
+    def _make_shapes(self, num_slots: int, rank: int) -> Adapter:
+        shapes = models.describe_adapter(self._model, rank)
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((num_slots, *leaf.shape), leaf.dtype), shapes)
 
 
@@ -100,7 +104,7 @@ def _pad(leaf: Any, padded: jax.ShapeDtypeStruct, pad: Callable[..., Any] = jnp.
 
 
 @partial(jax.jit, donate_argnames="adapters")
-def _write(adapters: Adapter, slot: jax.Array, adapter: Adapter) -> Adapter:
+def _write_slot(adapters: Adapter, slot: jax.Array, adapter: Adapter) -> Adapter:
     """Overwrite one adapter slot.
 
     Of an adapter with a number that is not finite, in bfloat16 at least, the weights become zero and the scale NaN: its

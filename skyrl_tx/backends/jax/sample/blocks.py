@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from skyrl_tx.layers.stable_bits import sum_exp, sum_last
+from skyrl_tx.layers.stable_bits import sum_exp, sum_last_dim
 
 NO_TOKEN = np.int32(2**31 - 1)
 """An id above all token ids."""
@@ -26,7 +26,7 @@ BLOCK = 128
 
 
 @struct.dataclass
-class Mark:
+class SortPosition:
     """A position in the order of tokens: by descending logit, equal logits by ascending id."""
 
     logit_S: jax.Array
@@ -40,7 +40,7 @@ class Mark:
 
 
 @struct.dataclass
-class Blocks:
+class LogitBlocks:
     """Rows of logits, with the maximum logit and the sum of weights of each block.
 
     The weight of a token is its probability relative to the row's most likely token, at the row's temperature.
@@ -53,19 +53,19 @@ class Blocks:
     weight_SN: jax.Array
 
     @classmethod
-    def of(cls, logits_SV: jax.Array, temperature_S: jax.Array) -> "Blocks":
+    def from_logits(cls, logits_SV: jax.Array, temperature_S: jax.Array) -> "LogitBlocks":
         """Summarize the logits of all rows by block."""
-        logits_SNJ = by_block(logits_SV)
+        logits_SNJ = split_blocks(logits_SV)
         highest_SN = logits_SNJ.max(axis=-1)
-        scaled_SNJ = scale(logits_SNJ, highest_SN.max(axis=-1), temperature_S)
-        return cls(logits_SNJ, None, temperature_S, highest_SN, _summed(sum_exp(scaled_SNJ)))
+        scaled_SNJ = scale_logits(logits_SNJ, highest_SN.max(axis=-1), temperature_S)
+        return cls(logits_SNJ, None, temperature_S, highest_SN, _materialize(sum_exp(scaled_SNJ)))
 
-    def rows(self, row_Z: jax.Array | None) -> "Blocks":
+    def select_rows(self, row_Z: jax.Array | None) -> "LogitBlocks":
         """Return selected rows; None selects all."""
         if row_Z is None:
             return self
         chosen_Z = row_Z if self.row_S is None else self.row_S[row_Z]
-        return Blocks(
+        return LogitBlocks(
             self.logits_RNJ, chosen_Z, self.temperature_S[row_Z], self.highest_SN[row_Z], self.weight_SN[row_Z]
         )
 
@@ -82,7 +82,7 @@ class Blocks:
     @property
     def total_S(self) -> jax.Array:
         """The sum of the weights of all tokens."""
-        return sum_last(self.weight_SN)
+        return sum_last_dim(self.weight_SN)
 
     @property
     def log_total_S(self) -> jax.Array:
@@ -99,30 +99,32 @@ class Blocks:
         """The id of each token."""
         return jnp.arange(self.logits_RNJ.shape[1] * BLOCK, dtype=jnp.int32).reshape(-1, BLOCK)
 
-    def mark(self, token_S: jax.Array) -> Mark:
+    def get_sort_position(self, token_S: jax.Array) -> SortPosition:
         """Return the position of each row's token in the order."""
-        return Mark(self.logits_of(token_S[:, None])[:, 0], token_S)
+        return SortPosition(self.get_logits(token_S[:, None])[:, 0], token_S)
 
-    def logits_of(self, token_SK: jax.Array) -> jax.Array:
+    def get_logits(self, token_SK: jax.Array) -> jax.Array:
         """Return the logits of tokens of each row [S, K]."""
         return self.logits_RNJ[self._index_S[:, None], token_SK // BLOCK, token_SK % BLOCK]
 
-    def logprob(self, token_S: jax.Array) -> jax.Array:
+    def get_logprob(self, token_S: jax.Array) -> jax.Array:
         """Return the log-probability of each row's token."""
-        return scale(self.mark(token_S).logit_S, self.highest_S, self.temperature_S) - self.log_total_S
+        return (
+            scale_logits(self.get_sort_position(token_S).logit_S, self.highest_S, self.temperature_S) - self.log_total_S
+        )
 
-    def before(self, mark: Mark) -> jax.Array:
+    def sum_before(self, mark: SortPosition) -> jax.Array:
         """Return the weight in each block of the tokens before the mark [S, N]. Reads the logits once."""
         logits_SNJ = self.logits
-        scaled_SNJ = scale(logits_SNJ, self.highest_S, self.temperature_S)
-        return _summed(sum_exp(scaled_SNJ, mark.is_after(logits_SNJ, self.token_NJ)))
+        scaled_SNJ = scale_logits(logits_SNJ, self.highest_S, self.temperature_S)
+        return _materialize(sum_exp(scaled_SNJ, mark.is_after(logits_SNJ, self.token_NJ)))
 
     def most_likely(self) -> jax.Array:
         """Return each row's most likely token; of equal logits, the lowest id."""
         block_S = jnp.argmax(self.highest_SN, axis=-1)
         return (block_S * BLOCK + jnp.argmax(self._logits_SJ(block_S), axis=-1)).astype(jnp.int32)
 
-    def best(self, K: int) -> tuple[jax.Array, jax.Array]:
+    def find_top_k(self, K: int) -> tuple[jax.Array, jax.Array]:
         """Return logits and ids of the first K tokens in the order [S, K].
 
         Only the K blocks of the largest maxima are read: any other block has K tokens before its first.
@@ -138,7 +140,7 @@ class Blocks:
         """Return the token at which the cumulative weight exceeds `uniform_S` of the total; its weight is not 0."""
         return _pick(self.weight_SN, self._weight_SJ, uniform_S)
 
-    def pick_before(self, mark: Mark, before_SN: jax.Array, uniform_S: jax.Array) -> jax.Array:
+    def pick_before(self, mark: SortPosition, before_SN: jax.Array, uniform_S: jax.Array) -> jax.Array:
         """Like `pick`, among the tokens before the mark. `before_SN` is the result of `before`."""
 
         def weight_SJ(block_S: jax.Array) -> jax.Array:
@@ -148,7 +150,7 @@ class Blocks:
         return _pick(before_SN, weight_SJ, uniform_S)
 
     def _weight_SJ(self, block_S: jax.Array) -> jax.Array:
-        return jnp.exp(scale(self._logits_SJ(block_S), self.highest_S, self.temperature_S))
+        return jnp.exp(scale_logits(self._logits_SJ(block_S), self.highest_S, self.temperature_S))
 
     def _logits_SJ(self, block_S: jax.Array) -> jax.Array:
         return self.logits_RNJ[self._index_S, block_S]
@@ -158,13 +160,13 @@ class Blocks:
         return jnp.arange(self.num_rows) if self.row_S is None else self.row_S
 
 
-def by_block(values_SV: jax.Array) -> jax.Array:
+def split_blocks(values_SV: jax.Array) -> jax.Array:
     """Return the values as [S, N, J], padded with -inf."""
     S, V = values_SV.shape
     return jnp.pad(values_SV, ((0, 0), (0, -V % BLOCK)), constant_values=-jnp.inf).reshape(S, -1, BLOCK)
 
 
-def scale(logits: jax.Array, highest_S: jax.Array, temperature_S: jax.Array) -> jax.Array:
+def scale_logits(logits: jax.Array, highest_S: jax.Array, temperature_S: jax.Array) -> jax.Array:
     """Return the logits [S, ...] less the row's maximum, divided by the temperature unless it is 0.
 
     Their softmax is the reported distribution. The maximum is subtracted first: after a division by a low temperature
@@ -175,7 +177,7 @@ def scale(logits: jax.Array, highest_S: jax.Array, temperature_S: jax.Array) -> 
     return (logits - highest_S.reshape(shape)) / divisor_S.reshape(shape)
 
 
-def _summed(weight_SN: jax.Array) -> jax.Array:
+def _materialize(weight_SN: jax.Array) -> jax.Array:
     """Return sums of weights as they are, from which their own sum is computed.
 
     Without the barrier XLA computes that from all weights, and writes them to memory.
@@ -189,31 +191,31 @@ def _pick(block_SN: jax.Array, weights_of: Callable[[jax.Array], jax.Array], uni
     S, N = block_SN.shape
     if N > BLOCK:
         block_SGL = jnp.pad(block_SN, ((0, 0), (0, -N % BLOCK))).reshape(S, -1, BLOCK)
-        until_SG = cumulative(sum_last(block_SGL))
+        until_SG = cumsum(sum_last_dim(block_SGL))
         target_S = uniform_S * until_SG[:, -1]
-        group_S, before_group_S = place(until_SG, target_S)
-        inside_S, before_S = place(cumulative(block_SGL[jnp.arange(S), group_S]), target_S - before_group_S)
+        group_S, before_group_S = search_cumsum(until_SG, target_S)
+        inside_S, before_S = search_cumsum(cumsum(block_SGL[jnp.arange(S), group_S]), target_S - before_group_S)
         block_S, before_S = group_S * BLOCK + inside_S, before_group_S + before_S
     else:
-        until_SN = cumulative(block_SN)
+        until_SN = cumsum(block_SN)
         target_S = uniform_S * until_SN[:, -1]
-        block_S, before_S = place(until_SN, target_S)
-    inside_S, _ = place(cumulative(weights_of(block_S)), target_S - before_S)
+        block_S, before_S = search_cumsum(until_SN, target_S)
+    inside_S, _ = search_cumsum(cumsum(weights_of(block_S)), target_S - before_S)
     return block_S * BLOCK + inside_S
 
 
-def cumulative(weight_SL: jax.Array) -> jax.Array:
+def cumsum(weight_SL: jax.Array) -> jax.Array:
     """Return the sums of weights up to each, itself included.
 
     As a product with ones and zeros, for which XLA on CPU calls a library: a prefix sum is a dozen kernels to compile.
     """
     S, L = weight_SL.shape
     if S == 1:  # XLA on CPU adds the products of one row in another order
-        return cumulative(jnp.repeat(weight_SL, 2, axis=0))[:1]
+        return cumsum(jnp.repeat(weight_SL, 2, axis=0))[:1]
     return jnp.dot(weight_SL, jnp.triu(jnp.ones((L, L))), precision=jax.lax.Precision.HIGHEST)
 
 
-def place(until_SL: jax.Array, target_S: jax.Array) -> tuple[jax.Array, jax.Array]:
+def search_cumsum(until_SL: jax.Array, target_S: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the first index whose cumulative weight exceeds the target, and the cumulative weight before it.
 
     If none does, because sums of parts and of the whole round differently, it is the last index with a weight. The

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
-from skyrl_tx.backends.jax.sample.pages import FreeList, KVTable
+from skyrl_tx.backends.jax.sample.jax_programs import ModelRunner
+from skyrl_tx.backends.jax.sample.pages import BlockTableRow, FreeList
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
 from skyrl_tx.contract.arrays import Int32Array
 from skyrl_tx.contract.batches import SampleRequest
@@ -33,7 +33,7 @@ EMPTY = 0
 class KVCache:
     """The pages and states of prompts, samples and cached prefixes, of one shard. The arrays belong to the programs."""
 
-    def __init__(self, programs: JaxPrograms, memory: SampleMemory, shapes: PrefillShapes, shard: int = 0) -> None:
+    def __init__(self, programs: ModelRunner, memory: SampleMemory, shapes: PrefillShapes, shard: int = 0) -> None:
         """`memory` is that of the shard."""
         self._programs = programs
         self._shard = shard
@@ -50,81 +50,83 @@ class KVCache:
     @property
     def num_tokens_used(self) -> int:
         """The positions of the pages that prompts and samples have; those that only cached prefixes have are free."""
-        return (self.pages.num_held - len(self.prefixes.spare_pages())) * self.memory.page
+        return (self.pages.num_used - len(self.prefixes.find_evictable_pages())) * self.memory.page
 
     def fits(self, num_pages: int, num_states: int = 0, *, keep: Collection[int] = ()) -> bool:
         """Return whether so much is free, or would be without cached prefixes, of which the pages in `keep` stay."""
         if num_pages > self.pages.num_free:
-            spare = self.prefixes.spare_pages().difference(keep)
+            spare = self.prefixes.find_evictable_pages().difference(keep)
             if num_pages > self.pages.num_free + len(spare):
                 return False
         has_states = self.memory.state_tokens == 0 or num_states <= self.states.num_free
-        return has_states or num_states <= self.states.num_free + len(self.prefixes.spare_states())
+        return has_states or num_states <= self.states.num_free + len(self.prefixes.find_evictable_states())
 
-    def grow(self, missing: Sequence[tuple[KVTable, int]]) -> None:
+    def grow(self, missing: Sequence[tuple[BlockTableRow, int]]) -> None:
         """Take pages for tables, each with the number that it lacks. They must fit."""
-        taken = self._take_pages(sum(num_pages for _, num_pages in missing))
+        taken = self._allocate_pages(sum(num_pages for _, num_pages in missing))
         first = 0
         for table, num_pages in missing:
             table.pages += taken[first : first + num_pages]
             first += num_pages
         self._programs.copy([(EMPTY, page) for page in taken], (), self._shard)
 
-    def begin(self, num_tokens: int) -> KVTable:
+    def allocate_table(self, num_tokens: int) -> BlockTableRow:
         """Return a table for a prompt of which nothing is computed. It must fit."""
-        return self.fork(KVTable([], EMPTY, self._shard), 0, [num_tokens])[0]
+        return self.fork(BlockTableRow([], EMPTY, self._shard), 0, [num_tokens])[0]
 
-    def fork(self, source: KVTable, num_tokens: int, lengths: Sequence[int], state: int | None = None) -> list[KVTable]:
+    def fork(
+        self, source: BlockTableRow, num_tokens: int, lengths: Sequence[int], state: int | None = None
+    ) -> list[BlockTableRow]:
         """Return tables that go on after the first `num_tokens` of another, with pages for `lengths`. They must fit.
 
         Their state is a copy of the source's, or of `state`.
         """
-        used, num_whole = source.pages[: self.memory.pages_for(num_tokens)], num_tokens // self.memory.page
+        used, num_whole = source.pages[: self.memory.count_pages(num_tokens)], num_tokens // self.memory.page
         whole, partial = used[:num_whole], used[num_whole:]
-        tables: list[KVTable] = []
+        tables: list[BlockTableRow] = []
         pages: list[tuple[int, int]] = []
         states: list[tuple[int, int]] = []
-        self.pages.hold(used)  # they may be cached only, and must not be taken here
+        self.pages.add_references(used)  # they may be cached only, and must not be taken here
         for length in lengths:
-            self.pages.hold(whole)
-            taken = self._take_pages(self.memory.pages_for(length) - len(whole))
+            self.pages.add_references(whole)
+            taken = self._allocate_pages(self.memory.count_pages(length) - len(whole))
             sources = [*partial, *[EMPTY] * (len(taken) - len(partial))]
             pages += zip(sources, taken, strict=True)
-            table = KVTable([*whole, *taken], self.take_state(), self._shard)
+            table = BlockTableRow([*whole, *taken], self.allocate_state(), self._shard)
             states.append((source.state if state is None else state, table.state))
             tables.append(table)
         self.pages.release(used)
         self._programs.copy(pages, states if self.memory.state_tokens else (), self._shard)
         return tables
 
-    def share(self, source: KVTable) -> KVTable:
+    def share(self, source: BlockTableRow) -> BlockTableRow:
         """Return another table of the same pages and state, which is not written any more."""
-        self.pages.hold(source.pages)
-        self.states.hold([source.state])
-        return KVTable(list(source.pages), source.state, self._shard)
+        self.pages.add_references(source.pages)
+        self.states.add_references([source.state])
+        return BlockTableRow(list(source.pages), source.state, self._shard)
 
-    def release(self, table: KVTable) -> None:
+    def release(self, table: BlockTableRow) -> None:
         """Free what a table has, as far as it is not shared."""
         self.pages.release(table.pages)
         self.states.release([table.state])
         table.pages, table.state = [], EMPTY
 
-    def take_state(self) -> int:
+    def allocate_state(self) -> int:
         """Return a state slot, which must fit; 0 for models without."""
         if not self.memory.state_tokens:
             return EMPTY
-        self.prefixes.make_free(0, 1)
-        return self.states.take(1)[0]
+        self.prefixes.evict_until_free(0, 1)
+        return self.states.allocate(1)[0]
 
     def copy_state(self, source: int) -> int:
         """Return a slot with a copy of a state. It must fit."""
-        kept = self.take_state()
+        kept = self.allocate_state()
         self._programs.copy((), [(source, kept)], self._shard)
         return kept
 
-    def _take_pages(self, count: int) -> list[int]:
-        self.prefixes.make_free(count, 0)
-        return self.pages.take(count)
+    def _allocate_pages(self, count: int) -> list[int]:
+        self.prefixes.evict_until_free(count, 0)
+        return self.pages.allocate(count)
 
 
 class PromptSource(NamedTuple):
@@ -134,7 +136,7 @@ class PromptSource(NamedTuple):
     cache_scope: str = ""
 
     @classmethod
-    def of(cls, request: SampleRequest) -> "PromptSource":
+    def from_request(cls, request: SampleRequest) -> "PromptSource":
         """Return the source of a request's prompt."""
         return cls(request.sampler, request.cache_scope)
 
@@ -144,7 +146,7 @@ class ComputedPrompt:
     """A prompt, its pages and its state, and the hidden state of its last token."""
 
     tokens: Int32Array
-    table: KVTable
+    table: BlockTableRow
     last_hidden: Any
     states: Mapping[int, int] = field(default_factory=dict[int, int])
     """The kept states by the number of tokens that they have seen, which are whole chunks."""
@@ -171,9 +173,9 @@ class PrefixCache:
     @property
     def num_tokens(self) -> int:
         """The positions of the pages of cached prompts, and of as many bytes as their states have."""
-        return self._size(self._prompts.values())
+        return self._count_tokens(self._prompts.values())
 
-    def _size(self, prompts: Collection[ComputedPrompt]) -> int:
+    def _count_tokens(self, prompts: Collection[ComputedPrompt]) -> int:
         """Return what prompts count as; they may have pages and states in common."""
         pages = {page for prompt in prompts for page in prompt.table.pages}
         states = {state for prompt in prompts for state in prompt.all_states} - {0}
@@ -185,39 +187,39 @@ class PrefixCache:
         if equal in self._prompts:
             self._prompts.move_to_end(equal)
             return self._prompts[equal], tokens.size
-        usable = {key: self._usable(prompt, tokens) for key, prompt in self._prompts.items() if key[0] == source}
+        usable = {key: self._count_usable(prompt, tokens) for key, prompt in self._prompts.items() if key[0] == source}
         best = max(usable, key=usable.__getitem__, default=None)
         if best is None or usable[best] == 0:
             return None
         self._prompts.move_to_end(best)
         return self._prompts[best], usable[best]
 
-    def find_parting(self, source: PromptSource, tokens: Int32Array) -> int:
+    def find_divergence(self, source: PromptSource, tokens: Int32Array) -> int:
         """Return how many tokens, in whole chunks, a cached prompt begins with, whether or not it has a state there."""
         return max(
-            (self._common(prompt, tokens) for key, prompt in self._prompts.items() if key[0] == source), default=0
+            (self._count_common(prompt, tokens) for key, prompt in self._prompts.items() if key[0] == source), default=0
         )
 
-    def _usable(self, prompt: ComputedPrompt, tokens: Int32Array) -> int:
+    def _count_usable(self, prompt: ComputedPrompt, tokens: Int32Array) -> int:
         """Return how many of the first tokens need not be computed."""
-        common = self._common(prompt, tokens)
+        common = self._count_common(prompt, tokens)
         if self._memory.state_tokens:
             return max((end for end in prompt.states if end <= common), default=0)
         return common
 
-    def _common(self, prompt: ComputedPrompt, tokens: Int32Array) -> int:
+    def _count_common(self, prompt: ComputedPrompt, tokens: Int32Array) -> int:
         """Return the length of the common prefix in whole chunks, without the last of `tokens`."""
         size = min(prompt.tokens.size, tokens.size)
         unequal = np.flatnonzero(prompt.tokens[:size] != tokens[:size])
         common = int(unequal[0]) if unequal.size else size
-        return self._shapes.full_chunks(min(common, tokens.size - 1))
+        return self._shapes.count_full_chunk_tokens(min(common, tokens.size - 1))
 
     def add(self, source: PromptSource, prompt: ComputedPrompt) -> None:
         """Cache a prompt in place of those that it serves as well, its prefixes, and evict others until all fit."""
-        if self._size([prompt]) > self._memory.prefix_tokens:
+        if self._count_tokens([prompt]) > self._memory.prefix_tokens:
             return
-        self._pages.hold(prompt.table.pages)
-        self._states.hold(prompt.all_states)
+        self._pages.add_references(prompt.table.pages)
+        self._states.add_references(prompt.all_states)
         for key, other in list(self._prompts.items()):
             if key[0] == source and np.array_equal(other.tokens, prompt.tokens[: other.tokens.size]):
                 self._remove(key)
@@ -225,21 +227,21 @@ class PrefixCache:
         while self.num_tokens > self._memory.prefix_tokens:
             self._remove(next(iter(self._prompts)))
 
-    def spare_pages(self) -> set[int]:
+    def find_evictable_pages(self) -> set[int]:
         """Return the pages that evictions would free: those that no prompt or sample reads."""
-        return _held_alone(self._pages, (prompt.table.pages for prompt in self._prompts.values()))
+        return _find_unshared(self._pages, (prompt.table.pages for prompt in self._prompts.values()))
 
-    def spare_states(self) -> set[int]:
+    def find_evictable_states(self) -> set[int]:
         """Return the states that evictions would free."""
-        return _held_alone(self._states, (prompt.all_states for prompt in self._prompts.values()))
+        return _find_unshared(self._states, (prompt.all_states for prompt in self._prompts.values()))
 
-    def make_free(self, num_pages: int, num_states: int) -> None:
+    def evict_until_free(self, num_pages: int, num_states: int) -> None:
         """Evict the least recently used of the prompts whose pages, or states, are wanted, until as many are free."""
         while self._pages.num_free < num_pages:
-            spare = self.spare_pages()
+            spare = self.find_evictable_pages()
             self._remove(next(key for key, each in self._prompts.items() if not spare.isdisjoint(each.table.pages)))
         while self._states.num_free < num_states:
-            spare = self.spare_states()
+            spare = self.find_evictable_states()
             self._remove(next(key for key, each in self._prompts.items() if not spare.isdisjoint(each.all_states)))
 
     def drop(self, sampler: SamplerId | None) -> None:
@@ -253,6 +255,6 @@ class PrefixCache:
         self._states.release(prompt.all_states)
 
 
-def _held_alone(free_list: FreeList, numbers: Iterable[Collection[int]]) -> set[int]:
+def _find_unshared(free_list: FreeList, numbers: Iterable[Collection[int]]) -> set[int]:
     own = Counter(number for each in numbers for number in each)
-    return {number for number, holders in own.items() if number and free_list.holders(number) == holders}
+    return {number for number, holders in own.items() if number and free_list.count_references(number) == holders}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from skyrl_tx.backends.jax.sample.blocks import Blocks, scale
+from skyrl_tx.backends.jax.sample.blocks import LogitBlocks, scale_logits
 from skyrl_tx.backends.jax.sample.filters import redraw
 from skyrl_tx.backends.jax.sample.random_numbers import fold_in, uniform
 
@@ -30,7 +30,7 @@ class DrawParams:
 
 
 @struct.dataclass
-class Drawn:
+class DrawnTokens:
     """The tokens that a program drew, before any stop is applied: of rows [S], of N steps [N, S], of one sample [N]."""
 
     tokens: Any  # int32
@@ -38,9 +38,9 @@ class Drawn:
     topk_tokens: Any  # int32 [..., K], best first; K is 0 without `max_topk`
     topk_logprobs: Any  # float32 [..., K]
 
-    def row(self, row: int, num_steps: int) -> "Drawn":
+    def row(self, row: int, num_steps: int) -> "DrawnTokens":
         """Return the first `num_steps` tokens of one row of steps."""
-        return Drawn(  # not by `jax.tree.map`, which takes ten times as long
+        return DrawnTokens(  # not by `jax.tree.map`, which takes ten times as long
             self.tokens[:num_steps, row],
             self.logprobs[:num_steps, row],
             self.topk_tokens[:num_steps, row],
@@ -50,38 +50,38 @@ class Drawn:
 
 def draw(
     logits_SV: jax.Array, params: DrawParams, position_S: jax.Array, *, max_topk: int = 0, wants_topk: jax.Array
-) -> Drawn:
+) -> DrawnTokens:
     """Draw each row's token number `position_S` (0 is the first new token) from float32 logits.
 
     If the scalar `wants_topk` is False, the top-k is not computed and is zero.
     """
-    blocks = Blocks.of(logits_SV, params.temperature_S)
+    blocks = LogitBlocks.from_logits(logits_SV, params.temperature_S)
 
-    key_S2 = keys(params.seed_S2, params.index_S, position_S)
+    key_S2 = make_keys(params.seed_S2, params.index_S, position_S)
     drawn_S = redraw(blocks, params.top_k_S, params.top_p_S, key_S2, blocks.pick(uniform(key_S2)))
     token_S = jnp.where(params.temperature_S > 0, drawn_S, blocks.most_likely())
-    token_SK, logprob_SK = top(blocks, logits_SV.shape[1], max_topk, wants_topk)
-    return Drawn(token_S, blocks.logprob(token_S), token_SK, logprob_SK)
+    token_SK, logprob_SK = find_top_k(blocks, logits_SV.shape[1], max_topk, wants_topk)
+    return DrawnTokens(token_S, blocks.get_logprob(token_S), token_SK, logprob_SK)
 
 
-def seed_words(seed: int) -> np.ndarray:
+def split_seed(seed: int) -> np.ndarray:
     """Return a seed of up to 64 bits as uint32 [2], high word first."""
     return np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
 
 
-def keys(seed_S2: jax.Array, index_S: jax.Array, position_S: jax.Array) -> jax.Array:
+def make_keys(seed_S2: jax.Array, index_S: jax.Array, position_S: jax.Array) -> jax.Array:
     """Return a random key for each row, uint32 [S, 2], which depends on seed, sample index and position alone."""
     return fold_in(fold_in(seed_S2, index_S), position_S)
 
 
-def top(blocks: Blocks, num_tokens: int, max_topk: int, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
+def find_top_k(blocks: LogitBlocks, num_tokens: int, max_topk: int, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the `max_topk` most likely of V tokens and their log-probabilities, best first; zeros unless `wanted`."""
     shape = (blocks.num_rows, min(max_topk, num_tokens))
 
-    def find() -> tuple[jax.Array, jax.Array]:
-        logits_SK, token_SK = blocks.best(shape[1])
-        return token_SK, scale(logits_SK, blocks.highest_S, blocks.temperature_S) - blocks.log_total_S[:, None]
+    def compute() -> tuple[jax.Array, jax.Array]:
+        logits_SK, token_SK = blocks.find_top_k(shape[1])
+        return token_SK, scale_logits(logits_SK, blocks.highest_S, blocks.temperature_S) - blocks.log_total_S[:, None]
 
     if shape[1] == 0:
         return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
-    return jax.lax.cond(wanted, find, lambda: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)))
+    return jax.lax.cond(wanted, compute, lambda: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)))

@@ -18,31 +18,38 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from skyrl_tx.backends.jax.compiler import Compiler, Program
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.devices import check_alone, is_exhausted
+from skyrl_tx.backends.jax.devices import check_single_host, is_out_of_memory
 from skyrl_tx.backends.jax.distributed import fetch
-from skyrl_tx.backends.jax.memory import num_adapter_slots, plan_sample_memory
-from skyrl_tx.backends.jax.mesh import num_copies
+from skyrl_tx.backends.jax.memory import choose_adapter_slots, plan_sample_memory
+from skyrl_tx.backends.jax.mesh import count_replicas
 from skyrl_tx.backends.jax.sample import programs
 from skyrl_tx.backends.jax.sample.adapter_pool import SamplerPool
-from skyrl_tx.backends.jax.sample.draw import Drawn
-from skyrl_tx.backends.jax.sample.layer_views import copies_less, separate_layers
-from skyrl_tx.backends.jax.sample.pages import KVTable
+from skyrl_tx.backends.jax.sample.draw import DrawnTokens
+from skyrl_tx.backends.jax.sample.layer_views import separate_layers, should_separate_layers
+from skyrl_tx.backends.jax.sample.pages import BlockTableRow
 from skyrl_tx.backends.jax.sample.programs import RowBatch, SliceResult
 from skyrl_tx.backends.jax.sample.prompt_scores import PromptScores
-from skyrl_tx.backends.jax.sample.row_inputs import RowInputs, block_table, draw_params
-from skyrl_tx.backends.jax.sample.rows import DispatchedSlice, RowCounts, Rows, SlicePart, groups_of
-from skyrl_tx.backends.jax.sample.running import BASE, RunningSample, max_tokens
-from skyrl_tx.backends.jax.shapes import PROMPTS_TOGETHER, PrefillShapes, SampleMemory, ascending, next_power, tiles
+from skyrl_tx.backends.jax.sample.row_inputs import RowInputs, make_block_table, make_draw_params
+from skyrl_tx.backends.jax.sample.rows import DispatchedSlice, RowCounts, SlicePart, SliceRows, group_by_length
+from skyrl_tx.backends.jax.sample.running import BASE_SLOT, RunningSample, get_max_tokens
+from skyrl_tx.backends.jax.shapes import (
+    MAX_PROMPTS_TOGETHER,
+    PrefillShapes,
+    SampleMemory,
+    iter_ascending,
+    make_tiles,
+    next_power_of_two,
+)
 from skyrl_tx.contract.arrays import Int32Array
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.contract.ids import SamplerId
-from skyrl_tx.layers.cache_state import Cache, SliceCache, Table
-from skyrl_tx.layers.kv_cache import SEGMENT
+from skyrl_tx.layers.cache_state import BlockTable, Cache, DecodeSliceCache
+from skyrl_tx.layers.kv_cache import MIN_SEGMENT_SIZE
 from skyrl_tx.layers.lora import Adapter
-from skyrl_tx.models import DecoderParams, ModelConfig, empty_cache
+from skyrl_tx.models import DecoderParams, ModelConfig, make_empty_cache
 
-COPIES = 256
+MAX_COPIES = 256
 """Pages, and states, that one call copies at most: all samples of a full cache may take a page for the same slice."""
 
 FIRST_ROWS = 8
@@ -53,7 +60,7 @@ FIRST_ROWS = 8
 class PromptChunk:
     """The next tokens of a prompt, after its first `start` positions."""
 
-    table: KVTable
+    table: BlockTableRow
     tokens: Int32Array
     start: int
     adapter: int
@@ -61,7 +68,7 @@ class PromptChunk:
     scores: PromptScores | None = None
 
 
-class JaxPrograms:
+class ModelRunner:
     """The devices, as the scheduler sees them."""
 
     def __init__(
@@ -74,26 +81,26 @@ class JaxPrograms:
         """With a compiler, the programs of a request are compiled at the same time, see `expect`."""
         self._compiler = compiler
         self._platform = next(iter(params.embed.devices())).platform
-        self._params = separate_layers(params) if copies_less(self._platform, params.layout) else params
+        self._params = separate_layers(params) if should_separate_layers(self._platform, params.layout) else params
         self._model = model
         self._config = config
-        num_slots = num_adapter_slots(config, params, model)
+        num_slots = choose_adapter_slots(config, params, model)
         self.pool = SamplerPool(model, config.max_sampler_adapters, params.layout, num_slots=num_slots)
         """The adapters of the samplers."""
         self.memory = plan_sample_memory(config, params, model)
         """The memory for keys and values of samples and prompts."""
         self._by_layer: DecoderParams | None = None  # a copy with separate layers, made for the first decode slice
-        self._is_one_cpu = not params.layout.is_split and self._platform == "cpu"
+        self._is_single_cpu = not params.layout.is_sharded and self._platform == "cpu"
         # bfloat16 has no guarantee that bits do not depend on other samples.
-        self._merges = not self._is_one_cpu and params.embed.dtype != jnp.float32
+        self._merges = not self._is_single_cpu and params.embed.dtype != jnp.float32
         self._max_adapters = 1 + config.max_sampler_adapters  # of one slice, the base model included
         self._num_shards = params.layout.num_shards("batch")
-        self.prompts_of_shard = PROMPTS_TOGETHER if self._merges and self._num_shards == 1 else 1
+        self.prompts_of_shard = MAX_PROMPTS_TOGETHER if self._merges and self._num_shards == 1 else 1
         """How many prompts a shard computes at the same time, at most."""
-        self._counts = self._row_counts()
+        self._counts = self._make_row_counts()
         self._inputs = RowInputs(config.decode_slice_tokens)
-        self._last_R = last_tokens(params, self._counts.all[-1])
-        self.runs_ahead = bool(config.async_decoding) and not self._is_one_cpu
+        self._last_R = make_last_tokens(params, self._counts.all[-1])
+        self.runs_ahead = bool(config.async_decoding) and not self._is_single_cpu
         """Whether a slice may be dispatched before the one before it is read."""
         self._cache: Cache | None = None
 
@@ -102,7 +109,7 @@ class JaxPrograms:
     def allocate_cache(self, memory: SampleMemory) -> None:
         """Allocate an empty cache, that of all shards."""
         self.memory = memory
-        self._cache = empty_cache(self._params, self._model, memory.num_pages, memory.num_states, memory.page)
+        self._cache = make_empty_cache(self._params, self._model, memory.num_pages, memory.num_states, memory.page)
 
     @property
     def cache(self) -> Cache:
@@ -112,36 +119,36 @@ class JaxPrograms:
 
     def copy(self, pages: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]], shard: int = 0) -> None:
         """Copy pages and states of a shard, from the first of each pair. Raises BackendLost if the cache is lost."""
-        for arguments in copy_arguments(pages, states, shard, self._num_shards):
+        for arguments in iter_copy_arguments(pages, states, shard, self._num_shards):
             with self._detect_loss():
                 self._cache = programs.copy(self.cache, *arguments, layout=self._params.layout)
 
-    def _table(self, tables: list[KVTable | None]) -> Table:
-        return block_table(tables, self.memory.table_pages)
+    def _make_table(self, tables: list[BlockTableRow | None]) -> BlockTable:
+        return make_block_table(tables, self.memory.table_pages)
 
     # Prompts
 
-    def scores(self, request: SampleRequest) -> PromptScores:
+    def make_scores(self, request: SampleRequest) -> PromptScores:
         """Return empty scores for a request that asks for them."""
         limit = self._config.max_topk_logprobs
         return PromptScores(self._params, request, max_topk=limit, max_alt=limit)
 
-    def _rows_of_shard(self, chunks: Sequence[PromptChunk]) -> int:
+    def _count_rows_per_shard(self, chunks: Sequence[PromptChunk]) -> int:
         """Return in how many rows a shard computes these chunks: one after another if two rows of four were unused."""
         return self.prompts_of_shard if len(chunks) > self.prompts_of_shard // 2 else 1
 
-    def extend(self, chunks: Sequence[PromptChunk], padded: int) -> list[jax.Array]:
+    def prefill(self, chunks: Sequence[PromptChunk], padded: int) -> list[jax.Array]:
         """Compute chunks of prompts padded to `padded` tokens, up to `prompts_of_shard` on each shard.
 
         Writes the keys into the prompts' pages and returns the hidden state of each chunk's last token. Raises
         BackendLost if the cache is lost.
         """
-        num_rows = self._num_shards * self._rows_of_shard(chunks)
+        num_rows = self._num_shards * self._count_rows_per_shard(chunks)
         if num_rows == 1 and len(chunks) > 1:
-            return [last for chunk in chunks for last in self.extend([chunk], padded)]
-        pool = self.pool.adapters(any_used=any(chunk.adapter != BASE for chunk in chunks))
-        self._finish("extend", padded, num_rows, pool is not None)
-        tables: list[KVTable | None] = [None] * num_rows
+            return [last for chunk in chunks for last in self.prefill([chunk], padded)]
+        pool = self.pool.get_adapters(any_used=any(chunk.adapter != BASE_SLOT for chunk in chunks))
+        self._wait_for_program("extend", padded, num_rows, pool is not None)
+        tables: list[BlockTableRow | None] = [None] * num_rows
         token_BT = np.zeros((num_rows, padded), np.int32)
         adapter_B, start_B, last_B = np.zeros((3, num_rows), np.int32)
         last_B -= 1  # nothing is written
@@ -151,7 +158,7 @@ class JaxPrograms:
             tables[row], token_BT[row, :size] = chunk.table, chunk.tokens
             adapter_B[row], start_B[row], last_B[row] = chunk.adapter, chunk.start, size - 1
         with self._detect_loss():
-            hidden_BTD, last_hidden, self._cache = programs.extend(
+            hidden_BTD, last_hidden, self._cache = programs.prefill(
                 self._params,
                 self._model,
                 pool,
@@ -160,27 +167,27 @@ class JaxPrograms:
                 start_B,
                 last_B,
                 self.cache,
-                self._table(tables),
+                self._make_table(tables),
             )
         for row, chunk in zip(rows, chunks, strict=True):
             if chunk.scores is not None:
-                hidden_TD = programs.row_of(hidden_BTD, np.int32(row), self._params.layout)
+                hidden_TD = programs.get_row(hidden_BTD, np.int32(row), self._params.layout)
                 chunk.scores.add(pool, chunk.adapter, hidden_TD, chunk.start)
         return [last_hidden[row] for row in rows]
 
-    def draw_first(self, last_hidden: jax.Array, samples: Sequence[RunningSample]) -> Drawn:
+    def draw_first(self, last_hidden: jax.Array, samples: Sequence[RunningSample]) -> DrawnTokens:
         """Draw the first token of samples of one request from its prompt's last hidden state.
 
         N is 1, and the first rows are the samples in order. One program draws for any number of samples, because
         programs round differently: a sample's row has the same bits with any others.
         """
         adapter, wants_topk = samples[0].adapter, np.bool_(samples[0].request.options.sample_topk > 0)
-        pool = self.pool.adapters(any_used=adapter != BASE)
-        logits_1V = programs.first_logits(self._params, pool, np.int32(adapter), last_hidden)
+        pool = self.pool.get_adapters(any_used=adapter != BASE_SLOT)
+        logits_1V = programs.compute_first_logits(self._params, pool, np.int32(adapter), last_hidden)
         drawn = [
             programs.draw_first(
                 logits_1V,
-                draw_params(dict(enumerate(samples[start : start + FIRST_ROWS])), FIRST_ROWS),
+                make_draw_params(dict(enumerate(samples[start : start + FIRST_ROWS])), FIRST_ROWS),
                 wants_topk,
                 max_topk=self._config.max_topk_logprobs,
             )
@@ -197,53 +204,57 @@ class JaxPrograms:
         lost.
         """
         groups, cache = [samples], self.cache
-        if self._is_one_cpu:
+        if self._is_single_cpu:
             most = self.memory.num_pages * self.memory.page
-            groups = groups_of(samples, self._counts.all, self._read_length, most)
+            groups = group_by_length(samples, self._counts.all, self._choose_read_length, most)
         parts: list[SlicePart] = []
         for group in groups:
-            any_adapter = any(sample.adapter != BASE for sample in group)
+            any_adapter = any(sample.adapter != BASE_SLOT for sample in group)
             num_rows = len(group)
             if self._num_shards > 1:  # each has as many rows as the fullest needs
                 num_rows = self._num_shards * max(Counter(sample.table.shard for sample in group).values())
-            count = self._counts.least(num_rows, any_adapter=any_adapter)
-            rows = Rows.arrange(
+            count = self._counts.choose(num_rows, any_adapter=any_adapter)
+            rows = SliceRows.arrange(
                 group, count, merges=self._merges, num_shards=self._num_shards, max_adapters=self._max_adapters
             )
-            parts.append(self._run(rows, num_steps, max(sample.position for sample in group)))
+            parts.append(self._dispatch_rows(rows, num_steps, max(sample.position for sample in group)))
         return DispatchedSlice(parts, lambda: self._detect_loss(cache))
 
-    def _row_counts(self) -> RowCounts:
-        if self._is_one_cpu:
-            return RowCounts.of_one_cpu(self.memory.num_slots, self._bits_of)
+    def _make_row_counts(self) -> RowCounts:
+        if self._is_single_cpu:
+            return RowCounts.for_single_cpu(self.memory.num_slots, self._decode_random_rows)
         if self._merges:
-            return RowCounts.of_accelerators(self.memory.num_rows, self._num_shards, num_copies(self._params.layout))
+            return RowCounts.for_accelerators(
+                self.memory.num_rows, self._num_shards, count_replicas(self._params.layout)
+            )
         return RowCounts([self.memory.num_rows])
 
-    def _run(self, rows: Rows, num_steps: int, longest: int) -> SlicePart:
+    def _dispatch_rows(self, rows: SliceRows, num_steps: int, longest: int) -> SlicePart:
         """Decode rows, of which the longest has `longest` positions: on one CPU device with copies by layer."""
         table, batch = (
-            self._inputs.table(rows, self.memory.table_pages),
-            self._inputs.of(rows, from_last=not self._is_one_cpu),
+            self._inputs.make_table(rows, self.memory.table_pages),
+            self._inputs.make_batch(rows, from_last=not self._is_single_cpu),
         )
         for row, sample in enumerate(rows.samples):
             if sample is not None:
                 sample.row = row
-        run = self._run_one_cpu if self._is_one_cpu else self._run_slice
+        run = self._decode_on_cpu if self._is_single_cpu else self._decode_slice
         with self._detect_loss():
             result = run(table, batch, rows, num_steps, longest)
         return SlicePart(rows, batch.position_S, result, bool(batch.wants_topk))
 
-    def _run_one_cpu(self, table: Table, batch: RowBatch, rows: Rows, num_steps: int, longest: int) -> SliceResult:
+    def _decode_on_cpu(
+        self, table: BlockTable, batch: RowBatch, rows: SliceRows, num_steps: int, longest: int
+    ) -> SliceResult:
         max_steps = self._config.decode_slice_tokens
-        pool, length = self.pool.gathered(rows.adapters) if rows.any_adapter else None, self._read_length(longest)
+        pool, length = self.pool.gather(rows.adapters) if rows.any_adapter else None, self._choose_read_length(longest)
         opened = programs.open_rows(self.cache, table, batch.position_S, read_length=length, max_tokens=max_steps)
-        live, num_run, result = self._run_opened(pool, opened, batch, num_steps)
+        live, num_run, result = self._run_decode_steps(pool, opened, batch, num_steps)
         self._cache = programs.close_rows(self.cache, live, batch.position_S, num_run, table)
         return result
 
-    def _run_opened(
-        self, pool: Adapter | None, opened: SliceCache, batch: RowBatch, num_steps: int
+    def _run_decode_steps(
+        self, pool: Adapter | None, opened: DecodeSliceCache, batch: RowBatch, num_steps: int
     ) -> tuple[programs.Live, jax.Array, SliceResult]:
         self._by_layer = params = self._by_layer or programs.by_layer(self._params, self._model)
         past, topk = replace(opened, live=()), self._config.max_topk_logprobs
@@ -251,41 +262,43 @@ class JaxPrograms:
             params, self._model, pool, past, opened.live, batch, np.int32(num_steps), max_topk=topk
         )
 
-    def _bits_of(self, count: int, any_adapter: bool) -> Any:
+    def _decode_random_rows(self, count: int, any_adapter: bool) -> Any:
         """Return what a slice computes of random rows, whose numbers depend on the row alone: leaves [count, ...]."""
         max_steps = self._config.decode_slice_tokens
-        position_S = np.arange(count, dtype=np.int32) * 37 % SEGMENT
+        position_S = np.arange(count, dtype=np.int32) * 37 % MIN_SEGMENT_SIZE
         opened = programs.open_rows(
-            self.cache, self._table([None] * count), position_S, read_length=SEGMENT, max_tokens=max_steps
+            self.cache, self._make_table([None] * count), position_S, read_length=MIN_SEGMENT_SIZE, max_tokens=max_steps
         )
-        opened = replace(opened, past=noise(opened.past), live=noise(opened.live))
-        adapters, pool = [BASE] * len(tiles(count)), None
+        opened = replace(opened, past=make_noise(opened.past), live=make_noise(opened.live))
+        adapters, pool = [BASE_SLOT] * len(make_tiles(count)), None
         if any_adapter:
-            pool = self.pool.gathered(adapters)
-            pool = pool.replace(rows=noise(pool.rows, is_same=True))  # type: ignore[attr-defined]
-        batch = self._inputs.of(Rows((None,) * count, tuple(adapters)))
+            pool = self.pool.gather(adapters)
+            pool = pool.replace(rows=make_noise(pool.rows, is_same=True))  # type: ignore[attr-defined]
+        batch = self._inputs.make_batch(SliceRows((None,) * count, tuple(adapters)))
         token_S, num_left_S = position_S % self._model.vocab_size, np.full(count, max_steps, np.int32)
         batch = replace(batch, position_S=position_S, token_S=token_S, num_left_S=num_left_S)
-        live, _, result = jax.device_get(self._run_opened(pool, opened, batch, max_steps))
+        live, _, result = jax.device_get(self._run_decode_steps(pool, opened, batch, max_steps))
         return live, np.swapaxes(result.drawn.logprobs, 0, 1), np.swapaxes(result.drawn.tokens, 0, 1)
 
-    def _run_slice(self, table: Table, batch: RowBatch, rows: Rows, num_steps: int, _longest: int) -> SliceResult:
-        self._finish(*_slice_key(rows))
-        arguments, static = self._slice_arguments(table, batch, num_steps, any_adapter=rows.any_adapter)
+    def _decode_slice(
+        self, table: BlockTable, batch: RowBatch, rows: SliceRows, num_steps: int, _longest: int
+    ) -> SliceResult:
+        self._wait_for_program(*_make_slice_key(rows))
+        arguments, static = self._make_slice_arguments(table, batch, num_steps, any_adapter=rows.any_adapter)
         self._cache, self._last_R, result = programs.decode_slice(*arguments, **static)
         return result
 
-    def _slice_arguments(
-        self, table: Table, batch: RowBatch, num_steps: int, *, any_adapter: bool
+    def _make_slice_arguments(
+        self, table: BlockTable, batch: RowBatch, num_steps: int, *, any_adapter: bool
     ) -> tuple[tuple[Any, ...], dict[str, int]]:
-        pool = self.pool.adapters(any_used=any_adapter)
+        pool = self.pool.get_adapters(any_used=any_adapter)
         arguments = self._params, self._model, pool, self.cache, table, batch, self._last_R, np.int32(num_steps)
         static = {"max_steps": self._config.decode_slice_tokens, "max_topk": self._config.max_topk_logprobs}
         return arguments, static
 
-    def _read_length(self, longest: int) -> int:
+    def _choose_read_length(self, longest: int) -> int:
         """Return the KV read length of a slice before which the longest sample has `longest` positions."""
-        return min(max(next_power(longest), SEGMENT), self.memory.table_pages * self.memory.page)
+        return min(max(next_power_of_two(longest), MIN_SEGMENT_SIZE), self.memory.table_pages * self.memory.page)
 
     @contextmanager
     def _detect_loss(self, cache: Cache | None = None) -> Generator[None]:
@@ -299,13 +312,13 @@ class JaxPrograms:
         except Exception as error:
             if any(leaf.is_deleted() for leaf in jax.tree.leaves(cache)):
                 raise BackendLost(f"decoding failed and destroyed the KV cache: {error}") from error
-            if is_exhausted(error):
-                check_alone(error)
+            if is_out_of_memory(error):
+                check_single_host(error)
             raise
 
     # Compilation
 
-    def expect(self, requests: Sequence[SampleRequest]) -> None:
+    def precompile(self, requests: Sequence[SampleRequest]) -> None:
         """Begin to compile what these requests need and none needed before, all at the same time.
 
         A program that is called meanwhile is waited for; JAX then finds it compiled. Others are compiled when they are
@@ -313,62 +326,68 @@ class JaxPrograms:
         """
         if self._compiler is None:
             return
-        shapes = PrefillShapes.of(self._config, self.memory.max_length)
+        shapes = PrefillShapes.from_config(self._config, self.memory.max_length)
         for any_adapter in sorted({request.sampler is not None for request in requests}):
             own = [request for request in requests if (request.sampler is not None) == any_adapter]
             together = self.prompts_of_shard if len(own) > self.prompts_of_shard // 2 else 1
             num_rows = self._num_shards * together
-            for size in dict.fromkeys(size for each in own for size in shapes.sizes_of(each.prompt.size)):
-                program = partial(self._extend_program, size, num_rows, any_adapter)
-                self._compiler.need(("extend", size, num_rows, any_adapter), program)
-            num_samples = sum(each.num_samples for each in own if max_tokens(each) > 1)
+            for size in dict.fromkeys(size for each in own for size in shapes.iter_prompt_sizes(each.prompt.size)):
+                program = partial(self._make_prefill_program, size, num_rows, any_adapter)
+                self._compiler.queue_needed(("extend", size, num_rows, any_adapter), program)
+            num_samples = sum(each.num_samples for each in own if get_max_tokens(each) > 1)
             if num_samples and len({request.sampler for request in own}) == 1:
-                rows = self._rows_of_one_adapter(min(num_samples, self.memory.num_rows), any_adapter)
-                self._compiler.need(_slice_key(rows), partial(self._slice_program, rows))
+                rows = self._make_single_adapter_rows(min(num_samples, self.memory.num_rows), any_adapter)
+                self._compiler.queue_needed(_make_slice_key(rows), partial(self._make_slice_program, rows))
 
-    def _extend_program(self, size: int, num_rows: int, any_adapter: bool) -> Program:
-        pool = self.pool.adapters(any_used=any_adapter)
+    def _make_prefill_program(self, size: int, num_rows: int, any_adapter: bool) -> Program:
+        pool = self.pool.get_adapters(any_used=any_adapter)
         row_B, token_BT = np.zeros(num_rows, np.int32), np.zeros((num_rows, size), np.int32)
-        inputs = pool, row_B, token_BT, row_B, row_B, self.cache, self._table([None] * num_rows)
-        return Program(programs.extend, (self._params, self._model, *inputs), {})
+        inputs = pool, row_B, token_BT, row_B, row_B, self.cache, self._make_table([None] * num_rows)
+        return Program(programs.prefill, (self._params, self._model, *inputs), {})
 
-    def _rows_of_one_adapter(self, num_samples: int, any_adapter: bool) -> Rows:
+    def _make_single_adapter_rows(self, num_samples: int, any_adapter: bool) -> SliceRows:
         """Return rows without samples in the shape of a slice whose samples have one adapter, or none."""
-        count = self._counts.least(num_samples, any_adapter=any_adapter)
-        return next(Rows.of_every_shape(count, BASE + any_adapter, merges=self._merges))
+        count = self._counts.choose(num_samples, any_adapter=any_adapter)
+        return next(SliceRows.iter_shapes(count, BASE_SLOT + any_adapter, merges=self._merges))
 
-    def _slice_program(self, rows: Rows) -> Program:
+    def _make_slice_program(self, rows: SliceRows) -> Program:
         inputs = RowInputs(self._config.decode_slice_tokens)
-        table, batch = inputs.table(rows, self.memory.table_pages), inputs.of(rows)
-        return Program(programs.decode_slice, *self._slice_arguments(table, batch, 1, any_adapter=rows.any_adapter))
+        table, batch = inputs.make_table(rows, self.memory.table_pages), inputs.make_batch(rows)
+        return Program(
+            programs.decode_slice, *self._make_slice_arguments(table, batch, 1, any_adapter=rows.any_adapter)
+        )
 
-    def _finish(self, *key: Hashable) -> None:
+    def _wait_for_program(self, *key: Hashable) -> None:
         """Wait for a program that is being compiled."""
         if self._compiler is not None:
-            self._compiler.finish(key)
+            self._compiler.wait_if_pending(key)
 
     def compile_all(self, sampler: SamplerId) -> None:
         """Run every program once, with and without the adapter of `sampler`. Nothing may be running."""
-        shapes = PrefillShapes.of(self._config, self.memory.max_length)
-        for size, adapter in product(shapes.padded_sizes(), (BASE, self.pool.slot_of(sampler))):
-            chunk = PromptChunk(KVTable([]), np.zeros(1, np.int32), 0, adapter)
+        shapes = PrefillShapes.from_config(self._config, self.memory.max_length)
+        for size, adapter in product(shapes.iter_padded_sizes(), (BASE_SLOT, self.pool.get_slot(sampler))):
+            chunk = PromptChunk(BlockTableRow([]), np.zeros(1, np.int32), 0, adapter)
             for number in {1, self.prompts_of_shard}:
-                self.extend([chunk] * number, size)
+                self.prefill([chunk] * number, size)
         self.copy([(0, 0)], ())
         num_slots, most = self.memory.num_rows, self.memory.num_pages * self.memory.page
-        lengths = ascending(self._read_length, self.memory.max_length) if self._is_one_cpu else [SEGMENT]
+        lengths = (
+            iter_ascending(self._choose_read_length, self.memory.max_length)
+            if self._is_single_cpu
+            else [MIN_SEGMENT_SIZE]
+        )
         for length, any_adapter in product(lengths, (False, True)):
-            adapter = self.pool.slot_of(sampler) if any_adapter else BASE
-            counts = {self._counts.least(num, any_adapter=any_adapter) for num in range(1, num_slots + 1)}
+            adapter = self.pool.get_slot(sampler) if any_adapter else BASE_SLOT
+            counts = {self._counts.choose(num, any_adapter=any_adapter) for num in range(1, num_slots + 1)}
             for count in sorted(counts):
-                if count == min(counts) or count * self._read_length(length) <= most:
-                    for rows in Rows.of_every_shape(
+                if count == min(counts) or count * self._choose_read_length(length) <= most:
+                    for rows in SliceRows.iter_shapes(
                         count, adapter, merges=self._merges, max_adapters=self._max_adapters
                     ):
-                        self._run(rows, 1, length)
+                        self._dispatch_rows(rows, 1, length)
 
 
-def last_tokens(params: DecoderParams, num_rows: int) -> jax.Array:
+def make_last_tokens(params: DecoderParams, num_rows: int) -> jax.Array:
     """Return the last tokens of a slice without samples, where programs put those of others."""
     sharding = params.embed.sharding
     if isinstance(sharding, NamedSharding):
@@ -376,12 +395,12 @@ def last_tokens(params: DecoderParams, num_rows: int) -> jax.Array:
     return jnp.full(num_rows, programs.ENDED, jnp.int32, device=sharding)
 
 
-def _slice_key(rows: Rows) -> tuple[Hashable, ...]:
+def _make_slice_key(rows: SliceRows) -> tuple[Hashable, ...]:
     """Return what the shapes of a slice's program depend on."""
     return "decode", len(rows.samples), len(rows.adapters), rows.groups is not None, rows.any_adapter
 
 
-def noise(arrays: Any, *, is_same: bool = False) -> Any:
+def make_noise(arrays: Any, *, is_same: bool = False) -> Any:
     """Return numbers of deviation 1 in the shapes of arrays. They depend on the leaf and on their index, not on rows.
 
     With `is_same` all rows have the numbers of the first. NumPy draws them: on the device each shape would be some ten
@@ -389,23 +408,23 @@ def noise(arrays: Any, *, is_same: bool = False) -> Any:
     """
     leaves, tree = jax.tree.flatten(arrays)
 
-    def drawn(leaf: jax.Array, seed: int) -> jax.Array:
+    def draw_leaf(leaf: jax.Array, seed: int) -> jax.Array:
         shape = (1, *leaf.shape[1:]) if is_same else leaf.shape
         uniform = np.random.default_rng(seed).random(shape, np.float32)
         scaled = ((2 * uniform - 1) * np.float32(3**0.5)).astype(leaf.dtype)  # a uniform on [-a, a] has a / sqrt(3)
         return jax.device_put(np.broadcast_to(scaled, leaf.shape), leaf.sharding if leaf.committed else None)
 
-    return jax.tree.unflatten(tree, [drawn(leaf, seed) for seed, leaf in enumerate(leaves)])
+    return jax.tree.unflatten(tree, [draw_leaf(leaf, seed) for seed, leaf in enumerate(leaves)])
 
 
-def copy_arguments(
+def iter_copy_arguments(
     pages: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]], shard: int, num_shards: int
 ) -> Iterator[list[Any]]:
     """Yield the arguments of each call of `programs.copy` after the cache, for pairs of pages and of states."""
-    for first in range(0, max(len(pages), len(states)), COPIES):
+    for first in range(0, max(len(pages), len(states)), MAX_COPIES):
         arguments: list[Any] = []
-        for pairs in (pages[first : first + COPIES], states[first : first + COPIES]):
-            pair_RN2, num_R = np.zeros((num_shards, COPIES, 2), np.int32), np.zeros(num_shards, np.int32)
+        for pairs in (pages[first : first + MAX_COPIES], states[first : first + MAX_COPIES]):
+            pair_RN2, num_R = np.zeros((num_shards, MAX_COPIES, 2), np.int32), np.zeros(num_shards, np.int32)
             pair_RN2[shard, : len(pairs)] = np.array(pairs, np.int32).reshape(-1, 2)
             num_R[shard] = len(pairs)
             arguments += [pair_RN2, num_R]

@@ -14,13 +14,13 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.models import DecoderParams
-from skyrl_tx.models.params import separate
+from skyrl_tx.models.params import split_stacks
 
 _ALIGNMENT = 256
 """Bytes of which the address of a view is a multiple, as XLA's own arrays are. Small layers that are not are copied."""
 
 
-def copies_less(platform: str, layout: Layout) -> bool:
+def should_separate_layers(platform: str, layout: Layout) -> bool:
     """Return whether programs copy less with separate layers.
 
     Where weights are gathered before use, that is a copy anyway, and without a loop XLA gathers several layers ahead.
@@ -30,30 +30,30 @@ def copies_less(platform: str, layout: Layout) -> bool:
 
 def separate_layers(params: DecoderParams) -> DecoderParams:
     """Return the parameters with each layer by itself. The stacks must not be changed; they live as long as a layer."""
-    return separate(params, _views)
+    return split_stacks(params, _make_views)
 
 
 def separate_shapes(params: DecoderParams) -> DecoderParams:
     """Return the same of shapes with shardings, `jax.ShapeDtypeStruct`s."""
 
     def shapes(stack: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
-        sharding = _sharding_of_layer(stack.sharding)  # type: ignore[arg-type]
+        sharding = _get_layer_sharding(stack.sharding)  # type: ignore[arg-type]
         return (jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=sharding),) * stack.shape[0]
 
-    return separate(params, shapes)
+    return split_stacks(params, shapes)
 
 
-def _views(stack: jax.Array) -> tuple[jax.Array, ...]:
+def _make_views(stack: jax.Array) -> tuple[jax.Array, ...]:
     """Return the layers of a stack, which is whole along its first dim on each device."""
-    sharding, shape = _sharding_of_layer(stack.sharding), stack.shape[1:]
+    sharding, shape = _get_layer_sharding(stack.sharding), stack.shape[1:]
     shards = [shard.data for shard in stack.addressable_shards]
     return tuple(
-        jax.make_array_from_single_device_arrays(shape, sharding, [_view(shard, layer) for shard in shards])
+        jax.make_array_from_single_device_arrays(shape, sharding, [_make_view(shard, layer) for shard in shards])
         for layer in range(stack.shape[0])
     )
 
 
-def _sharding_of_layer(sharding: Sharding) -> Sharding:
+def _get_layer_sharding(sharding: Sharding) -> Sharding:
     if not isinstance(sharding, NamedSharding):
         return sharding
     axes = tuple(sharding.spec)
@@ -61,12 +61,12 @@ def _sharding_of_layer(sharding: Sharding) -> Sharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*axes[1:]))
 
 
-def _view(stack: jax.Array, layer: int) -> jax.Array:
+def _make_view(stack: jax.Array, layer: int) -> jax.Array:
     num_bytes = stack.nbytes // stack.shape[0]
-    return stack[layer] if num_bytes % _ALIGNMENT else jax.dlpack.from_dlpack(_Layer(stack, layer, num_bytes))
+    return stack[layer] if num_bytes % _ALIGNMENT else jax.dlpack.from_dlpack(_LayerView(stack, layer, num_bytes))
 
 
-class _Tensor(ctypes.Structure):
+class _DLTensor(ctypes.Structure):
     """`DLTensor` of DLPack, with which its `DLManagedTensor` begins."""
 
     _fields_ = (
@@ -83,11 +83,11 @@ class _Tensor(ctypes.Structure):
     )
 
 
-_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
-_pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+_get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_get_pointer.restype, _get_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
 
 
-class _Layer:
+class _LayerView:
     """One layer of a stack on one device, as an array of another library."""
 
     def __init__(self, stack: jax.Array, layer: int, num_bytes: int) -> None:
@@ -99,7 +99,7 @@ class _Layer:
     def __dlpack__(self, *, stream: Any = None, **_: Any) -> Any:
         """Return the stack's capsule, which keeps the stack in memory, with the bounds of the layer."""
         capsule = self._stack.__dlpack__(stream=stream)  # type: ignore[call-arg]
-        tensor = _Tensor.from_address(_pointer_of(capsule, b"dltensor"))
+        tensor = _DLTensor.from_address(_get_pointer(capsule, b"dltensor"))
         tensor.byte_offset += self._first_byte
         tensor.ndim -= 1
         tensor.shape += ctypes.sizeof(ctypes.c_int64)

@@ -9,7 +9,7 @@ class FreeList:
 
     def __init__(self, size: int) -> None:
         self._free = list(range(size - 1, 0, -1))
-        self._holders = [0] * size
+        self._references = [0] * size
 
     @property
     def num_free(self) -> int:
@@ -17,41 +17,41 @@ class FreeList:
         return len(self._free)
 
     @property
-    def num_held(self) -> int:
+    def num_used(self) -> int:
         """How many numbers have a holder."""
-        return len(self._holders) - 1 - len(self._free)
+        return len(self._references) - 1 - len(self._free)
 
-    def holders(self, number: int) -> int:
+    def count_references(self, number: int) -> int:
         """Return how many hold a number."""
-        return self._holders[number]
+        return self._references[number]
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """Return `count` free numbers, each with one holder now. There must be as many."""
         assert count <= len(self._free), f"{count} of {len(self._free)} free ones"
         first = len(self._free) - count
         taken = self._free[first:][::-1]
         del self._free[first:]
         for number in taken:
-            self._holders[number] = 1
+            self._references[number] = 1
         return taken
 
-    def hold(self, numbers: Iterable[int]) -> None:
+    def add_references(self, numbers: Iterable[int]) -> None:
         """Add a holder to each of the numbers."""
         for number in numbers:
-            self._holders[number] += number > 0
+            self._references[number] += number > 0
 
     def release(self, numbers: Iterable[int]) -> None:
         """Remove a holder from each of the numbers; those without any are free."""
         for number in numbers:
             if number > 0:
-                assert self._holders[number] > 0, f"{number} is free already"
-                self._holders[number] -= 1
-                if not self._holders[number]:
+                assert self._references[number] > 0, f"{number} is free already"
+                self._references[number] -= 1
+                if not self._references[number]:
                     self._free.append(number)
 
 
 @dataclass(slots=True, eq=False)
-class KVTable:
+class BlockTableRow:
     """A row of the block table: the pages and the state of a prompt or a sample.
 
     Page i has its positions from i pages on. All pages but the last are full, or shared, and are never written again.

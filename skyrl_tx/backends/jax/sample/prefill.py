@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from skyrl_tx.backends.jax.sample.cache import ComputedPrompt, KVCache, PromptSource
-from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms, PromptChunk
-from skyrl_tx.backends.jax.sample.pages import KVTable
+from skyrl_tx.backends.jax.sample.jax_programs import ModelRunner, PromptChunk
+from skyrl_tx.backends.jax.sample.pages import BlockTableRow
 from skyrl_tx.backends.jax.sample.prompt_scores import PromptScores
-from skyrl_tx.backends.jax.sample.running import RunningSample, SampleKey, max_tokens
+from skyrl_tx.backends.jax.sample.running import RunningSample, SampleKey, get_max_tokens
 from skyrl_tx.backends.jax.shapes import PrefillShapes
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.ids import RequestId
@@ -28,7 +28,7 @@ class Prefill:
     request: SampleRequest
     preempted: RunningSample | None = None
     """The sample whose prompt is recomputed."""
-    table: KVTable | None = None
+    table: BlockTableRow | None = None
     """Its pages and its state; None before the prefill begins and after its end."""
     num_done: int = 0
     num_cached: int = 0
@@ -40,12 +40,12 @@ class Prefill:
     """After the prefill, the samples that wait until they can run."""
 
     @classmethod
-    def of_preempted(cls, sample: RunningSample) -> "Prefill":
+    def from_preempted(cls, sample: RunningSample) -> "Prefill":
         """Return the prefill that recomputes the prompt of a preempted sample."""
         request = replace(sample.request, first_index=sample.index, num_samples=1, options=PromptOptions())
         return cls(request=request, preempted=sample)
 
-    def again(self) -> "Prefill":
+    def restart(self) -> "Prefill":
         """Return the same prefill before its beginning."""
         return Prefill(request=self.request, preempted=self.preempted)
 
@@ -68,14 +68,14 @@ class Prefill:
         """Return how many KV positions its first sample needs to the end of a slice of new tokens."""
         if self.preempted is not None:
             return self.preempted.kv_length(slice_tokens)
-        size, num_tokens = self.request.prompt.size, max_tokens(self.request)
+        size, num_tokens = self.request.prompt.size, get_max_tokens(self.request)
         return size if num_tokens == 1 else size + min(slice_tokens, num_tokens - 1)
 
 
 class Prefiller:
     """Computes prompts and caches them in the prefix cache."""
 
-    def __init__(self, programs: JaxPrograms, shapes: PrefillShapes, cache: KVCache) -> None:
+    def __init__(self, programs: ModelRunner, shapes: PrefillShapes, cache: KVCache) -> None:
         self._programs = programs
         self._shapes = shapes
         self._cache = cache
@@ -87,63 +87,63 @@ class Prefiller:
         `besides` is the number of prompts that were taken before it and have no states yet.
         """
         size, page = prefill.request.prompt.size, self._memory.page
-        of_sample = self._memory.pages_for(num_tokens) - size // page if num_tokens > size else 0
-        found = self._find(prefill)
+        of_sample = self._memory.count_pages(num_tokens) - size // page if num_tokens > size else 0
+        found = self._find_cached(prefill)
         num_states = 2 * (1 + besides)
         if found is None:
-            return self._cache.fits(self._memory.pages_for(size) + of_sample + spare, num_states)
+            return self._cache.fits(self._memory.count_pages(size) + of_sample + spare, num_states)
         hit, num_done = found
-        own = 0 if num_done == size else self._memory.pages_for(size) - num_done // page
-        used = hit.table.pages[: self._memory.pages_for(num_done)]
+        own = 0 if num_done == size else self._memory.count_pages(size) - num_done // page
+        used = hit.table.pages[: self._memory.count_pages(num_done)]
         return self._cache.fits(own + of_sample + spare, num_states, keep=used)
 
-    def _find(self, prefill: Prefill) -> tuple[ComputedPrompt, int] | None:
+    def _find_cached(self, prefill: Prefill) -> tuple[ComputedPrompt, int] | None:
         """Scores of a prompt need the hidden states of all its tokens, so they use no cached prefix."""
         request = prefill.request
         if request.options.wants_prompt:
             return None
-        return self._cache.prefixes.find(PromptSource.of(request), request.prompt)
+        return self._cache.prefixes.find(PromptSource.from_request(request), request.prompt)
 
-    def may_share(self, prefill: Prefill, other: Prefill) -> bool:
+    def can_share(self, prefill: Prefill, other: Prefill) -> bool:
         """Return whether more of a prompt would be cached if another one were computed before it."""
         request, before = prefill.request, other.request
         if request.options.wants_prompt or not self._memory.prefix_tokens:
             return False
-        if PromptSource.of(request) != PromptSource.of(before):
+        if PromptSource.from_request(request) != PromptSource.from_request(before):
             return False
         size = min(request.prompt.size, before.prompt.size)
         different = np.flatnonzero(request.prompt[:size] != before.prompt[:size])
         num_equal = int(different[0]) if different.size else size
-        return self._shapes.full_chunks(num_equal) > self.num_cached(prefill)
+        return self._shapes.count_full_chunk_tokens(num_equal) > self.count_cached(prefill)
 
-    def num_cached(self, prefill: Prefill) -> int:
+    def count_cached(self, prefill: Prefill) -> int:
         """Return how many tokens of a prompt are cached."""
-        found = self._find(prefill)
+        found = self._find_cached(prefill)
         return 0 if found is None else found[1]
 
     def begin(self, prefill: Prefill) -> None:
         """Take a prompt's pages, of which the first may come from the prefix cache. They must fit."""
-        request, found = prefill.request, self._find(prefill)
+        request, found = prefill.request, self._find_cached(prefill)
         size = request.prompt.size
         if found is not None and found[1] == size:
             hit, prefill.num_done = found
             prefill.table, prefill.last_hidden = self._cache.share(hit.table), hit.last_hidden
         else:
-            if _is_cached(prefill):
-                prefill.states = dict.fromkeys(self._ends_to_keep(request, found), 0)
+            if _is_cacheable(prefill):
+                prefill.states = dict.fromkeys(self._choose_state_ends(request, found), 0)
             if found is None:
-                prefill.scores = self._programs.scores(request) if request.options.wants_prompt else None
-                prefill.table = self._cache.begin(size)
+                prefill.scores = self._programs.make_scores(request) if request.options.wants_prompt else None
+                prefill.table = self._cache.allocate_table(size)
             else:
                 hit, prefill.num_done = found
                 state = hit.states.get(prefill.num_done)
                 if state is not None and prefill.num_done in prefill.states:
-                    self._cache.states.hold([state])
+                    self._cache.states.add_references([state])
                     prefill.states[prefill.num_done] = state
                 (prefill.table,) = self._cache.fork(hit.table, prefill.num_done, [size], state)
         prefill.num_cached = prefill.num_done
 
-    def _ends_to_keep(self, request: SampleRequest, found: tuple[ComputedPrompt, int] | None) -> list[int]:
+    def _choose_state_ends(self, request: SampleRequest, found: tuple[ComputedPrompt, int] | None) -> list[int]:
         """Return the chunk ends at which a prompt's states are kept, as far as they fit; none for a model without.
 
         The last end is where the next turn of a conversation continues. At the end before the parting from a cached
@@ -153,20 +153,20 @@ class Prefiller:
         if not self._memory.state_tokens:
             return []
         tokens = request.prompt
-        parting = self._cache.prefixes.find_parting(PromptSource.of(request), tokens)
-        ends = {self._shapes.full_chunks(tokens.size), parting, found[1] if found else 0} - {0}
-        own = self._memory.pages_for(tokens.size) * self._memory.page + self._memory.state_tokens
+        parting = self._cache.prefixes.find_divergence(PromptSource.from_request(request), tokens)
+        ends = {self._shapes.count_full_chunk_tokens(tokens.size), parting, found[1] if found else 0} - {0}
+        own = self._memory.count_pages(tokens.size) * self._memory.page + self._memory.state_tokens
         rest = self._memory.prefix_tokens - own
         return sorted(ends, reverse=True)[: max(rest // self._memory.state_tokens, 0)]
 
-    def next_chunk(self, prefill: Prefill) -> PromptChunk:
+    def make_next_chunk(self, prefill: Prefill) -> PromptChunk:
         """Return the next chunk to compute."""
         assert prefill.table is not None
         request, start = prefill.request, prefill.num_done
         tokens, adapter = request.prompt[start : self._shapes.chunk_end(start)], request.sampler
-        return PromptChunk(prefill.table, tokens, start, self._programs.pool.slot_of(adapter), prefill.scores)
+        return PromptChunk(prefill.table, tokens, start, self._programs.pool.get_slot(adapter), prefill.scores)
 
-    def take_chunk(self, prefill: Prefill, num_tokens: int, last_hidden: Any) -> None:
+    def record_chunk(self, prefill: Prefill, num_tokens: int, last_hidden: Any) -> None:
         """Note that the next chunk is computed, which has `num_tokens`."""
         assert prefill.table is not None
         request = prefill.request
@@ -174,11 +174,11 @@ class Prefiller:
         prefill.num_done += num_tokens
         if prefill.num_done in prefill.states and self._cache.fits(0, 2):  # one for the sample that waits for this
             prefill.states[prefill.num_done] = self._cache.copy_state(prefill.table.state)
-        if prefill.is_done and _is_cached(prefill):
+        if prefill.is_done and _is_cacheable(prefill):
             states = {end: state for end, state in prefill.states.items() if state}
             table = replace(prefill.table, pages=[*prefill.table.pages])
             computed = ComputedPrompt(request.prompt, table, prefill.last_hidden, states)
-            self._cache.prefixes.add(PromptSource.of(request), computed)
+            self._cache.prefixes.add(PromptSource.from_request(request), computed)
 
     def drop(self, prefill: Prefill) -> None:
         """Free what a prompt has; of what is cached, the prefix cache is another holder. Idempotent."""
@@ -188,7 +188,7 @@ class Prefiller:
             prefill.table, prefill.states, prefill.scores, prefill.last_hidden = None, {}, None, None
 
 
-def _is_cached(prefill: Prefill) -> bool:
+def _is_cacheable(prefill: Prefill) -> bool:
     """Return whether later prompts may use this one. A preempted sample alone needs its prompt again."""
     return prefill.preempted is None and not prefill.request.options.wants_prompt
 
@@ -202,7 +202,7 @@ class PrefillQueue:
     current: Prefill | None = None
     """The prompt that is partly computed."""
 
-    def waiting(self) -> Iterator[Prefill]:
+    def iter_waiting(self) -> Iterator[Prefill]:
         """Yield the prompts of which nothing is computed, in order."""
         yield from self.preempted.values()
         yield from self.new.values()
@@ -210,27 +210,29 @@ class PrefillQueue:
     def add(self, request: SampleRequest) -> None:
         """Append a request. A later part of a waiting request joins the earlier part, so that both share a prompt."""
         before = self.new.get(request.request_id)
-        self.new[request.request_id] = Prefill(request=request if before is None else _joined(before.request, request))
+        self.new[request.request_id] = Prefill(
+            request=request if before is None else _join_parts(before.request, request)
+        )
 
     def preempt(self, sample: RunningSample) -> None:
         """Append a preempted sample."""
         sample.preempt()
-        self.preempted[sample.key] = Prefill.of_preempted(sample)
+        self.preempted[sample.key] = Prefill.from_preempted(sample)
 
-    def put_back(self) -> Prefill:
+    def requeue_current(self) -> Prefill:
         """Let the prompt that is partly computed wait again, before all others, and return what was computed."""
         current = self.take_current()
-        again, request = current.again(), current.request
+        again, request = current.restart(), current.request
         if again.preempted is not None:
             self.preempted = {(request.request_id, request.first_index): again, **self.preempted}
         else:
             later = self.new.pop(request.request_id, None)
             if later is not None:
-                again.request = _joined(request, later.request)
+                again.request = _join_parts(request, later.request)
             self.new = {request.request_id: again, **self.new}
         return current
 
-    def put_first(self, waiting: Prefill) -> None:
+    def requeue_first(self, waiting: Prefill) -> None:
         """Let the later samples of a request wait before all others."""
         self.new = {waiting.request.request_id: waiting, **self.new}
 
@@ -263,7 +265,7 @@ class PrefillQueue:
         return [self.take_current()] if is_current else []
 
 
-def _joined(earlier: SampleRequest, later: SampleRequest) -> SampleRequest:
+def _join_parts(earlier: SampleRequest, later: SampleRequest) -> SampleRequest:
     """Return two neighbouring parts of a request as one."""
     assert later.first_index == earlier.first_index + earlier.num_samples
     return replace(earlier, num_samples=earlier.num_samples + later.num_samples)

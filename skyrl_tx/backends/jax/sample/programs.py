@@ -17,9 +17,9 @@ from flax import struct
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax import compiler
-from skyrl_tx.backends.jax.sample.draw import Drawn, DrawParams, draw
+from skyrl_tx.backends.jax.sample.draw import DrawnTokens, DrawParams, draw
 from skyrl_tx.layers import cache_state
-from skyrl_tx.layers.cache_state import Cache, Held, SliceCache, Table
+from skyrl_tx.layers.cache_state import BlockTable, Cache, DecodeSliceCache, LayerCache
 from skyrl_tx.layers.lora import Adapter, RowSlots
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.models import DecoderParams, ModelConfig
@@ -27,7 +27,7 @@ from skyrl_tx.models import DecoderParams, ModelConfig
 ENDED = -1
 """In place of the last token of a sample that has ended."""
 
-Live = tuple[Held | tuple[Held, ...], ...]
+Live = tuple[LayerCache | tuple[LayerCache, ...], ...]
 
 
 @struct.dataclass
@@ -50,7 +50,7 @@ class RowBatch:
 class SliceResult:
     """The tokens of a slice. Of each row, the first `num_S` tokens belong to its sample."""
 
-    drawn: Drawn
+    drawn: DrawnTokens
     num_S: jax.Array  # int32
     is_stopped_S: jax.Array  # bool: whether the last of them is a stop token
 
@@ -60,11 +60,11 @@ def take_adapter(pool: Adapter | None, adapter: jax.Array) -> Adapter | None:
     return None if pool is None else jax.tree.map(lambda leaf: leaf[adapter], pool)
 
 
-by_layer = jax.jit(models.by_layer, static_argnames="config")
+by_layer = jax.jit(models.unstack_params, static_argnames="config")
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="cache")
-def extend(
+def prefill(
     params: DecoderParams,
     config: ModelConfig,
     pool: Adapter | None,
@@ -73,7 +73,7 @@ def extend(
     start_B: jax.Array,
     last_B: jax.Array,
     cache: Cache,
-    table: Table,
+    table: BlockTable,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], Cache]:
     """Compute a chunk of one prompt on each shard, padded on the right, after its first `start_B` positions.
 
@@ -85,7 +85,7 @@ def extend(
         own, slots, start, last = take_adapter(pool, adapter_B[0]), None, start_B[0], last_B[0]
     else:
         own, slots, start, last = pool, RowSlots(adapter_B), start_B, last_B
-    hidden_BTD, cache = models.extend(params, config, token_BT, start, cache, table, own, slots, size=last + 1)
+    hidden_BTD, cache = models.prefill(params, config, token_BT, start, cache, table, own, slots, size=last + 1)
     last_BD = jax.vmap(lambda hidden_TD, last: jax.lax.dynamic_index_in_dim(hidden_TD, last, keepdims=False))(
         hidden_BTD, last_B
     )
@@ -94,35 +94,37 @@ def extend(
 
 
 @partial(jax.jit, static_argnames="layout")
-def row_of(hidden_BTD: jax.Array, row: jax.Array, layout: Layout) -> jax.Array:
+def get_row(hidden_BTD: jax.Array, row: jax.Array, layout: Layout) -> jax.Array:
     """Return the hidden states of one row [T, D], on all devices."""
     return layout.constrain(jax.lax.dynamic_index_in_dim(hidden_BTD, row, keepdims=False), None, None)
 
 
-copy = jax.jit(cache_state.copy, static_argnames="layout", donate_argnames="cache")
+copy = jax.jit(cache_state.copy_pages, static_argnames="layout", donate_argnames="cache")
 
 
 @jax.jit
-def first_logits(params: DecoderParams, pool: Adapter | None, adapter: jax.Array, last_1D: jax.Array) -> jax.Array:
+def compute_first_logits(
+    params: DecoderParams, pool: Adapter | None, adapter: jax.Array, last_1D: jax.Array
+) -> jax.Array:
     """Return the logits [1, V] of a prompt's last hidden state."""
     return models.logits(params, last_1D, take_adapter(pool, adapter))
 
 
 @partial(jax.jit, static_argnames="max_topk")
-def draw_first(logits_1V: jax.Array, draws: DrawParams, wants_topk: jax.Array, *, max_topk: int) -> Drawn:
+def draw_first(logits_1V: jax.Array, draws: DrawParams, wants_topk: jax.Array, *, max_topk: int) -> DrawnTokens:
     """Draw the first token of M samples of one prompt from its logits."""
     M = draws.index_S.shape[0]
     logits_MV = jnp.broadcast_to(logits_1V, (M, logits_1V.shape[1]))
     return draw(logits_MV, draws, jnp.zeros(M, jnp.int32), max_topk=max_topk, wants_topk=wants_topk)
 
 
-open_rows = jax.jit(cache_state.open_rows, static_argnames=("read_length", "max_tokens"))
+open_rows = jax.jit(cache_state.open_decode_slice_by_layer, static_argnames=("read_length", "max_tokens"))
 
 
 @partial(jax.jit, donate_argnames="cache")
-def close_rows(cache: Cache, live: Live, start_S: jax.Array, num_steps: jax.Array, table: Table) -> Cache:
+def close_rows(cache: Cache, live: Live, start_S: jax.Array, num_steps: jax.Array, table: BlockTable) -> Cache:
     """Write what the steps of a slice changed."""
-    return cache_state.close_slice(cache, SliceCache((), live, table.page_BM, start_S, num_steps), table)
+    return cache_state.close_decode_slice(cache, DecodeSliceCache((), live, table.page_BM, start_S, num_steps), table)
 
 
 @partial(jax.jit, static_argnames=("config", "max_topk"), donate_argnames="live")
@@ -130,7 +132,7 @@ def run_rows(
     params: DecoderParams,
     config: ModelConfig,
     pool: Adapter | None,
-    opened: SliceCache,
+    opened: DecodeSliceCache,
     live: Live,
     batch: RowBatch,
     num_steps: jax.Array,
@@ -152,14 +154,14 @@ def run_rows(
     jax.jit,
     static_argnames=("config", "max_steps", "max_topk"),
     donate_argnames="cache",
-    compiler_options=compiler.DECODING,
+    compiler_options=compiler.DECODING_OPTIONS,
 )
 def decode_slice(
     params: DecoderParams,
     config: ModelConfig,
     pool: Adapter | None,
     cache: Cache,
-    table: Table,
+    table: BlockTable,
     batch: RowBatch,
     last_R: jax.Array,
     num_steps: jax.Array,
@@ -178,7 +180,7 @@ def decode_slice(
     """
     source_S, token_S = batch.source_S, batch.token_S
     token_S = jnp.where(source_S >= 0, last_R[jnp.maximum(source_S, 0)], token_S)
-    opened = cache_state.open_slice(
+    opened = cache_state.open_decode_slice(
         cache,
         table,
         batch.position_S,
@@ -189,7 +191,7 @@ def decode_slice(
     live, num_run, token_S, result = _run_steps(
         params, config, pool, opened, batch, token_S, num_steps, max_topk=max_topk
     )
-    cache = cache_state.close_slice(cache, replace(opened, live=live, num_recent=num_run), table, params.layout)
+    cache = cache_state.close_decode_slice(cache, replace(opened, live=live, num_recent=num_run), table, params.layout)
     last_S = jnp.where(result.is_stopped_S, ENDED, token_S)
     last_R = params.layout.constrain(jnp.full_like(last_R, ENDED).at[: len(last_S)].set(last_S), None)
     return models.constrain_cache(params.layout, config, cache), last_R, result
@@ -199,7 +201,7 @@ def _run_steps(
     params: DecoderParams,
     config: ModelConfig,
     pool: Adapter | None,
-    opened: SliceCache,
+    opened: DecodeSliceCache,
     batch: RowBatch,
     token_S: jax.Array,
     num_steps: jax.Array,
@@ -211,20 +213,20 @@ def _run_steps(
     Returns what they change of the cache, their number, the last token of each row, and what they draw or are given.
     """
 
-    class Steps(NamedTuple):
+    class DecodeState(NamedTuple):
         n: jax.Array  # steps so far
         live: Live
         token_S: jax.Array
         result: SliceResult
 
-    def runs(now: Steps) -> jax.Array:
+    def are_running(now: DecodeState) -> jax.Array:
         return ~now.result.is_stopped_S & (now.n < batch.num_left_S)
 
-    def goes_on(now: Steps) -> jax.Array:
-        return (now.n < num_steps) & jnp.any(runs(now))
+    def should_continue(now: DecodeState) -> jax.Array:
+        return (now.n < num_steps) & jnp.any(are_running(now))
 
-    def step(now: Steps) -> Steps:
-        n, runs_S, result = now.n, runs(now), now.result
+    def step(now: DecodeState) -> DecodeState:
+        n, runs_S, result = now.n, are_running(now), now.result
         hidden_SD, after = models.decode_step(
             params, config, now.token_S, replace(opened, live=now.live, num_recent=n), pool, batch.slots
         )
@@ -238,16 +240,16 @@ def _run_steps(
             num_S=result.num_S + runs_S,
             is_stopped_S=result.is_stopped_S | (runs_S & stops_S),
         )
-        return Steps(n + 1, after.live, token_S, result)
+        return DecodeState(n + 1, after.live, token_S, result)
 
     (S, max_steps), K = batch.given_SN.shape, min(max_topk, config.vocab_size)
-    drawn = Drawn(
+    drawn = DrawnTokens(
         tokens=jnp.zeros((max_steps, S), jnp.int32),
         logprobs=jnp.zeros((max_steps, S), jnp.float32),
         topk_tokens=jnp.zeros((max_steps, S, K), jnp.int32),
         topk_logprobs=jnp.zeros((max_steps, S, K), jnp.float32),
     )
     nothing = SliceResult(drawn, num_S=jnp.zeros(S, jnp.int32), is_stopped_S=token_S < 0)
-    first = Steps(jnp.int32(0), opened.live, jnp.maximum(token_S, 0), nothing)
-    ended = jax.lax.while_loop(goes_on, step, first)
+    first = DecodeState(jnp.int32(0), opened.live, jnp.maximum(token_S, 0), nothing)
+    ended = jax.lax.while_loop(should_continue, step, first)
     return ended.live, ended.n, ended.token_S, ended.result

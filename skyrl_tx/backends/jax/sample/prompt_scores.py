@@ -16,10 +16,10 @@ from flax import struct
 from skyrl_tx import models
 from skyrl_tx.backends.jax.distributed import fetch
 from skyrl_tx.backends.jax.sample import draw
-from skyrl_tx.backends.jax.sample.blocks import Blocks
+from skyrl_tx.backends.jax.sample.blocks import LogitBlocks
 from skyrl_tx.backends.jax.sample.programs import take_adapter
 from skyrl_tx.backends.jax.sample.random_numbers import uniform
-from skyrl_tx.backends.jax.shapes import next_power
+from skyrl_tx.backends.jax.shapes import next_power_of_two
 from skyrl_tx.contract.arrays import Float32Array, Int64Array
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.requests import PromptOptions
@@ -41,7 +41,7 @@ MIN_TARGETS = 32
 
 
 @struct.dataclass
-class Window:
+class ScoreWindow:
     """Scores of P positions; zero where not requested."""
 
     target_PQ: jax.Array
@@ -67,7 +67,7 @@ def score_window(
     *,
     max_topk: int,
     max_alt: int,
-) -> Window:
+) -> ScoreWindow:
     """Score P rows: targets and top-k at temperature 1, `num_alt` alternatives at the request's temperature.
 
     The first is row `row` of the prompt, and index `start` of these hidden states.
@@ -75,15 +75,15 @@ def score_window(
     P = target_PQ.shape[0]
     hidden_PD = jax.lax.dynamic_slice_in_dim(hidden_TD, start, P)
     logits_PV = models.logits(params, hidden_PD, take_adapter(pool, adapter))
-    blocks = Blocks.of(logits_PV, jnp.ones(P))
+    blocks = LogitBlocks.from_logits(logits_PV, jnp.ones(P))
     highest_P, log_total_P = blocks.highest_S, blocks.log_total_S
-    topk_token_PK, topk_logprob_PK = draw.top(blocks, logits_PV.shape[1], max_topk, wants_topk)
+    topk_token_PK, topk_logprob_PK = draw.find_top_k(blocks, logits_PV.shape[1], max_topk, wants_topk)
     alt_token_JP, alt_logprob_JP = jnp.zeros((max_alt, P), jnp.int32), jnp.zeros((max_alt, P), jnp.float32)
     if max_alt:
         alternatives = partial(_draw_alternatives, logits_PV, row, seed_2, temperature, num_alt)
         none = alt_token_JP, alt_logprob_JP
         alt_token_JP, alt_logprob_JP = jax.lax.cond(num_alt > 0, alternatives, lambda *kept: kept, *none)
-    return Window(
+    return ScoreWindow(
         target_PQ=jnp.take_along_axis(logits_PV, target_PQ, axis=-1) - highest_P[:, None] - log_total_P[:, None],
         topk_token_PK=topk_token_PK,
         topk_logprob_PK=topk_logprob_PK,
@@ -103,14 +103,14 @@ def _draw_alternatives(
 ) -> tuple[jax.Array, jax.Array]:
     """Draw the first `num_alt` of J tokens at each position, with their log-probabilities."""
     P = logits_PV.shape[0]
-    blocks = Blocks.of(logits_PV, jnp.broadcast_to(temperature, P))
+    blocks = LogitBlocks.from_logits(logits_PV, jnp.broadcast_to(temperature, P))
     seed_P2, row_P = jnp.broadcast_to(seed_2, (P, 2)), row + jnp.arange(P, dtype=jnp.int32)
 
     def draw_one(j: jax.Array, drawn: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         index_P = jnp.broadcast_to(draw.PROMPT_INDEX - j.astype(jnp.uint32), P)
-        number_P = uniform(draw.keys(seed_P2, index_P, row_P))
+        number_P = uniform(draw.make_keys(seed_P2, index_P, row_P))
         token_P = jnp.where(temperature > 0, blocks.pick(number_P), blocks.most_likely())
-        return drawn[0].at[j].set(token_P), drawn[1].at[j].set(blocks.logprob(token_P))
+        return drawn[0].at[j].set(token_P), drawn[1].at[j].set(blocks.get_logprob(token_P))
 
     return jax.lax.fori_loop(0, num_alt, draw_one, (token_JP, logprob_JP))
 
@@ -121,14 +121,14 @@ class PromptScores:
     def __init__(self, params: DecoderParams, request: SampleRequest, *, max_topk: int, max_alt: int) -> None:
         self._params = params
         self._request = request
-        self._seed_2 = draw.seed_words(request.params.seed)
+        self._seed_2 = draw.split_seed(request.params.seed)
         self._max_topk = max_topk
         self._max_alt = max_alt
-        self._target_TQ = _targets(request)
+        self._target_TQ = _pad_targets(request)
         self._num_rows = request.prompt.size - 1
         last_n = request.options.last_n
         self._first = 0 if last_n is None else max(0, self._num_rows - last_n)
-        self._windows: dict[int, Window] = {}  # by its first row
+        self._windows: dict[int, ScoreWindow] = {}  # by its first row
 
     def add(self, pool: Adapter | None, adapter: int, hidden_TD: jax.Array, start: int) -> None:
         """Score the rows of a chunk that begins at row `start`, in windows of few shapes."""
@@ -155,11 +155,14 @@ class PromptScores:
                 max_alt=self._max_alt,
             )
 
-    def result(self) -> PromptResult:
+    def make_result(self) -> PromptResult:
         """Return the scores in the contract's form, after all chunks were added. A prompt of one token has none."""
         options, num_rows = self._request.options, self._num_rows
         target_TQ = np.zeros(self._target_TQ.shape, np.float32)
-        topk, alt_tokens = _zeros(num_rows + 1, options.topk), _zeros(num_rows, options.alt_tokens_k)
+        topk, alt_tokens = (
+            _make_empty_topk(num_rows + 1, options.topk),
+            _make_empty_topk(num_rows, options.alt_tokens_k),
+        )
         for row, window in fetch(self._windows).items():
             num = min(window.target_PQ.shape[0], num_rows - row)
             own, scored = slice(row, row + num), slice(row + 1, row + num + 1)  # rows, and the tokens that they score
@@ -174,7 +177,7 @@ class PromptScores:
         return PromptResult(
             logprobs=logprobs if options.logprobs else None,
             topk=topk if options.topk else None,
-            targets=_given_targets(target_TQ, options.target_tokens),
+            targets=_select_given_targets(target_TQ, options.target_tokens),
             alt_tokens=alt_tokens if options.alt_tokens_k else None,
         )
 
@@ -183,22 +186,22 @@ def _wants_every_row(options: PromptOptions) -> bool:
     return options.target_tokens is not None or options.alt_tokens_k > 0
 
 
-def _targets(request: SampleRequest) -> np.ndarray:
+def _pad_targets(request: SampleRequest) -> np.ndarray:
     """Return int32 [rows, Q]: the next token, then the given targets, padded to one of few Q."""
     given = request.options.target_tokens
     num_given = 0 if given is None else given.shape[1]
-    padded = np.zeros((request.prompt.size - 1, max(next_power(1 + num_given), MIN_TARGETS)), np.int32)
+    padded = np.zeros((request.prompt.size - 1, max(next_power_of_two(1 + num_given), MIN_TARGETS)), np.int32)
     padded[:, 0] = request.prompt[1:]
     if given is not None:
         padded[: given.shape[0], 1 : 1 + num_given] = np.maximum(given, 0)
     return padded
 
 
-def _zeros(num_tokens: int, k: int) -> TopK:
+def _make_empty_topk(num_tokens: int, k: int) -> TopK:
     return TopK(token_ids=np.zeros((num_tokens, k), np.int32), logprobs=np.zeros((num_tokens, k), np.float32))
 
 
-def _given_targets(target_TQ: Float32Array, given: Int64Array | None) -> Float32Array | None:
+def _select_given_targets(target_TQ: Float32Array, given: Int64Array | None) -> Float32Array | None:
     if given is None:
         return None
     num_rows, num_targets = given.shape

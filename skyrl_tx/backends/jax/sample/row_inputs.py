@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_tx.backends.jax.sample.draw import DrawParams, seed_words
-from skyrl_tx.backends.jax.sample.pages import KVTable
+from skyrl_tx.backends.jax.sample.draw import DrawParams, split_seed
+from skyrl_tx.backends.jax.sample.pages import BlockTableRow
 from skyrl_tx.backends.jax.sample.programs import RowBatch
-from skyrl_tx.backends.jax.sample.rows import Rows
+from skyrl_tx.backends.jax.sample.rows import SliceRows
 from skyrl_tx.backends.jax.sample.running import MAX_STOPS, RunningSample
-from skyrl_tx.layers.cache_state import Table
+from skyrl_tx.layers.cache_state import BlockTable
 from skyrl_tx.layers.lora import RowSlots
 
 MAX_INT32 = 2**31 - 1
@@ -32,38 +32,38 @@ class RowInputs:
     def __init__(self, max_steps: int) -> None:
         self._max_steps = max_steps
         self._rows: tuple[RunningSample | None, ...] | None = None
-        self._pages = _Pages()
+        self._pages = _PageArray()
 
-    def of(self, rows: Rows, *, from_last: bool = False) -> RowBatch:
+    def make_batch(self, rows: SliceRows, *, from_last: bool = False) -> RowBatch:
         """Return the inputs of the next slice of these rows.
 
         If it is `from_last`, samples that were in the last slice take their tokens from its results on the devices.
         """
         if self._rows is None or len(rows.samples) != len(self._rows) or not all(map(is_, rows.samples, self._rows)):
-            self._keep(rows)
+            self._cache_constants(rows)
         return RowBatch(
-            **self._progress(from_last),
+            **self._make_progress(from_last),
             stop_SX=self._stop_SX,
-            slots=_slots(rows),
+            slots=_make_slots(rows),
             draws=self._draws,
             wants_topk=self._wants_topk,
         )
 
-    def table(self, rows: Rows, num_pages: int) -> Table:
+    def make_table(self, rows: SliceRows, num_pages: int) -> BlockTable:
         """Return the block table of the rows, `num_pages` wide."""
         tables = [None if sample is None else sample.table for sample in rows.samples]
-        return Table(self._pages.of(tables, num_pages), _states(tables))
+        return BlockTable(self._pages.update(tables, num_pages), _make_states(tables))
 
-    def _keep(self, rows: Rows) -> None:
+    def _cache_constants(self, rows: SliceRows) -> None:
         """Make what the samples never change."""
-        self._rows, by_row, num_rows = rows.samples, rows.by_row(), len(rows.samples)
+        self._rows, by_row, num_rows = rows.samples, rows.get_samples_by_row(), len(rows.samples)
         self._index, self._samples = np.array(list(by_row), np.int32), list(by_row.values())
         self._size = np.array([sample.size for sample in self._samples], np.int32)
         self._end = np.array([sample.end for sample in self._samples], np.int32)
-        self._draws, self._stop_SX = draw_params(by_row, num_rows), _stops(by_row, num_rows)
+        self._draws, self._stop_SX = make_draw_params(by_row, num_rows), _make_stops(by_row, num_rows)
         self._wants_topk = _as_input(any(sample.request.options.sample_topk > 0 for sample in self._samples))
 
-    def _progress(self, from_last: bool) -> dict[str, Any]:
+    def _make_progress(self, from_last: bool) -> dict[str, Any]:
         """Return how far each sample is: what changes with each slice."""
         assert self._rows is not None
         num_rows, samples, index = len(self._rows), self._samples, self._index
@@ -78,7 +78,7 @@ class RowInputs:
         for n in np.flatnonzero(row < 0):
             token_S[index[n]] = samples[n].next_token
         for n in np.flatnonzero(num_read > num_drawn):
-            given = samples[n].tokens_again()[: self._max_steps]
+            given = samples[n].get_replayed_tokens()[: self._max_steps]
             given_SN[index[n], : given.size] = given
         return {
             "token_S": token_S,
@@ -90,15 +90,15 @@ class RowInputs:
         }
 
 
-class _Pages:
+class _PageArray:
     """The pages of rows. Those of the last slice are kept, because a row seldom takes another page."""
 
     def __init__(self) -> None:
-        self._tables: list[KVTable | None] = []
+        self._tables: list[BlockTableRow | None] = []
         self._lengths: list[int] = []
         self._page_SM = np.zeros((0, 0), np.int32)
 
-    def of(self, tables: list[KVTable | None], num_pages: int) -> Any:
+    def update(self, tables: list[BlockTableRow | None], num_pages: int) -> Any:
         lengths = [0 if table is None else len(table.pages) for table in tables]
         if self._page_SM.shape == (len(tables), num_pages) and all(map(is_, tables, self._tables)):
             changed = [row for row, pair in enumerate(zip(lengths, self._lengths, strict=True)) if pair[0] != pair[1]]
@@ -112,30 +112,34 @@ class _Pages:
         return self._page_SM
 
 
-def draw_params(samples: ByRow, num_rows: int) -> DrawParams:
+def make_draw_params(samples: ByRow, num_rows: int) -> DrawParams:
     """Return the sampling parameters of each row; rows without a sample are greedy and unfiltered."""
     seed_S2 = np.zeros((num_rows, 2), np.uint32)
     for row, sample in samples.items():
-        seed_S2[row] = seed_words(sample.request.params.seed)
+        seed_S2[row] = split_seed(sample.request.params.seed)
     return DrawParams(
         seed_S2=_as_input(seed_S2),
-        index_S=_column(samples, num_rows, np.uint32, 0, lambda sample: sample.index),
-        temperature_S=_column(samples, num_rows, np.float32, 0.0, lambda sample: sample.request.params.temperature),
-        top_k_S=_column(samples, num_rows, np.int32, 0, lambda sample: min(sample.request.params.top_k, MAX_INT32)),
-        top_p_S=_column(samples, num_rows, np.float32, 1.0, lambda sample: sample.request.params.top_p),
+        index_S=_make_column(samples, num_rows, np.uint32, 0, lambda sample: sample.index),
+        temperature_S=_make_column(
+            samples, num_rows, np.float32, 0.0, lambda sample: sample.request.params.temperature
+        ),
+        top_k_S=_make_column(
+            samples, num_rows, np.int32, 0, lambda sample: min(sample.request.params.top_k, MAX_INT32)
+        ),
+        top_p_S=_make_column(samples, num_rows, np.float32, 1.0, lambda sample: sample.request.params.top_p),
     )
 
 
-def block_table(tables: list[KVTable | None], num_pages: int) -> Table:
+def make_block_table(tables: list[BlockTableRow | None], num_pages: int) -> BlockTable:
     """Return the block table of rows, `num_pages` wide; None is a row without a prompt or sample."""
-    return Table(_Pages().of(tables, num_pages), _states(tables))
+    return BlockTable(_PageArray().update(tables, num_pages), _make_states(tables))
 
 
-def _states(tables: Iterable[KVTable | None]) -> Any:
+def _make_states(tables: Iterable[BlockTableRow | None]) -> Any:
     return _as_input([0 if table is None else table.state for table in tables], np.int32)
 
 
-def _slots(rows: Rows) -> RowSlots:
+def _make_slots(rows: SliceRows) -> RowSlots:
     groups = None if rows.groups is None else _as_input(rows.groups, np.int32)
     return RowSlots(_as_input(rows.adapters, np.int32), groups)
 
@@ -145,7 +149,7 @@ def _as_input(values: Any, dtype: type[np.generic] | None = None) -> Any:
     return np.asarray(values, dtype)
 
 
-def _stops(samples: ByRow, num_rows: int) -> Any:
+def _make_stops(samples: ByRow, num_rows: int) -> Any:
     """Return the stop tokens of each row; none of a sample that has too many."""
     stop_SX = np.full((num_rows, MAX_STOPS), -1, np.int32)
     for row, sample in samples.items():
@@ -154,7 +158,7 @@ def _stops(samples: ByRow, num_rows: int) -> Any:
     return stop_SX
 
 
-def _column(
+def _make_column(
     samples: ByRow, num_rows: int, dtype: type[np.generic], fill: float, value: Callable[[RunningSample], float]
 ) -> Any:
     column = np.full(num_rows, fill, dtype)

@@ -22,14 +22,14 @@ import numpy as np
 
 from skyrl_tx.backends.jax.distributed import fetch
 from skyrl_tx.backends.jax.sample.programs import SliceResult
-from skyrl_tx.backends.jax.sample.running import BASE, RunningSample
-from skyrl_tx.backends.jax.shapes import next_power, tiles
+from skyrl_tx.backends.jax.sample.running import BASE_SLOT, RunningSample
+from skyrl_tx.backends.jax.shapes import make_tiles, next_power_of_two
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
 from skyrl_tx.contract.results import TopK
 
-SINGLE = 2
+PAIR_ROWS = 2
 """Rows for one or two samples. XLA on CPU adds the products of one row in another order than those of several."""
-STEP = 4
+GROWTH_FACTOR = 4
 """Growth of row counts on accelerators, from 16, and of the numbers of adapters in one slice, from 4.
 
 Programs of few rows read the weights as long as those of many, and each takes its time to compile."""
@@ -42,44 +42,44 @@ log = logging.getLogger(__name__)
 class RowCounts:
     """The numbers of rows that slices may have. The largest is always in use."""
 
-    def __init__(self, counts: Sequence[int], bits_of: Callable[[int, bool], Any] | None = None) -> None:
+    def __init__(self, counts: Sequence[int], decode_rows: Callable[[int, bool], Any] | None = None) -> None:
         """Create the counts, in ascending order.
 
-        `bits_of(count, any_adapter)` returns the numbers that programs with and without adapters compute of some rows.
+        `decode_rows(count, any_adapter)` returns the numbers that programs with and without adapters compute of some rows.
         Without it all counts are in use.
         """
         self.all = counts
-        self._bits_of = bits_of
+        self._decode_rows = decode_rows
         self._agrees: dict[tuple[int, bool], bool] = {}
 
     @classmethod
-    def of_one_cpu(cls, num_slots: int, bits_of: Callable[[int, bool], Any]) -> Self:
+    def for_single_cpu(cls, num_slots: int, decode_rows: Callable[[int, bool], Any]) -> Self:
         """Return the counts for up to `num_slots` samples on one CPU device; see `__init__`."""
-        largest = max(next_power(num_slots), FEW)
-        few = [] if largest == FEW else [SINGLE]  # eight rows are enough of a gain to need no other program
-        return cls([*few, *(FEW << i for i in range((largest // FEW).bit_length()))], bits_of)
+        largest = max(next_power_of_two(num_slots), FEW)
+        few = [] if largest == FEW else [PAIR_ROWS]  # eight rows are enough of a gain to need no other program
+        return cls([*few, *(FEW << i for i in range((largest // FEW).bit_length()))], decode_rows)
 
     @classmethod
-    def of_accelerators(cls, num_slots: int, num_shards: int, num_copies: int = 1) -> Self:
+    def for_accelerators(cls, num_slots: int, num_shards: int, num_copies: int = 1) -> Self:
         """Return the counts for up to `num_slots` samples in bfloat16, whose rows are cut into shards.
 
         Each of the copies of the weights has as many rows as a single one would have.
         """
-        few = (num_copies * STEP**n for n in itertools.count(2))
+        few = (num_copies * GROWTH_FACTOR**n for n in itertools.count(2))
         counts = itertools.takewhile(lambda count: count < num_slots, few)
         return cls([*(count for count in counts if count % num_shards == 0), num_slots])
 
-    def least(self, num_samples: int, *, any_adapter: bool) -> int:
+    def choose(self, num_samples: int, *, any_adapter: bool) -> int:
         """Return the least count in use that has a row for each sample."""
         return next(count for count in self.all if count >= num_samples and self.is_used(count, any_adapter))
 
     def is_used(self, count: int, any_adapter: bool) -> bool:
         """Return whether rows have the same bits as with the largest count, with which they are compared once."""
-        if count == self.all[-1] or self._bits_of is None:
+        if count == self.all[-1] or self._decode_rows is None:
             return True
         key = count, any_adapter
         if key not in self._agrees:
-            mine, largest = (self._bits_of(each, any_adapter) for each in (count, self.all[-1]))
+            mine, largest = (self._decode_rows(each, any_adapter) for each in (count, self.all[-1]))
             pairs = zip(jax.tree.leaves(mine), jax.tree.leaves(largest), strict=True)
             self._agrees[key] = all(np.array_equal(own, other[: len(own)]) for own, other in pairs)
             if not self._agrees[key]:
@@ -88,7 +88,7 @@ class RowCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class SliceRows:
     """The sample of each row, and the adapters of the rows."""
 
     samples: tuple[RunningSample | None, ...]
@@ -101,7 +101,7 @@ class Rows:
     @classmethod
     def arrange(
         cls, samples: Iterable[RunningSample], count: int, *, merges: bool, num_shards: int = 1, max_adapters: int = 0
-    ) -> "Rows":
+    ) -> "SliceRows":
         """Return rows for the samples, such that tiles share an adapter if there are rows enough for that.
 
         Each shard has as many rows, one shard after the other, of which its samples have the first. If it `merges`, the
@@ -112,63 +112,65 @@ class Rows:
         samples = list(samples)
         adapters = sorted({sample.adapter for sample in samples})
         if merges and num_shards == 1:  # the usual case on accelerators, where the host has little time
-            return cls._merged((*samples, *[None] * (count - len(samples))), adapters, max_adapters)
+            return cls._from_merged_adapters((*samples, *[None] * (count - len(samples))), adapters, max_adapters)
         by_shard: list[dict[int, list[RunningSample]]] = [{} for _ in range(num_shards)]
         for sample in samples:
             by_shard[sample.table.shard].setdefault(sample.adapter, []).append(sample)
-        size, own = len(tiles(count)[0]), count // num_shards
+        size, own = len(make_tiles(count)[0]), count // num_shards
         if merges or own % size:
             size = 1
-        by_tile = [_in_tiles(part, size) for part in by_shard]
+        by_tile = [_pad_to_tiles(part, size) for part in by_shard]
         if any(len(rows) > own for rows in by_tile):
-            size, by_tile = 1, [_in_tiles(part, 1) for part in by_shard]
+            size, by_tile = 1, [_pad_to_tiles(part, 1) for part in by_shard]
         rows = list[RunningSample | None]()
         for part in by_tile:
             rows += [*part, *[None] * (own - len(part))]
         if merges:
-            return cls._merged(tuple(rows), adapters, max_adapters)
-        return cls(tuple(rows), tuple(BASE if sample is None else sample.adapter for sample in rows[::size]))
+            return cls._from_merged_adapters(tuple(rows), adapters, max_adapters)
+        return cls(tuple(rows), tuple(BASE_SLOT if sample is None else sample.adapter for sample in rows[::size]))
 
     @classmethod
-    def _merged(cls, rows: tuple[RunningSample | None, ...], adapters: Sequence[int], max_adapters: int) -> "Rows":
+    def _from_merged_adapters(
+        cls, rows: tuple[RunningSample | None, ...], adapters: Sequence[int], max_adapters: int
+    ) -> "SliceRows":
         if len(adapters) == 1:
             return cls(rows, tuple(adapters))
-        padded = next(number for number in _numbers_of_adapters(len(rows), max_adapters) if number >= len(adapters))
+        padded = next(number for number in _list_adapter_counts(len(rows), max_adapters) if number >= len(adapters))
         index = {adapter: number for number, adapter in enumerate(adapters)}
         groups = tuple(0 if sample is None else index[sample.adapter] for sample in rows)
-        return cls(rows, (*adapters, *[BASE] * (padded - len(adapters))), groups)
+        return cls(rows, (*adapters, *[BASE_SLOT] * (padded - len(adapters))), groups)
 
     @classmethod
-    def of_every_shape(cls, count: int, adapter: int, *, merges: bool, max_adapters: int = 0) -> "Iterator[Rows]":
+    def iter_shapes(cls, count: int, adapter: int, *, merges: bool, max_adapters: int = 0) -> "Iterator[SliceRows]":
         """Yield `count` rows without samples, in every shape in which `arrange` returns them, with this adapter."""
         rows = (None,) * count
         if merges:
             yield cls(rows, (adapter,))
-            if adapter != BASE:
-                for number in _numbers_of_adapters(count, max_adapters):
+            if adapter != BASE_SLOT:
+                for number in _list_adapter_counts(count, max_adapters):
                     yield cls(rows, (adapter,) * number, (0,) * count)
             return
-        num_tiles = len(tiles(count))
-        for number in sorted({num_tiles, count}) if adapter != BASE else [num_tiles]:
+        num_tiles = len(make_tiles(count))
+        for number in sorted({num_tiles, count}) if adapter != BASE_SLOT else [num_tiles]:
             yield cls(rows, (adapter,) * number)
 
     @property
     def any_adapter(self) -> bool:
         """Whether a row has another adapter than the base model."""
-        return any(adapter != BASE for adapter in self.adapters)
+        return any(adapter != BASE_SLOT for adapter in self.adapters)
 
-    def by_row(self) -> dict[int, RunningSample]:
+    def get_samples_by_row(self) -> dict[int, RunningSample]:
         """Return the sample of each row that has one."""
         return {row: sample for row, sample in enumerate(self.samples) if sample is not None}
 
 
-def _numbers_of_adapters(count: int, max_adapters: int) -> list[int]:
+def _list_adapter_counts(count: int, max_adapters: int) -> list[int]:
     """Return how many adapters programs of `count` rows with several are given."""
     most = min(count, max_adapters or count)
-    return [*itertools.takewhile(lambda number: number < most, (STEP**n for n in itertools.count(1))), most]
+    return [*itertools.takewhile(lambda number: number < most, (GROWTH_FACTOR**n for n in itertools.count(1))), most]
 
 
-def groups_of(
+def group_by_length(
     samples: Iterable[RunningSample], counts: Iterable[int], read_length: Callable[[int], int], most: int
 ) -> Iterator[list[RunningSample]]:
     """Cut samples into groups of like length, the longest first, that read at most `most` positions together.
@@ -183,7 +185,7 @@ def groups_of(
         rest = rest[size:]
 
 
-def _in_tiles(samples: Mapping[int, list[RunningSample]], size: int) -> list[RunningSample | None]:
+def _pad_to_tiles(samples: Mapping[int, list[RunningSample]], size: int) -> list[RunningSample | None]:
     """Return the samples of each adapter one after another, padded to whole tiles of `size` rows."""
     rows = list[RunningSample | None]()
     for _, group in sorted(samples.items()):
@@ -191,7 +193,7 @@ def _in_tiles(samples: Mapping[int, list[RunningSample]], size: int) -> list[Run
     return rows
 
 
-RowDrawn = tuple[RunningSample, int, Int32Array, Float32Array, bool, TopK | None]
+RowTokens = tuple[RunningSample, int, Int32Array, Float32Array, bool, TopK | None]
 """A sample, and what a slice drew of it: the arguments of `RunningSample.take_slice`."""
 
 
@@ -199,7 +201,7 @@ RowDrawn = tuple[RunningSample, int, Int32Array, Float32Array, bool, TopK | None
 class SlicePart:
     """The rows of one call of the program."""
 
-    rows: Rows
+    rows: SliceRows
     start_S: Any
     """KV positions in use before the slice, int32 on the host."""
     result: SliceResult
@@ -212,17 +214,17 @@ class DispatchedSlice:
     def __init__(self, parts: Sequence[SlicePart], guarded: Callable[[], AbstractContextManager[None]]) -> None:
         """Errors of the devices are raised where results are read, inside a context that `guarded` makes."""
         self._parts = parts
-        self._guarded = guarded
+        self._make_guard = guarded
 
-    def read(self) -> Iterator[RowDrawn]:
+    def read(self) -> Iterator[RowTokens]:
         """Wait for the devices, and yield what each sample drew. Raises BackendLost if the cache is lost."""
         for part in self._parts:
             yield from self._read(part)
 
-    def _read(self, part: SlicePart) -> Iterator[RowDrawn]:
+    def _read(self, part: SlicePart) -> Iterator[RowTokens]:
         drawn = part.result.drawn
         topk = (drawn.topk_tokens, drawn.topk_logprobs) if part.wants_topk else None
-        with self._guarded():
+        with self._make_guard():
             found = fetch((drawn.tokens, drawn.logprobs, part.result.num_S, part.result.is_stopped_S, topk))
         tokens_NS, logprobs_NS, num_S, is_stopped_S, topk = found
         tokens_SN, logprobs_SN = (list(np.ascontiguousarray(each.T)) for each in (tokens_NS, logprobs_NS))

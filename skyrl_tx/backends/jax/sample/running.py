@@ -4,15 +4,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from skyrl_tx.backends.jax.sample.draw import Drawn
-from skyrl_tx.backends.jax.sample.pages import KVTable
+from skyrl_tx.backends.jax.sample.draw import DrawnTokens
+from skyrl_tx.backends.jax.sample.pages import BlockTableRow
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.contract.results import PromptResult, SampleDelta, TopK
 from skyrl_tx.contract.samples import OpenSample
 
-BASE = 0
+BASE_SLOT = 0
 """The adapter slot of the base model."""
 
 MAX_STOPS = 8
@@ -21,18 +21,18 @@ MAX_STOPS = 8
 SampleKey = tuple[RequestId, int]
 """A request, and the index of a sample in it."""
 
-_NONE = np.zeros(0, np.int32)
+_NO_TOKENS = np.zeros(0, np.int32)
 
 
-def max_tokens(request: SampleRequest) -> int:
+def get_max_tokens(request: SampleRequest) -> int:
     """Return how many tokens a sample of the request may have."""
     assert request.params.max_tokens is not None
     return request.params.max_tokens
 
 
-def max_kv_length(request: SampleRequest) -> int:
+def get_max_kv_length(request: SampleRequest) -> int:
     """Return how many KV positions a sample of the request may need."""
-    return request.prompt.size + max_tokens(request)
+    return request.prompt.size + get_max_tokens(request)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class RunningSample(OpenSample):
     """KV positions in use after the last step that the sample may take."""
     row: int = -1
     """Its row in the slice that was dispatched last; -1: it was in none, or not since it was preempted."""
-    table: KVTable = field(default_factory=lambda: KVTable([]))
+    table: BlockTableRow = field(default_factory=lambda: BlockTableRow([]))
     """Its pages and its state; empty while it waits."""
 
     def __post_init__(self) -> None:
@@ -77,13 +77,13 @@ class RunningSample(OpenSample):
         return self.end - self.position
 
     @property
-    def num_again(self) -> int:
+    def num_replayed(self) -> int:
         """How many of the next tokens were drawn before."""
         return max(self.num_drawn - 1 - (self.position - self.size), 0)
 
-    def tokens_again(self) -> Int32Array:
+    def get_replayed_tokens(self) -> Int32Array:
         """Return the next tokens as far as they were drawn before."""
-        return np.concatenate(self.drawn)[self.num_drawn - self.num_again :] if self.num_again else _NONE
+        return np.concatenate(self.drawn)[self.num_drawn - self.num_replayed :] if self.num_replayed else _NO_TOKENS
 
     def preempt(self) -> None:
         """Note that the KV cache no longer has anything of the sample: after its prompt, its tokens come again."""
@@ -95,9 +95,9 @@ class RunningSample(OpenSample):
 
     def kv_length(self, slice_tokens: int) -> int:
         """Return how many KV positions the sample needs to the end of the next slice that draws new tokens."""
-        return self.length_after(self.num_again + slice_tokens)
+        return self.length_after(self.num_replayed + slice_tokens)
 
-    def take_first(self, drawn: Drawn, prompt: PromptResult | None) -> SampleDelta:
+    def take_first(self, drawn: DrawnTokens, prompt: PromptResult | None) -> SampleDelta:
         """Append the first token, which is that of the only step in `drawn`."""
         k = self.request.options.sample_topk
         topk = TopK(token_ids=drawn.topk_tokens[:, :k], logprobs=drawn.topk_logprobs[:, :k]) if k else None

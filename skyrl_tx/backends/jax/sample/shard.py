@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 
 from skyrl_tx.backends.jax.sample.cache import KVCache
-from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
-from skyrl_tx.backends.jax.sample.pages import KVTable
+from skyrl_tx.backends.jax.sample.jax_programs import ModelRunner
+from skyrl_tx.backends.jax.sample.pages import BlockTableRow
 from skyrl_tx.backends.jax.sample.prefill import Prefill, Prefiller, PrefillQueue
 from skyrl_tx.backends.jax.sample.running import RunningSample, SampleKey
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
@@ -29,7 +29,7 @@ class SampleShard:
     def __init__(
         self,
         number: int,
-        programs: JaxPrograms,
+        programs: ModelRunner,
         memory: SampleMemory,
         shapes: PrefillShapes,
         slice_tokens: int,
@@ -39,7 +39,7 @@ class SampleShard:
         """`memory` is that of the shard; the queues are those of all shards."""
         self._number = number
         self._memory = memory
-        self._slice = slice_tokens
+        self._slice_tokens = slice_tokens
         self._score_queue = score_queue
         self._sample_queue = sample_queue
         self.cache = KVCache(programs, memory, shapes, number)
@@ -65,14 +65,14 @@ class SampleShard:
 
     def fits(self, waiting: Prefill, besides: Sequence[Prefill] = ()) -> bool:
         """Return whether a prompt and its first sample fit, besides others that have no pages yet."""
-        taken = sum(self._memory.pages_for(each.kv_length(self._slice)) for each in besides)
-        spare, num_tokens = self._pages_soon() + taken, waiting.kv_length(self._slice)
+        taken = sum(self._memory.count_pages(each.kv_length(self._slice_tokens)) for each in besides)
+        spare, num_tokens = self._count_reserved_pages() + taken, waiting.kv_length(self._slice_tokens)
         return self.prefiller.fits(waiting, num_tokens, spare=spare, besides=len(besides))
 
-    def may_run_ahead(self) -> bool:
+    def can_run_ahead(self) -> bool:
         """Return whether the next slice has its pages for certain, and no sample waits."""
-        most = len(self.running) * (self._slice // self._memory.page + 2)
-        has_pages = self.cache.pages.num_free >= most or self.cache.fits(_total(self._missing()))
+        most = len(self.running) * (self._slice_tokens // self._memory.page + 2)
+        has_pages = self.cache.pages.num_free >= most or self.cache.fits(_sum_pages(self._find_missing_pages()))
         return has_pages and not self.prefilled
 
     def remove(self, key: SampleKey) -> None:
@@ -100,8 +100,8 @@ class SampleShard:
     def take_pages_for_next_slice(self) -> None:
         """Take the pages of running samples, of which the one with the fewest tokens is preempted until they fit."""
         while True:
-            missing = self._missing()
-            if self.cache.fits(_total(missing)):
+            missing = self._find_missing_pages()
+            if self.cache.fits(_sum_pages(missing)):
                 return self.cache.grow(missing)
             self._preempt()
 
@@ -109,11 +109,11 @@ class SampleShard:
         """Let as many samples of computed prompts run as there are rows and pages."""
         while self.prefilled and (num_rows := self.num_rows - len(self.running)):
             prompt = self.prefilled[0]
-            size, needed = prompt.request.prompt.size, self._pages_soon()
+            size, needed = prompt.request.prompt.size, self._count_reserved_pages()
             lengths: list[int] = []
             for sample in islice(prompt.samples, num_rows):
-                length = sample.length_after(self._slice)
-                needed += self._memory.pages_for(length) - size // self._memory.page
+                length = sample.length_after(self._slice_tokens)
+                needed += self._memory.count_pages(length) - size // self._memory.page
                 if not self.cache.fits(needed, len(lengths) + 1):
                     break
                 lengths.append(length)
@@ -136,16 +136,16 @@ class SampleShard:
                 self.prefiller.drop(prompt)
         self.prefilled = deque(prompt for prompt in self.prefilled if prompt.samples)
 
-    def _pages_soon(self) -> int:
+    def _count_reserved_pages(self) -> int:
         """Return how many pages the running samples take within some slices."""
-        return _total(self._missing(SPARE_SLICES))
+        return _sum_pages(self._find_missing_pages(SPARE_SLICES))
 
-    def _missing(self, num_slices: int = 1) -> list[tuple[KVTable, int]]:
+    def _find_missing_pages(self, num_slices: int = 1) -> list[tuple[BlockTableRow, int]]:
         """Return the tables of running samples that lack pages for their next slices, with the numbers of these.
 
         It is asked for each slice and all samples, so it calls nothing.
         """
-        num_steps, page = num_slices * self._slice, self._memory.page
+        num_steps, page = num_slices * self._slice_tokens, self._memory.page
         return [
             (sample.table, -(-min(position, sample.end) // page) - num_pages)
             for sample in self.running.values()
@@ -159,8 +159,8 @@ class SampleShard:
         The last running sample, or the prompt `keep`, goes on when all others have been preempted.
         """
         samples, others = self.running.values(), [each for each in self.prefilled if each is not keep]
-        if self._is_here(self._sample_queue.current):
-            self.prefiller.drop(self._sample_queue.put_back())
+        if self._is_on_shard(self._sample_queue.current):
+            self.prefiller.drop(self._sample_queue.requeue_current())
         elif len(samples) > 1:
             sample = min(samples, key=lambda sample: sample.num_drawn)
             self.remove(sample.key)
@@ -171,12 +171,12 @@ class SampleShard:
             others[-1].samples.clear()
             self.drop_inserted()
         else:
-            assert self._is_here(self._score_queue.current)
-            self.prefiller.drop(self._score_queue.put_back())
+            assert self._is_on_shard(self._score_queue.current)
+            self.prefiller.drop(self._score_queue.requeue_current())
 
-    def _is_here(self, prefill: Prefill | None) -> bool:
+    def _is_on_shard(self, prefill: Prefill | None) -> bool:
         return prefill is not None and prefill.table is not None and prefill.table.shard == self._number
 
 
-def _total(missing: Iterable[tuple[KVTable, int]]) -> int:
+def _sum_pages(missing: Iterable[tuple[BlockTableRow, int]]) -> int:
     return sum(num_pages for _, num_pages in missing)

@@ -13,8 +13,8 @@ import numpy as np
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.mesh import Placement
-from skyrl_tx.backends.jax.shapes import bucket
-from skyrl_tx.backends.jax.train.optimizer import OptimizerState, adamw_step, coefficients, fresh_state
+from skyrl_tx.backends.jax.shapes import round_up_to_bucket
+from skyrl_tx.backends.jax.train.optimizer import OptimizerState, adamw_step, compute_coefficients, init_state
 from skyrl_tx.contract.errors import CapacityError, UserError
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import LoraSpec, OptimizerParams
@@ -39,7 +39,7 @@ class TrainingState:
         return replace(self, gradient=gradient)
 
 
-class AdapterPool:
+class TrainingStates:
     """Training states by model, at most `capacity` of them."""
 
     def __init__(self, capacity: int) -> None:
@@ -67,29 +67,29 @@ class AdapterPool:
         self._states.pop(model_id, None)
 
 
-def padded_rank(rank: int) -> int:
+def pad_rank(rank: int) -> int:
     """Return the rank of the arrays, so that adapters of all ranks share a few compiled programs."""
-    return bucket(rank, SMALLEST_RANK)
+    return round_up_to_bucket(rank, SMALLEST_RANK)
 
 
-def fresh_training_state(config: models.ModelConfig, lora: LoraSpec) -> TrainingState:
+def make_training_state(config: models.ModelConfig, lora: LoraSpec) -> TrainingState:
     """Return a new model as host arrays: A drawn from the seed, B zero, no gradient, no optimizer step."""
-    adapter = models.init_adapter(config, lora, padded_rank(lora.rank))
+    adapter = models.init_adapter(config, lora, pad_rank(lora.rank))
     return TrainingState(
         lora=lora,
-        targets=models.trained_targets(config, lora),
+        targets=models.get_trained_targets(config, lora),
         adapter=adapter,
-        optimizer=fresh_state(adapter.weights),
+        optimizer=init_state(adapter.weights),
     )
 
 
-def placed(state: TrainingState, place: Placement) -> TrainingState:
+def put_on_devices(state: TrainingState, place: Placement) -> TrainingState:
     """Return the state on the devices. Waits, so that an out-of-memory error is raised here and not later."""
     parts = {name: place(getattr(state, name)) for name in ("adapter", "optimizer", "gradient")}
     return replace(state, **jax.block_until_ready(parts))
 
 
-def zero_gradient(weights: AdapterWeights) -> AdapterWeights:
+def make_zero_gradient(weights: AdapterWeights) -> AdapterWeights:
     """Return a gradient of zeros, placed as the weights: another placement would compile `accumulate` again."""
     return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, device=leaf.sharding), weights)
 
@@ -100,8 +100,8 @@ def apply_gradient(state: TrainingState, params: OptimizerParams) -> tuple[Train
     Without a gradient, take a step with zeros, as torch does: moments and weights decay.
     """
     weights = state.adapter.weights
-    gradient = zero_gradient(weights) if state.gradient is None else state.gradient
-    factors = coefficients(params, step=int(state.optimizer.step) + 1)
+    gradient = make_zero_gradient(weights) if state.gradient is None else state.gradient
+    factors = compute_coefficients(params, step=int(state.optimizer.step) + 1)
     weights, optimizer, norm = adamw_step(weights, state.optimizer, gradient, factors)
     adapter = Adapter(weights=weights, scale=state.adapter.scale)
     return replace(state, adapter=adapter, optimizer=optimizer, gradient=None), norm

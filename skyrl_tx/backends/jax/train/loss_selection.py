@@ -19,7 +19,7 @@ from skyrl_tx.losses import LOSSES, Loss, LossOutput
 
 Tree = TypeVar("Tree")
 
-INPUTS: tuple[str, ...] = tuple(
+LOSS_INPUTS: tuple[str, ...] = tuple(
     sorted({name for loss in LOSSES.values() for name in loss.spec.inputs} - {TARGET_TOKENS})
 )
 """The inputs of all losses, without targets. A loss ignores those that it does not have; they are zero."""
@@ -28,7 +28,7 @@ NUM_COLUMNS = max(len(loss.columns) for loss in LOSSES.values())
 
 
 @cache
-def losses_for(ndim: int, *, is_local: bool) -> tuple[Loss, ...]:
+def list_losses(ndim: int, *, is_local: bool) -> tuple[Loss, ...]:
     """Return the losses of one program, for targets [B, T] (`ndim` 2) or [B, T, K] (3), see `Loss.is_local`.
 
     A loss's number is its index here.
@@ -41,9 +41,9 @@ def losses_for(ndim: int, *, is_local: bool) -> tuple[Loss, ...]:
 
 
 @cache
-def number_of(name: str, ndim: int) -> np.int32:
+def get_loss_number(name: str, ndim: int) -> np.int32:
     """Return a loss's number."""
-    losses = losses_for(ndim, is_local=LOSSES[name].is_local)
+    losses = list_losses(ndim, is_local=LOSSES[name].is_local)
     return np.int32([loss.spec.name for loss in losses].index(name))
 
 
@@ -58,7 +58,7 @@ def evaluate(
     is_local: bool,
 ) -> LossOutput:
     """Return each position's loss and metrics. If `is_local`, the positions may be any part of the rows."""
-    losses = losses_for(target_logprobs.ndim, is_local=is_local)
+    losses = list_losses(target_logprobs.ndim, is_local=is_local)
     return _select(number, [loss.evaluate(target_logprobs, inputs, config_BC, start_BT) for loss in losses])
 
 
@@ -77,15 +77,15 @@ def evaluate_and_differentiate(
     If `is_local`, the positions may be any part of the rows.
     """
 
-    def of(loss: Loss) -> tuple[jax.Array, LossOutput]:
-        def total(logprobs: jax.Array) -> tuple[jax.Array, LossOutput]:
+    def differentiate(loss: Loss) -> tuple[jax.Array, LossOutput]:
+        def sum_loss(logprobs: jax.Array) -> tuple[jax.Array, LossOutput]:
             output = loss.evaluate(logprobs, inputs, config_BC, start_BT)
             return output.loss_BT.sum(), output
 
-        return jax.grad(total, has_aux=True)(target_logprobs)
+        return jax.grad(sum_loss, has_aux=True)(target_logprobs)
 
     # Each gradient by itself, and then a selection: the derivative of a selection is NaN where that of another loss is.
-    return _select(number, [of(loss) for loss in losses_for(target_logprobs.ndim, is_local=is_local)])
+    return _select(number, [differentiate(loss) for loss in list_losses(target_logprobs.ndim, is_local=is_local)])
 
 
 def _select(number: jax.Array, results: Sequence[Tree]) -> Tree:

@@ -44,7 +44,7 @@ class Coefficients:
     max_norm: Any  # infinity: no clipping
 
 
-def fresh_state(weights: Any) -> OptimizerState:
+def init_state(weights: Any) -> OptimizerState:
     """Return the state before the first step, as host arrays."""
 
     def zeros() -> AdapterWeights:
@@ -53,7 +53,7 @@ def fresh_state(weights: Any) -> OptimizerState:
     return OptimizerState(first=zeros(), second=zeros(), step=np.int32(0))
 
 
-def coefficients(params: OptimizerParams, step: int) -> Coefficients:
+def compute_coefficients(params: OptimizerParams, step: int) -> Coefficients:
     """Return the factors of the `step`-th step, counted from 1."""
     assert 0 <= params.beta1 < 1 and 0 <= params.beta2 < 1, params
     assert min(params.learning_rate, params.eps, params.weight_decay, params.grad_clip_norm) >= 0, params
@@ -70,12 +70,12 @@ def coefficients(params: OptimizerParams, step: int) -> Coefficients:
         )
 
 
-def _norm(gradient: AdapterWeights) -> jax.Array:
+def _compute_norm(gradient: AdapterWeights) -> jax.Array:
     """Return the global L2 norm of a gradient; infinite if a square exceeds float32."""
     return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(gradient)))
 
 
-global_norm = jax.jit(_norm)
+global_norm = jax.jit(_compute_norm)
 
 
 def clip_by_norm(max_norm: jax.Array, norm: jax.Array) -> optax.GradientTransformation:
@@ -104,7 +104,7 @@ def adam(c: Coefficients) -> optax.GradientTransformation:
 
         return jax.tree.map(change, first, second), OptimizerState(first=first, second=second, step=state.step + 1)
 
-    return _optax.GradientTransformation(fresh_state, update)
+    return _optax.GradientTransformation(init_state, update)
 
 
 @jax.jit
@@ -112,7 +112,7 @@ def adamw_step(
     weights: AdapterWeights, state: OptimizerState, gradient: AdapterWeights, c: Coefficients
 ) -> tuple[AdapterWeights, OptimizerState, jax.Array]:
     """Return new weights, new state and the global L2 norm of the gradient before clipping."""
-    norm = _norm(gradient)
+    norm = _compute_norm(gradient)
     optimizer = _optax.chain(clip_by_norm(c.max_norm, norm), adam(c))
     changes, (_, new_state) = optimizer.update(gradient, (optax.EmptyState(), state), weights)
 

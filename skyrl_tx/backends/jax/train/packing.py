@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from flax import struct
 
-from skyrl_tx.backends.jax.shapes import next_power
-from skyrl_tx.backends.jax.train.loss_selection import INPUTS, NUM_COLUMNS, number_of
+from skyrl_tx.backends.jax.shapes import next_power_of_two
+from skyrl_tx.backends.jax.train.loss_selection import LOSS_INPUTS, NUM_COLUMNS, get_loss_number
 from skyrl_tx.contract.arrays import MAX_CELLS, Float32Array, NumberArray
 from skyrl_tx.contract.batches import PassExample
 from skyrl_tx.contract.losses import TARGET_TOKENS
@@ -26,7 +26,7 @@ from skyrl_tx.losses import LOSSES, MEANS, LossOutput
 
 MIN_ROW_LENGTH = 64
 """The shortest row. Below it, padding takes less time than another compilation."""
-_STEPS, _SHORTEST_STEP = 8, 128
+_LENGTHS_PER_OCTAVE, _MIN_LENGTH_INCREMENT = 8, 128
 """An octave of longer rows has this number of lengths, at least this number of tokens apart.
 
 Coarser steps of long rows would cost a request of one micro-batch up to an eighth of its time. Finer steps of short
@@ -73,31 +73,31 @@ class MicroBatchPlan:
         return self.num_rows * self.length
 
 
-def row_length(size: int) -> int:
+def round_up_row_length(size: int) -> int:
     """Return the length of a row that holds `size` tokens."""
     if size <= MIN_ROW_LENGTH:
         return MIN_ROW_LENGTH
-    step = max(next_power(size) // 2 // _STEPS, _SHORTEST_STEP)
+    step = max(next_power_of_two(size) // 2 // _LENGTHS_PER_OCTAVE, _MIN_LENGTH_INCREMENT)
     return -(-size // step) * step
 
 
-def row_budget(budget: int, num_targets: int, num_rows: int) -> int:
+def choose_row_budget(budget: int, num_targets: int, num_rows: int) -> int:
     """Return the tokens of a row, at most `budget`, so that targets of as many rows have at most MAX_CELLS cells."""
     return max(1, min(budget, MAX_CELLS // (num_targets * num_rows)))
 
 
-def micro_batch_length(size: int, budget: int) -> int:
+def choose_micro_batch_length(size: int, budget: int) -> int:
     """Return the length of a micro-batch's row that holds `size` tokens, at most `budget` unless `size` is larger.
 
     A row that is larger than a budget below MIN_ROW_LENGTH, which many targets have, is a power of two.
     """
-    return min(row_length(size), budget if size <= budget else next_power(size))
+    return min(round_up_row_length(size), budget if size <= budget else next_power_of_two(size))
 
 
-def remainder_length(size: int, budget: int) -> int:
+def choose_remainder_length(size: int, budget: int) -> int:
     """Return the length of the last of several micro-batches, if they are rows of at most `budget` tokens."""
     part = -(-budget // REMAINDERS)
-    return micro_batch_length(min(-(-size // part) * part, budget) if size <= budget else size, budget)
+    return choose_micro_batch_length(min(-(-size // part) * part, budget) if size <= budget else size, budget)
 
 
 def plan_micro_batches(
@@ -114,20 +114,20 @@ def plan_micro_batches(
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for index in sorted(range(len(examples)), key=lambda i: (-sizes[i], i)):
         example = examples[index]
-        kind = (next_power(_num_targets(example)), *sorted(example.loss_config.items()))
+        kind = (next_power_of_two(_count_targets(example)), *sorted(example.loss_config.items()))
         kinds.setdefault(kind, []).append(index)
     return [
-        _plan_of(
+        _make_plan(
             rows[first : first + num_rows],
             sizes,
             own_budget,
             num_rows,
             kind[0],
             multiple,
-            remainder_length if num_rows == 1 and 0 < first == len(rows) - 1 else micro_batch_length,
+            choose_remainder_length if num_rows == 1 and 0 < first == len(rows) - 1 else choose_micro_batch_length,
         )
         for kind, order in kinds.items()
-        for own_budget in [row_budget(budget // num_rows, kind[0], num_rows)]
+        for own_budget in [choose_row_budget(budget // num_rows, kind[0], num_rows)]
         for rows in [_balance(_first_fit(order, sizes, own_budget), order, sizes, own_budget, num_rows)]
         for first in range(0, len(rows), num_rows)
     ]
@@ -167,14 +167,14 @@ def _balance(rows: list[list[int]], order: list[int], sizes: list[int], budget: 
     return balanced if max(totals) <= max(budget, sizes[order[0]]) else rows
 
 
-def _plan_of(
+def _make_plan(
     rows: list[list[int]],
     sizes: list[int],
     budget: int,
     num_rows: int,
     num_targets: int,
     multiple: int,
-    length_of: Callable[[int, int], int],
+    choose_length: Callable[[int, int], int],
 ) -> MicroBatchPlan:
     members = [(index, row) for row, own in enumerate(rows) for index in own]
     starts = [sum(sizes[each] for each in own[:position]) for own in rows for position in range(len(own))]
@@ -184,12 +184,12 @@ def _plan_of(
         rows=tuple(row for _, row in members),
         starts=tuple(starts),
         num_rows=num_rows,
-        length=-(-length_of(fullest, budget) // multiple) * multiple,
+        length=-(-choose_length(fullest, budget) // multiple) * multiple,
         num_targets=num_targets,
     )
 
 
-def empty(num_rows: int, length: int, num_targets: int, *, is_local: bool) -> MicroBatch:
+def make_empty_micro_batch(num_rows: int, length: int, num_targets: int, *, is_local: bool) -> MicroBatch:
     """Return the arrays of a micro-batch that holds nothing, with the first loss."""
     B, T, K = num_rows, length, num_targets
     shape = (B, T) if K == 1 else (B, T, K)
@@ -198,17 +198,17 @@ def empty(num_rows: int, length: int, num_targets: int, *, is_local: bool) -> Mi
         tokens_BT=np.zeros((B, T), np.int32),
         start_BT=np.zeros((B, T), np.int32),
         targets=np.zeros(shape, np.int32),
-        inputs={name: np.zeros(shape, np.float32) for name in INPUTS},
+        inputs={name: np.zeros(shape, np.float32) for name in LOSS_INPUTS},
         config_BC=np.zeros((B, NUM_COLUMNS), np.float32),
         is_local=is_local,
     )
 
 
-def fill(plan: MicroBatchPlan, examples: Sequence[PassExample]) -> MicroBatch:
+def fill_micro_batch(plan: MicroBatchPlan, examples: Sequence[PassExample]) -> MicroBatch:
     """Copy the planned examples of a request into the arrays of a micro-batch."""
     first = examples[plan.members[0]]
     loss = LOSSES[first.loss]
-    batch = empty(plan.num_rows, plan.length, plan.num_targets, is_local=loss.is_local)
+    batch = make_empty_micro_batch(plan.num_rows, plan.length, plan.num_targets, is_local=loss.is_local)
     for index, row, start in zip(plan.members, plan.rows, plan.starts, strict=True):
         example = examples[index]
         assert example.loss == loss.spec.name, "the examples of a request share its loss"
@@ -216,11 +216,11 @@ def fill(plan: MicroBatchPlan, examples: Sequence[PassExample]) -> MicroBatch:
         batch.tokens_BT[row, start:end] = example.tokens
         batch.start_BT[row, start:end] = start
         batch.start_BT[row, end:] = end  # the next example overwrites it; what remains is padding
-        _put(batch.targets[row, start:end], example.loss_inputs[TARGET_TOKENS])
+        _copy_array(batch.targets[row, start:end], example.loss_inputs[TARGET_TOKENS])
         for name in loss.spec.inputs.keys() - {TARGET_TOKENS}:
-            _put(batch.inputs[name][row, start:end], example.loss_inputs[name])
+            _copy_array(batch.inputs[name][row, start:end], example.loss_inputs[name])
     batch.config_BC[:, : len(loss.columns)] = [first.loss_config[column] for column in loss.columns]
-    return replace(batch, loss=number_of(loss.spec.name, batch.targets.ndim))
+    return replace(batch, loss=get_loss_number(loss.spec.name, batch.targets.ndim))
 
 
 def read_results(
@@ -232,29 +232,29 @@ def read_results(
         shape = examples[index].loss_inputs[TARGET_TOKENS].shape
         here = slice(start, start + shape[0])
         own = logprobs[row, here, : 1 if len(shape) == 1 else shape[1]]
-        count = _total(loss.count_BT[row, here])
-        means = {name: MeanTerm(_total(loss.totals[name][row, here]), count) for name in MEANS}
+        count = _sum(loss.count_BT[row, here])
+        means = {name: MeanTerm(_sum(loss.totals[name][row, here]), count) for name in MEANS}
         # A copy, because a view would keep the whole micro-batch in memory.
         yield (
             index,
             PassResult(
                 logprobs=own.reshape(shape).copy(),
-                sums={"loss": _total(loss.loss_BT[row, here])},
+                sums={"loss": _sum(loss.loss_BT[row, here])},
                 means=means if is_policy_gradient else {},
             ),
         )
 
 
-def _total(x: Any) -> float:
+def _sum(x: Any) -> float:
     return float(np.sum(x, dtype=np.float64))
 
 
-def _num_targets(example: PassExample) -> int:
+def _count_targets(example: PassExample) -> int:
     targets = example.loss_inputs[TARGET_TOKENS]
     return 1 if targets.ndim == 1 else targets.shape[1]
 
 
-def _put(destination: NumberArray, array: NumberArray) -> None:
+def _copy_array(destination: NumberArray, array: NumberArray) -> None:
     """Copy [T] or [T, K] into [T], or into the first K of [T, K']."""
     if destination.ndim == 1:
         destination[:] = array.reshape(array.shape[0])

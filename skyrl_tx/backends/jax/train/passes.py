@@ -15,13 +15,13 @@ from typing import Any
 import jax
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax.devices import drain, is_exhausted, no_memory
+from skyrl_tx.backends.jax.devices import drain_devices, is_out_of_memory, make_capacity_error
 from skyrl_tx.backends.jax.distributed import fetch, is_distributed
-from skyrl_tx.backends.jax.memory import Memory, MemoryPlan
+from skyrl_tx.backends.jax.memory import ActiveMemoryPlan, MemoryPlan
 from skyrl_tx.backends.jax.train import custom_losses, packing
 from skyrl_tx.backends.jax.train import step as training
-from skyrl_tx.backends.jax.train.adapters import AdapterPool, TrainingState, zero_gradient
-from skyrl_tx.backends.jax.train.step_programs import StepPrograms, StepShape
+from skyrl_tx.backends.jax.train.adapters import TrainingState, TrainingStates, make_zero_gradient
+from skyrl_tx.backends.jax.train.step_programs import MicroBatchShape, TrainingPrograms
 from skyrl_tx.contract.backend import Pass
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.errors import MemoryExhausted
@@ -54,7 +54,7 @@ class _Request:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _PlannedMicroBatch:
     """One planned micro-batch of a request."""
 
     request: _Request
@@ -66,7 +66,7 @@ class DispatchLimit:
     """Bounds the micro-batches of all passes that are queued on the device, and counts what was dispatched."""
 
     def __init__(self) -> None:
-        self._outputs: deque[training.Outputs] = deque()
+        self._outputs: deque[training.MicroBatchOutputs] = deque()
         self.num_micro_batches = 0
         self.num_padding_tokens = 0
         self.num_retries = 0
@@ -78,7 +78,7 @@ class DispatchLimit:
             with suppress(jax.errors.JaxRuntimeError):  # the pass that it belongs to gets the error in `results`
                 self._outputs.popleft().packed.block_until_ready()
 
-    def add(self, outputs: training.Outputs, num_padding_tokens: int = 0) -> None:
+    def add(self, outputs: training.MicroBatchOutputs, num_padding_tokens: int = 0) -> None:
         """Count a dispatched micro-batch."""
         self._outputs.append(outputs)
         self.num_micro_batches += 1
@@ -98,11 +98,11 @@ class JaxPass(Pass):
         backward: bool,
         params: models.DecoderParams,
         config: models.ModelConfig,
-        pool: AdapterPool,
-        memory: Memory,
+        pool: TrainingStates,
+        memory: ActiveMemoryPlan,
         limit: DispatchLimit,
         shards: tuple[int, int],
-        programs: StepPrograms | None = None,
+        programs: TrainingPrograms | None = None,
     ) -> None:
         """Plan the micro-batches. `shards` are those of the batch, each with a row, and those of a row's tokens.
 
@@ -116,7 +116,7 @@ class JaxPass(Pass):
         self._memory = memory
         self._limit = limit
         self._programs = programs if backward else None
-        self._requests = _group(batch.examples)
+        self._requests = _group_by_request(batch.examples)
         self._before: dict[ModelId, TrainingState] = {r.model_id: pool.get(r.model_id) for r in self._requests}
         self._is_finished = self._has_shrunk = False
         self._restart(memory.plan)
@@ -126,38 +126,38 @@ class JaxPass(Pass):
         self._memory_plan = memory_plan
         self._gradients = {model_id: state.gradient for model_id, state in self._before.items()}
         self._request_gradient: AdapterWeights | None = None
-        self._dispatched: list[tuple[_Step, training.Outputs]] = []
+        self._dispatched: list[tuple[_PlannedMicroBatch, training.MicroBatchOutputs]] = []
         self._custom_results: dict[int, PassResult] = {}
-        self._pending = deque(self._steps(memory_plan))
+        self._pending = deque(self._plan_micro_batches(memory_plan))
         if self._programs is not None:
-            for shape in dict.fromkeys(map(self._shape, self._pending)):
+            for shape in dict.fromkeys(map(self._get_shape, self._pending)):
                 if shape not in self._programs.ready:
-                    self._programs.need(shape)
+                    self._programs.queue_needed(shape)
 
-    def _steps(self, memory_plan: MemoryPlan) -> list[_Step]:
-        steps: list[_Step] = []
+    def _plan_micro_batches(self, memory_plan: MemoryPlan) -> list[_PlannedMicroBatch]:
+        steps: list[_PlannedMicroBatch] = []
         for request in self._requests:
             plans = packing.plan_micro_batches(request.examples, memory_plan.micro_batch_tokens, *self._shards)
-            steps += (_Step(request, plan, plan is plans[-1]) for plan in plans)
+            steps += (_PlannedMicroBatch(request, plan, plan is plans[-1]) for plan in plans)
         return steps
 
     @property
     def is_waiting(self) -> bool:
         """See Pass."""
         programs, pending = self._programs, self._pending
-        return programs is not None and bool(pending) and self._shape(pending[0]) not in programs.ready
+        return programs is not None and bool(pending) and self._get_shape(pending[0]) not in programs.ready
 
     def step(self) -> bool:
         """See Pass."""
         assert not self._is_finished, "this pass has ended"
         if (programs := self._programs) is not None and self.is_waiting:
-            is_ready = programs.wait(self._shape(self._pending[0]), PROGRAM_WAIT_S)
+            is_ready = programs.wait(self._get_shape(self._pending[0]), PROGRAM_WAIT_S)
             if not is_ready:
                 return False
         if self._pending:
             step = self._pending.popleft()
             self._limit.wait()
-            with self._restart_if_exhausted():
+            with self._restart_if_out_of_memory():
                 outputs = self._dispatch(step)
                 num_tokens = sum(step.request.examples[index].tokens.size for index in step.plan.members)
                 self._limit.add(outputs, step.plan.num_tokens - num_tokens)
@@ -170,7 +170,7 @@ class JaxPass(Pass):
         while outputs is None:
             while not self.step():
                 pass
-            with self._restart_if_exhausted():  # some devices report an error only when results are read
+            with self._restart_if_out_of_memory():  # some devices report an error only when results are read
                 jax.block_until_ready(self._gradients)
                 outputs = fetch([outputs for _, outputs in self._dispatched])
         results = dict(self._custom_results)  # of a backward pass, which needed them for its weights
@@ -178,7 +178,7 @@ class JaxPass(Pass):
             request = step.request
             if request.custom:
                 if not self._backward:
-                    results |= _evaluate(step, output)[1]
+                    results |= _evaluate_custom_loss(step, output)[1]
                 continue
             for index, result in packing.read_results(step.plan, request.examples, output.logprobs, output.loss):
                 results[request.start + index] = result
@@ -203,7 +203,7 @@ class JaxPass(Pass):
             self._pool.put(model_id, before.with_gradient(self._gradients[model_id]))
 
     @contextmanager
-    def _restart_if_exhausted(self) -> Generator[None]:
+    def _restart_if_out_of_memory(self) -> Generator[None]:
         """If the device is out of memory, restart with smaller micro-batches. Raises CapacityError if there are none.
 
         The smaller plan becomes that of later passes only when this pass has succeeded with it, because other shapes
@@ -212,11 +212,11 @@ class JaxPass(Pass):
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
-            if not is_exhausted(error):
+            if not is_out_of_memory(error):
                 raise
             if is_distributed():
-                drain()  # or a program would be left that waits for hosts which have restarted
-            self._restart(self._smaller(error))
+                drain_devices()  # or a program would be left that waits for hosts which have restarted
+            self._restart(self._find_smaller_plan(error))
             self._has_shrunk = True
             self._limit.num_retries += 1
             if is_distributed():
@@ -224,47 +224,49 @@ class JaxPass(Pass):
                 message = f"out of device memory ({reason}); --backend-config.micro-batch-tokens may be too high"
                 raise MemoryExhausted(message, plan=repr(self._memory_plan)) from error
 
-    def _smaller(self, error: Exception) -> MemoryPlan:
+    def _find_smaller_plan(self, error: Exception) -> MemoryPlan:
         """Return a memory plan with smaller micro-batches for this pass. Raises CapacityError if there is none."""
-        largest = max(step.plan.num_tokens for step in self._steps(self._memory_plan))
-        for plan in self._memory_plan.smaller():
-            helps = self._backward and self._remat(plan, largest) is not self._remat(self._memory_plan, largest)
-            if helps or max(step.plan.num_tokens for step in self._steps(plan)) < largest:
+        largest = max(step.plan.num_tokens for step in self._plan_micro_batches(self._memory_plan))
+        for plan in self._memory_plan.iter_smaller():
+            helps = self._backward and self._choose_remat(plan, largest) is not self._choose_remat(
+                self._memory_plan, largest
+            )
+            if helps or max(step.plan.num_tokens for step in self._plan_micro_batches(plan)) < largest:
                 log.warning("out of device memory with %s: retrying with %s (%s)", self._memory_plan, plan, error)
                 return plan
-        raise no_memory("this pass, in the smallest micro-batches", error) from error
+        raise make_capacity_error("this pass, in the smallest micro-batches", error) from error
 
-    def _remat(self, plan: MemoryPlan, num_tokens: int) -> RematPolicy:
+    def _choose_remat(self, plan: MemoryPlan, num_tokens: int) -> RematPolicy:
         own = num_tokens // math.prod(self._shards)
         return next(remat for above, remat in plan.policies if own > above)
 
-    def _shape(self, step: _Step) -> StepShape:
+    def _get_shape(self, step: _PlannedMicroBatch) -> MicroBatchShape:
         plan, weights = step.plan, self._before[step.request.model_id].adapter.weights
         rank = next(iter(weights.values())).a.shape[-1]
-        remat = self._remat(self._memory_plan, plan.num_tokens)
+        remat = self._choose_remat(self._memory_plan, plan.num_tokens)
         is_local = LOSSES[step.request.examples[0].loss].is_local
-        return StepShape(plan.num_rows, plan.length, plan.num_targets, rank, remat, is_local)
+        return MicroBatchShape(plan.num_rows, plan.length, plan.num_targets, rank, remat, is_local)
 
-    def _dispatch(self, step: _Step) -> training.Outputs:
+    def _dispatch(self, step: _PlannedMicroBatch) -> training.MicroBatchOutputs:
         request = step.request
-        batch = packing.fill(step.plan, request.examples)
+        batch = packing.fill_micro_batch(step.plan, request.examples)
         adapter = self._before[request.model_id].adapter
         if not self._backward or request.custom:
             outputs = training.forward(self._params, adapter, batch, config=self._config)
             if not self._backward:
                 return outputs
             # Waits for the log-probabilities: from them follow the weights of the backward pass.
-            weighted, own = _evaluate(step, fetch(outputs))
+            weighted, own = _evaluate_custom_loss(step, fetch(outputs))
             self._custom_results |= own
-            batch = packing.fill(step.plan, weighted)
+            batch = packing.fill_micro_batch(step.plan, weighted)
         if self._request_gradient is None:
-            self._request_gradient = zero_gradient(adapter.weights)
+            self._request_gradient = make_zero_gradient(adapter.weights)
         arguments = self._params, adapter, self._request_gradient, batch
         if self._programs is None:
-            remat = self._remat(self._memory_plan, step.plan.num_tokens)
+            remat = self._choose_remat(self._memory_plan, step.plan.num_tokens)
             found = training.accumulate(*arguments, config=self._config, remat=remat)
         else:
-            program = self._programs.ready[self._shape(step)]
+            program = self._programs.ready[self._get_shape(step)]
             program.num_calls += 1
             found = program.call(*arguments)
         self._request_gradient, outputs = found
@@ -276,7 +278,9 @@ class JaxPass(Pass):
         return outputs
 
 
-def _evaluate(step: _Step, outputs: Any) -> tuple[tuple[PassExample, ...], dict[int, PassResult]]:
+def _evaluate_custom_loss(
+    step: _PlannedMicroBatch, outputs: Any
+) -> tuple[tuple[PassExample, ...], dict[int, PassResult]]:
     """Evaluate the custom loss of a micro-batch from its outputs on the host.
 
     Returns the request's examples, those of the micro-batch with a cross-entropy of the loss's gradient, and the result
@@ -289,11 +293,11 @@ def _evaluate(step: _Step, outputs: Any) -> tuple[tuple[PassExample, ...], dict[
     examples, results = list(request.examples), dict[int, PassResult]()
     for index, own, each in zip(forward, logprobs, evaluated, strict=True):
         examples[index] = custom_losses.as_cross_entropy(request.custom[index], each.gradient)
-        results[request.start + index] = each.result(own)
+        results[request.start + index] = each.to_result(own)
     return tuple(examples), results
 
 
-def _group(examples: tuple[PassExample, ...]) -> list[_Request]:
+def _group_by_request(examples: tuple[PassExample, ...]) -> list[_Request]:
     requests: list[_Request] = []
     start = 0
     for _, group in groupby(examples, key=lambda example: example.request_id):

@@ -22,7 +22,7 @@ from skyrl_tx.losses import MEANS, LossOutput
 
 
 @struct.dataclass
-class Outputs:
+class MicroBatchOutputs:
     """The outputs of a micro-batch at each position, in one array, so that they are written and copied together.
 
     Log-probabilities of K targets, then the loss, `MEANS` and the count of `LossOutput`.
@@ -31,7 +31,7 @@ class Outputs:
     packed: jax.Array  # float32 [B, T, K + 5]
 
     @classmethod
-    def of(cls, logprobs: jax.Array, loss: LossOutput) -> Self:
+    def pack(cls, logprobs: jax.Array, loss: LossOutput) -> Self:
         """Pack log-probabilities [B, T] or [B, T, K] and the loss of some positions."""
         of_targets = logprobs.reshape(*logprobs.shape[:2], -1)
         of_loss = loss.loss_BT, *(loss.totals[name] for name in MEANS), loss.count_BT
@@ -52,17 +52,19 @@ class Outputs:
 @partial(jax.jit, static_argnames="config")
 def forward(
     params: models.DecoderParams, adapter: Adapter, batch: MicroBatch, *, config: models.ModelConfig
-) -> Outputs:
+) -> MicroBatchOutputs:
     """Compute one micro-batch without a gradient."""
     hidden_BTD = models.forward(params, config, batch.tokens_BT, adapter, start_BT=batch.start_BT)
     logprobs = models.target_logprobs(params, hidden_BTD, batch.targets, adapter)
     loss = loss_selection.evaluate(
         batch.loss, logprobs, batch.inputs, batch.config_BC, batch.start_BT, is_local=batch.is_local
     )
-    return Outputs.of(logprobs, loss)
+    return MicroBatchOutputs.pack(logprobs, loss)
 
 
-@partial(jax.jit, static_argnames=("config", "remat"), donate_argnames="total", compiler_options=compiler.TRAINING)
+@partial(
+    jax.jit, static_argnames=("config", "remat"), donate_argnames="total", compiler_options=compiler.TRAINING_OPTIONS
+)
 def accumulate(
     params: models.DecoderParams,
     adapter: Adapter,
@@ -71,26 +73,26 @@ def accumulate(
     *,
     config: models.ModelConfig,
     remat: RematPolicy,
-) -> tuple[AdapterWeights, Outputs]:
+) -> tuple[AdapterWeights, MicroBatchOutputs]:
     """Compute one micro-batch and add the gradient of its summed loss to `total`, whose memory is reused."""
 
-    def hidden_of(pairs: tuple[models.GroupPairs, ...]) -> jax.Array:
+    def compute_hidden(pairs: tuple[models.GroupPairs, ...]) -> jax.Array:
         own = models.CutAdapter(pairs, adapter.scale)
         return models.forward(params, config, batch.tokens_BT, own, start_BT=batch.start_BT, remat=remat)
 
     backward: Any  # a jax.VJP
-    hidden_BTD, backward = jax.vjp(hidden_of, models.cut_pairs(config, adapter.weights))
-    outputs, d_hidden_BTD, unembed = _head(params, adapter, hidden_BTD, batch, total["unembed"])
+    hidden_BTD, backward = jax.vjp(compute_hidden, models.cut_pairs(config, adapter.weights))
+    outputs, d_hidden_BTD, unembed = _compute_head(params, adapter, hidden_BTD, batch, total["unembed"])
     # Added to the sums layer by layer: no second array of all layers exists, and no zeros to begin with.
     sums = jax.tree.map(jax.new_ref, models.cut_pairs(config, total))
     backward.with_refs(sums)(d_hidden_BTD)
-    total = {**models.joined_pairs(config, jax.tree.map(jax.freeze, sums)), "unembed": unembed}
+    total = {**models.join_pairs(config, jax.tree.map(jax.freeze, sums)), "unembed": unembed}
     return constrain_adapter(params.layout, config, total), outputs
 
 
-def _head(
+def _compute_head(
     params: models.DecoderParams, adapter: Adapter, hidden_BTD: jax.Array, batch: MicroBatch, total: LoraPair
-) -> tuple[Outputs, jax.Array, LoraPair]:
+) -> tuple[MicroBatchOutputs, jax.Array, LoraPair]:
     """Return the outputs, the loss's gradient by the hidden states, and `total` plus that by the unembedding's adapter.
 
     A local loss is computed with the chunk of logits that is in memory, so the logits are computed once. For any other
@@ -98,16 +100,20 @@ def _head(
     """
     config_BC, layout = batch.config_BC, params.layout
     if batch.is_local:
-        if layout.splits_rows:  # chunks have the shards of a row as rows
+        if layout.shards_rows:  # chunks have the shards of a row as rows
             config_BC = jnp.repeat(config_BC, layout.num_shards("tokens"), axis=0)
 
-        def loss_of_chunk(logprobs: jax.Array, inputs: dict[str, jax.Array]) -> tuple[jax.Array, Outputs]:
+        def compute_chunk_loss(
+            logprobs: jax.Array, inputs: dict[str, jax.Array]
+        ) -> tuple[jax.Array, MicroBatchOutputs]:
             d_logprobs, loss = loss_selection.evaluate_and_differentiate(
                 batch.loss, logprobs, inputs, config_BC, is_local=True
             )
-            return d_logprobs, Outputs.of(logprobs, loss)
+            return d_logprobs, MicroBatchOutputs.pack(logprobs, loss)
 
-        return models.loss_and_gradient(params, hidden_BTD, batch.targets, adapter, loss_of_chunk, batch.inputs, total)
+        return models.loss_and_gradient(
+            params, hidden_BTD, batch.targets, adapter, compute_chunk_loss, batch.inputs, total
+        )
     logprobs = models.target_logprobs(params, hidden_BTD, batch.targets, adapter)
     d_logprobs, loss = loss_selection.evaluate_and_differentiate(
         batch.loss, logprobs, batch.inputs, config_BC, batch.start_BT, is_local=False
@@ -115,7 +121,7 @@ def _head(
     _, d_hidden_BTD, total = models.loss_and_gradient(
         params, hidden_BTD, batch.targets, adapter, lambda _, of_chunk: (of_chunk, ()), d_logprobs, total
     )
-    return Outputs.of(logprobs, loss), d_hidden_BTD, total
+    return MicroBatchOutputs.pack(logprobs, loss), d_hidden_BTD, total
 
 
 @jax.jit

@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax.compiler import Compiler, Popularity, Program, Ready
-from skyrl_tx.backends.jax.mesh import parameter_sharding
-from skyrl_tx.backends.jax.shapes import ascending
+from skyrl_tx.backends.jax.compiler import CompiledProgram, Compiler, Popularity, Program
+from skyrl_tx.backends.jax.mesh import get_parameter_sharding
+from skyrl_tx.backends.jax.shapes import iter_ascending
 from skyrl_tx.backends.jax.train import packing, step
 from skyrl_tx.layers.kernels.choice import Kernels
 from skyrl_tx.layers.lora import Adapter, LoraPair
@@ -26,7 +26,7 @@ from skyrl_tx.layers.sharding import Layout
 
 
 @dataclass(frozen=True, slots=True)
-class StepShape:
+class MicroBatchShape:
     """The shape and the kind of loss that a program of `step.accumulate` is compiled for.
 
     `length` is that of each row, `rank` is padded.
@@ -47,7 +47,7 @@ class StepShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepShapes:
+class MicroBatchShapes:
     """The shapes of the micro-batches that a server of a model computes."""
 
     budget: int
@@ -59,7 +59,7 @@ class StepShapes:
     """The padded rank that clients use unless they choose another."""
     remat: Any  # the remat policy of a micro-batch: (tokens of all rows) -> RematPolicy
 
-    def likely(self, popular: Iterator[str]) -> Iterator[StepShape]:
+    def iter_likely(self, popular: Iterator[str]) -> Iterator[MicroBatchShape]:
         """Yield the shapes of popular programs, then full micro-batches, then those that are the last of several.
 
         Then all others in ascending order. Only popular ones have losses that are not local. Those that no micro-batch
@@ -70,40 +70,44 @@ class StepShapes:
             if len(fields) == 5 and all(each.isdigit() for each in fields):
                 *sizes, is_local = map(int, fields)
                 if self._is_possible(*sizes[:3]):
-                    yield self._shape(*sizes, is_local=bool(is_local))
-        lengths = list(ascending(lambda size: packing.micro_batch_length(size, self.budget), self.budget))
+                    yield self._make_shape(*sizes, is_local=bool(is_local))
+        lengths = list(iter_ascending(lambda size: packing.choose_micro_batch_length(size, self.budget), self.budget))
         parts = range(packing.REMAINDERS, 0, -1) if self.num_rows == 1 else ()
         totals = (max(1, part * self.budget // packing.REMAINDERS) for part in parts)
-        remainders = (packing.remainder_length(total, self.budget) for total in totals)
+        remainders = (packing.choose_remainder_length(total, self.budget) for total in totals)
         for length in dict.fromkeys((lengths[-1], *remainders, *lengths)):
-            yield self._shape(self.num_rows, self._rounded(length), 1, self.rank)
+            yield self._make_shape(self.num_rows, self._round_up(length), 1, self.rank)
 
     def _is_possible(self, num_rows: int, length: int, num_targets: int) -> bool:
         """Return whether a micro-batch may have rows of that length."""
         if num_rows != self.num_rows or num_targets == 0:
             return False
-        budget = packing.row_budget(self.budget, num_targets, num_rows)
+        budget = packing.choose_row_budget(self.budget, num_targets, num_rows)
         sizes = range(max(length - self.multiple, 0) + 1, length + 1)
-        return any(self._rounded(packing.micro_batch_length(size, budget)) == length for size in sizes)
+        return any(self._round_up(packing.choose_micro_batch_length(size, budget)) == length for size in sizes)
 
-    def _rounded(self, length: int) -> int:
+    def _round_up(self, length: int) -> int:
         return -(-length // self.multiple) * self.multiple
 
-    def _shape(self, num_rows: int, length: int, num_targets: int, rank: int, is_local: bool = True) -> StepShape:
-        return StepShape(num_rows, length, num_targets, rank, self.remat(num_rows * length), is_local)
+    def _make_shape(
+        self, num_rows: int, length: int, num_targets: int, rank: int, is_local: bool = True
+    ) -> MicroBatchShape:
+        return MicroBatchShape(num_rows, length, num_targets, rank, self.remat(num_rows * length), is_local)
 
 
-class StepPrograms:
+class TrainingPrograms:
     """The programs of `step.accumulate`, compiled in the background."""
 
-    def __init__(self, params: models.DecoderParams, config: models.ModelConfig, compiler: Compiler[StepShape]) -> None:
+    def __init__(
+        self, params: models.DecoderParams, config: models.ModelConfig, compiler: Compiler[MicroBatchShape]
+    ) -> None:
         """`params` has the shapes of the base weights in training."""
-        self.ready: dict[StepShape, Ready] = compiler.ready
+        self.ready: dict[MicroBatchShape, CompiledProgram] = compiler.ready
         """The compiled programs."""
         self._params, self._config, self._compiler = params, config, compiler
         self._popularity: Popularity | None = None
 
-    def start(self, shapes: StepShapes, cache_dir: Path | None) -> None:
+    def start(self, shapes: MicroBatchShapes, cache_dir: Path | None) -> None:
         """Begin with the likeliest programs. Which are popular is kept in `cache_dir`."""
         if cache_dir is not None:
             layout = self._params.layout
@@ -111,13 +115,15 @@ class StepPrograms:
             name = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
             self._popularity = Popularity(cache_dir / "popular" / f"{name}.json")
         popular = iter(() if self._popularity is None else self._popularity.read())
-        self._compiler.expect((each, self._program(each)) for each in dict.fromkeys(shapes.likely(popular)))
+        self._compiler.queue_likely(
+            (each, self._make_program(each)) for each in dict.fromkeys(shapes.iter_likely(popular))
+        )
 
-    def need(self, shape: StepShape) -> None:
+    def queue_needed(self, shape: MicroBatchShape) -> None:
         """Compile a program before the likely ones. A request waits for it, or will."""
-        self._compiler.need(shape, partial(self._program, shape))
+        self._compiler.queue_needed(shape, partial(self._make_program, shape))
 
-    def wait(self, shape: StepShape, timeout_s: float) -> bool:
+    def wait(self, shape: MicroBatchShape, timeout_s: float) -> bool:
         """Wait for a program that is needed; return whether it is ready."""
         return self._compiler.wait(shape, timeout_s)
 
@@ -133,38 +139,38 @@ class StepPrograms:
             self._popularity.add(counts)
         self._popularity = None
 
-    def _program(self, shape: StepShape) -> Program:
-        adapter = placed_adapter_shapes(self._params.layout, self._config, shape.rank)
-        batch = packing.empty(shape.num_rows, shape.length, shape.num_targets, is_local=shape.is_local)
+    def _make_program(self, shape: MicroBatchShape) -> Program:
+        adapter = make_adapter_shapes(self._params.layout, self._config, shape.rank)
+        batch = packing.make_empty_micro_batch(shape.num_rows, shape.length, shape.num_targets, is_local=shape.is_local)
         static = {"config": self._config, "remat": shape.remat}
         return Program(step.accumulate, (self._params, adapter, adapter.weights, batch), static)
 
 
-def shapes_of_params(
+def make_param_shapes(
     described: models.DecoderParams, layout: Layout, kernels: Kernels, dtype: np.dtype
 ) -> models.DecoderParams:
     """Return the shapes of base weights on a mesh."""
 
-    def shape(_: str, parameter: Parameter) -> Any:
+    def make_leaf(_: str, parameter: Parameter) -> Any:
         stored = np.dtype(np.float32) if parameter.is_float32 else dtype
-        return jax.ShapeDtypeStruct(parameter.shape, stored, sharding=parameter_sharding(layout, parameter))
+        return jax.ShapeDtypeStruct(parameter.shape, stored, sharding=get_parameter_sharding(layout, parameter))
 
-    return map_named(shape, described).replace(layout=layout, kernels=kernels)
+    return map_named(make_leaf, described).replace(layout=layout, kernels=kernels)
 
 
-def placed_adapter_shapes(
+def make_adapter_shapes(
     layout: Layout, config: models.ModelConfig, rank: int, *, num_slots: int | None = None
 ) -> Adapter:
     """Return the shapes of an adapter on a mesh, or with `num_slots` those of a pool of as many."""
-    shapes, axes = models.adapter_shapes(config, rank), models.adapter_axes(config)
+    shapes, axes = models.describe_adapter(config, rank), models.get_adapter_axes(config)
     slots, no_axis = ((), ()) if num_slots is None else ((num_slots,), (None,))
 
-    def placed(leaf: jax.Array, of: tuple[Any, ...]) -> Any:
+    def make_leaf(leaf: jax.Array, of: tuple[Any, ...]) -> Any:
         shape = (*slots, *leaf.shape)
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=layout.sharding((*no_axis, *of), shape))
 
     weights = {
-        name: LoraPair(a=placed(pair.a, axes[name][0]), b=placed(pair.b, axes[name][1]))
+        name: LoraPair(a=make_leaf(pair.a, axes[name][0]), b=make_leaf(pair.b, axes[name][1]))
         for name, pair in shapes.weights.items()
     }
-    return Adapter(weights=weights, scale=placed(shapes.scale, ()))
+    return Adapter(weights=weights, scale=make_leaf(shapes.scale, ()))

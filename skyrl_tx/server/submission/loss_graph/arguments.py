@@ -7,7 +7,7 @@ from typing import cast
 
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.server.submission.loss_graph.builder import Builder, Value
-from skyrl_tx.server.submission.validation import shown
+from skyrl_tx.server.submission.validation import quote_value
 
 _MAX_DEPTH = 4
 _MAX_ITEMS = 64
@@ -15,35 +15,35 @@ _FLOATS = {"inf": float("inf"), "-inf": float("-inf")}
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class ShapeArgument:
     """The shape of a value, as `x.shape` gives it."""
 
     value: Value
 
 
 @dataclass(frozen=True, slots=True)
-class Dtype:
+class DtypeArgument:
     """A dtype of torch, by its name."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class DictArgument:
     """A dict of an output node."""
 
     items: Mapping[str, "Argument"]
 
 
 @dataclass(frozen=True, slots=True)
-class Items:
+class ListArgument:
     """A list or a tuple."""
 
     items: tuple["Argument", ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class SliceArgument:
     """A slice."""
 
     start: "Argument"
@@ -51,11 +51,24 @@ class Range:
     step: "Argument"
 
 
-Argument = Value | Sizes | Dtype | Table | Items | Range | EllipsisType | bool | int | float | str | None
+Argument = (
+    Value
+    | ShapeArgument
+    | DtypeArgument
+    | DictArgument
+    | ListArgument
+    | SliceArgument
+    | EllipsisType
+    | bool
+    | int
+    | float
+    | str
+    | None
+)
 """An argument: a value of the loss, or something that is known when it is uploaded."""
 
 
-def read(sent: object, find: Callable[[str], Argument], depth: int = 0) -> Argument:
+def read_argument(sent: object, find: Callable[[str], Argument], depth: int = 0) -> Argument:
     """Read an argument in the form of `tinker/types/custom_loss_graph.py`; `find` returns an earlier node's result.
 
     Raises UserError for another form.
@@ -65,18 +78,18 @@ def read(sent: object, find: Callable[[str], Argument], depth: int = 0) -> Argum
     if sent is None or isinstance(sent, bool | int | float | str):
         return sent
     if isinstance(sent, list):
-        return _items(cast(list[object], sent), find, depth)
+        return _read_items(cast(list[object], sent), find, depth)
     table = cast(dict[str, object], sent) if isinstance(sent, dict) else dict[str, object]()
     if len(table) != 1:
-        raise UserError(f"argument {shown(table or type(cast(object, sent)).__name__)} is not understood")
+        raise UserError(f"argument {quote_value(table or type(cast(object, sent)).__name__)} is not understood")
     ((kind, content),) = table.items()
     match kind, content:
         case "ref", str():
             return find(content)
         case "tuple", list():
-            return _items(cast(list[object], content), find, depth)
+            return _read_items(cast(list[object], content), find, depth)
         case "slice", list() if len(cast(list[object], content)) == 3:
-            return Range(*_items(cast(list[object], content), find, depth).items)
+            return SliceArgument(*_read_items(cast(list[object], content), find, depth).items)
         case "ellipsis", True:
             return Ellipsis
         case "float", str() if content in _FLOATS:
@@ -84,23 +97,28 @@ def read(sent: object, find: Callable[[str], Argument], depth: int = 0) -> Argum
         case "float", "nan":
             raise UserError("a constant is NaN")
         case "dtype", str():
-            return Dtype(content)
+            return DtypeArgument(content)
         case "dict", dict():
             items = cast(dict[str, object], content)
             if len(items) > _MAX_ITEMS:
                 raise UserError(f"a dict has {len(items)} items; must have at most {_MAX_ITEMS}")
-            return Table({key: read(each, find, depth + 1) for key, each in items.items()})
+            return DictArgument({key: read_argument(each, find, depth + 1) for key, each in items.items()})
         case _:
-            raise UserError(f"argument {shown(table)} is not understood")
+            raise UserError(f"argument {quote_value(table)} is not understood")
 
 
-def _items(sent: list[object], find: Callable[[str], Argument], depth: int) -> Items:
+def _read_items(sent: list[object], find: Callable[[str], Argument], depth: int) -> ListArgument:
     if len(sent) > _MAX_ITEMS:
         raise UserError(f"a list has {len(sent)} items; must have at most {_MAX_ITEMS}")
-    return Items(tuple(read(each, find, depth + 1) for each in sent))
+    return ListArgument(tuple(read_argument(each, find, depth + 1) for each in sent))
 
 
-_KINDS: Mapping[type, str] = {Table: "a dict", Items: "a list", Range: "a slice", EllipsisType: "`...`"}
+_KINDS: Mapping[type, str] = {
+    DictArgument: "a dict",
+    ListArgument: "a list",
+    SliceArgument: "a slice",
+    EllipsisType: "`...`",
+}
 
 
 class Arguments:
@@ -117,99 +135,101 @@ class Arguments:
         names = parameters.split()
         self._given: dict[str, Argument] = {}
         if len(args) > len(names):
-            raise UserError(f"has {len(args)} arguments; it takes at most {len(names)} here: {_listed(names)}")
+            raise UserError(f"has {len(args)} arguments; it takes at most {len(names)} here: {_join_names(names)}")
         for name, value in (*zip(names, args, strict=False), *kwargs.items()):
             plain = name.removesuffix("?")
             if plain not in {each.removesuffix("?") for each in names}:
-                raise UserError(f"argument {shown(name)} is not offered; it takes {_listed(names)}")
+                raise UserError(f"argument {quote_value(name)} is not offered; it takes {_join_names(names)}")
             if plain in self._given:
                 raise UserError(f"argument {plain} is given twice")
             self._given[plain] = value
         for name in names:
             if not name.endswith("?") and name not in self._given:
-                raise UserError(f"argument {name} is missing; it takes {_listed(names)}")
+                raise UserError(f"argument {name} is missing; it takes {_join_names(names)}")
 
     def get(self, name: str, default: Argument = None) -> Argument:
         """Return an argument as it is."""
         return self._given.get(name, default)
 
-    def value(self, name: str) -> Value:
+    def get_value(self, name: str) -> Value:
         """Return a tensor, or a number as a constant. Raises UserError for anything else."""
         given = self.get(name)
         if isinstance(given, Value):
             return given
         if isinstance(given, bool | int | float):
-            return self.builder.constant(given)
-        raise UserError(f"argument {name} must be a tensor or a number, not {_kind(given)}")
+            return self.builder.add_constant(given)
+        raise UserError(f"argument {name} must be a tensor or a number, not {_describe_kind(given)}")
 
-    def tensor(self, name: str) -> Value:
+    def get_tensor(self, name: str) -> Value:
         """Return a tensor. Raises UserError for anything else."""
         given = self.get(name)
         if not isinstance(given, Value):
-            raise UserError(f"argument {name} must be a tensor, not {_kind(given)}")
+            raise UserError(f"argument {name} must be a tensor, not {_describe_kind(given)}")
         return given
 
-    def number(self, name: str) -> Value:
+    def get_number(self, name: str) -> Value:
         """Return a tensor or a number as float32."""
-        return self.builder.number(self.value(name))
+        return self.builder.to_float32(self.get_value(name))
 
-    def flag(self, name: str, default: bool = False) -> bool:
+    def get_flag(self, name: str, default: bool = False) -> bool:
         """Return True or False."""
         given = self.get(name, default)
         if not isinstance(given, bool):
-            raise UserError(f"argument {name} must be True or False, not {_kind(given)}")
+            raise UserError(f"argument {name} must be True or False, not {_describe_kind(given)}")
         return given
 
-    def axis(self, name: str, rank: int) -> int:
+    def get_axis(self, name: str, rank: int) -> int:
         """Return a dimension, counted from the first."""
-        return axis_of(self.get(name), name, rank)
+        return resolve_axis(self.get(name), name, rank)
 
-    def axes(self, name: str, rank: int) -> tuple[int, ...]:
+    def get_axes(self, name: str, rank: int) -> tuple[int, ...]:
         """Return dimensions; all of them if the argument is absent or an empty tuple."""
         given = self.get(name)
-        if given is None or given == Items(()):
+        if given is None or given == ListArgument(()):
             return tuple(range(rank))
-        axes = tuple(axis_of(each, name, rank) for each in (given.items if isinstance(given, Items) else (given,)))
+        axes = tuple(
+            resolve_axis(each, name, rank) for each in (given.items if isinstance(given, ListArgument) else (given,))
+        )
         if len(set(axes)) < len(axes):
             raise UserError(f"argument {name} names a dimension twice")
         return tuple(sorted(axes))
 
-    def only(self, name: str, *allowed: Argument) -> None:
+    def check_allowed(self, name: str, *allowed: Argument) -> None:
         """Raise UserError unless an argument is absent or one of those allowed."""
         given = self.get(name, allowed[0])
         if not any(given is each or (type(given) is type(each) and given == each) for each in allowed):
-            raise UserError(f"argument {name} {_kind(given)} is not offered")
+            raise UserError(f"argument {name} {_describe_kind(given)} is not offered")
 
-    def float32(self, name: str) -> None:
+    def check_float32(self, name: str) -> None:
         """Raise UserError unless a dtype is absent or float32."""
         given = self.get(name)
-        if given is not None and given != Dtype("float32"):
-            raise UserError(f"argument {name} {_kind(given)} is not offered: losses are computed in float32")
+        if given is not None and given != DtypeArgument("float32"):
+            raise UserError(f"argument {name} {_describe_kind(given)} is not offered: losses are computed in float32")
 
 
-def axis_of(given: Argument, name: str, rank: int) -> int:
+def resolve_axis(given: Argument, name: str, rank: int) -> int:
     """Return a dimension, counted from the first. Raises UserError if it is not a whole number, or outside the rank."""
     if isinstance(given, bool) or not isinstance(given, int):
-        raise UserError(f"argument {name} must be a whole number, not {_kind(given)}")
+        raise UserError(f"argument {name} must be a whole number, not {_describe_kind(given)}")
     if not -rank <= given < rank:
-        raise UserError(f"argument {name} {shown(given)} is outside a tensor of {rank} dimensions")
+        raise UserError(f"argument {name} {quote_value(given)} is outside a tensor of {rank} dimensions")
     return given % rank
 
 
-def _kind(given: Argument) -> str:
+def _describe_kind(given: Argument) -> str:
     """Describe an argument."""
     if given is None:
         return "None"
     if isinstance(given, Value):
         return f"a tensor {given.text}"
-    if isinstance(given, Sizes):
+    if isinstance(given, ShapeArgument):
         return "a shape"
-    if isinstance(given, Dtype):
+    if isinstance(given, DtypeArgument):
         return f"torch.{given.name[:40]}"
     if isinstance(given, bool | int | float | str):
-        return shown(given)
+        return quote_value(given)
     return _KINDS[type(given)]
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     return ", ".join(name.removesuffix("?") for name in names) or "none"

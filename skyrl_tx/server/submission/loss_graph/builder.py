@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.custom_loss import (
     GIVES_BOOL,
     LOGPROBS,
@@ -16,7 +17,6 @@ from skyrl_tx.contract.custom_loss import (
     result_shape,
     shape_text,
 )
-from skyrl_tx.contract.errors import UserError
 
 _MAX_FLOAT32 = 3.4028234663852886e38
 _WITHOUT_GRADIENT = GIVES_BOOL | {"stop_gradient", "size"}
@@ -56,7 +56,7 @@ class Builder:
     def __post_init__(self) -> None:
         self.input_values = [Value(each.shape, has_gradient=each.name == LOGPROBS) for each in self.inputs]
 
-    def constant(self, number: float) -> Value:
+    def add_constant(self, number: float) -> Value:
         """Return a scalar constant. Raises UserError for NaN, and for a number that float32 does not hold."""
         if isinstance(number, float) and math.isnan(number):
             raise UserError("a constant is NaN")
@@ -88,13 +88,13 @@ class Builder:
         self._results.append(value)
         return value
 
-    def number(self, value: Value) -> Value:
+    def to_float32(self, value: Value) -> Value:
         """Return a value as float32."""
         return self.emit("to_float", value) if value.is_bool else value
 
-    def truth(self, value: Value) -> Value:
+    def to_bool(self, value: Value) -> Value:
         """Return a value as bool: whether it is not 0."""
-        return value if value.is_bool else self.emit("ne", value, self.constant(0.0))
+        return value if value.is_bool else self.emit("ne", value, self.add_constant(0.0))
 
     def finish(self, name: str, loss: Value, metrics: Mapping[str, Value]) -> CustomLoss:
         """Return the loss without the operations whose results it does not need."""

@@ -3,13 +3,19 @@
 import re
 from collections.abc import Sequence
 
-from skyrl_tx.contract.custom_loss import LOGPROBS, CustomLoss, CustomLossInput
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.server.schemas.training import CreateCustomLossRequest, LossGraphNode, LossInput
-from skyrl_tx.server.submission.loss_graph.arguments import Argument, Arguments, Items, Table, read
+from skyrl_tx.contract.custom_loss import LOGPROBS, CustomLoss, CustomLossInput
+from skyrl_tx.server.schemas.training import CreateCustomLossRequest, GraphInput, LossGraphNode
+from skyrl_tx.server.submission.loss_graph.arguments import (
+    Argument,
+    Arguments,
+    DictArgument,
+    ListArgument,
+    read_argument,
+)
 from skyrl_tx.server.submission.loss_graph.builder import Builder, Value
 from skyrl_tx.server.submission.loss_graph.vocabulary import FUNCTIONS, METHODS
-from skyrl_tx.server.submission.validation import refuse_extra, require, shown
+from skyrl_tx.server.submission.validation import quote_value, refuse_extra, require
 
 _MAX_INPUTS = 16
 _MAX_METRICS = 32
@@ -22,7 +28,7 @@ _IN_THE_CLIENT = "pass the function itself to forward_backward_custom to run it 
 def compile_loss(request: CreateCustomLossRequest) -> CustomLoss:
     """Return the loss of an upload. Raises UserError that names the field or the node which is not offered."""
     require(request.graph.format == _FORMAT, f"graph.format {request.graph.format}: this server reads {_FORMAT}")
-    inputs = _inputs(request.inputs)
+    inputs = _read_inputs(request.inputs)
     nodes = request.graph.nodes
     require(bool(nodes) and nodes[-1].op == "output", "graph.nodes: the last node must be the output")
     builder = Builder(inputs)
@@ -31,83 +37,89 @@ def compile_loss(request: CreateCustomLossRequest) -> CustomLoss:
 
     def find(name: str) -> Argument:
         if name not in results:
-            raise UserError(f"reads node {shown(name)}, which is not before it")
+            raise UserError(f"reads node {quote_value(name)}, which is not before it")
         return results[name]
 
     for index, node in enumerate(nodes):
-        where = f"graph.nodes[{index}] {shown(node.name)}"
+        where = f"graph.nodes[{index}] {quote_value(node.name)}"
         try:
             refuse_extra(node, "")
             require(node.name not in results, "has the name of an earlier node")
-            args = tuple(read(each, find) for each in node.args)
-            kwargs = {name: read(each, find) for name, each in node.kwargs.items()}
+            args = tuple(read_argument(each, find) for each in node.args)
+            kwargs = {name: read_argument(each, find) for name, each in node.kwargs.items()}
             if node.op == "placeholder":
                 declared = next(placeholders, None)
-                require(declared is not None and declared[0].name == node.target, _not_declared(node))
+                require(declared is not None and declared[0].name == node.target, _describe_undeclared(node))
                 assert declared is not None
                 results[node.name] = declared[1]
             elif node.op == "output":
                 require(index == len(nodes) - 1, "is an output that is not the last node")
                 require(next(placeholders, None) is None, "inputs has more names than the graph has placeholders")
-                return _loss(builder, request.name, args)
+                return _build_loss(builder, request.name, args)
             else:
-                results[node.name] = _call(builder, node, args, kwargs)
+                results[node.name] = _call_function(builder, node, args, kwargs)
         except UserError as error:
             raise UserError(f"{where}: {error.message}") from error
     raise AssertionError("the last node is the output")
 
 
-def _inputs(sent: Sequence[LossInput]) -> tuple[CustomLossInput, ...]:
+def _read_inputs(sent: Sequence[GraphInput]) -> tuple[CustomLossInput, ...]:
     require(1 <= len(sent) <= _MAX_INPUTS, f"inputs: has {len(sent)} names; must have 1 to {_MAX_INPUTS}")
     for index, each in enumerate(sent):
         refuse_extra(each, f"inputs[{index}].")
         require(
             _INPUT_NAME.fullmatch(each.name) is not None,
-            f"inputs[{index}].name {shown(each.name)}: must be a lowercase name of letters, digits and underscores",
+            f"inputs[{index}].name {quote_value(each.name)}: must be a lowercase name of letters, digits and underscores",
         )
         lowest = 1 if index == 0 else 0
         require(lowest <= each.rank <= 2, f"inputs[{index}].rank {each.rank}: must be from {lowest} to 2")
-    require(sent[0].name == LOGPROBS, f"inputs[0].name {shown(sent[0].name)}: must be {LOGPROBS!r}")
+    require(sent[0].name == LOGPROBS, f"inputs[0].name {quote_value(sent[0].name)}: must be {LOGPROBS!r}")
     require(len({each.name for each in sent}) == len(sent), "inputs: a name is there twice")
     return tuple(CustomLossInput(name=each.name, rank=each.rank) for each in sent)
 
 
-def _not_declared(node: LossGraphNode) -> str:
-    return f"is placeholder {shown(node.target)}; placeholders must be those of `inputs`, in their order"
+def _describe_undeclared(node: LossGraphNode) -> str:
+    return f"is placeholder {quote_value(node.target)}; placeholders must be those of `inputs`, in their order"
 
 
-def _call(builder: Builder, node: LossGraphNode, args: tuple[Argument, ...], kwargs: dict[str, Argument]) -> Argument:
+def _call_function(
+    builder: Builder, node: LossGraphNode, args: tuple[Argument, ...], kwargs: dict[str, Argument]
+) -> Argument:
     if node.op not in ("call_function", "call_method"):
-        raise UserError(f"op {shown(node.op)} is not offered: a custom loss calls functions and methods of tensors")
+        raise UserError(
+            f"op {quote_value(node.op)} is not offered: a custom loss calls functions and methods of tensors"
+        )
     entry = (FUNCTIONS if node.op == "call_function" else METHODS).get(node.target)
     kind = "function" if node.op == "call_function" else "method"
     if entry is None:
-        raise UserError(f"{kind} {shown(node.target)} is not offered in custom losses on this server; {_IN_THE_CLIENT}")
+        raise UserError(
+            f"{kind} {quote_value(node.target)} is not offered in custom losses on this server; {_IN_THE_CLIENT}"
+        )
     try:
         return entry.function(Arguments(builder, entry.parameters, args, kwargs))
     except UserError as error:
-        raise UserError(f"{kind} {shown(node.target)}: {error.message}") from error
+        raise UserError(f"{kind} {quote_value(node.target)}: {error.message}") from error
 
 
-def _loss(builder: Builder, name: str, args: tuple[Argument, ...]) -> CustomLoss:
+def _build_loss(builder: Builder, name: str, args: tuple[Argument, ...]) -> CustomLoss:
     given = args[0] if len(args) == 1 else None
-    if not (isinstance(given, Items) and len(given.items) == 2 and isinstance(given.items[1], Table)):
+    if not (isinstance(given, ListArgument) and len(given.items) == 2 and isinstance(given.items[1], DictArgument)):
         raise UserError("must return (loss, metrics), where metrics is a dict")
     loss, metrics = given.items[0], given.items[1].items
-    value = _scalar("the loss", loss)
+    value = _check_scalar("the loss", loss)
     require(value.has_gradient, f"the loss does not depend on {LOGPROBS}, so it has no gradient")
     require(not value.is_bool, "the loss is bool; must be a float")
     require(len(metrics) <= _MAX_METRICS, f"has {len(metrics)} metrics; must have at most {_MAX_METRICS}")
     for key in metrics:
         require(
             _METRIC_NAME.fullmatch(key) is not None,
-            f"metric {shown(key)} must be named custom/<name>:sum or custom/<name>:mean in lowercase",
+            f"metric {quote_value(key)} must be named custom/<name>:sum or custom/<name>:mean in lowercase",
         )
-    found = {key: builder.number(_scalar(f"metric {key}", each)) for key, each in metrics.items()}
+    found = {key: builder.to_float32(_check_scalar(f"metric {key}", each)) for key, each in metrics.items()}
     return builder.finish(name, value, found)
 
 
-def _scalar(what: str, given: Argument) -> Value:
+def _check_scalar(what: str, given: Argument) -> Value:
     if not isinstance(given, Value):
         raise UserError(f"{what} must be a tensor")
     require(given.shape == (), f"{what} has shape {given.text}; must be a scalar")

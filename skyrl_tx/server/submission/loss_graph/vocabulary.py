@@ -8,7 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.server.submission.loss_graph.arguments import Argument, Arguments, Dtype, Items, Range, Sizes
+from skyrl_tx.server.submission.loss_graph.arguments import (
+    Argument,
+    Arguments,
+    DtypeArgument,
+    ListArgument,
+    ShapeArgument,
+    SliceArgument,
+)
 from skyrl_tx.server.submission.loss_graph.builder import Builder, Value
 
 _Function = Callable[[Arguments], Argument]
@@ -25,20 +32,22 @@ class Entry:
 
 
 def _unary(operation: str) -> _Function:
-    return lambda x: x.builder.emit(operation, x.number("input"))
+    return lambda x: x.builder.emit(operation, x.get_number("input"))
 
 
 def _binary(operation: str) -> _Function:
-    return lambda x: x.builder.emit(operation, x.number("input"), x.number("other"))
+    return lambda x: x.builder.emit(operation, x.get_number("input"), x.get_number("other"))
 
 
 def _logical(operation: str) -> _Function:
-    return lambda x: x.builder.emit(operation, x.builder.truth(x.value("input")), x.builder.truth(x.value("other")))
+    return lambda x: x.builder.emit(
+        operation, x.builder.to_bool(x.get_value("input")), x.builder.to_bool(x.get_value("other"))
+    )
 
 
 def _bitwise(operation: str) -> _Function:
     def function(x: Arguments) -> Value:
-        values = [x.value("input"), x.value("other")]
+        values = [x.get_value("input"), x.get_value("other")]
         if not all(value.is_bool for value in values):
             raise UserError("`&`, `|` and `^` are offered for bool tensors only, such as comparisons and x.bool()")
         return x.builder.emit(operation, *values)
@@ -47,18 +56,18 @@ def _bitwise(operation: str) -> _Function:
 
 
 def _invert(x: Arguments) -> Value:
-    if not (value := x.tensor("input")).is_bool:
+    if not (value := x.get_tensor("input")).is_bool:
         raise UserError("`~` is offered for bool tensors only, such as comparisons and x.bool()")
     return x.builder.emit("logical_not", value)
 
 
 def _div(x: Arguments) -> Value:
-    x.only("rounding_mode", None)
-    return x.builder.emit("div", x.number("input"), x.number("other"))
+    x.check_allowed("rounding_mode", None)
+    return x.builder.emit("div", x.get_number("input"), x.get_number("other"))
 
 
 def _pow(x: Arguments) -> Value:
-    base, exponent = x.number("input"), x.number("exponent")
+    base, exponent = x.get_number("input"), x.get_number("exponent")
     if exponent.constant == 1.0:
         return base
     simple = {2.0: "square", 0.5: "sqrt", -1.0: "reciprocal"}.get(exponent.constant or 0.0)
@@ -66,80 +75,80 @@ def _pow(x: Arguments) -> Value:
 
 
 def _clamp(x: Arguments) -> Value:
-    value, low, high = x.number("input"), x.get("min"), x.get("max")
+    value, low, high = x.get_number("input"), x.get("min"), x.get("max")
     if low is None and high is None:
         raise UserError("one of the arguments min and max is needed")
     for name, outside in (("min", "lt"), ("max", "gt")):
         if x.get(name) is not None:
-            bound = x.number(name)
+            bound = x.get_number(name)
             value = x.builder.emit("where", x.builder.emit(outside, value, bound), bound, value)
     return value
 
 
 def _relu(x: Arguments) -> Value:
-    x.only("inplace", False)
-    value, zero = x.number("input"), x.builder.constant(0.0)
+    x.check_allowed("inplace", False)
+    value, zero = x.get_number("input"), x.builder.add_constant(0.0)
     return x.builder.emit("where", x.builder.emit("le", value, zero), zero, value)
 
 
 def _softplus(x: Arguments) -> Value:
-    x.only("beta", 1, 1.0)
-    x.only("threshold", 20, 20.0)
-    return x.builder.emit("softplus", x.number("input"))
+    x.check_allowed("beta", 1, 1.0)
+    x.check_allowed("threshold", 20, 20.0)
+    return x.builder.emit("softplus", x.get_number("input"))
 
 
 def _log_sigmoid(x: Arguments) -> Value:
     emit = x.builder.emit
-    return emit("neg", emit("softplus", emit("neg", x.number("input"))))
+    return emit("neg", emit("softplus", emit("neg", x.get_number("input"))))
 
 
 def _where(x: Arguments) -> Value:
-    if not (condition := x.tensor("condition")).is_bool:
+    if not (condition := x.get_tensor("condition")).is_bool:
         raise UserError("argument condition must be a bool tensor, such as a comparison or x.bool()")
-    return x.builder.emit("where", condition, x.number("input"), x.number("other"))
+    return x.builder.emit("where", condition, x.get_number("input"), x.get_number("other"))
 
 
 def _masked_fill(x: Arguments) -> Value:
-    if not (mask := x.tensor("mask")).is_bool:
+    if not (mask := x.get_tensor("mask")).is_bool:
         raise UserError("argument mask must be a bool tensor, such as a comparison or x.bool()")
-    return x.builder.emit("where", mask, x.number("value"), x.number("input"))
+    return x.builder.emit("where", mask, x.get_number("value"), x.get_number("input"))
 
 
 def _reduction(operation: str) -> _Function:
     def function(x: Arguments) -> Value:
-        x.float32("dtype")
-        return _reduce(x, operation, x.number("input"), x.flag("keepdim"))
+        x.check_float32("dtype")
+        return _reduce(x, operation, x.get_number("input"), x.get_flag("keepdim"))
 
     return function
 
 
 def _reduce(x: Arguments, operation: str, value: Value, keeps: bool) -> Value:
-    return x.builder.emit(operation, value, options=(int(keeps), *x.axes("dim", len(value.shape))))
+    return x.builder.emit(operation, value, options=(int(keeps), *x.get_axes("dim", len(value.shape))))
 
 
 def _extreme(reduction: str, binary: str) -> _Function:
     def function(x: Arguments) -> Value:
         other = x.get("other")
         if isinstance(other, Value):
-            return x.builder.emit(binary, x.number("input"), x.builder.number(other))
+            return x.builder.emit(binary, x.get_number("input"), x.builder.to_float32(other))
         if other is not None:
             raise UserError(f"a dimension, which also gives indices, is not offered; use {reduction}")
-        return _reduce(x, reduction, x.number("input"), keeps=False)
+        return _reduce(x, reduction, x.get_number("input"), keeps=False)
 
     return function
 
 
 def _variance(x: Arguments) -> Value:
-    emit, value = x.builder.emit, x.number("input")
-    x.only("correction", 1, 0)
-    correction = x.get("correction", 1) if x.get("unbiased") is None else x.flag("unbiased")
-    axes = x.axes("dim", len(value.shape))
+    emit, value = x.builder.emit, x.get_number("input")
+    x.check_allowed("correction", 1, 0)
+    correction = x.get("correction", 1) if x.get("unbiased") is None else x.get_flag("unbiased")
+    axes = x.get_axes("dim", len(value.shape))
     distance = emit("sub", value, emit("mean", value, options=(1, *axes)))
-    total = emit("sum", emit("square", distance), options=(int(x.flag("keepdim")), *axes))
-    count = x.builder.constant(1.0)
+    total = emit("sum", emit("square", distance), options=(int(x.get_flag("keepdim")), *axes))
+    count = x.builder.add_constant(1.0)
     for axis in axes:
         count = emit("mul", count, emit("size", value, options=(axis,)))
-    return emit("div", total, emit("sub", count, x.builder.constant(1.0 if correction else 0.0)))
+    return emit("div", total, emit("sub", count, x.builder.add_constant(1.0 if correction else 0.0)))
 
 
 def _deviation(x: Arguments) -> Value:
@@ -147,9 +156,9 @@ def _deviation(x: Arguments) -> Value:
 
 
 def _log_softmax(x: Arguments) -> Value:
-    x.float32("dtype")
-    value = x.number("input")
-    axis = x.axis("dim", len(value.shape))
+    x.check_float32("dtype")
+    value = x.get_number("input")
+    axis = x.get_axis("dim", len(value.shape))
     return x.builder.emit("sub", value, x.builder.emit("logsumexp", value, options=(1, axis)))
 
 
@@ -158,13 +167,13 @@ def _softmax(x: Arguments) -> Value:
 
 
 def _cumsum(x: Arguments) -> Value:
-    x.float32("dtype")
-    value = x.number("input")
-    return x.builder.emit("cumsum", value, options=(x.axis("dim", len(value.shape)),))
+    x.check_float32("dtype")
+    value = x.get_number("input")
+    return x.builder.emit("cumsum", value, options=(x.get_axis("dim", len(value.shape)),))
 
 
 def _dot(x: Arguments) -> Value:
-    product = x.builder.emit("mul", x.number("input"), x.number("other"))
+    product = x.builder.emit("mul", x.get_number("input"), x.get_number("other"))
     if len(product.shape) != 1:
         raise UserError(f"takes two tensors [T], not {product.text}")
     return x.builder.emit("sum", product, options=(0, 0))
@@ -172,60 +181,60 @@ def _dot(x: Arguments) -> Value:
 
 def _full(number: float) -> _Function:
     def function(x: Arguments) -> Value:
-        x.float32("dtype")
-        return x.builder.emit("broadcast", x.builder.constant(number), x.tensor("input"))
+        x.check_float32("dtype")
+        return x.builder.emit("broadcast", x.builder.add_constant(number), x.get_tensor("input"))
 
     return function
 
 
 def _full_like(x: Arguments) -> Value:
-    x.float32("dtype")
-    return x.builder.emit("broadcast", x.number("fill_value"), x.tensor("input"))
+    x.check_float32("dtype")
+    return x.builder.emit("broadcast", x.get_number("fill_value"), x.get_tensor("input"))
 
 
 def _same(x: Arguments) -> Value:
-    return x.tensor("input")
+    return x.get_tensor("input")
 
 
 def _to(x: Arguments) -> Value:
     match x.get("dtype"):
-        case Dtype("float32"):
-            return x.number("input")
-        case Dtype("bool"):
-            return x.builder.truth(x.tensor("input"))
+        case DtypeArgument("float32"):
+            return x.get_number("input")
+        case DtypeArgument("bool"):
+            return x.builder.to_bool(x.get_tensor("input"))
         case _:
             raise UserError("only the dtypes torch.float32 and torch.bool are offered")
 
 
 def _unsqueeze(x: Arguments) -> Value:
-    value = x.tensor("input")
-    return x.builder.emit("unsqueeze", value, options=(x.axis("dim", len(value.shape) + 1),))
+    value = x.get_tensor("input")
+    return x.builder.emit("unsqueeze", value, options=(x.get_axis("dim", len(value.shape) + 1),))
 
 
 def _squeeze(x: Arguments) -> Value:
-    value = x.tensor("input")
-    axis = x.axis("dim", len(value.shape))
+    value = x.get_tensor("input")
+    axis = x.get_axis("dim", len(value.shape))
     if value.shape[axis].symbol != "1":
         raise UserError(f"dimension {axis} of {value.text} is not of size 1 for every datum")
     return x.builder.emit("squeeze", value, options=(axis,))
 
 
 def _size(x: Arguments) -> Argument:
-    value = x.tensor("input")
-    return Sizes(value) if x.get("dim") is None else size_of(x, value, x.axis("dim", len(value.shape)))
+    value = x.get_tensor("input")
+    return ShapeArgument(value) if x.get("dim") is None else emit_size(x, value, x.get_axis("dim", len(value.shape)))
 
 
 def _numel(x: Arguments) -> Value:
-    value, count = x.tensor("input"), x.builder.constant(1.0)
+    value, count = x.get_tensor("input"), x.builder.add_constant(1.0)
     for axis in range(len(value.shape)):
-        count = x.builder.emit("mul", count, size_of(x, value, axis))
+        count = x.builder.emit("mul", count, emit_size(x, value, axis))
     return count
 
 
 def _attribute(x: Arguments) -> Argument:
-    value, name = x.tensor("input"), x.get("name")
+    value, name = x.get_tensor("input"), x.get("name")
     if name == "shape":
-        return Sizes(value)
+        return ShapeArgument(value)
     if name == "ndim":
         return len(value.shape)
     raise UserError("the attributes of a tensor that are offered are shape and ndim")
@@ -233,25 +242,25 @@ def _attribute(x: Arguments) -> Argument:
 
 def _item(x: Arguments) -> Argument:
     of, index = x.get("input"), x.get("index")
-    if isinstance(of, Sizes):
+    if isinstance(of, ShapeArgument):
         if (
             isinstance(index, bool)
             or not isinstance(index, int)
             or not -len(of.value.shape) <= index < len(of.value.shape)
         ):
             raise UserError(f"a shape of {len(of.value.shape)} sizes takes one whole number as index")
-        return size_of(x, of.value, index % len(of.value.shape))
-    return _index(x.builder, x.tensor("input"), index)
+        return emit_size(x, of.value, index % len(of.value.shape))
+    return _index(x.builder, x.get_tensor("input"), index)
 
 
-def size_of(x: Arguments, value: Value, axis: int) -> Value:
+def emit_size(x: Arguments, value: Value, axis: int) -> Value:
     """Return the size of a dimension, as a scalar."""
     return x.builder.emit("size", value, options=(axis,))
 
 
 def _index(builder: Builder, value: Value, index: Argument) -> Value:
     """Return `value[index]`. Raises UserError for an index whose result depends on numbers or on the length."""
-    parts = index.items if isinstance(index, Items) else (index,)
+    parts = index.items if isinstance(index, ListArgument) else (index,)
     wanted = sum(1 for part in parts if part is not None and part is not Ellipsis)
     if wanted > len(value.shape) or sum(1 for part in parts if part is Ellipsis) > 1:
         raise UserError(f"{wanted} indices do not fit a tensor {value.text}")
@@ -263,18 +272,18 @@ def _index(builder: Builder, value: Value, index: Argument) -> Value:
         elif part is None:
             value = builder.emit("unsqueeze", value, options=(axis,))
             axis += 1
-        elif isinstance(part, Range):
+        elif isinstance(part, SliceArgument):
             value = _slice(builder, value, axis, part)
             axis += 1
         elif isinstance(part, int) and not isinstance(part, bool):
             _check_axis(value, axis)
-            value = builder.emit("select", value, options=(axis, _bounded(part)))
+            value = builder.emit("select", value, options=(axis, _check_index(part)))
         else:
             raise UserError("an index must be a whole number, a slice, None or `...`; use torch.where for a mask")
     return value
 
 
-def _slice(builder: Builder, value: Value, axis: int, part: Range) -> Value:
+def _slice(builder: Builder, value: Value, axis: int, part: SliceArgument) -> Value:
     if part.step not in (None, 1):
         raise UserError("slices with a step are not offered")
     start, stop = part.start or 0, part.stop
@@ -284,7 +293,7 @@ def _slice(builder: Builder, value: Value, axis: int, part: Range) -> Value:
         raise UserError(
             "a slice must end at a negative number, or at the end: other ends are not there for every datum"
         )
-    cut = _bounded(start), _bounded(-(stop or 0))
+    cut = _check_index(start), _check_index(-(stop or 0))
     if cut == (0, 0):
         return value
     _check_axis(value, axis)
@@ -296,7 +305,7 @@ def _check_axis(value: Value, axis: int) -> None:
         raise UserError(f"dimension {axis} of {value.text} has size 1; use squeeze")
 
 
-def _bounded(index: int) -> int:
+def _check_index(index: int) -> int:
     if abs(index) > _MAX_INDEX:
         raise UserError(f"an index must be at most {_MAX_INDEX}")
     return index
@@ -318,7 +327,7 @@ _SHARED: Mapping[str, Entry] = {
     **{name: Entry("input", _unary(operation)) for name, operation in _UNARY.items()},
     **{name: Entry("input other", _binary(operation)) for name, operation in _BINARY.items()},
     **{name: Entry("input other", _logical(name)) for name in ("logical_and", "logical_or", "logical_xor")},
-    "logical_not": Entry("input", lambda x: x.builder.emit("logical_not", x.builder.truth(x.tensor("input")))),
+    "logical_not": Entry("input", lambda x: x.builder.emit("logical_not", x.builder.to_bool(x.get_tensor("input")))),
     "div": Entry("input other rounding_mode?", _div),
     "divide": Entry("input other rounding_mode?", _div),
     "true_divide": Entry("input other rounding_mode?", _div),
@@ -341,7 +350,7 @@ _SHARED: Mapping[str, Entry] = {
     "cumsum": Entry("input dim dtype?", _cumsum),
     "dot": Entry("input other", _dot),
     "clone": Entry("input", _same),
-    "detach": Entry("input", lambda x: x.builder.emit("stop_gradient", x.tensor("input"))),
+    "detach": Entry("input", lambda x: x.builder.emit("stop_gradient", x.get_tensor("input"))),
     "unsqueeze": Entry("input dim", _unsqueeze),
     "squeeze": Entry("input dim", _squeeze),
     "numel": Entry("input", _numel),
@@ -349,13 +358,13 @@ _SHARED: Mapping[str, Entry] = {
 """Functions `torch.<name>` that are methods of a tensor too."""
 
 _METHODS_ONLY: Mapping[str, Entry] = {
-    "float": Entry("input", lambda x: x.number("input")),
-    "bool": Entry("input", lambda x: x.builder.truth(x.tensor("input"))),
+    "float": Entry("input", lambda x: x.get_number("input")),
+    "bool": Entry("input", lambda x: x.builder.to_bool(x.get_tensor("input"))),
     "to": Entry("input dtype", _to),
     "type": Entry("input dtype", _to),
     "contiguous": Entry("input", _same),
     "size": Entry("input dim?", _size),
-    "dim": Entry("input", lambda x: len(x.tensor("input").shape)),
+    "dim": Entry("input", lambda x: len(x.get_tensor("input").shape)),
     "where": Entry("input condition other", _where),
 }
 _NEURAL: Mapping[str, Entry] = {

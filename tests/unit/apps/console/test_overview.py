@@ -4,7 +4,13 @@ from typing import Any
 import pytest
 
 from skyrl_tx.apps.console.health import EngineView, describe_engine
-from skyrl_tx.apps.console.overview import Recent, flat_meters, gauge_tiles, rate_tiles, user_lines
+from skyrl_tx.apps.console.overview import (
+    RecentCache,
+    flatten_meters,
+    make_gauge_tiles,
+    make_rate_tiles,
+    make_user_lines,
+)
 from skyrl_tx.apps.console.queries import OpenGroup
 from skyrl_tx.apps.teams.usage import Total
 from skyrl_tx.contract.ids import ModelId, SessionId
@@ -13,30 +19,30 @@ from skyrl_tx.server.monitoring.engine_status import EngineReport
 
 def test_rates_are_tokens_a_second_of_the_last_buckets() -> None:
     buckets = [(900, "training", 30_000), (1200, "training", 15_000), (1200, "sampled", 450), (0, "prefill", 7)]
-    training, sampling, prefill = rate_tiles(buckets, [], 1350.0)
+    training, sampling, prefill = make_rate_tiles(buckets, [], 1350.0)
     assert training.value == "100 tok/s" and sampling.value == "1 tok/s" and prefill.value == "0 tok/s"
-    assert rate_tiles([], [], 1e9)[0].spark
+    assert make_rate_tiles([], [], 1e9)[0].spark
 
 
 def test_rates_of_the_server_come_before_those_of_usage() -> None:
     history = [(at, {"training_tokens_per_s": float(at)}) for at in range(0, 1300, 10)]
-    training, sampling, _ = rate_tiles([(1200, "sampled", 450)], history, 1300.0)
+    training, sampling, _ = make_rate_tiles([(1200, "sampled", 450)], history, 1300.0)
     assert training.value == "1.3k tok/s" and training.detail == "last 21 min 30 s" and training.spark.count(",") == 60
     assert sampling.value == "1.1 tok/s"
 
 
 def test_gauges_are_read_from_any_nesting_and_may_be_missing() -> None:
-    assert gauge_tiles(None, []) == []
+    assert make_gauge_tiles(None, []) == []
     meters = {
         "backend": {"kv_cache_tokens": 100, "kv_cache_tokens_used": 61, "compilations": None},
         "device_memory": [{"used_bytes": 2**30, "limit_bytes": 2**31}] * 2,
     }
-    assert flat_meters(meters)["device_memory_bytes"] == 2**31
-    memory, cache = gauge_tiles(meters, [(1, {"kv_cache_tokens_used": 3.0}), (2, {"kv_cache_tokens_used": 9.0})])
+    assert flatten_meters(meters)["device_memory_bytes"] == 2**31
+    memory, cache = make_gauge_tiles(meters, [(1, {"kv_cache_tokens_used": 3.0}), (2, {"kv_cache_tokens_used": 9.0})])
     assert (memory.value, memory.detail, memory.share) == ("2.0 GiB", "of 4.0 GiB", 0.5)
     assert cache.share == 0.61 and cache.spark
     compared = {"compared_tokens": 2000, "trainer_gap_nats": 0.5, "trainer_gap_max_nats": 0.01}
-    (gap,) = gauge_tiles({"backend": compared}, [])
+    (gap,) = make_gauge_tiles({"backend": compared}, [])
     assert (gap.value, gap.detail) == ("2.5e-04 nats", "1.0e-02 at most, 2.0k tokens")
 
 
@@ -63,7 +69,7 @@ def test_who_uses_what() -> None:
         Total(group=(who,), kind="training", tokens=5, requests=1, device_s=s)
         for who, s in (("ann", 3.0), ("bob", 1.0))
     ]
-    found, hidden = user_lines(open_now, recent, [*recent, *recent])
+    found, hidden = make_user_lines(open_now, recent, [*recent, *recent])
     assert hidden == 0 and [line.owner for line in found] == ["ann", "bob"]
     assert found[0].waiting == "2 training passes" and found[0].link == f"/training_runs/{model}"
     assert (found[0].device, found[0].tokens, found[1].what) == ("75%", 10, "")
@@ -71,7 +77,7 @@ def test_who_uses_what() -> None:
 
 def test_a_value_is_computed_once_for_a_while_and_for_each_key() -> None:
     now, calls = [0.0], []
-    recent: Recent[str] = Recent(1.0, lambda: now[0])
+    recent: RecentCache[str] = RecentCache(1.0, lambda: now[0])
 
     def value(key: str) -> str:
         return recent.get(key, lambda: calls.append(key) or f"{key} at {now[0]}")
@@ -84,14 +90,14 @@ def test_a_value_is_computed_once_for_a_while_and_for_each_key() -> None:
 
 
 def test_an_error_is_not_kept() -> None:
-    recent: Recent[int] = Recent(1.0)
+    recent: RecentCache[int] = RecentCache(1.0)
     with pytest.raises(ZeroDivisionError):
         recent.get("a", lambda: 1 // 0)
     assert recent.get("a", lambda: 2) == 2
 
 
 def test_old_keys_are_forgotten() -> None:
-    recent: Recent[int] = Recent(100.0)
+    recent: RecentCache[int] = RecentCache(100.0)
     for number in range(257):
         recent.get(number, lambda: 1)
     assert recent.get(0, lambda: 2) == 2 and recent.get(256, lambda: 2) == 1

@@ -8,14 +8,14 @@ from sqlmodel import Session
 from skyrl_tx.apps.console import queries
 from skyrl_tx.apps.console.queries import ListQuery, OpenGroup
 from skyrl_tx.apps.history import logged
-from skyrl_tx.apps.history.logged import Logged, LoggedRun
+from skyrl_tx.apps.history.logged import LoggedRun, NewLoggedPoint
 from skyrl_tx.apps.teams import usage
 from skyrl_tx.apps.teams.usage import Work
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import ArtifactId, CheckpointKind, ModelId, SamplingSessionId, SessionId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec
 from skyrl_tx.store import futures, keys, sessions
-from skyrl_tx.store.database import Store, existing
+from skyrl_tx.store.database import Store, get_existing
 from skyrl_tx.store.futures import NewRequest
 from skyrl_tx.store.tables import CheckpointRow, ModelRow, RequestRow, SamplingSessionRow
 
@@ -50,7 +50,7 @@ def submit(tx: Session, session_id: SessionId, number: int, owner: str, status: 
         body=b"x",
     )
     position = futures.submit(tx, new, NOW + number).position
-    row = existing(tx, RequestRow, position)
+    row = get_existing(tx, RequestRow, position)
     row.status, row.result = status, b"broken" if status == "failed" else None
 
 
@@ -74,7 +74,9 @@ def filled(store: Store) -> Store:
         usage.add(tx, "ann", ANN, SECOND, 800.0, [Work(kind="training", tokens=7)])
         usage.add(tx, "bob", BOB, OTHER, 1000.0, [Work(kind="training", tokens=2**40)])
         row = logged.open_run(tx, LoggedRun(owner="ann", project="p", key="k", name="maths"), NOW, model_id=FIRST)
-        logged.add_points(tx, row, [Logged(log_id=str(n), step=n, values={"reward": n / 2}) for n in (2, 1)], NOW)
+        logged.add_points(
+            tx, row, [NewLoggedPoint(log_id=str(n), step=n, values={"reward": n / 2}) for n in (2, 1)], NOW
+        )
         for number in range(2):
             tx.add(
                 SamplingSessionRow(
@@ -96,7 +98,7 @@ def filled(store: Store) -> Store:
 
 def names(store: Store, owner: str | None, search: str = "", project: str | None = None, **page: int) -> list[str]:
     query = ListQuery(owner=owner, project=project, search=search, **{"limit": 10, **page})
-    found, total = store.read(lambda tx: queries.runs(tx, query))
+    found, total = store.read(lambda tx: queries.list_runs(tx, query))
     assert total >= len(found)
     return [line.model_id for line in found]
 
@@ -113,19 +115,19 @@ def test_runs_are_listed_last_used_first_and_by_owner(filled: Store) -> None:
 )
 def test_a_search_takes_its_text_literally(filled: Store, search: str, number: int) -> None:
     assert len(names(filled, None, search)) == number
-    found, total = filled.read(lambda tx: queries.session_page(tx, ListQuery(owner=None, search=search, limit=10)))
+    found, total = filled.read(lambda tx: queries.read_session_page(tx, ListQuery(owner=None, search=search, limit=10)))
     assert len(found) == total == min(number, 1)
 
 
 def test_one_run_the_runs_of_a_session_and_those_that_were_loaded(filled: Store) -> None:
-    line = filled.read(lambda tx: queries.run(tx, FIRST))
+    line = filled.read(lambda tx: queries.get_run(tx, FIRST))
     assert line is not None and (line.owner, line.project_id) == ("ann", "100%_maths")
-    assert filled.read(lambda tx: queries.run(tx, ModelId("x"))) is None
-    of_session = filled.read(lambda tx: queries.runs_of_session(tx, ANN, 10))
+    assert filled.read(lambda tx: queries.get_run(tx, ModelId("x"))) is None
+    of_session = filled.read(lambda tx: queries.list_runs_of_session(tx, ANN, 10))
     assert [line.model_id for line in of_session] == [FIRST, SECOND]
-    loaded = filled.read(lambda tx: queries.runs_loaded_from(tx, [START], 10))
+    loaded = filled.read(lambda tx: queries.list_runs_loaded_from(tx, [START], 10))
     assert loaded == [(OTHER, START), (SECOND, START)]
-    copies = filled.read(lambda tx: queries.copies_of(tx, START, 10, NOW))
+    copies = filled.read(lambda tx: queries.list_copies(tx, START, 10, NOW))
     assert [row.name for row in copies] == ["copy"]
 
 
@@ -143,48 +145,48 @@ def test_checkpoints_by_scope(
     filled: Store, scope: str, owner: str | None, expected: tuple[list[str], int, int]
 ) -> None:
     rows, number, size = filled.read(
-        lambda tx: queries.checkpoint_page(tx, ListQuery(owner=owner, limit=10), kind="", scope=scope, now=NOW)
+        lambda tx: queries.read_checkpoint_page(tx, ListQuery(owner=owner, limit=10), kind="", scope=scope, now=NOW)
     )
     assert ([row.name for row, _ in rows], number, size) == expected
 
 
 def test_checkpoints_of_runs_and_references_to_their_files(filled: Store) -> None:
-    rows = filled.read(lambda tx: queries.checkpoints_of_runs(tx, [FIRST, SECOND], 10, NOW))
+    rows = filled.read(lambda tx: queries.list_checkpoints_of_runs(tx, [FIRST, SECOND], 10, NOW))
     assert [row.name for row in rows] == ["start", "copy"]
-    assert filled.read(lambda tx: queries.references_to(tx, ["art-1", "art-2"], NOW)) == {"art-1": 2}
+    assert filled.read(lambda tx: queries.count_references(tx, ["art-1", "art-2"], NOW)) == {"art-1": 2}
 
 
 def test_open_and_failed_requests(filled: Store) -> None:
-    groups = filled.read(lambda tx: queries.open_groups(tx, None))
+    groups = filled.read(lambda tx: queries.list_open_groups(tx, None))
     (group,) = groups
     assert group == OpenGroup("ann", ANN, "model_pass", FIRST, None, 2, group.first_position)
-    assert filled.read(lambda tx: queries.arrived_at(tx, group.first_position)) == NOW + 1
-    assert filled.read(lambda tx: queries.open_groups(tx, "bob")) == []
-    failed = filled.read(lambda tx: queries.failed_requests(tx, None, 10))
+    assert filled.read(lambda tx: queries.get_arrival_time(tx, group.first_position)) == NOW + 1
+    assert filled.read(lambda tx: queries.list_open_groups(tx, "bob")) == []
+    failed = filled.read(lambda tx: queries.list_failed_requests(tx, None, 10))
     assert [(line.owner, line.result) for line in failed] == [("ann", b"broken"), ("bob", b"broken")]
-    assert [line.owner for line in filled.read(lambda tx: queries.failed_requests(tx, "bob", 10))] == ["bob"]
-    of_model = filled.read(lambda tx: queries.requests_of_model(tx, FIRST, 2))
+    assert [line.owner for line in filled.read(lambda tx: queries.list_failed_requests(tx, "bob", 10))] == ["bob"]
+    of_model = filled.read(lambda tx: queries.list_requests_of_model(tx, FIRST, 2))
     assert [(line.seq_id, line.status) for line in of_model] == [(3, "failed"), (2, "open")]
 
 
 def test_usage_by_bucket_and_of_a_session(filled: Store) -> None:
-    everything = filled.read(lambda tx: queries.usage_by_bucket(tx, 0))
+    everything = filled.read(lambda tx: queries.read_usage_by_bucket(tx, 0))
     assert sorted(everything) == [(600, "sampled", 1), (600, "training", 12), (900, "training", 2**40)]
-    of_session = filled.read(lambda tx: queries.usage_of_session(tx, ANN, 0, 10))
+    of_session = filled.read(lambda tx: queries.read_usage_of_session(tx, ANN, 0, 10))
     assert sorted(of_session) == [(600, "sampled", 1), (600, "training", 12)]
-    assert filled.read(lambda tx: queries.usage_of_session(tx, BOB, 901, 10)) == []
+    assert filled.read(lambda tx: queries.read_usage_of_session(tx, BOB, 901, 10)) == []
 
 
 def test_logged_metrics_samplers_and_keys(filled: Store) -> None:
-    found = filled.read(lambda tx: queries.logged_points(tx, FIRST, 10))
+    found = filled.read(lambda tx: queries.list_logged_steps(tx, FIRST, 10))
     assert [(point.step, point.values) for point in found] == [(1, {"reward": 0.5}), (2, {"reward": 1.0})]
-    assert filled.read(lambda tx: queries.logged_names(tx, [FIRST, SECOND])) == {FIRST: "maths"}
-    samplers = filled.read(lambda tx: queries.samplers_of_session(tx, ANN, 1))
+    assert filled.read(lambda tx: queries.get_logged_names(tx, [FIRST, SECOND])) == {FIRST: "maths"}
+    samplers = filled.read(lambda tx: queries.list_samplers_of_session(tx, ANN, 1))
     assert [row.sampling_session_id for row in samplers] == [f"{ANN}:sample:1"]
 
     def page(owner: str | None) -> Callable[[Session], tuple[list[str], int]]:
         def read(tx: Session) -> tuple[list[str], int]:
-            rows, total = queries.key_page(tx, ListQuery(owner=owner, limit=10))
+            rows, total = queries.read_key_page(tx, ListQuery(owner=owner, limit=10))
             return [row.owner for row in rows], total
 
         return read

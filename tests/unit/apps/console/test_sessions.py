@@ -5,15 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_tx.apps.console.sessions import list_requests, make_timeline, make_traffic
-from skyrl_tx.apps.history.timeline import Group, Span, newest_spans
+from skyrl_tx.apps.history.timeline import TimelineGroup, TimelineSpan, keep_newest_spans
 
 
-def span(position: int, created: float = 1.0, started: float | None = 2.0, ended: float = 4.0, **more: object) -> Span:
+def span(
+    position: int, created: float = 1.0, started: float | None = 2.0, ended: float = 4.0, **more: object
+) -> TimelineSpan:
     values = {"name": "sample", "created_at": created, "started_at": started, "ended_at": ended, "position": position}
-    return Span(**{**values, **more})  # type: ignore[arg-type]
+    return TimelineSpan(**{**values, **more})  # type: ignore[arg-type]
 
 
-MODEL = Group(
+MODEL = TimelineGroup(
     title="model train:0",
     model_id="session-ab:train:0",
     spans=[
@@ -21,7 +23,7 @@ MODEL = Group(
         span(3, name="optim_step", annotations={"step": 1}),
     ],
 )
-SAMPLER = Group(
+SAMPLER = TimelineGroup(
     title="sampler",
     sampling_session_id="session-ab:sample:0",
     spans=[span(2, status="open", started=None, annotations={"seq_id": 7})],
@@ -53,7 +55,9 @@ def test_the_cursor_is_before_the_first_open_request() -> None:
 
 
 def test_times_are_in_order_though_a_clock_was_set_back() -> None:
-    (track,) = make_timeline([Group(title="", spans=[span(1, created=5.0, started=3.0, ended=4.0)])], 9.0, {})["tracks"]
+    (track,) = make_timeline([TimelineGroup(title="", spans=[span(1, created=5.0, started=3.0, ended=4.0)])], 9.0, {})[
+        "tracks"
+    ]
     assert track["spans"][0][2:5] == [5.0, 5.0, 5.0]
 
 
@@ -65,9 +69,9 @@ def test_the_table_has_the_newest_requests_first() -> None:
 @given(st.lists(st.lists(st.integers(0, 50)), max_size=4), st.integers(1, 60))
 def test_the_newest_requests_of_all_tracks_are_kept(tracks: list[list[int]], limit: int) -> None:
     numbers = iter(range(1000))
-    groups = [Group(title="", spans=[span(next(numbers)) for _ in track]) for track in tracks]
+    groups = [TimelineGroup(title="", spans=[span(next(numbers)) for _ in track]) for track in tracks]
     everything = sorted(span.position for group in groups for span in group.spans)
-    kept = sorted(span.position for group in newest_spans(groups, limit) for span in group.spans)
+    kept = sorted(span.position for group in keep_newest_spans(groups, limit) for span in group.spans)
     assert kept == everything[-limit:]
 
 

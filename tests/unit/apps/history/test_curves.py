@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
 
-from skyrl_tx.apps.history.curves import CurveCache, fold, fold_metrics, smooth, spark, thin
+from skyrl_tx.apps.history.curves import CurveCache, draw_spark, fold_metrics, fold_points, smooth, thin_steps
 from skyrl_tx.apps.history.points import Point, SampledStep
 from skyrl_tx.apps.history.tables import PointKind
 from skyrl_tx.contract.ids import ModelId
@@ -59,7 +59,7 @@ def test_a_metric_that_is_not_finite_anywhere_is_none() -> None:
 
 
 def test_passes_of_a_step_and_its_update_are_one_step() -> None:
-    first, second = fold(passes(2))
+    first, second = fold_points(passes(2))
     assert (first.step, second.step) == (1, 2) and first.passes == 2 and first.is_applied
     assert first.values["loss"] == 40.0 / 20.0 and first.values["grad_norm"] == 0.5 and first.tokens == 20
     assert first.values["learning_rate"] == 1e-4 and first.queue_s == 1.0 and first.wall_s == 2.0
@@ -67,14 +67,14 @@ def test_passes_of_a_step_and_its_update_are_one_step() -> None:
 
 def test_a_policy_gradient_loss_is_divided_by_the_positions_with_an_advantage() -> None:
     values = {"loss:sum": 6.0, "num_tokens:sum": 100.0, "ratio_count:sum": 3.0, "ratio:sum": 3.3}
-    (step,) = fold([point(1, "train", 0, values=values)])
+    (step,) = fold_points([point(1, "train", 0, values=values)])
     assert step.values["loss"] == 2.0 and step.values["ratio"] == pytest.approx(1.1)
     assert step.values["advantages"] == 3.0 and not step.is_applied
 
 
 def test_evaluations_are_curves_of_their_own() -> None:
     evaluation = point(9, "forward", 0, created_at=-50.0, at=90.0)
-    (step,) = fold([*passes(1), evaluation])
+    (step,) = fold_points([*passes(1), evaluation])
     assert step.values["forward_loss"] == 2.0 and step.tokens == 20 and step.wall_s == 2.0 and step.passes == 2
 
 
@@ -94,8 +94,8 @@ def test_thinning_keeps_order_ends_and_spikes(losses: list[float], buckets: int)
         point(index, "train", index, values={"loss:sum": loss * 10, "num_tokens:sum": 10.0})
         for index, loss in enumerate(losses)
     ]
-    steps = fold(points)
-    kept = thin(steps, ["loss"], buckets)
+    steps = fold_points(points)
+    kept = thin_steps(steps, ["loss"], buckets)
     assert len(kept) <= max(4 * buckets, 1) and kept[0] == steps[0] and kept[-1] == steps[-1]
     assert [step.step for step in kept] == sorted({step.step for step in kept})
     seen = [step.values["loss"] for step in kept]
@@ -105,7 +105,7 @@ def test_thinning_keeps_order_ends_and_spikes(losses: list[float], buckets: int)
 
 @given(st.lists(st.none() | NUMBERS, max_size=40))
 def test_a_sparkline_stays_in_its_box(values: list[float | None]) -> None:
-    places = [tuple(map(float, place.split(","))) for place in spark(values).split()]
+    places = [tuple(map(float, place.split(","))) for place in draw_spark(values).split()]
     assert all(0 <= x <= 120 and 0 <= y <= 28 and math.isfinite(y) for x, y in places)
     assert bool(places) == (sum(value is not None for value in values) > 1)
 
@@ -119,12 +119,12 @@ def test_the_cache_reads_only_the_newest_steps_again_and_finds_late_chunks() -> 
         return found[:limit]
 
     cache = CurveCache(max_runs=1)
-    assert cache.steps("run", read) == fold(points)
-    assert cache.steps("run", read) == fold(points) and reads[-1] <= 6
+    assert cache.read_steps("run", read) == fold_points(points)
+    assert cache.read_steps("run", read) == fold_points(points) and reads[-1] <= 6
     late = points.pop(-2)
-    assert cache.steps("other", read) == fold(points)
+    assert cache.read_steps("other", read) == fold_points(points)
     points.append(late)
-    assert cache.steps("other", read) == fold(points)
+    assert cache.read_steps("other", read) == fold_points(points)
 
 
 def test_samples_of_the_weights_before_a_step_are_curves_of_it() -> None:
@@ -140,12 +140,15 @@ def test_samples_of_the_weights_before_a_step_are_curves_of_it() -> None:
         return [each for each in sampled.values() if each.step > after]
 
     cache = CurveCache()
-    first = cache.steps("run", read, read_sampled)
+    first = cache.read_steps("run", read, read_sampled)
     assert {"sampled_length", "cut_share", "surprise"} & first[1].values.keys() == set()
     step = next(step for step in first if step.step == 3)
     assert (step.values["sampled_length"], step.values["cut_share"], step.values["surprise"]) == (10.0, 0.25, 0.2)
     sampled[38] = SampledStep(step=38, samples=2, cut=0, tokens=10, scored_tokens=0, logprob_sum=0.0)
     sampled[2] = SampledStep(step=2, samples=8, cut=8, tokens=40, scored_tokens=40, logprob_sum=-4.0)
-    again = {step.step: step.values for step in cache.steps("run", read, read_sampled)}
+    again = {step.step: step.values for step in cache.read_steps("run", read, read_sampled)}
     assert (again[3]["cut_share"], again[39]["sampled_length"]) == (1.0, 5.0) and "surprise" not in again[39]
-    assert cache.steps("run", read, read_sampled) == cache.steps("run", read, read_sampled) and reads[-1] == 38 - 32
+    assert (
+        cache.read_steps("run", read, read_sampled) == cache.read_steps("run", read, read_sampled)
+        and reads[-1] == 38 - 32
+    )

@@ -2,13 +2,13 @@ from collections.abc import Mapping
 
 import pytest
 
-from skyrl_tx.apps.history.curves import Step
-from skyrl_tx.apps.history.hints import DeviceUser, hints, named_users, slow_since
+from skyrl_tx.apps.history.curves import OptimizerStep
+from skyrl_tx.apps.history.hints import DeviceUser, find_hints, find_slow_since, sum_device_users
 from skyrl_tx.apps.teams.usage import Total
 
 
-def step(number: int, wall_s: float = 2.0, queue_s: float = 0.0, **values: float | None) -> Step:
-    return Step(
+def step(number: int, wall_s: float = 2.0, queue_s: float = 0.0, **values: float | None) -> OptimizerStep:
+    return OptimizerStep(
         step=number,
         at=number * 10.0 + wall_s,
         began_at=number * 10.0,
@@ -34,12 +34,12 @@ GOOD: Mapping[str, float | None] = {
 }
 
 
-def run(last: Mapping[str, float | None], times: int = 5) -> list[Step]:
+def run(last: Mapping[str, float | None], times: int = 5) -> list[OptimizerStep]:
     return [step(number, **(GOOD if number <= 40 else {**GOOD, **last})) for number in range(1, 41 + times)]
 
 
 def test_a_healthy_run_gives_no_hint() -> None:
-    assert hints([], 0.0) == [] and hints(run({}), 500.0) == []
+    assert find_hints([], 0.0) == [] and find_hints(run({}), 500.0) == []
 
 
 @pytest.mark.parametrize(
@@ -56,36 +56,39 @@ def test_a_healthy_run_gives_no_hint() -> None:
     ],
 )
 def test_a_problem_of_the_newest_steps_is_reported(last: Mapping[str, float | None], words: str) -> None:
-    (hint,) = hints(run(last), 500.0)
+    (hint,) = find_hints(run(last), 500.0)
     assert words in hint.text and hint.advice and hint.step >= 41
 
 
 def test_a_rising_divergence_is_reported_and_a_falling_one_is_not() -> None:
     rising = [step(number, kl_to_sampler=0.05 + number / 100) for number in range(1, 7)]
     falling = [step(number, kl_to_sampler=0.2 - number / 100) for number in range(1, 7)]
-    assert "rises" in hints(rising, 80.0)[0].text and hints(falling, 80.0) == []
+    assert "rises" in find_hints(rising, 80.0)[0].text and find_hints(falling, 80.0) == []
 
 
 def test_slow_steps_name_whom_they_wait_for() -> None:
     usual = [step(number) for number in range(1, 31)]
     waiting = [step(number, wall_s=6.0, queue_s=5.0) for number in range(31, 36)]
     working = [step(number, wall_s=6.0) for number in range(31, 36)]
-    assert "wait for the device" in hints(usual + waiting, 400.0)[0].text
-    assert "their own passes" in hints(usual + working, 400.0)[0].text
+    assert "wait for the device" in find_hints(usual + waiting, 400.0)[0].text
+    assert "their own passes" in find_hints(usual + working, 400.0)[0].text
 
 
 def test_one_batch_of_cut_or_certain_samples_is_no_hint() -> None:
-    assert hints(run({"cut_share": 0.6}, times=1), 500.0) == [] and hints(run({"surprise": 0.0}, times=4), 500.0) == []
+    assert (
+        find_hints(run({"cut_share": 0.6}, times=1), 500.0) == []
+        and find_hints(run({"surprise": 0.0}, times=4), 500.0) == []
+    )
 
 
 def test_slow_steps_name_who_uses_the_device() -> None:
     usual = [step(number) for number in range(1, 31)]
     waiting = [step(number, wall_s=6.0, queue_s=5.0) for number in range(31, 36)]
     users = [DeviceUser("bob", 7.0), DeviceUser("ann's run b", 2.5), DeviceUser("cy", 0.5)]
-    (hint,) = hints(usual + waiting, 400.0, users)
+    (hint,) = find_hints(usual + waiting, 400.0, users)
     assert "meanwhile works for bob (70%), ann's run b (25%)." in hint.text
-    assert slow_since(usual + waiting) == 310.0 and slow_since(usual) is None
-    assert slow_since(usual + [step(number, wall_s=6.0) for number in range(31, 36)]) is None
+    assert find_slow_since(usual + waiting) == 310.0 and find_slow_since(usual) is None
+    assert find_slow_since(usual + [step(number, wall_s=6.0) for number in range(31, 36)]) is None
 
 
 def test_names_of_other_owners_are_for_those_who_may_see_them() -> None:
@@ -101,18 +104,20 @@ def test_names_of_other_owners_are_for_those_who_may_see_them() -> None:
         total("dan", "", 0.0),
     ]
     own = [DeviceUser("ann's run session-1:train:1", 2.0), DeviceUser("ann's samples of base weights", 1.0)]
-    everyone = named_users(totals, "session-1:train:0", "ann", lambda _: True)
+    everyone = sum_device_users(totals, "session-1:train:0", "ann", lambda _: True)
     assert everyone == [DeviceUser("bob", 3.0), DeviceUser("cy", 3.0), *own]
-    seen_by_ann = named_users(totals, "session-1:train:0", "ann", lambda owner: owner == "ann")
+    seen_by_ann = sum_device_users(totals, "session-1:train:0", "ann", lambda owner: owner == "ann")
     assert seen_by_ann == [DeviceUser("other owners", 6.0), *own]
 
 
 def test_passes_without_a_step_are_reported_after_half_an_hour() -> None:
-    last = Step(step=2, at=20.0, began_at=19.0, passes=3, tokens=1, datums=1, queue_s=0, device_s=0, is_applied=False)
-    assert hints([step(1), last], 100.0) == []
-    assert "Step 2 has 3 passes but no optimizer step for 30 minutes" in hints([step(1), last], 1830.0)[0].text
+    last = OptimizerStep(
+        step=2, at=20.0, began_at=19.0, passes=3, tokens=1, datums=1, queue_s=0, device_s=0, is_applied=False
+    )
+    assert find_hints([step(1), last], 100.0) == []
+    assert "Step 2 has 3 passes but no optimizer step for 30 minutes" in find_hints([step(1), last], 1830.0)[0].text
 
 
 def test_errors_come_first() -> None:
-    found = hints(run({"loss_sum": None, "learning_rate": 0.0}), 500.0)
+    found = find_hints(run({"loss_sum": None, "learning_rate": 0.0}), 500.0)
     assert [hint.level for hint in found] == ["error", "warning"]

@@ -30,7 +30,7 @@ def add(store: Store, *new: NewGroup, now: float = 10.0) -> None:
 
 
 def of_step(store: Store, step: int | None = 1, limit: int = 10, owner: str | None = "ann", **more) -> list[KeptGroup]:
-    return store.read(lambda tx: kept_samples.of_step(tx, RUN, step, limit, owner=owner, **more))
+    return store.read(lambda tx: kept_samples.read_step(tx, RUN, step, limit, owner=owner, **more))
 
 
 def names(found: list[KeptGroup]) -> list[str]:
@@ -62,17 +62,17 @@ def test_groups_of_a_step_page_by_page_for_their_owner_only(store: Store) -> Non
     assert names(of_step(store, limit=1)) == ["a"]
     assert names(of_step(store, limit=1, after=RequestId("a"))) == ["b"]
     assert names(of_step(store, step=None)) == ["e"]
-    assert names(store.read(lambda tx: kept_samples.groups(tx, [RequestId("c")], owner="ann"))) == []
-    assert store.read(lambda tx: kept_samples.steps(tx, RUN, "ann")) == [(2, 1), (1, 2), (None, 1)]
-    assert store.read(lambda tx: kept_samples.steps(tx, RUN, None)) == [(2, 1), (1, 3), (None, 1)]
-    assert store.read(lambda tx: kept_samples.groups_of_step(tx, RUN, 1, "bob")) == ["c"]
-    assert store.read(lambda tx: kept_samples.groups_of_step(tx, RUN, 1, "bob", since=11.0)) == []
+    assert names(store.read(lambda tx: kept_samples.read_groups(tx, [RequestId("c")], owner="ann"))) == []
+    assert store.read(lambda tx: kept_samples.list_steps(tx, RUN, "ann")) == [(2, 1), (1, 2), (None, 1)]
+    assert store.read(lambda tx: kept_samples.list_steps(tx, RUN, None)) == [(2, 1), (1, 3), (None, 1)]
+    assert store.read(lambda tx: kept_samples.list_groups_of_step(tx, RUN, 1, "bob")) == ["c"]
+    assert store.read(lambda tx: kept_samples.list_groups_of_step(tx, RUN, 1, "bob", since=11.0)) == []
 
 
 def test_training_is_recorded_for_kept_sequences_of_the_same_owner(store: Store) -> None:
     add(store, group("a"), group("b", owner="bob"))
     wanted = ["seq-a-1", "seq-b-0", "seq-unknown"]
-    assert store.read(lambda tx: kept_samples.find(tx, "ann", wanted)) == {"seq-a-1"}
+    assert store.read(lambda tx: kept_samples.find_kept(tx, "ann", wanted)) == {"seq-a-1"}
     trained = [TrainedSequence(sequence_id="seq-a-1", advantage=-1.5, kl=0.25)]
     store.write(lambda tx: kept_samples.record_training(tx, ModelId("m"), 7, trained))
     first, second = of_step(store)[0].samples
@@ -97,7 +97,7 @@ def test_oldest_groups_of_a_run_are_superfluous(store: Store) -> None:
     add(store, group("d", owner="bob"), group("e", model="other"), now=1.0)
     size = group("a").num_bytes
     for most, expected in ((3 * size, []), (3 * size - 1, ["c"]), (size, ["a", "c"]), (0, ["b", "a", "c"])):
-        assert store.read(lambda tx, most=most: kept_samples.superfluous(tx, RUN, "ann", most)) == expected
+        assert store.read(lambda tx, most=most: kept_samples.find_superfluous(tx, RUN, "ann", most)) == expected
     store.write(lambda tx: kept_samples.remove(tx, [RequestId("a"), RequestId("c")]))
     assert names(of_step(store)) == ["b"]
 
@@ -106,4 +106,4 @@ def test_samples_go_with_their_runs(store: Store) -> None:
     add(store, group("a"), group("b", model="other"))
     store.write(lambda tx: kept_samples.remove_runs(tx, [RUN]))
     assert of_step(store) == []
-    assert names(store.read(lambda tx: kept_samples.groups(tx, [RequestId("b")], owner="ann"))) == ["b"]
+    assert names(store.read(lambda tx: kept_samples.read_groups(tx, [RequestId("b")], owner="ann"))) == ["b"]

@@ -1,7 +1,7 @@
 import pytest
 
 from skyrl_tx.apps.history import logged
-from skyrl_tx.apps.history.logged import Logged, LoggedRun
+from skyrl_tx.apps.history.logged import LoggedRun, NewLoggedPoint
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store.database import Store
@@ -10,12 +10,12 @@ RUN = LoggedRun(owner="ann", project="gsm8k", key="a1", name="first")
 DAY = 86_400.0
 
 
-def point(number: int, **values: float | None) -> Logged:
-    return Logged(log_id=f"log-{number}", step=number, values=values or {"reward": number / 10})
+def point(number: int, **values: float | None) -> NewLoggedPoint:
+    return NewLoggedPoint(log_id=f"log-{number}", step=number, values=values or {"reward": number / 10})
 
 
 def write(
-    store: Store, *points: Logged, run: LoggedRun = RUN, now: float = 10.0, model_id: ModelId | None = None
+    store: Store, *points: NewLoggedPoint, run: LoggedRun = RUN, now: float = 10.0, model_id: ModelId | None = None
 ) -> int:
     return store.write(lambda tx: logged.add_points(tx, logged.open_run(tx, run, now, model_id=model_id), points, now))
 

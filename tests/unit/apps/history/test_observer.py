@@ -33,17 +33,17 @@ from tests.support.engine_harness import (
 
 
 def curve(harness: EngineHarness, model_id: ModelId) -> list[Point]:
-    return harness.api.read(lambda tx: points.series(tx, model_id))
+    return harness.api.read(lambda tx: points.read_points(tx, model_id))
 
 
 def work(harness: EngineHarness) -> dict[tuple[str, str], tuple[int, int]]:
     """Return tokens and requests of each model, by its name, and kind."""
-    totals = harness.api.read(lambda tx: usage.totals(tx, OWNER, 0.0, ["model_id"]))
+    totals = harness.api.read(lambda tx: usage.read_totals(tx, OWNER, 0.0, ["model_id"]))
     return {(total.group[0].rpartition(":")[2], total.kind): (total.tokens, total.requests) for total in totals}
 
 
 def kept(harness: EngineHarness, model_id: str, step: int | None) -> list[kept_samples.KeptGroup]:
-    return harness.api.read(lambda tx: kept_samples.of_step(tx, model_id, step, 100, owner=OWNER))
+    return harness.api.read(lambda tx: kept_samples.read_step(tx, model_id, step, 100, owner=OWNER))
 
 
 def train(harness: EngineHarness, num_steps: int = 2) -> tuple[ModelId, RequestId]:
@@ -93,7 +93,7 @@ def test_failed_requests_leave_no_history(harness: EngineHarness) -> None:
     harness.submit(wrong, model_id=model_id, seq_id=1)
     last = harness.submit(optim_step(), model_id=model_id, seq_id=2)
     harness.run(last)
-    assert harness.api.read(lambda tx: futures.statuses(tx, [last])) == {last: "failed"}
+    assert harness.api.read(lambda tx: futures.get_outcomes(tx, [last])) == {last: "failed"}
     assert curve(harness, model_id) == [] and work(harness) == {}
     row = harness.api.read(lambda tx: models.get(tx, model_id))
     assert row is not None and row.num_steps == 0 and row.effect_order == 2
@@ -134,7 +134,7 @@ def test_steps_continue_after_a_restart_and_are_noted_at_saves(harness: EngineHa
     ephemeral = SaveWeights(kind="sampler_weights", name=None, sampling_session_id=name)
     harness.answer(ephemeral, model_id=model_id, seq_id=8)
     harness.answer(SaveWeights(kind="weights", name="a"), model_id=model_id, seq_id=9)
-    (saved,) = harness.api.read(lambda tx: checkpoints.list_of_run(tx, model_id, 0.0))
+    (saved,) = harness.api.read(lambda tx: checkpoints.list_by_run(tx, model_id, 0.0))
     row = harness.api.read(lambda tx: samplers.get(tx, name))
     assert saved.step == 3 and row is not None and row.step == 3
     assert work(harness)["m", "checkpoint"] == (0, 1)
@@ -143,7 +143,7 @@ def test_steps_continue_after_a_restart_and_are_noted_at_saves(harness: EngineHa
 def test_loaded_run_names_its_checkpoint(harness: EngineHarness) -> None:
     model_id, _ = harness.create()
     saved = harness.answer(SaveWeights(kind="weights", name="a"), model_id=model_id, seq_id=1)
-    (row,) = harness.api.read(lambda tx: checkpoints.list_of_run(tx, model_id, 0.0))
+    (row,) = harness.api.read(lambda tx: checkpoints.list_by_run(tx, model_id, 0.0))
     load = requests.LoadWeights(
         path=saved.path, artifact_id=row.artifact_id, spec=SPEC, optimizer=True, create=True, base_model="tiny"
     )
@@ -171,7 +171,7 @@ def test_samples_are_used_and_kept_with_the_step_of_their_weights(harness: Engin
     num_sampled = sum(sequence.tokens.size for sequence in output.sequences)
     assert work(harness)["m", "prefill"] == (3, 1) and work(harness)["m", "sampled"] == (num_sampled, 1)
     (sampled,) = [
-        total for total in harness.api.read(lambda tx: usage.totals(tx, OWNER, 0.0)) if total.kind == "sampled"
+        total for total in harness.api.read(lambda tx: usage.read_totals(tx, OWNER, 0.0)) if total.kind == "sampled"
     ]
     assert sampled.device_s > 0
     warm = harness.answer(replace(request, params=replace(request.params, temperature=1.0)), sampling_session_id=name)
@@ -197,8 +197,8 @@ def test_inflight_session_keeps_the_step_of_the_weights_that_were_sampled(harnes
         assert row is not None and row.sampler_id is not None
         found.append(row.sampler_id)
         harness.answer(optim_step(), model_id=model_id, seq_id=2 * number + 2)
-    newest = harness.api.read(lambda tx: samplers.origin(tx, names[0], found[1]))
-    replaced = harness.api.read(lambda tx: samplers.origin(tx, names[0], found[0]))
+    newest = harness.api.read(lambda tx: samplers.find_origin(tx, names[0], found[1]))
+    replaced = harness.api.read(lambda tx: samplers.find_origin(tx, names[0], found[0]))
     assert (newest.model_id, newest.step) == (model_id, 1), "the later save gave its sampler to the first session"
     assert (replaced.model_id, replaced.step) == (model_id, None)
 
@@ -307,7 +307,7 @@ def test_forward_pass_trains_on_nothing(harness: EngineHarness) -> None:
 
 
 def test_housekeeping_bounds_samples_and_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(points.superfluous, "__defaults__", (8,))
+    monkeypatch.setattr(points.find_superfluous, "__defaults__", (8,))
     harness = EngineHarness(tmp_path, housekeeping_interval_s=0.05, max_kept_sample_bytes=200)
     harness.config = FakeConfig(vocab_size=128, step_delay_s=0.05)
     try:

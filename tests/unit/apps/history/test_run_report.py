@@ -7,9 +7,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from skyrl_tx.apps.history import logged, points
-from skyrl_tx.apps.history.logged import Logged, LoggedRun
+from skyrl_tx.apps.history.logged import LoggedRun, NewLoggedPoint
 from skyrl_tx.apps.history.points import Point, SampledStep
-from skyrl_tx.apps.history.run_report import sparkline
+from skyrl_tx.apps.history.run_report import draw_sparkline
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import ArtifactId, CheckpointKind, ModelId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec
@@ -46,7 +46,7 @@ def data_dir(tmp_path: Path) -> Path:
                 points.add(tx, point(10 * step + part, "train", step, {"loss:sum": 10.0 - step}))
             points.add(tx, point(10 * step + 5, "step", step + 1, {"unclipped_grad_l2:mean": 1.0 + step}))
         row = logged.open_run(tx, LoggedRun(owner="ann", project="p", key="k", name="n"), 3.0, model_id=RUN)
-        rewards = [Logged(log_id=str(step), step=step, values={"reward\x1b[1m": step / 8}) for step in range(8)]
+        rewards = [NewLoggedPoint(log_id=str(step), step=step, values={"reward\x1b[1m": step / 8}) for step in range(8)]
         logged.add_points(tx, row, rewards, 3.0)
         tx.add(
             CheckpointRow(
@@ -137,14 +137,14 @@ def test_show_names_an_unknown_run(data_dir: Path, capsys: pytest.CaptureFixture
 
 
 def test_sparkline_shows_what_is_not_finite() -> None:
-    assert sparkline([1.0, None, 2.0]) == "▁·█"
-    assert sparkline([None]) == "·" and sparkline([]) == "" and sparkline([3.0, 3.0]) == "▄▄"
-    assert sparkline([1.0] * 50 + [2.0] * 50, width=10) == "▁▁▁▁▁█████"
+    assert draw_sparkline([1.0, None, 2.0]) == "▁·█"
+    assert draw_sparkline([None]) == "·" and draw_sparkline([]) == "" and draw_sparkline([3.0, 3.0]) == "▄▄"
+    assert draw_sparkline([1.0] * 50 + [2.0] * 50, width=10) == "▁▁▁▁▁█████"
 
 
 @example([0.0, 5e-324])
 @given(st.lists(st.none() | st.floats(allow_nan=True), max_size=200))
 def test_any_values_can_be_drawn(values: list[float | None]) -> None:
-    drawn = sparkline(values)
+    drawn = draw_sparkline(values)
     assert len(drawn) == min(40, len(values))
     assert math.isfinite(len(drawn))

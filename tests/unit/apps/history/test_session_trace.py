@@ -14,21 +14,21 @@ from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as perfetto
 from skyrl_tx.apps.history import session_trace, trace_pb2
 from skyrl_tx.apps.history.logged import LoggedPoint
 from skyrl_tx.apps.history.points import Point
-from skyrl_tx.apps.history.session_trace import trace_parts
+from skyrl_tx.apps.history.session_trace import encode_trace
 from skyrl_tx.apps.history.tables import PointKind
-from skyrl_tx.apps.history.timeline import Group, RequestTimes, Span, model_group
+from skyrl_tx.apps.history.timeline import RequestTimes, TimelineGroup, TimelineSpan, make_model_group
 from skyrl_tx.contract.ids import ModelId, RequestId
 
 BEGIN, END, COUNTER = 1, 2, 4
 NOW = 1_800_000_000.0
 
 
-def decoded(groups: Iterable[Group]) -> "perfetto.Trace":
-    return perfetto.Trace.FromString(b"".join(trace_parts("my session", groups)))
+def decoded(groups: Iterable[TimelineGroup]) -> "perfetto.Trace":
+    return perfetto.Trace.FromString(b"".join(encode_trace("my session", groups)))
 
 
-def span(name: str, created: float, started: float | None, ended: float, device_s: float = 0.0) -> Span:
-    return Span(
+def span(name: str, created: float, started: float | None, ended: float, device_s: float = 0.0) -> TimelineSpan:
+    return TimelineSpan(
         name=name,
         created_at=NOW + created,
         started_at=started and NOW + started,
@@ -109,7 +109,7 @@ def test_fields_are_those_of_perfetto(name: str) -> None:
 
 
 def test_queue_and_run_are_inside_their_request() -> None:
-    trace = decoded([Group(title="model", spans=[span("forward_backward", 0, 1, 3, device_s=1.5)])])
+    trace = decoded([TimelineGroup(title="model", spans=[span("forward_backward", 0, 1, 3, device_s=1.5)])])
     assert slices_of(trace) == {
         "model": [("queued", 0, 1), ("running", 1, 3), ("forward_backward", 0, 3)],
         "device": [("model forward_backward", 1.5, 3)],
@@ -119,7 +119,7 @@ def test_queue_and_run_are_inside_their_request() -> None:
 
 def test_requests_at_once_get_tracks_of_their_own() -> None:
     spans = [span("a", 0, None, 2), span("b", 1, None, 3), span("c", 2, None, 4)]
-    trace = decoded([Group(title="sampler", spans=spans)])
+    trace = decoded([TimelineGroup(title="sampler", spans=spans)])
     names = [name for name, _ in tracks_of(trace).values()]
     assert names == ["my session", "sampler", "requests 1", "requests 2", "device"]
     assert slices_of(trace)["sampler"] == [("a", 0, 2), ("c", 2, 4), ("b", 1, 3)]
@@ -129,7 +129,7 @@ def test_a_point_replaces_its_request_and_others_stay() -> None:
     requests = [request(1), request(2, status="failed"), request(3, status="open", completed_at=None)]
     points = [point(1, "step", **{"loss:sum": 0.5, "nan": None})]
     logged = [LoggedPoint(position=1, project="p", run="r", step=1, at=NOW + 9, values={"reward": 0.25, "x": None})]
-    group = model_group("m", "run-1", requests, points, logged, NOW + 10)
+    group = make_model_group("m", "run-1", requests, points, logged, NOW + 10)
     trace = decoded([group])
     assert [row[1:] for row in slices_of(trace)["m"] if row[0] == "optim_step"] == [(1, 3), (3, 10), (2, 2.5)]
     notes = [
@@ -156,7 +156,7 @@ def test_slices_are_nested_whatever_the_clocks_say(times: list[tuple[float, floa
     """Clocks of two machines differ, and requests end in any order."""
     spans = [span("r", created, started, created + ended - 10, device) for created, started, ended, device in times]
     spans.sort(key=lambda each: each.created_at)
-    found = slices_of(decoded([Group(title="m", spans=spans)]))
+    found = slices_of(decoded([TimelineGroup(title="m", spans=spans)]))
     assert sum(row[0] == "r" for row in found.get("m", [])) == len(spans)
 
 
@@ -164,6 +164,6 @@ def test_the_largest_trace_is_bounded_and_quick() -> None:
     values = {f"metric_{number}": math.pi * number for number in range(20)}
     points = [point(number, **values) for number in range(session_trace.MAX_SLICES)]
     started = time.perf_counter()
-    sizes = [len(part) for part in trace_parts("t", [model_group("m", "run-1", [], points, [], NOW)])]
+    sizes = [len(part) for part in encode_trace("t", [make_model_group("m", "run-1", [], points, [], NOW)])]
     assert sum(sizes) < 120 * 2**20 and max(sizes) < 2**20
     assert time.perf_counter() - started < 60

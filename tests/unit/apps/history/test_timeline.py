@@ -5,7 +5,7 @@ from sqlmodel import Session
 from skyrl_tx.apps.history import timeline
 from skyrl_tx.contract.ids import ModelId, SamplingSessionId, SessionId
 from skyrl_tx.store import futures, sessions
-from skyrl_tx.store.database import Store, existing
+from skyrl_tx.store.database import Store, get_existing
 from skyrl_tx.store.futures import NewRequest
 from skyrl_tx.store.tables import RequestRow
 
@@ -26,7 +26,7 @@ def submit(store: Store, session_id: SessionId, kind: str, number: int, *, statu
     assert position is not None
 
     def complete(tx: Session) -> None:
-        row = existing(tx, RequestRow, position)
+        row = get_existing(tx, RequestRow, position)
         row.status, row.completed_at = status, None if status == "open" else number + 1.0
 
     store.write(complete)
@@ -46,11 +46,11 @@ def test_completed_passes_are_left_to_their_points(store: Store, session_id: Ses
     opened = submit(store, session_id, "optim_step", 7, status="open")
 
     def positions(limit: int = 10, after: int = 0) -> list[int]:
-        found = store.read(lambda tx: timeline.requests_of_session(tx, session_id, limit, after))
+        found = store.read(lambda tx: timeline.read_requests_of_session(tx, session_id, limit, after))
         return [row.position for row in found]
 
     assert positions() == [created, failed, sampled, opened]
     assert positions(limit=2) == [sampled, opened]
     assert positions(after=failed) == [sampled, opened]
-    (row,) = store.read(lambda tx: timeline.requests_of_session(tx, session_id, 1, sampled))
+    (row,) = store.read(lambda tx: timeline.read_requests_of_session(tx, session_id, 1, sampled))
     assert (row.kind, row.status, row.created_at, row.completed_at) == ("optim_step", "open", 7.0, None)

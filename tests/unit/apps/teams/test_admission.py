@@ -21,7 +21,7 @@ from skyrl_tx.engine.admission import START, Fail, Wait
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.store import audit, engine_state, futures, sessions, totals
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.pauses import Pause, pauses_of
+from skyrl_tx.store.pauses import Pause, collect_pauses
 from skyrl_tx.store.tables import OverQuota, QuotaRow
 from tests.support.engine_harness import EngineHarness, forward_backward, optim_step, sample
 from tests.support.waiting import until
@@ -65,7 +65,7 @@ class World:
     def start(self, request: QueuedRequest) -> QueuedRequest:
         """Start a request that may start."""
         assert self.admission.may_start(request) == START
-        self.admission.started(request)
+        self.admission.record_start(request)
         return request
 
 
@@ -89,7 +89,7 @@ def a_sample(owner: str = "ann") -> QueuedRequest:
 def test_without_quotas_no_request_is_paused(world: World) -> None:
     world.admission.refresh()
     assert world.admission.may_start(a_pass()) == world.admission.may_start(a_sample()) == START
-    assert not world.admission.is_counting and not world.admission.pauses() and world.num_waits == 0
+    assert not world.admission.is_counting and not world.admission.list_pauses() and world.num_waits == 0
 
 
 def test_quotas_of_other_kinds_are_no_work_for_each_turn(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,8 +111,8 @@ def test_a_pass_counts_when_it_starts_and_not_if_it_fails(world: World) -> None:
     for other in (a_pass("bob"), queued(2, optim_step()), a_sample()):
         assert world.admission.may_start(other) == START
     about = {"subject_kind": "owner", "subject": "ann", "limit": "training_tokens_per_day"}
-    assert world.admission.pauses() == [Pause(**about, reason=reason)]
-    world.admission.ended(second, failed())
+    assert world.admission.list_pauses() == [Pause(**about, reason=reason)]
+    world.admission.record_end(second, failed())
     assert not world.waits(a_pass())
 
 
@@ -121,7 +121,7 @@ def test_what_runs_counts_once_when_usage_is_read_again(world: World) -> None:
     world.admission.refresh()
     done = world.start(a_pass())
     world.start(a_pass())
-    world.admission.ended(done, object())
+    world.admission.record_end(done, object())
     work = Work(kind="training", tokens=PASS_TOKENS)
     session_id = world.store.write(lambda tx: sessions.create(tx, owner="ann", now=DAY))
     world.store.write(lambda tx: usage.add(tx, "ann", session_id, "m", world.now, (work,)))
@@ -148,7 +148,7 @@ def test_a_new_day_ends_the_pause(world: World) -> None:
     put(world.store, "*", "training_tokens_per_day", 5)
     world.admission.refresh()
     done = world.start(a_pass())
-    world.admission.ended(done, object())
+    world.admission.record_end(done, object())
     work = Work(kind="training", tokens=PASS_TOKENS)
     session_id = world.store.write(lambda tx: sessions.create(tx, owner="ann", now=DAY))
     world.store.write(lambda tx: usage.add(tx, "ann", session_id, "m", world.now, (work,)))
@@ -172,9 +172,9 @@ def test_samples_count_what_was_computed_and_drawn(world: World) -> None:
     put(world.store, "ann", "sample_tokens_per_day", 6)
     world.admission.refresh()
     output = an_output(num_tokens=4, cached=1)
-    world.admission.ended(a_sample(), output)  # 1 of the prompt and 4 new ones
+    world.admission.record_end(a_sample(), output)  # 1 of the prompt and 4 new ones
     assert not world.waits(a_sample())
-    world.admission.ended(a_sample(), output)
+    world.admission.record_end(a_sample(), output)
     assert world.waits(a_sample()) and not world.waits(a_pass())
 
 
@@ -197,10 +197,10 @@ def test_beyond_a_quota_that_fails_no_request_waits(world: World) -> None:
     second = a_pass()
     reason = "training_tokens_per_day: ann has used 10 of 10 training tokens of today: send it after 00:00 UTC, or ask"
     assert (reason_to_fail(world, second) or "").startswith(reason)
-    world.admission.ended(second, failed())
+    world.admission.record_end(second, failed())
     assert (reason_to_fail(world, a_pass()) or "").startswith(reason), "what failed does not count"
     assert reason_to_fail(world, a_sample()) is None
-    world.admission.ended(a_sample(), an_output(num_tokens=1))
+    world.admission.record_end(a_sample(), an_output(num_tokens=1))
     assert "sample_tokens_per_day: ann has used" in (reason_to_fail(world, a_sample()) or "")
     world.later(86_400.0)
     assert reason_to_fail(world, a_sample()) is None
@@ -261,9 +261,9 @@ def test_paused_passes_wait_while_saves_and_other_owners_go_on(harness: EngineHa
     bob, _ = harness.create()
     other = [harness.submit(forward_backward(), model_id=bob, seq_id=1 + number) for number in range(5)]
     harness.run(*first, *other, drawn)
-    assert harness.api.read(lambda tx: futures.statuses(tx, waiting)) == {}
+    assert harness.api.read(lambda tx: futures.get_outcomes(tx, waiting)) == {}
     harness.run(harness.submit(forward_backward(), model_id=bob, seq_id=6))  # the next engine knows from usage
-    assert harness.api.read(lambda tx: futures.statuses(tx, waiting)) == {}
+    assert harness.api.read(lambda tx: futures.get_outcomes(tx, waiting)) == {}
     put(harness.api, "ann", "training_tokens_per_day", None)
     harness.run(*waiting)
     assert harness.result(waiting[0]).metrics["num_tokens:sum"] == PASS_TOKENS
@@ -331,8 +331,8 @@ def test_the_status_names_the_pause_and_the_oldest_request_is_another(harness: E
 
     try:
         until(is_paused)
-        pauses = pauses_of(harness.api.read(engine_state.get))
-        found = [harness.api.read(lambda tx, p=each: totals.read(tx, time.time(), p)) for each in ((), pauses)]
+        pauses = collect_pauses(harness.api.read(engine_state.get))
+        found = [harness.api.read(lambda tx, p=each: totals.read_totals(tx, time.time(), p)) for each in ((), pauses)]
     finally:
         put(harness.api, "ann", "training_tokens_per_day", None)
         engine.join()

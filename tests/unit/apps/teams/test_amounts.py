@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_tx.apps.teams.amounts import amount_text, parse_amount
+from skyrl_tx.apps.teams.amounts import format_amount, parse_amount
 from skyrl_tx.contract.errors import UserError
 
 
@@ -24,11 +24,11 @@ def test_what_is_no_whole_number_is_refused(text: str) -> None:
 
 @given(st.integers(0, 10**18))
 def test_the_text_of_a_number_has_its_value(value: int) -> None:
-    assert parse_amount(amount_text(value).replace("_", "")) == value
+    assert parse_amount(format_amount(value).replace("_", "")) == value
 
 
 def test_short_texts() -> None:
-    assert [amount_text(value) for value in (999, 1000, 200_000_000, 1_500_000, 200_001)] == [
+    assert [format_amount(value) for value in (999, 1000, 200_000_000, 1_500_000, 200_001)] == [
         *("999", "1k", "200M", "1.5M"),
         "200.001k",
     ]

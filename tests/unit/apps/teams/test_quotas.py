@@ -18,33 +18,35 @@ def put(store: Store, subject: str, name: str, value: int | None, at: float = 1.
 
 
 def test_without_rows_there_are_no_rules(store: Store) -> None:
-    assert store.read(quotas.read) == Rules()
-    assert not Rules().has(*quotas.LIMITS)
+    assert store.read(quotas.read_rules) == Rules()
+    assert not Rules().has_limit(*quotas.LIMITS)
 
 
 def test_own_quotas_replace_those_of_everyone_and_all_subjects_count(store: Store) -> None:
     for subject, value in (("*", 100), ("ann", 200), ("key:7", 50), ("project:*", 70), ("project:math", 90)):
         put(store, subject, "models_in_training", value)
-    rules = store.read(quotas.read)
+    rules = store.read(quotas.read_rules)
 
     def values(account: Account) -> list[tuple[str, int]]:
-        return [(str(quota.subject), quota.value) for quota in rules.of_account("models_in_training", account)]
+        return [
+            (str(quota.subject), quota.value) for quota in rules.list_account_quotas("models_in_training", account)
+        ]
 
     assert values(Account("ann")) == [("ann", 200)]
     assert values(Account("bob", 3, "chat")) == [("bob", 100), ("project:chat", 70)]
     assert values(Account("bob", 7, "math")) == [("bob", 100), ("key:7", 50), ("project:math", 90)]
-    assert rules.of_account("checkpoint_bytes", Account("ann")) == []
-    assert rules.has("models_in_training") and not rules.has("checkpoint_bytes")
+    assert rules.list_account_quotas("checkpoint_bytes", Account("ann")) == []
+    assert rules.has_limit("models_in_training") and not rules.has_limit("checkpoint_bytes")
 
 
 def test_weights_are_of_owners(store: Store) -> None:
     put(store, "ann", "weight", 3)
-    assert store.read(quotas.read).weights == {"ann": 3}
+    assert store.read(quotas.read_rules).weights == {"ann": 3}
     for subject in ("*", "key:1", "project:x"):
         with pytest.raises(UserError, match="only an owner has a weight"):
             put(store, subject, "weight", 2)
     put(store, "bob", "weight", 0)
-    assert store.read(quotas.read).weights == {"ann": 3, "bob": 0}
+    assert store.read(quotas.read_rules).weights == {"ann": 3, "bob": 0}
     for value in (-1, 1001):
         with pytest.raises(UserError, match=f"weight {value}: must be from 0 to 1000"):
             put(store, "ann", "weight", value)
@@ -58,14 +60,14 @@ def test_changes_are_in_the_audit_log(store: Store) -> None:
     put(store, "key:2", "models_in_training", 1, 5.0)
     put(store, "ann", "weight", 2, 6.0)
     about = {"subject": "ann", "limit": "checkpoint_bytes"}
-    assert [(row.at, row.event, row.details) for row in store.read(audit.entries)] == [
+    assert [(row.at, row.event, row.details) for row in store.read(audit.list_entries)] == [
         (1.0, "organization_quota_set", {**about, "value": 5}),
         (2.0, "organization_quota_set", {**about, "value": 9, "before": 5}),
         (3.0, "organization_quota_set", {**about, "before": 9, "removed": True}),
         (5.0, "organization_quota_set", {"subject": "key:2", "limit": "models_in_training", "value": 1}),
         (6.0, "organization_weight_set", {"subject": "ann", "value": 2}),
     ]
-    assert store.read(quotas.read).of_account("checkpoint_bytes", Account("ann")) == []
+    assert store.read(quotas.read_rules).list_account_quotas("checkpoint_bytes", Account("ann")) == []
 
 
 def test_only_quotas_of_a_day_fail(store: Store) -> None:
@@ -75,11 +77,11 @@ def test_only_quotas_of_a_day_fail(store: Store) -> None:
         store.write(lambda tx: quotas.put(tx, ann, name, 7, ROOT, 1.0, over=over))
 
     put_over("training_tokens_per_day", "fail")
-    (quota,) = store.read(quotas.read).of_account("training_tokens_per_day", own)
+    (quota,) = store.read(quotas.read_rules).list_account_quotas("training_tokens_per_day", own)
     assert quota == Quota(ann, "training_tokens_per_day", 7, "fail")
     put_over("training_tokens_per_day", "wait")
-    assert store.read(quotas.read).of_account("training_tokens_per_day", own)[0].over == "wait"
-    assert [row.details.get("over") for row in store.read(audit.entries)] == ["fail", None]
+    assert store.read(quotas.read_rules).list_account_quotas("training_tokens_per_day", own)[0].over == "wait"
+    assert [row.details.get("over") for row in store.read(audit.list_entries)] == ["fail", None]
     for name in ("models_in_training", "checkpoint_bytes", "weight"):
         with pytest.raises(UserError, match=f"over 'fail': only beyond training_tokens_per_day .*, not beyond {name}"):
             put_over(name, "fail")
@@ -89,7 +91,7 @@ def test_only_quotas_of_a_day_fail(store: Store) -> None:
 def test_unknown_limits_are_refused_by_name(store: Store, name: str) -> None:
     with pytest.raises(UserError, match=f"limit '{name}': there is none.*training_tokens_per_day.*weight"):
         put(store, "ann", name, 1)
-    assert store.read(quotas.rows) == []
+    assert store.read(quotas.list_rows) == []
 
 
 @pytest.mark.parametrize("name", quotas.DROPPED_LIMITS)
@@ -97,9 +99,9 @@ def test_dropped_limits_can_be_removed_and_not_set(store: Store, name: str) -> N
     store.write(lambda tx: tx.add(QuotaRow(subject_kind="key", subject="3", name=name, value=9)))
     with pytest.raises(UserError, match=f"limit '{name}': this limit no longer exists.*training_tokens_per_day"):
         put(store, "key:3", name, 1)
-    assert store.read(quotas.without_effect) == [f"{name} of key:3"]
-    assert store.read(quotas.read) == Rules()
-    assert put(store, "key:3", name, None) and store.read(quotas.rows) == []
+    assert store.read(quotas.list_without_effect) == [f"{name} of key:3"]
+    assert store.read(quotas.read_rules) == Rules()
+    assert put(store, "key:3", name, None) and store.read(quotas.list_rows) == []
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,9 @@ def test_dropped_limits_can_be_removed_and_not_set(store: Store, name: str) -> N
 def test_values_have_bounds(store: Store, name: str, value: int, is_possible: bool) -> None:
     if is_possible:
         put(store, "ann", name, value)
-        assert store.read(quotas.read).of_account(name, Account("ann")) == [Quota(Subject("owner", "ann"), name, value)]
+        assert store.read(quotas.read_rules).list_account_quotas(name, Account("ann")) == [
+            Quota(Subject("owner", "ann"), name, value)
+        ]
     else:
         with pytest.raises(UserError, match=f"{name} {value}: must be from"):
             put(store, "ann", name, value)

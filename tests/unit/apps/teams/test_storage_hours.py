@@ -36,11 +36,11 @@ def save(store: Store, name: str, size: int, *, owner: str = "ann") -> Checkpoin
 
 
 def record(store: Store, now: float) -> bool:
-    return store.write(lambda tx: storage_hours.record(tx, now))
+    return store.write(lambda tx: storage_hours.record_hour(tx, now))
 
 
 def stored(store: Store, owner: str | None = None, since: float = 0, until: float | None = None):
-    hours = store.read(lambda tx: storage_hours.hours(tx, owner, since, until))
+    hours = store.read(lambda tx: storage_hours.read_hours(tx, owner, since, until))
     return [(hour.hour_at, hour.owner, hour.project_id, hour.num_bytes) for hour in hours]
 
 

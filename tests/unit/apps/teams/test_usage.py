@@ -18,7 +18,7 @@ def add(store: Store, now: float, *work: Work, session: str = "s", model: str = 
 
 
 def totals(store: Store, *group_by: GroupColumn, owner: str | None = None, since: float = 0, **where) -> list[Total]:
-    return store.read(lambda tx: usage.totals(tx, owner, since, group_by, **where))
+    return store.read(lambda tx: usage.read_totals(tx, owner, since, group_by, **where))
 
 
 def buckets(store: Store) -> list[tuple[int, int, int]]:

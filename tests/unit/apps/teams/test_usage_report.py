@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from skyrl_tx.apps.teams import usage
-from skyrl_tx.apps.teams.prices import Prices, cost_storage, cost_tokens, price_per_million
+from skyrl_tx.apps.teams.prices import Prices, compute_storage_cost, compute_token_cost, get_price_per_million
 from skyrl_tx.apps.teams.tables import StorageHourRow
 from skyrl_tx.apps.teams.usage import Work
-from skyrl_tx.apps.teams.usage_report import Subject, UsageLine, usage_lines
+from skyrl_tx.apps.teams.usage_report import Subject, UsageLine, read_usage_lines
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.store import sessions
 from skyrl_tx.store.database import Store
@@ -40,7 +40,7 @@ def store(tmp_path: Path):
 
 
 def lines(store: Store, by: Subject, *, owner: str | None = None, since: float = 0) -> list[UsageLine]:
-    return list(store.read(lambda tx: usage_lines(tx, owner, by, since, PRICES)))
+    return list(store.read(lambda tx: read_usage_lines(tx, owner, by, since, PRICES)))
 
 
 def test_lines_by_owner_have_all_sums_and_costs(store: Store) -> None:
@@ -83,5 +83,5 @@ def test_lines_of_one_owner_and_of_a_time(store: Store) -> None:
 
 @pytest.mark.parametrize("kind", ["checkpoint", "storage", "unknown"])
 def test_other_kinds_have_no_price_of_tokens(kind: str) -> None:
-    assert price_per_million(PRICES, kind) is None and cost_tokens(PRICES, kind, 5) is None
-    assert cost_storage(Prices(), 1.0) is None
+    assert get_price_per_million(PRICES, kind) is None and compute_token_cost(PRICES, kind, 5) is None
+    assert compute_storage_cost(Prices(), 1.0) is None

@@ -26,7 +26,7 @@ DATUM = {
 }
 
 
-ONCE_A_SECOND = {admission.QuotaAdmission.refresh.__code__, admission.QuotaAdmission.pauses.__code__}
+ONCE_A_SECOND = {admission.QuotaAdmission.refresh.__code__, admission.QuotaAdmission.list_pauses.__code__}
 """The engine looks for changed quotas, and tells its status whose requests wait, whatever requests there are."""
 
 

@@ -295,7 +295,7 @@ def test_a_host_that_dies_during_a_call_loses_the_backend(tmp_path):
 
 
 def test_a_host_that_dies_while_rank_0_is_in_a_call_or_idle_ends_the_process(tmp_path, monkeypatch):
-    monkeypatch.setattr(leader, "GONE_S", 0.1)
+    monkeypatch.setattr(leader, "LOSS_GRACE_S", 0.1)
     own = BlockedFake()
     with two_hosts(tmp_path, own=own) as hosts:
         calling = threading.Thread(target=step_until_lost, args=(hosts,))
@@ -313,7 +313,7 @@ def test_a_host_that_dies_while_rank_0_is_in_a_call_or_idle_ends_the_process(tmp
 
 
 def test_a_failure_of_one_host_in_a_call_that_others_do_not_leave_ends_the_process(tmp_path, monkeypatch):
-    monkeypatch.setattr(leader, "FAILED_S", 0.1)
+    monkeypatch.setattr(leader, "FAILURE_GRACE_S", 0.1)
 
     class FailingSampler(FakeBackend):
         def step_sample(self) -> list[SampleDelta]:
@@ -330,7 +330,7 @@ def test_a_failure_of_one_host_in_a_call_that_others_do_not_leave_ends_the_proce
 
 
 def test_a_follower_ends_with_rank_0_also_from_a_call_that_does_not_return(tmp_path, monkeypatch):
-    monkeypatch.setattr(follower, "_END_S", 0.1)
+    monkeypatch.setattr(follower, "_SHUTDOWN_GRACE_S", 0.1)
     other = BlockedFake()
     with two_hosts(tmp_path, other=other, silence_s=0.2) as hosts:
         with pytest.raises(BackendLost):

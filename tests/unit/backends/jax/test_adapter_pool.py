@@ -11,12 +11,12 @@ from skyrl_tx.contract.ids import SamplerId
 
 
 def full(config, rank: int, value: float):
-    return jax.tree.map(lambda leaf: np.full(leaf.shape, value, leaf.dtype), models.adapter_shapes(config, rank))
+    return jax.tree.map(lambda leaf: np.full(leaf.shape, value, leaf.dtype), models.describe_adapter(config, rank))
 
 
 def values(pool: SamplerPool, sampler: str | None, rank: int) -> set[float]:
-    slot = pool.slot_of(None if sampler is None else SamplerId(sampler))
-    pair = jax.tree.map(np.asarray, pool.adapters(any_used=True).weights["q_proj"])
+    slot = pool.get_slot(None if sampler is None else SamplerId(sampler))
+    pair = jax.tree.map(np.asarray, pool.get_adapters(any_used=True).weights["q_proj"])
     assert not np.any(pair.a[slot][..., rank:]) and not np.any(pair.b[slot][..., rank:, :])
     return {float(value) for value in np.unique(pair.a[slot][..., :rank])}
 
@@ -25,7 +25,7 @@ def test_rank_and_slots_grow_with_the_loaded_adapters(tiny):
     pool = SamplerPool(tiny.config, max_samplers=5, num_slots=4)
     for number, rank in enumerate((4, 24, 8, 8, 8), start=1):
         pool.load(SamplerId(f"s{number}"), full(tiny.config, rank, float(number)))
-    assert pool.adapters(any_used=True).scale.shape == (6,)
+    assert pool.get_adapters(any_used=True).scale.shape == (6,)
     assert values(pool, "s1", 4) == {1.0} and values(pool, "s2", 24) == {2.0} and values(pool, "s5", 8) == {5.0}
     assert values(pool, None, 24) == {0.0}
     with pytest.raises(CapacityError, match="all 5 adapter slots"):
@@ -44,7 +44,7 @@ def test_an_adapter_that_is_not_finite_has_a_scale_of_nan_alone(tiny, number):
     pool.load(SamplerId("a"), full(tiny.config, 4, 2.0))
     pool.load(SamplerId("b"), broken)
     pool.load(SamplerId("c"), full(tiny.config, 4, 3.0))
-    found = jax.tree.map(np.asarray, pool.adapters(any_used=True))
+    found = jax.tree.map(np.asarray, pool.get_adapters(any_used=True))
     assert np.isnan(found.scale).tolist() == [False, False, True, False]
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found.weights))
     assert values(pool, "a", 4) == {2.0} and values(pool, "c", 4) == {3.0}
@@ -55,7 +55,7 @@ def test_loading_twice_changes_nothing(tiny):
     pool.load(SamplerId("s"), full(tiny.config, 4, 1.0))
     pool.load(SamplerId("s"), full(tiny.config, 4, 2.0))
     assert values(pool, "s", 4) == {1.0}
-    assert pool.adapters(any_used=False) is None
+    assert pool.get_adapters(any_used=False) is None
 
 
 def test_adapters_are_gathered_again_when_slots_or_adapters_change(tiny):
@@ -64,9 +64,9 @@ def test_adapters_are_gathered_again_when_slots_or_adapters_change(tiny):
         pool.load(SamplerId(f"s{number}"), full(tiny.config, 4, float(number)))
 
     def seen(*samplers: str | None) -> list[float]:
-        slots = [pool.slot_of(None if each is None else SamplerId(each)) for each in samplers]
-        gathered = pool.gathered(slots)
-        assert pool.gathered(slots).rows is gathered.rows
+        slots = [pool.get_slot(None if each is None else SamplerId(each)) for each in samplers]
+        gathered = pool.gather(slots)
+        assert pool.gather(slots).rows is gathered.rows
         rows = jax.tree.map(np.asarray, gathered.rows)
         for each in rows["q_proj"]:
             np.testing.assert_array_equal(each.pair.a[:, 0, 0], rows["unembed"][0].pair.a[:, 0, 0])

@@ -124,7 +124,7 @@ def test_compile_cache_may_be_named_from_the_home(monkeypatch):
 
 def test_on_cpu_half_of_the_cores_compile_programs_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     def threads(platform: str, **settings: object) -> int | None:
-        return JaxConfig(**settings).for_platform(platform).compile_threads  # type: ignore[arg-type]
+        return JaxConfig(**settings).with_platform_defaults(platform).compile_threads  # type: ignore[arg-type]
 
     monkeypatch.setattr("os.cpu_count", lambda: 6)
     assert threads("cpu") == 3 and threads("gpu") == threads("tpu") == threads("cpu", compile_cache_dir=None) == 0

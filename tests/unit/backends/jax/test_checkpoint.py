@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax import checkpoint
-from skyrl_tx.backends.jax.train.adapters import AdapterPool, fresh_training_state, padded_rank
+from skyrl_tx.backends.jax.train.adapters import TrainingStates, make_training_state, pad_rank
 from skyrl_tx.backends.jax.train.optimizer import OptimizerState
 from skyrl_tx.contract.backend import ALL_PARTS, StatePart
 from skyrl_tx.contract.errors import CapacityError, UserError
@@ -35,13 +35,13 @@ def form(request, tmp_path_factory) -> Fixture:
     content = hf.read_json(directory, "config.json")
     family = models.find_family(content)
     config = family.config_from_hf(content)
-    return Fixture(config, models.adapter_format(config, family.weights, "tiny"))
+    return Fixture(config, models.make_adapter_format(config, family.weights, "tiny"))
 
 
 def trained(form: Fixture, **lora) -> checkpoint.TrainingState:
     """Return a state with other numbers in every part, zero where padding is."""
     spec = LoraSpec(**{"rank": 5, "seed": 3, **lora})
-    state = fresh_training_state(form.config, spec)
+    state = make_training_state(form.config, spec)
     weights = jax.tree.map(np.array, state.adapter.weights)
     for name in state.targets:
         weights[name].b[..., : spec.rank, :] = np.random.default_rng(0).normal(
@@ -91,7 +91,7 @@ def test_all_parts_are_restored_bit_equal(form, tmp_path, rank, pending):
     state = trained(form, rank=rank)
     state = state if pending else state.with_gradient(None)
     checkpoint.capture(state, ALL_PARTS, form.files).write(tmp_path)
-    fresh = fresh_training_state(form.config, state.lora)
+    fresh = make_training_state(form.config, state.lora)
     opened = checkpoint.open_snapshot(tmp_path, form.files)
     restored = checkpoint.restore(fresh, opened, ALL_PARTS)
     for part in ("adapter", "optimizer", "gradient"):
@@ -104,7 +104,7 @@ def test_all_parts_are_restored_bit_equal(form, tmp_path, rank, pending):
 
 def test_a_sampler_gets_its_own_rank(form):
     state = trained(form, rank=2)
-    adapter = checkpoint.capture(state, WEIGHTS, form.files).adapter(6)
+    adapter = checkpoint.capture(state, WEIGHTS, form.files).make_adapter(6)
     assert adapter.weights["q_proj"].a.shape[-1] == 6 and float(adapter.scale) == 16.0
     np.testing.assert_array_equal(adapter.weights["q_proj"].a, np.asarray(state.adapter.weights["q_proj"].a)[..., :6])
 
@@ -137,19 +137,19 @@ def test_files_that_do_not_fit_are_refused_by_name(form, tmp_path):
 
 def test_a_snapshot_of_another_kind_of_model_is_refused(form):
     source = checkpoint.capture(trained(form, rank=2), WEIGHTS, form.files)
-    other = fresh_training_state(form.config, LoraSpec(rank=3, seed=0))
+    other = make_training_state(form.config, LoraSpec(rank=3, seed=0))
     with pytest.raises(UserError, match="rank is 2, the model's 3"):
         checkpoint.restore(other, source, WEIGHTS)
-    fewer = fresh_training_state(form.config, LoraSpec(rank=2, seed=0, train_mlp=False))
+    fewer = make_training_state(form.config, LoraSpec(rank=2, seed=0, train_mlp=False))
     with pytest.raises(UserError, match="targets"):
         checkpoint.restore(fewer, source, WEIGHTS)
-    same = fresh_training_state(form.config, LoraSpec(rank=2, seed=0))
+    same = make_training_state(form.config, LoraSpec(rank=2, seed=0))
     with pytest.raises(UserError, match="holds no optimizer"):
         checkpoint.restore(same, source, {StatePart.OPTIMIZER})
 
 
 def test_a_full_pool_takes_no_new_model(form):
-    pool, state = AdapterPool(1), trained(form)
+    pool, state = TrainingStates(1), trained(form)
     pool.put(ModelId("a"), state)
     pool.put(ModelId("a"), state)
     with pytest.raises(CapacityError, match="all 1 adapter slots"):
@@ -161,4 +161,4 @@ def test_a_full_pool_takes_no_new_model(form):
 
 
 def test_ranks_share_a_few_sizes():
-    assert [padded_rank(rank) for rank in (1, 8, 9, 16, 17, 32, 33, 64)] == [8, 8, 12, 16, 24, 32, 48, 64]
+    assert [pad_rank(rank) for rank in (1, 8, 9, 16, 17, 32, 33, 64)] == [8, 8, 12, 16, 24, 32, 48, 64]

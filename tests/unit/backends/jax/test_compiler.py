@@ -49,11 +49,11 @@ def compiler() -> Iterator[Compiler[str]]:
 def test_a_needed_program_comes_before_likely_ones_and_is_compiled_once(compiler: Compiler[str]) -> None:
     order: list[str] = []
     likely = {name: Jitted(name, order) for name in "abcd"}
-    compiler.expect((name, program(each)) for name, each in likely.items())
+    compiler.queue_likely((name, program(each)) for name, each in likely.items())
     assert likely["a"].started.wait(WAIT_S)
     for name in "ac":  # one is being compiled, the other is queued
-        compiler.need(name, lambda: pytest.fail("the likely program is known"))
-    compiler.need("e", lambda: program(likely.setdefault("e", Jitted("e", order))))
+        compiler.queue_needed(name, lambda: pytest.fail("the likely program is known"))
+    compiler.queue_needed("e", lambda: program(likely.setdefault("e", Jitted("e", order))))
     assert likely["c"].started.wait(WAIT_S)  # by the thread for needed programs, while the other has not ended
     assert not likely["b"].started.is_set()
     assert compiler.progress() == "compiled 0 of 5 programs in the background, 0 s"
@@ -70,15 +70,15 @@ def test_a_needed_program_comes_before_likely_ones_and_is_compiled_once(compiler
 
 
 def test_likely_programs_wait_for_a_call_that_compiles_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler_module, "_CALM_S", 0.2)
+    monkeypatch.setattr(compiler_module, "_IDLE_S", 0.2)
     monitor, order = CompilationMonitor(), list[str]()
     found = Compiler[str](1, monitor)
     likely, needed = Jitted("likely", order), Jitted("needed", order)
     event = "/jax/core/compile/backend_compile_duration"
     monitor.on_start(event, 0.0)
     assert monitor.seconds_since_call == 0
-    found.expect([("likely", program(likely))])
-    found.need("needed", lambda: program(needed))
+    found.queue_likely([("likely", program(likely))])
+    found.queue_needed("needed", lambda: program(needed))
     assert needed.started.wait(WAIT_S)
     with monitor.waiting():  # which is no call that compiles
         assert not likely.started.wait(0.3)
@@ -95,7 +95,7 @@ def test_a_program_that_cannot_be_compiled_is_called_as_if_there_were_no_compile
 ) -> None:
     broken = Jitted("broken", [], ValueError("no such instruction"))
     broken.allowed.set()
-    compiler.need("broken", lambda: program(broken))
+    compiler.queue_needed("broken", lambda: program(broken))
     assert compiler.wait("broken", WAIT_S)
     assert compiler.ready["broken"].call() == "called broken with {'config': 1}"
     assert "cannot compile broken in the background" in caplog.text
@@ -106,7 +106,7 @@ def test_close_waits_for_the_programs_that_are_being_compiled_and_starts_no_othe
     order: list[str] = []
     found = Compiler[str](1, CompilationMonitor())
     running, queued = Jitted("running", order), Jitted("queued", order)
-    found.expect([("running", program(running)), ("queued", program(queued))])
+    found.queue_likely([("running", program(running)), ("queued", program(queued))])
     assert running.started.wait(WAIT_S)
     closing = threading.Thread(target=found.close)
     closing.start()
@@ -118,18 +118,18 @@ def test_close_waits_for_the_programs_that_are_being_compiled_and_starts_no_othe
 
 def test_finish_waits_for_a_program_that_is_needed_and_for_no_other() -> None:
     compiler, jitted = Compiler[str](1, CompilationMonitor()), Jitted("a", [])
-    compiler.finish("a")
-    compiler.need("a", lambda: program(jitted))
+    compiler.wait_if_pending("a")
+    compiler.queue_needed("a", lambda: program(jitted))
     assert jitted.started.wait(WAIT_S)
-    compiler.finish("b")
+    compiler.wait_if_pending("b")
     ended = threading.Event()
-    waiting = threading.Thread(target=lambda: [compiler.finish("a"), ended.set()])
+    waiting = threading.Thread(target=lambda: [compiler.wait_if_pending("a"), ended.set()])
     waiting.start()
     assert not ended.wait(0.05)
     jitted.allowed.set()
     assert ended.wait(WAIT_S) and "a" in compiler.ready
     waiting.join()
-    compiler.finish("a")
+    compiler.wait_if_pending("a")
     compiler.close()
 
 
@@ -147,7 +147,7 @@ def test_only_a_call_that_waits_counts_as_compiling() -> None:
             return super().lower()
 
     event = Event("event", [])
-    found.expect([("event", program(event))])
+    found.queue_likely([("event", program(event))])
     assert event.started.wait(WAIT_S)
     assert seen == [False] and not monitor.is_compiling
     assert not found.wait("event", 0.0)

@@ -11,8 +11,8 @@ import pytest
 from skyrl_tx import models
 from skyrl_tx.backends.jax import costs, mesh
 from skyrl_tx.backends.jax.config import MeshConfig
-from skyrl_tx.backends.jax.costs import RANK, bytes_kept, costs_of
-from skyrl_tx.backends.jax.start_plan import layout_without_devices
+from skyrl_tx.backends.jax.costs import DEFAULT_RANK, count_residual_bytes, estimate_costs
+from skyrl_tx.backends.jax.start_plan import make_abstract_layout
 from skyrl_tx.backends.jax.train import packing
 from skyrl_tx.backends.jax.train import step as training
 from skyrl_tx.contract.ids import ModelId
@@ -30,13 +30,13 @@ HUB_CONFIGS = Path(__file__).parents[2] / "models" / "hub_configs"
 
 
 def test_remat_keeps_less(tiny):
-    found = costs_of(tiny.params, tiny.config, "cpu")
+    found = estimate_costs(tiny.params, tiny.config, "cpu")
     hidden = 4 * tiny.config.num_layers * tiny.config.hidden_size
     assert hidden < found.token_with_remat < found.token
 
 
 def test_all_inputs_of_layers_are_offloaded_and_nothing_else(tiny):
-    found, (rows, length) = costs_of(tiny.params, tiny.config, "cpu"), (2, 64)
+    found, (rows, length) = estimate_costs(tiny.params, tiny.config, "cpu"), (2, 64)
     in_flight = 2 * 4 * tiny.config.hidden_size
     assert found.token_with_remat - found.token_offloaded == found.host_token - in_flight
 
@@ -47,7 +47,7 @@ def test_all_inputs_of_layers_are_offloaded_and_nothing_else(tiny):
 
             return jax.vjp(hidden_of, weights)
 
-        adapter = models.adapter_shapes(tiny.config, RANK)
+        adapter = models.describe_adapter(tiny.config, DEFAULT_RANK)
         traced = jax.make_jaxpr(run)(adapter.weights, adapter.scale, jax.ShapeDtypeStruct((rows, length), jnp.int32))
         arrays = [each for each in traced.out_avals if each.memory_space.name == "Host"]
         return sum(each.size * each.dtype.itemsize for each in arrays)
@@ -58,7 +58,7 @@ def test_all_inputs_of_layers_are_offloaded_and_nothing_else(tiny):
 
 def test_keeping_products_takes_less_than_half_of_keeping_all(tiny):
     def of_a_token(policy: RematPolicy) -> float:
-        short, long = (bytes_kept(tiny.params, tiny.config, length, policy) for length in (512, 1024))
+        short, long = (count_residual_bytes(tiny.params, tiny.config, length, policy) for length in (512, 1024))
         return (long - short) / 512
 
     assert of_a_token(RematPolicy.FULL) < of_a_token(RematPolicy.SAVE_MATMULS) < 0.5 * of_a_token(RematPolicy.NONE)
@@ -83,13 +83,13 @@ def test_the_estimate_matches_the_compiled_program(tmp_path, remat, more):
     family = models.find_family(content)
     config = family.config_from_hf(content)
     params = hf.load(directory, models.describe_params(config), family.weights)
-    adapter: Adapter = models.adapter_shapes(config, RANK)
+    adapter: Adapter = models.describe_adapter(config, DEFAULT_RANK)
     [example] = drawn_examples(ModelId("m"), (1024,), seed=1, request="r")
-    batch = packing.fill(packing.plan_micro_batches([example], 1024)[0], [example])
+    batch = packing.fill_micro_batch(packing.plan_micro_batches([example], 1024)[0], [example])
     policy = RematPolicy.FULL if remat else RematPolicy.SAVE_MATMULS
     lowered = training.accumulate.lower(params, adapter, adapter.weights, batch, config=config, remat=policy)
     taken = lowered.compile().memory_analysis().temp_size_in_bytes
-    estimate = costs_of(params, config, "cpu").of_pass(1024, remat=policy)
+    estimate = estimate_costs(params, config, "cpu").count_micro_batch_bytes(1024, remat=policy)
     assert taken <= 1.1 * estimate <= 2.5 * taken
 
 
@@ -111,9 +111,9 @@ def test_the_estimate_is_near_the_account_of_the_devices_compiler(
     platform, content, num_layers, rank, sizes, num_tokens, compiled_gib, monkeypatch
 ) -> None:
     """Temporary memory of `accumulate` with rematerialization, by libtpu 0.0.52 and by jaxlib 0.10.2."""
-    monkeypatch.setattr(costs, "RANK", rank)
+    monkeypatch.setattr(costs, "DEFAULT_RANK", rank)
     params, model = published({**content, "num_hidden_layers": num_layers}, platform, MeshConfig(**sizes))
-    estimate = costs_of(params, model, platform).of_pass(num_tokens, remat=RematPolicy.FULL)
+    estimate = estimate_costs(params, model, platform).count_micro_batch_bytes(num_tokens, remat=RematPolicy.FULL)
     assert estimate == pytest.approx(compiled_gib * GIB, rel=0.15)
 
 
@@ -129,7 +129,9 @@ def test_the_estimate_is_near_the_account_of_the_devices_compiler(
 def test_what_mixers_return_is_kept_whole_on_each_device(platform, sizes, num_tokens, compiled_gib) -> None:
     """Temporary memory of `accumulate` of Qwen3-8B with the results of products kept."""
     params, model = published(QWEN3_8B, platform, MeshConfig(**sizes))
-    estimate = costs_of(params, model, platform).of_pass(num_tokens, remat=RematPolicy.SAVE_MATMULS)
+    estimate = estimate_costs(params, model, platform).count_micro_batch_bytes(
+        num_tokens, remat=RematPolicy.SAVE_MATMULS
+    )
     assert estimate == pytest.approx(compiled_gib * GIB, rel=0.1)
 
 
@@ -151,7 +153,9 @@ def test_the_estimate_counts_the_delta_rule(platform, sizes, num_tokens, compile
     content["text_config"] = content["text_config"] | layers
     params, model = published(content, platform, MeshConfig(**sizes))
     params = replace(params, kernels=replace(params.kernels, chunks_together=True))
-    estimate = costs_of(params, model, platform).of_pass(num_tokens, remat=RematPolicy.SAVE_MATMULS)
+    estimate = estimate_costs(params, model, platform).count_micro_batch_bytes(
+        num_tokens, remat=RematPolicy.SAVE_MATMULS
+    )
     assert estimate == pytest.approx(compiled_gib * GIB, rel=0.15)
 
 
@@ -159,7 +163,7 @@ def published(content, platform: str, config: MeshConfig) -> tuple[models.Decode
     """Return shapes of a published model in the layout of training, with the attention kernel of its device."""
     model = models.find_family(content).config_from_hf(content)
     shapes = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, jnp.bfloat16), models.describe_params(model))
-    layout = mesh.training_layout(layout_without_devices(config))
+    layout = mesh.make_training_layout(make_abstract_layout(config))
     return replace(shapes, layout=layout, kernels=Kernels(SPLASH if platform == "tpu" else TRITON)), model
 
 
@@ -174,10 +178,12 @@ def test_the_estimate_counts_what_kernels_keep(kernel, compiled_gib) -> None:
     """Temporary memory of `accumulate` of Qwen3-0.6B for 4,096 tokens; with the loops the estimate is larger."""
     model = models.find_family(QWEN3_600M).config_from_hf(QWEN3_600M)
     shapes = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, jnp.bfloat16), models.describe_params(model))
-    layout = layout_without_devices(MeshConfig())
-    with_kernel = costs_of(replace(shapes, layout=layout, kernels=Kernels(kernel)), model, "tpu")
-    assert with_kernel.of_pass(4096, remat=RematPolicy.SAVE_MATMULS) == pytest.approx(compiled_gib * GIB, rel=0.15)
-    assert with_kernel.token < costs_of(replace(shapes, layout=layout), model, "tpu").token
+    layout = make_abstract_layout(MeshConfig())
+    with_kernel = estimate_costs(replace(shapes, layout=layout, kernels=Kernels(kernel)), model, "tpu")
+    assert with_kernel.count_micro_batch_bytes(4096, remat=RematPolicy.SAVE_MATMULS) == pytest.approx(
+        compiled_gib * GIB, rel=0.15
+    )
+    assert with_kernel.token < estimate_costs(replace(shapes, layout=layout), model, "tpu").token
 
 
 def test_all_tokens_of_an_ep_group_pass_through_each_of_its_devices() -> None:
@@ -187,4 +193,6 @@ def test_all_tokens_of_an_ep_group_pass_through_each_of_its_devices() -> None:
     tiles, places = (131072 + 16 * 127) // 128, 128  # of 16 experts, each with at most one tile that is not full
     rows = (3 * tiles * places + 131072) * 2048
     factors, weights = tiles * 8 * 3 * (2048 + 768), 32 * 3 * 2048 * 768
-    assert mixture.backward_bytes(8 * 2048, rank=8, ep=8, tp=1, itemsize=2) == 2 * (rows + weights) + 4 * factors
+    assert (
+        mixture.estimate_backward_bytes(8 * 2048, rank=8, ep=8, tp=1, itemsize=2) == 2 * (rows + weights) + 4 * factors
+    )

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from skyrl_tx.contract.custom_loss import CustomLoss, CustomLossInput, Operation
 
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.train import custom_losses
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
-from skyrl_tx.contract.custom_loss import CustomLoss, CustomLossInput, Operation
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec
 from tests.support.tiny import tiny_backend
@@ -141,9 +141,9 @@ def test_several_targets_per_position_and_a_scalar(backend: JaxBackend) -> None:
 
 def test_other_constants_and_other_lengths_of_an_octave_compile_nothing(backend: JaxBackend) -> None:
     gradient_of(backend, MODEL, *examples(CUSTOM, MODEL, importance_sampling(), (40,)))
-    before, kept = backend.meters().compilations, custom_losses._program.cache_info().currsize
+    before, kept = backend.meters().compilations, custom_losses._get_program.cache_info().currsize
     for scale, length in ((0.5, 40), (0.25, 41)):
         changed = replace(importance_sampling(scale), name=f"ratio {scale}")
         gradient_of(backend, MODEL, *examples(CUSTOM, MODEL, changed, (length,)))
     assert backend.meters().compilations == before
-    assert custom_losses._program.cache_info().currsize == kept <= custom_losses._MAX_PROGRAMS
+    assert custom_losses._get_program.cache_info().currsize == kept <= custom_losses._MAX_PROGRAMS

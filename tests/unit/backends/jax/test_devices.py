@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh
 
 from skyrl_tx.backends.jax import devices
-from skyrl_tx.backends.jax.devices import check_devices, compilation_monitor
+from skyrl_tx.backends.jax.devices import check_devices, get_compilation_monitor
 from skyrl_tx.contract.errors import BackendLost
 
 
@@ -57,7 +57,7 @@ def test_exhausted_memory_ends_several_hosts_which_wait_for_the_sum(
 
 
 def test_compilation_is_seen_while_it_runs_and_after_it_failed() -> None:
-    monitor, seen = compilation_monitor(), []
+    monitor, seen = get_compilation_monitor(), []
 
     @jax.jit
     def traced(x: jax.Array) -> jax.Array:

@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from skyrl_tx.backends.jax import devices, distributed, mesh
 from skyrl_tx.backends.jax.config import MeshConfig
-from skyrl_tx.backends.jax.devices import capacity_errors
-from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
+from skyrl_tx.backends.jax.devices import convert_memory_errors
+from skyrl_tx.backends.jax.sample.jax_programs import ModelRunner
 from skyrl_tx.contract.errors import BackendLost, CapacityError
 
 
@@ -22,30 +22,30 @@ def test_on_one_host_arrays_and_numbers_are_its_own():
     whole = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",)), PartitionSpec())
     tree = {"a": distributed.put(np.arange(3), whole), "b": np.float32(2)}
     assert distributed.fetch(tree)["a"].tolist() == distributed.fetch_one_by_one(tree)["a"].tolist() == [0, 1, 2]
-    assert distributed.agreed(3 * 2**20 + 1) == 3 * 2**20 + 1
-    assert not distributed.is_distributed() and distributed.fingerprint() == {}
+    assert distributed.agree_on_minimum(3 * 2**20 + 1) == 3 * 2**20 + 1
+    assert not distributed.is_distributed() and distributed.make_fingerprint() == {}
 
 
 def test_devices_are_in_order_of_their_ids_and_those_of_this_host(monkeypatch):
     devices = [SimpleNamespace(id=number, process_index=number % 2) for number in (3, 0, 2, 1)]
-    assert [each.id for each in distributed.own_devices(devices)] == [0, 1, 2, 3]
+    assert [each.id for each in distributed.list_local_devices(devices)] == [0, 1, 2, 3]
     monkeypatch.setattr(distributed, "is_distributed", lambda: True)
-    assert [each.id for each in distributed.own_devices(devices)] == [0, 2]
+    assert [each.id for each in distributed.list_local_devices(devices)] == [0, 2]
 
 
 def test_with_several_hosts_an_exhausted_device_loses_the_backend(monkeypatch, caplog):
     """The other hosts may have had enough memory, and would wait for this one."""
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
     with caplog.at_level(logging.CRITICAL):
-        with pytest.raises(CapacityError), capacity_errors("a model"):
+        with pytest.raises(CapacityError), convert_memory_errors("a model"):
             raise error
         monkeypatch.setattr(devices, "is_distributed", lambda: True)
         expected = pytest.raises(BackendLost, match=r"RESOURCE_EXHAUSTED.*--backend-config.micro-batch-tokens")
-        with expected, capacity_errors("a model"):
+        with expected, convert_memory_errors("a model"):
             raise error
         with (
             pytest.raises(BackendLost, match="RESOURCE_EXHAUSTED"),
-            JaxPrograms._detect_loss(SimpleNamespace(cache=())),
+            ModelRunner._detect_loss(SimpleNamespace(cache=())),
         ):
             raise error
 

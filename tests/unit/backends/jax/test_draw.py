@@ -16,7 +16,7 @@ ROWS = 512
 compiled = jax.jit(partial(drawing.draw, max_topk=5))
 
 
-def draw(logits, how: drawing.DrawParams, position, *, wants_topk: bool) -> drawing.Drawn:
+def draw(logits, how: drawing.DrawParams, position, *, wants_topk: bool) -> drawing.DrawnTokens:
     return jax.device_get(compiled(logits, how, np.asarray(position, np.int32), wants_topk=np.bool_(wants_topk)))
 
 
@@ -37,7 +37,7 @@ def random_logits(seed=0, spread=2.0) -> np.ndarray:
     return (spread * np.random.default_rng(seed).standard_normal(VOCAB)).astype(np.float32)
 
 
-def draw_rows(logits: np.ndarray, *, wants_topk: bool, **how) -> drawing.Drawn:
+def draw_rows(logits: np.ndarray, *, wants_topk: bool, **how) -> drawing.DrawnTokens:
     """Draw from the same logits in every row."""
     return draw(np.tile(logits, (ROWS, 1)), params(**how), np.zeros(ROWS), wants_topk=wants_topk)
 
@@ -106,7 +106,7 @@ def test_batch_invariance():
 
 
 def test_the_random_number_depends_on_seed_sample_and_position():
-    numbers = jax.jit(lambda *arguments: drawing.uniform(drawing.keys(*arguments)))(
+    numbers = jax.jit(lambda *arguments: drawing.uniform(drawing.make_keys(*arguments)))(
         np.array([[0, 1], [0, 1], [0, 1], [1, 0], [0, 2]], np.uint32),
         np.array([0, 1, 0, 0, 0], np.uint32),
         np.array([0, 0, 1, 0, 0]),

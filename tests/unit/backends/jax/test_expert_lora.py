@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from skyrl_tx import models
 from skyrl_tx.backends.jax import checkpoint
 from skyrl_tx.backends.jax.backend import JaxBackend
-from skyrl_tx.backends.jax.train.adapters import fresh_training_state
+from skyrl_tx.backends.jax.train.adapters import make_training_state
 from skyrl_tx.contract.backend import ALL_PARTS, StatePart
 from skyrl_tx.contract.requests import LoraSpec
 from skyrl_tx.models.config import ExpertLora
@@ -28,12 +28,12 @@ def model_of(folder: Path, form: ExpertLora) -> tuple[models.ModelConfig, Adapte
     content = hf.read_json(write_model(folder, "GptOssForCausalLM"), "config.json")
     family = models.find_family(content)
     config = replace(family.config_from_hf(content), expert_lora=form)
-    return config, models.adapter_format(config, family.weights, "tiny")
+    return config, models.make_adapter_format(config, family.weights, "tiny")
 
 
 def trained(config: models.ModelConfig) -> checkpoint.TrainingState:
     """Return a model whose B is not zero."""
-    state = fresh_training_state(config, LORA)
+    state = make_training_state(config, LORA)
     draw = np.random.default_rng(0)
     for pair in state.adapter.weights.values():
         np.asarray(pair.b)[..., : LORA.rank, :] = draw.normal(size=(*pair.b.shape[:-2], LORA.rank, pair.b.shape[-1]))
@@ -59,18 +59,16 @@ def test_shared_factors_are_one_tensor_in_files(tmp_path: Path) -> None:
 def test_a_checkpoint_is_restored_bit_equal(tmp_path: Path, form: ExpertLora) -> None:
     folder = saved(tmp_path, form, all_parts=True)
     config, files = model_of(tmp_path / "model", form)
-    restored = checkpoint.restore(
-        fresh_training_state(config, LORA), checkpoint.open_snapshot(folder, files), ALL_PARTS
-    )
+    restored = checkpoint.restore(make_training_state(config, LORA), checkpoint.open_snapshot(folder, files), ALL_PARTS)
     jax.tree.map(np.testing.assert_array_equal, restored.adapter, trained(config).adapter)
 
 
 def test_shared_factors_are_given_to_each_expert_of_a_server_with_own_ones(tmp_path: Path) -> None:
     folder = saved(tmp_path, "shared")
     config, files = model_of(tmp_path / "model", "own")
-    found = checkpoint.open_snapshot(folder, files).adapter(LORA.rank).weights
+    found = checkpoint.open_snapshot(folder, files).make_adapter(LORA.rank).weights
     shared = trained(model_of(tmp_path / "model", "shared")[0]).adapter.weights
-    assert models.form_of(config, read_adapter(folder)) == "shared"
+    assert models.choose_expert_lora(config, read_adapter(folder)) == "shared"
     for name, pair in found.items():
         for array, expected in ((pair.a, shared[name].a), (pair.b, shared[name].b)):
             expected = np.asarray(expected)[..., : LORA.rank, :] if array is pair.b else expected[..., : LORA.rank]
@@ -80,7 +78,7 @@ def test_shared_factors_are_given_to_each_expert_of_a_server_with_own_ones(tmp_p
 def test_own_factors_are_refused_where_experts_share_them(tmp_path: Path) -> None:
     folder = saved(tmp_path, "own")
     config, files = model_of(tmp_path / "model", "shared")
-    assert models.form_of(config, read_adapter(folder)) == "own"
+    assert models.choose_expert_lora(config, read_adapter(folder)) == "own"
     with pytest.raises(AdapterError, match=r"experts\.w1.*load it on a server with --backend-config\.expert-lora own"):
         checkpoint.open_snapshot(folder, files)
 

@@ -10,14 +10,28 @@ import pytest
 from numpy.typing import NDArray
 
 from skyrl_tx.backends.jax.sample import draw as drawing
-from skyrl_tx.backends.jax.sample.blocks import Blocks
-from skyrl_tx.backends.jax.sample.filters import FEW, TILE, WHOLE, redraw_by
+from skyrl_tx.backends.jax.sample.blocks import LogitBlocks
+from skyrl_tx.backends.jax.sample.filters import SMALL_TOP_K, TILE, WHOLE, redraw_in_tiles
 from tests.support.fast_jit import fast_jit
 
 VOCAB = 300  # three blocks, the last one padded; more than the largest of few
 ROWS = 512  # rows of every draw
 SIGMAS = 4.0
-TOP_KS = (0, 1, 3, FEW[0], FEW[0] + 1, FEW[1], 100, FEW[2], FEW[2] + 1, VOCAB - 1, VOCAB, VOCAB + 9, 2**31 - 1)
+TOP_KS = (
+    0,
+    1,
+    3,
+    SMALL_TOP_K[0],
+    SMALL_TOP_K[0] + 1,
+    SMALL_TOP_K[1],
+    100,
+    SMALL_TOP_K[2],
+    SMALL_TOP_K[2] + 1,
+    VOCAB - 1,
+    VOCAB,
+    VOCAB + 9,
+    2**31 - 1,
+)
 TOP_PS = (0.0, 1e-30, 1e-6, 0.3, 0.5, 0.95, 0.999, 1.0)
 
 
@@ -58,8 +72,8 @@ def filtered(logits_V: jax.Array, token_S: jax.Array, top_k: jax.Array, top_p: j
     """Apply the filters to tokens that were drawn from the whole distribution, `size` rows at a time."""
     S = token_S.size
     key_S2 = jax.random.key_data(jax.random.split(jax.random.key(5), S))
-    blocks = Blocks.of(jnp.tile(logits_V, (S, 1)), jnp.ones(S))
-    return redraw_by(size, blocks, jnp.broadcast_to(top_k, S), jnp.broadcast_to(top_p, S), key_S2, token_S)
+    blocks = LogitBlocks.from_logits(jnp.tile(logits_V, (S, 1)), jnp.ones(S))
+    return redraw_in_tiles(size, blocks, jnp.broadcast_to(top_k, S), jnp.broadcast_to(top_p, S), key_S2, token_S)
 
 
 def check(logits: np.ndarray, tokens: np.ndarray, top_k: int, top_p: float, size: int = TILE) -> None:
@@ -112,7 +126,7 @@ compiled = jax.jit(partial(drawing.draw, max_topk=5))
 """The same program as in test_draw."""
 
 
-def draw(logits_SV: np.ndarray, how: drawing.DrawParams, position: int) -> drawing.Drawn:
+def draw(logits_SV: np.ndarray, how: drawing.DrawParams, position: int) -> drawing.DrawnTokens:
     return jax.device_get(compiled(logits_SV, how, np.full(ROWS, position, np.int32), wants_topk=np.bool_(False)))
 
 
@@ -184,7 +198,7 @@ def test_rows_have_the_same_bits_in_programs_of_other_sizes():
     top_k, top_p = np.resize(KINDS, (64, 2)).T
     how = jax.tree.map(lambda leaf: leaf[:64], params(np.resize(top_k, ROWS), np.resize(top_p, ROWS)))
 
-    def first(rows: int, position: int) -> drawing.Drawn:
+    def first(rows: int, position: int) -> drawing.DrawnTokens:
         own = jax.tree.map(lambda leaf: leaf[:rows], how)
         positions = np.full(rows, position, np.int32)
         return jax.device_get(compiled(logits[:rows], own, positions, wants_topk=np.bool_(True)))

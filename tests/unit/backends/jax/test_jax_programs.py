@@ -15,22 +15,22 @@ import pytest
 from skyrl_tx import models
 from skyrl_tx.backends.jax.compiler import Compiler
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.devices import CompilationMonitor, compilation_monitor
+from skyrl_tx.backends.jax.devices import CompilationMonitor, get_compilation_monitor
 from skyrl_tx.backends.jax.sample import programs
-from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms, PromptChunk
-from skyrl_tx.backends.jax.sample.pages import KVTable
+from skyrl_tx.backends.jax.sample.jax_programs import ModelRunner, PromptChunk
+from skyrl_tx.backends.jax.sample.pages import BlockTableRow
 from skyrl_tx.backends.jax.sample.programs import ENDED
 from skyrl_tx.backends.jax.sample.row_inputs import RowInputs
-from skyrl_tx.backends.jax.sample.rows import RowCounts, Rows
-from skyrl_tx.backends.jax.sample.running import BASE, RunningSample
+from skyrl_tx.backends.jax.sample.rows import RowCounts, SliceRows
+from skyrl_tx.backends.jax.sample.running import BASE_SLOT, RunningSample
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.ids import RequestId, SamplerId
 from skyrl_tx.contract.requests import PromptOptions
 from skyrl_tx.layers import cache_state
-from skyrl_tx.layers.cache_state import Cache, Table
+from skyrl_tx.layers.cache_state import BlockTable, Cache
 from tests.support.fast_jit import fast_jit
-from tests.support.sample_requests import BLUE, RED, Results, ask, begin, prompt_of, run
+from tests.support.sample_requests import BLUE, RED, Results, begin, make_prompt, make_request, run
 from tests.support.tiny import OUTPUT_NORMS, TINY_CONFIG, TinyModel, load_model, tiny_directory
 
 LENGTH = 160
@@ -42,7 +42,7 @@ SEEDS = {RED: 1, BLUE: 2}
 def start(tiny: TinyModel, **changed: int) -> SampleScheduler:
     """Return a scheduler on the device, with two adapters."""
     config: JaxConfig = TINY_CONFIG.model_copy(update=changed)
-    device = JaxPrograms(tiny.params, tiny.config, config)
+    device = ModelRunner(tiny.params, tiny.config, config)
     scheduler = SampleScheduler(device, config, device.memory, ())
     for name, seed in SEEDS.items():
         scheduler.load(name, tiny.adapter(seed))
@@ -100,9 +100,9 @@ def greedy(tiny: TinyModel, request: SampleRequest, num: int) -> list[int]:
 
 def test_greedy_decoding_equals_full_forward_passes_with_several_adapters(tiny, scheduler):
     requests = [
-        ask("base", prompt_of(5), temperature=0.0),
-        ask("red", prompt_of(40, seed=1), sampler=RED, temperature=0.0),
-        ask("blue", prompt_of(17, seed=2), sampler=BLUE, temperature=0.0, max_tokens=23),
+        make_request("base", make_prompt(5), temperature=0.0),
+        make_request("red", make_prompt(40, seed=1), sampler=RED, temperature=0.0),
+        make_request("blue", make_prompt(17, seed=2), sampler=BLUE, temperature=0.0, max_tokens=23),
     ]
     results = run(scheduler, *requests)
     for request in requests:
@@ -113,7 +113,7 @@ def test_greedy_decoding_equals_full_forward_passes_with_several_adapters(tiny, 
 
 
 def test_trainer_and_sampler_agree_to_the_end_of_a_slot(tiny, scheduler):
-    request = ask("red", prompt_of(40), sampler=RED, samples=3, max_tokens=128 - 40)
+    request = make_request("red", make_prompt(40), sampler=RED, samples=3, max_tokens=128 - 40)
     results = run(scheduler, request)
     for index in range(3):
         sequence = results.sequence("red", index)
@@ -126,8 +126,8 @@ def test_trainer_and_sampler_agree_across_pages_with_filters_and_topk(tiny, sche
     """Samples grow into their second page."""
     topk = PromptOptions(sample_topk=2)
     requests = [
-        ask("red", prompt_of(40), sampler=RED, samples=5, max_tokens=60, top_p=0.7, options=topk),
-        ask("blue", prompt_of(33), sampler=BLUE, samples=5, max_tokens=60, top_k=3),
+        make_request("red", make_prompt(40), sampler=RED, samples=5, max_tokens=60, top_p=0.7, options=topk),
+        make_request("blue", make_prompt(33), sampler=BLUE, samples=5, max_tokens=60, top_k=3),
     ]
     results = run(scheduler, *requests)
     for request in requests:
@@ -145,9 +145,9 @@ def test_trainer_and_sampler_agree_across_pages_with_filters_and_topk(tiny, sche
 
 def test_preempted_samples_are_recomputed_with_the_same_bits(tiny, scheduler):
     """12 samples need two pages each, but there are 14."""
-    request = ask("many", prompt_of(5), sampler=RED, samples=12, max_tokens=70)
+    request = make_request("many", make_prompt(5), sampler=RED, samples=12, max_tokens=70)
     config = TINY_CONFIG.model_copy(update={"prefix_cache_tokens": 0})
-    device = JaxPrograms(tiny.params, tiny.config, config)
+    device = ModelRunner(tiny.params, tiny.config, config)
     few = SampleScheduler(device, config, replace(device.memory, num_slots=12, tokens=7 * 64, prefix_tokens=0), ())
     few.load(RED, tiny.adapter(SEEDS[RED]))
     assert device.memory.num_pages == 1 + 14
@@ -157,13 +157,15 @@ def test_preempted_samples_are_recomputed_with_the_same_bits(tiny, scheduler):
 
 @pytest.mark.parametrize("adapter", [pytest.param(None, marks=pytest.mark.slow), RED])
 def test_batch_invariance(scheduler, adapter):
-    request = ask("mine", prompt_of(9), sampler=adapter, samples=3, temperature=0.9, max_tokens=20)
+    request = make_request("mine", make_prompt(9), sampler=adapter, samples=3, temperature=0.9, max_tokens=20)
     alone, results = run(scheduler, request), Results()
     begin(
         scheduler,
-        ask("base", prompt_of(33, seed=1), temperature=0.0, max_tokens=30),
-        ask("red", prompt_of(6, seed=2), sampler=RED, samples=4, top_k=3),
-        ask("blue", prompt_of(50, seed=3), sampler=BLUE, samples=2, top_p=0.5, options=PromptOptions(sample_topk=2)),
+        make_request("base", make_prompt(33, seed=1), temperature=0.0, max_tokens=30),
+        make_request("red", make_prompt(6, seed=2), sampler=RED, samples=4, top_k=3),
+        make_request(
+            "blue", make_prompt(50, seed=3), sampler=BLUE, samples=2, top_p=0.5, options=PromptOptions(sample_topk=2)
+        ),
     )
     results.add(scheduler.step())
     run(scheduler, request, into=results)
@@ -174,7 +176,7 @@ def test_batch_invariance(scheduler, adapter):
 def test_a_request_in_parts_draws_the_same_bits(tiny):
     """Parts of 1, 2, 9, 6, 1 and 1 samples, whose first tokens are drawn at different rows of the program."""
     scheduler = start(tiny, prefill_chunk_tokens=256, max_sample_tokens=16 * 160)
-    request = ask("a", prompt_of(40), sampler=RED, samples=20, max_tokens=9)
+    request = make_request("a", make_prompt(40), sampler=RED, samples=20, max_tokens=9)
     whole, parts = run(scheduler, request), Results()
     for first, end in ((0, 1), (1, 3), (3, 12), (12, 18), (18, 19), (19, 20)):
         begin(scheduler, replace(request, first_index=first, num_samples=end - first))
@@ -188,9 +190,9 @@ def test_first_tokens_have_the_same_bits_for_any_number_of_samples(tiny):
     generator = np.random.default_rng(0)
     embed = jnp.asarray(0.3 * generator.standard_normal((300, tiny.config.hidden_size)), jnp.float32)
     params, config = replace(tiny.params, embed=embed, unembed=embed), replace(tiny.config, vocab_size=300)
-    device = JaxPrograms(params, config, TINY_CONFIG)
-    request = ask("a", prompt_of(9), samples=64, temperature=0.9)
-    samples = [RunningSample(request=request, index=index, adapter=BASE, stops=frozenset()) for index in range(64)]
+    device = ModelRunner(params, config, TINY_CONFIG)
+    request = make_request("a", make_prompt(9), samples=64, temperature=0.9)
+    samples = [RunningSample(request=request, index=index, adapter=BASE_SLOT, stops=frozenset()) for index in range(64)]
     for _ in range(10):
         hidden = jnp.asarray(generator.standard_normal((1, tiny.config.hidden_size)), jnp.float32)
         whole = device.draw_first(hidden, samples)
@@ -206,24 +208,24 @@ def test_the_programs_that_are_compared_are_those_of_slices(tiny):
     """A first slice of one sample has those of the fewest and of the most rows, and compiles none of them twice."""
     scheduler = start(tiny, decode_slice_tokens=7)  # no other test has programs of this shape
     before = programs.run_rows._cache_size()
-    begin(scheduler, ask("a", prompt_of(9), sampler=RED, max_tokens=20))
+    begin(scheduler, make_request("a", make_prompt(9), sampler=RED, max_tokens=20))
     run(scheduler)
     assert programs.run_rows._cache_size() == before + 2
 
 
 @pytest.mark.parametrize("adapter", [pytest.param(None, marks=pytest.mark.slow), RED])
 def test_prefix_cache_hits_change_no_bit(tiny, adapter):
-    prefix = prompt_of(96)
+    prefix = make_prompt(96)
     prompts = {
-        "first": np.concatenate([prefix, prompt_of(20, seed=1)]),
-        "equal": np.concatenate([prefix, prompt_of(20, seed=1)]),
-        "alike": np.concatenate([prefix, prompt_of(50, seed=2)]),
+        "first": np.concatenate([prefix, make_prompt(20, seed=1)]),
+        "equal": np.concatenate([prefix, make_prompt(20, seed=1)]),
+        "alike": np.concatenate([prefix, make_prompt(50, seed=2)]),
         "part": prefix[:70],
     }
     warm, cold = start(tiny, prefix_cache_tokens=512), start(tiny, prefix_cache_tokens=0)
     hits = {}
     for name, prompt in prompts.items():
-        request = ask(name, prompt, sampler=adapter, max_tokens=6)
+        request = make_request(name, prompt, sampler=adapter, max_tokens=6)
         results = run(warm, request)
         assert results.bits == run(cold, request).bits, name
         hits |= results.cache_hits
@@ -242,8 +244,8 @@ def test_hits_and_other_requests_change_no_bit_of_a_model_with_output_norms():
 @pytest.mark.slow
 def test_prefill_between_slices_changes_no_bit(tiny):
     running, long = (
-        ask("running", prompt_of(9), sampler=RED, max_tokens=30),
-        ask("long", prompt_of(240, seed=1), sampler=RED, max_tokens=2),
+        make_request("running", make_prompt(9), sampler=RED, max_tokens=30),
+        make_request("long", make_prompt(240, seed=1), sampler=RED, max_tokens=2),
     )
     results = run(start(tiny), running, long)
     assert results.bits == run(start(tiny), running).bits | run(start(tiny), long).bits
@@ -251,14 +253,14 @@ def test_prefill_between_slices_changes_no_bit(tiny):
 
 def test_a_longer_sample_in_the_batch_changes_no_bit(scheduler):
     """It changes the KV read length."""
-    request = ask("mine", prompt_of(9), sampler=RED, samples=3)
+    request = make_request("mine", make_prompt(9), sampler=RED, samples=3)
     alone = run(scheduler, request)
-    results = run(scheduler, ask("long", prompt_of(130, seed=1), sampler=RED, max_tokens=20), request)
+    results = run(scheduler, make_request("long", make_prompt(130, seed=1), sampler=RED, max_tokens=20), request)
     assert {key: results.bits[key] for key in alone.bits} == alone.bits
 
 
 def test_loading_copies_the_adapter(tiny, scheduler):
-    request = ask("red", prompt_of(9), sampler=RED, temperature=0.0)
+    request = make_request("red", make_prompt(9), sampler=RED, temperature=0.0)
     before = run(scheduler, request)
     scheduler.drop(RED)
     red = jax.tree.map(jnp.array, tiny.adapter(SEEDS[RED]))
@@ -270,17 +272,21 @@ def test_loading_copies_the_adapter(tiny, scheduler):
 def test_nan_of_one_adapter_does_not_spread(tiny, scheduler):
     scheduler.drop(BLUE)
     scheduler.load(BLUE, jax.tree.map(lambda leaf: np.full_like(leaf, np.nan), tiny.adapter(2)))
-    request = ask("mine", prompt_of(9), sampler=RED)
+    request = make_request("mine", make_prompt(9), sampler=RED)
     alone = run(scheduler, request).sequence("mine")
-    results = run(scheduler, ask("nan", prompt_of(9), sampler=BLUE, samples=15), request).sequence("mine")
+    results = run(scheduler, make_request("nan", make_prompt(9), sampler=BLUE, samples=15), request).sequence("mine")
     assert results.tokens.tolist() == alone.tokens.tolist()
     np.testing.assert_allclose(results.logprobs, alone.logprobs, atol=1e-5)  # one tile has both adapters
-    after = run(scheduler, ask("mine", prompt_of(9), sampler=RED, samples=16))  # in every slot that held NaN too
+    after = run(
+        scheduler, make_request("mine", make_prompt(9), sampler=RED, samples=16)
+    )  # in every slot that held NaN too
     assert all(np.isfinite(after.sequence("mine", index).logprobs).all() for index in range(16))
 
 
 def test_sample_topk_begins_with_the_greedy_token(scheduler):
-    results = run(scheduler, ask("topk", prompt_of(9), temperature=0.0, options=PromptOptions(sample_topk=2)))
+    results = run(
+        scheduler, make_request("topk", make_prompt(9), temperature=0.0, options=PromptOptions(sample_topk=2))
+    )
     parts, sequence = results.parts["topk", 0], results.sequence("topk")
     assert np.concatenate([part.topk.token_ids[:, 0] for part in parts]).tolist() == sequence.tokens.tolist()
     np.testing.assert_array_equal(np.concatenate([part.topk.logprobs[:, 0] for part in parts]), sequence.logprobs)
@@ -288,7 +294,7 @@ def test_sample_topk_begins_with_the_greedy_token(scheduler):
 
 
 def shapes_of(tiny: TinyModel, num_pages: int) -> Cache:
-    return jax.eval_shape(lambda: models.empty_cache(tiny.params, tiny.config, num_pages, 4))
+    return jax.eval_shape(lambda: models.make_empty_cache(tiny.params, tiny.config, num_pages, 4))
 
 
 def bytes_of(tree) -> int:
@@ -310,11 +316,11 @@ def test_a_chunk_and_a_slice_allocate_no_second_cache(tiny):
         cache, number = shapes_of(tiny, num_pages), jax.ShapeDtypeStruct((), jnp.int32)
         tokens, row = jax.ShapeDtypeStruct((1, 32), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
         one, two = (
-            Table(jax.ShapeDtypeStruct((rows, 4), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32))
+            BlockTable(jax.ShapeDtypeStruct((rows, 4), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32))
             for rows in (1, 2)
         )
-        batch = RowInputs(4).of(Rows((None, None), (BASE, BASE)))
-        chunk = programs.extend.lower(tiny.params, tiny.config, None, row, tokens, row, row, cache, one)
+        batch = RowInputs(4).make_batch(SliceRows((None, None), (BASE_SLOT, BASE_SLOT)))
+        chunk = programs.prefill.lower(tiny.params, tiny.config, None, row, tokens, row, row, cache, one)
         decoding = programs.decode_slice.lower(
             tiny.params,
             tiny.config,
@@ -327,7 +333,7 @@ def test_a_chunk_and_a_slice_allocate_no_second_cache(tiny):
             max_steps=4,
             max_topk=0,
         )
-        live = jax.eval_shape(partial(cache_state.open_slice, max_tokens=4), cache, two, batch.position_S).live
+        live = jax.eval_shape(partial(cache_state.open_decode_slice, max_tokens=4), cache, two, batch.position_S).live
         closing = programs.close_rows.lower(cache, live, batch.position_S, number, two)
         found = [each.compile().memory_analysis() for each in (chunk, decoding, closing)]
         assert all(each.alias_size_in_bytes == bytes_of(cache) for each in found)
@@ -342,15 +348,15 @@ def test_greedy_decoding_as_on_accelerators_in_bfloat16(tiny, monkeypatch, runs_
     scheduler, counts = start(tiny, sample_slots=32), set[int]()
     device = scheduler._programs
     device._is_one_cpu, device._merges, device.runs_ahead = False, True, runs_ahead
-    device._counts, run_rows = device._row_counts(), device._run
+    device._counts, run_rows = device._make_row_counts(), device._dispatch_rows
 
     def recorded(rows, num_steps, longest):
         counts.add(len(rows.samples))
         return run_rows(rows, num_steps, longest)
 
-    monkeypatch.setattr(device, "_run", recorded)
-    red = [ask(f"red{n}", prompt_of(5 + n), sampler=RED, temperature=0.0, max_tokens=12) for n in range(3)]
-    blue = ask("blue", prompt_of(6), sampler=BLUE, temperature=0.0, max_tokens=12)
+    monkeypatch.setattr(device, "_dispatch_rows", recorded)
+    red = [make_request(f"red{n}", make_prompt(5 + n), sampler=RED, temperature=0.0, max_tokens=12) for n in range(3)]
+    blue = make_request("blue", make_prompt(6), sampler=BLUE, temperature=0.0, max_tokens=12)
     for requests in (red, [blue, replace(red[0], request_id=RequestId("red"))]):
         results = run(scheduler, *requests)
         for request in requests:
@@ -366,14 +372,16 @@ def test_greedy_decoding_as_on_accelerators_in_bfloat16(tiny, monkeypatch, runs_
 
 def test_running_ahead_changes_no_sample_and_compiles_nothing(tiny):
     """Samples end by stop tokens and by their length while others run, and one is preempted and goes on."""
-    prompt, requests = prompt_of(9), list[SampleRequest]()
+    prompt, requests = make_prompt(9), list[SampleRequest]()
     waits = start(tiny, sample_slots=8)
-    free = run(waits, ask("free", prompt, max_tokens=60)).tokens["free", 0]
+    free = run(waits, make_request("free", prompt, max_tokens=60)).tokens["free", 0]
     stops = [token for token in dict.fromkeys(free[8:]) if token not in free[:8]]
     for n, stop in enumerate(stops[:3]):
-        requests.append(ask(f"stops{n}", prompt, max_tokens=60, stop_token_ids=(stop,)))
-    requests.append(ask("many stops", prompt, max_tokens=60, stop_token_ids=tuple({*stops[:1], *range(280, 290)})))
-    requests.append(ask("lengths", prompt_of(30), samples=6, max_tokens=37))
+        requests.append(make_request(f"stops{n}", prompt, max_tokens=60, stop_token_ids=(stop,)))
+    requests.append(
+        make_request("many stops", prompt, max_tokens=60, stop_token_ids=tuple({*stops[:1], *range(280, 290)}))
+    )
+    requests.append(make_request("lengths", make_prompt(30), samples=6, max_tokens=37))
     ahead = start(tiny, sample_slots=8)
     device = ahead._programs
     device._is_one_cpu, device.runs_ahead, device._counts = False, True, RowCounts([8])
@@ -386,23 +394,29 @@ def test_running_ahead_changes_no_sample_and_compiles_nothing(tiny):
 
 def test_programs_of_requests_are_compiled_at_the_same_time_before_they_are_called(tiny: TinyModel) -> None:
     config = TINY_CONFIG.model_copy(update={"max_topk_logprobs": 3})  # no other test compiles these programs
-    compiler, compilation = Compiler[Hashable](2, CompilationMonitor()), compilation_monitor()
-    device = JaxPrograms(tiny.params, tiny.config, config, compiler)
+    compiler, compilation = Compiler[Hashable](2, CompilationMonitor()), get_compilation_monitor()
+    device = ModelRunner(tiny.params, tiny.config, config, compiler)
     SampleScheduler(device, config, device.memory, ())
-    requests = [ask("base", prompt_of(40), max_tokens=2), ask("scored", prompt_of(20), max_tokens=1)]
-    device.expect(requests)
-    rows = Rows.of_every_shape(device._counts.all[0], BASE, merges=False)
+    requests = [
+        make_request("base", make_prompt(40), max_tokens=2),
+        make_request("scored", make_prompt(20), max_tokens=1),
+    ]
+    device.precompile(requests)
+    rows = SliceRows.iter_shapes(device._counts.all[0], BASE_SLOT, merges=False)
     slices = {("decode", len(each.samples), len(each.adapters), False, False): each for each in rows}
     first = next(iter(slices))  # tiles that share an adapter
     expected = {("extend", 32, 1, False), first}
     for key in expected:
-        device._finish(*key)
+        device._wait_for_program(*key)
     assert set(compiler.ready) == expected
     compiled = compilation.num_compiled
-    device.expect(requests)
-    device.extend([PromptChunk(KVTable([]), np.zeros(30, np.int32), 0, BASE)], 32)
+    device.precompile(requests)
+    device.prefill([PromptChunk(BlockTableRow([]), np.zeros(30, np.int32), 0, BASE_SLOT)], 32)
     inputs = RowInputs(config.decode_slice_tokens)
-    table, batch = inputs.table(slices[first], device.memory.table_pages), inputs.of(slices[first], from_last=True)
-    device._run_slice(table, batch, slices[first], 1, 0)
+    table, batch = (
+        inputs.make_table(slices[first], device.memory.table_pages),
+        inputs.make_batch(slices[first], from_last=True),
+    )
+    device._decode_slice(table, batch, slices[first], 1, 0)
     assert compilation.num_compiled == compiled, "JAX found them compiled"
     compiler.close()

@@ -13,16 +13,16 @@ from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.contract.requests import PromptOptions
-from tests.support.fake_programs import FakePrograms
-from tests.support.sample_requests import BLUE, RED, ask, prompt_of, run
+from tests.support.fake_programs import FakeModelRunner
+from tests.support.sample_requests import BLUE, RED, make_prompt, make_request, run
 
 CONFIG = JaxConfig(sample_slots=8, decode_slice_tokens=4, prefill_tokens=64, prefill_chunk_tokens=32)
 STATE = 40
 MEMORY = SampleMemory(8, 8 * 256, prefix_tokens=2048, max_length=512, state_tokens=STATE, page=16)
-SYSTEM = prompt_of(70)
+SYSTEM = make_prompt(70)
 
 
-def start(programs: FakePrograms, memory: SampleMemory = MEMORY) -> SampleScheduler:
+def start(programs: FakeModelRunner, memory: SampleMemory = MEMORY) -> SampleScheduler:
     scheduler = SampleScheduler(programs, CONFIG, memory, ())
     scheduler.load(RED, 1)
     scheduler.load(BLUE, 2)
@@ -31,12 +31,12 @@ def start(programs: FakePrograms, memory: SampleMemory = MEMORY) -> SampleSchedu
 
 def hits_of(prompts: Mapping[str, np.ndarray], memory: SampleMemory = MEMORY) -> dict[str, int]:
     """Return the tokens of each prompt that came from the cache; check that they change no bit, nor exceed a limit."""
-    programs, hits = FakePrograms(), {}
+    programs, hits = FakeModelRunner(), {}
     scheduler = start(programs, memory)
     for name, prompt in prompts.items():
-        request = ask(name, prompt, sampler=RED, samples=2)
+        request = make_request(name, prompt, sampler=RED, samples=2)
         results = run(scheduler, request)
-        fresh = start(FakePrograms(), replace(memory, prefix_tokens=0))
+        fresh = start(FakeModelRunner(), replace(memory, prefix_tokens=0))
         assert results.bits == run(fresh, request).bits, name
         hits |= results.cache_hits
     assert scheduler.meters().prefix_cache_tokens <= memory.prefix_tokens
@@ -48,7 +48,7 @@ def join(*parts: np.ndarray) -> np.ndarray:
 
 
 def test_a_turn_of_a_conversation_continues_after_the_last_whole_chunk_of_the_turn_before():
-    text = prompt_of(250)
+    text = make_prompt(250)
     assert hits_of({f"turn {size}": text[:size] for size in (20, 50, 64, 97, 180, 181, 250)}) == {
         "turn 64": 32,
         "turn 97": 64,
@@ -59,45 +59,45 @@ def test_a_turn_of_a_conversation_continues_after_the_last_whole_chunk_of_the_tu
 
 
 def test_questions_after_a_system_prompt_begin_where_the_first_two_parted():
-    prompts = {f"question {n}": join(SYSTEM, prompt_of(50 + n, seed=n)) for n in range(1, 5)}
+    prompts = {f"question {n}": join(SYSTEM, make_prompt(50 + n, seed=n)) for n in range(1, 5)}
     assert hits_of(prompts) == {"question 3": 64, "question 4": 64}
 
 
 def test_a_short_question_needs_no_other_before_it():
-    prompts = {f"question {n}": join(SYSTEM, prompt_of(9 + n, seed=n)) for n in range(1, 3)}
+    prompts = {f"question {n}": join(SYSTEM, make_prompt(9 + n, seed=n)) for n in range(1, 3)}
     assert hits_of(prompts) == {"question 2": 64}
 
 
 def test_branches_of_a_conversation_begin_where_the_first_left_it():
     """The first branch replaces the conversation that it continues, and keeps the state with which it began."""
-    branches = {f"branch {n}": join(SYSTEM, prompt_of(100, seed=n)) for n in range(1, 4)}
+    branches = {f"branch {n}": join(SYSTEM, make_prompt(100, seed=n)) for n in range(1, 4)}
     assert hits_of({"root": SYSTEM, **branches}) == dict.fromkeys(branches, 64)
 
 
 def test_a_later_parting_is_kept_as_well():
-    shared = join(SYSTEM, prompt_of(60, seed=1))
-    prompts = {f"question {n}": join(SYSTEM, prompt_of(50 + n, seed=n)) for n in range(2, 4)}
-    longer = {f"longer {n}": join(shared, prompt_of(70, seed=n)) for n in range(4, 7)}
+    shared = join(SYSTEM, make_prompt(60, seed=1))
+    prompts = {f"question {n}": join(SYSTEM, make_prompt(50 + n, seed=n)) for n in range(2, 4)}
+    longer = {f"longer {n}": join(shared, make_prompt(70, seed=n)) for n in range(4, 7)}
     assert hits_of(prompts | longer) == {"longer 4": 64, "longer 5": 64, "longer 6": 128}
 
 
 def test_without_room_for_states_only_equal_prompts_are_hits():
-    prompts = {name: join(SYSTEM, prompt_of(20, seed=n)) for name, n in (("first", 1), ("alike", 2), ("equal", 2))}
+    prompts = {name: join(SYSTEM, make_prompt(20, seed=n)) for name, n in (("first", 1), ("alike", 2), ("equal", 2))}
     assert hits_of(prompts) == {"alike": 64, "equal": 90}
     assert hits_of(prompts, replace(MEMORY, prefix_tokens=96 + STATE)) == {"equal": 90}
 
 
 def test_states_of_other_samplers_and_of_scored_prompts_are_not_used():
-    scheduler = start(FakePrograms())
-    run(scheduler, ask("red", SYSTEM, sampler=RED))
-    longer = join(SYSTEM, prompt_of(20, seed=1))
-    assert run(scheduler, ask("blue", longer, sampler=BLUE)).cache_hits == {}
-    scored = ask("scored", longer, sampler=RED, options=PromptOptions(logprobs=True))
+    scheduler = start(FakeModelRunner())
+    run(scheduler, make_request("red", SYSTEM, sampler=RED))
+    longer = join(SYSTEM, make_prompt(20, seed=1))
+    assert run(scheduler, make_request("blue", longer, sampler=BLUE)).cache_hits == {}
+    scored = make_request("scored", longer, sampler=RED, options=PromptOptions(logprobs=True))
     assert run(scheduler, scored).cache_hits == {"scored": 0}
-    assert run(scheduler, ask("longer", longer, sampler=RED)).cache_hits == {"longer": 64}
+    assert run(scheduler, make_request("longer", longer, sampler=RED)).cache_hits == {"longer": 64}
     scheduler.drop(RED)
     scheduler.load(RED, 3)
-    assert run(scheduler, ask("again", longer, sampler=RED)).cache_hits == {}
+    assert run(scheduler, make_request("again", longer, sampler=RED)).cache_hits == {}
     assert scheduler.meters().prefix_cache_tokens == 2 * (96 + 2 * STATE), "the prompts of blue and of the new red"
 
 
@@ -105,10 +105,12 @@ def test_states_of_other_samplers_and_of_scored_prompts_are_not_used():
 def test_prompts_and_samples_share_the_states(prefix_tokens):
     """The memory is the least that a plan has: the longest sample, its state, and those of prompts and prefixes."""
     memory = replace(MEMORY, num_slots=2, tokens=256, max_length=256, prefix_tokens=prefix_tokens)
-    scheduler = start(FakePrograms(), memory)
+    scheduler = start(FakeModelRunner(), memory)
     sizes = (20, 240, 250, 200, 230, 30, 96, 97, 128, 33, 240, 99)
     requests = [
-        ask(f"{n}", join(SYSTEM[:size], prompt_of(size, seed=n))[:size], samples=1 + n % 3, max_tokens=1 + n % 5)
+        make_request(
+            f"{n}", join(SYSTEM[:size], make_prompt(size, seed=n))[:size], samples=1 + n % 3, max_tokens=1 + n % 5
+        )
         for n, size in enumerate(sizes)
     ]
     results = run(scheduler, *requests)

@@ -14,9 +14,9 @@ import pytest
 from skyrl_tx import models
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.backends.jax.kernel_choice import KernelError, choose_kernels, explain_kernels, fit_cache
-from skyrl_tx.backends.jax.mesh import make_layout, parameter_sharding
-from skyrl_tx.backends.jax.train.adapters import fresh_training_state
+from skyrl_tx.backends.jax.kernel_choice import KernelError, choose_kernels, explain_kernels, pad_cached_dims
+from skyrl_tx.backends.jax.mesh import get_parameter_sharding, make_layout
+from skyrl_tx.backends.jax.train.adapters import make_training_state
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.requests import LoraSpec
 from skyrl_tx.layers.kernels.choice import (
@@ -111,7 +111,7 @@ def test_what_a_kernel_lacks_is_named():
         "attention of 24 layers in sampling: loops, as mosaic has no heads of 64 dims",
         "experts of 24 layers: loops",
     ]
-    assert "attention of 24 layers in sampling: mosaic" in list(explain_kernels(tpu, fit_cache(mixed, "tpu")))
+    assert "attention of 24 layers in sampling: mosaic" in list(explain_kernels(tpu, pad_cached_dims(mixed, "tpu")))
     linear = hub_model("Qwen3.5-9B")
     assert list(explain_kernels(gpu, linear)) == [
         "attention of 8 layers in training: triton",
@@ -161,7 +161,7 @@ def _compare_on_meshes(folder: Path, architecture: str, cases: Iterable[tuple[Ke
     content = hf.read_json(directory, "config.json")
     family = models.find_family(content)
     model = family.config_from_hf(content)
-    adapter = fresh_training_state(model, LoraSpec(rank=4, seed=3)).adapter
+    adapter = make_training_state(model, LoraSpec(rank=4, seed=3)).adapter
     draw = np.random.default_rng(0)
     weights = jax.tree.map(lambda leaf: np.float32(0.1 * draw.standard_normal(leaf.shape)), adapter.weights)
     tokens = draw.integers(0, 256, (4, 150))
@@ -171,7 +171,9 @@ def _compare_on_meshes(folder: Path, architecture: str, cases: Iterable[tuple[Ke
     def gradient(sizes: MeshConfig, kernels: Kernels):
         layout = make_layout(sizes)
         described = models.describe_params(model)
-        params = hf.load(directory, described, family.weights, placement=lambda each: parameter_sharding(layout, each))
+        params = hf.load(
+            directory, described, family.weights, placement=lambda each: get_parameter_sharding(layout, each)
+        )
         params = replace(params, layout=layout, kernels=kernels)
 
         def loss(weights, params):

@@ -9,14 +9,14 @@ import pytest
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import MeshConfig
-from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
+from skyrl_tx.backends.jax.sample.jax_programs import ModelRunner
 from skyrl_tx.backends.jax.sample.layer_views import separate_layers, separate_shapes
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
-from skyrl_tx.backends.jax.start_plan import layout_without_devices
-from skyrl_tx.backends.jax.train.step_programs import shapes_of_params
+from skyrl_tx.backends.jax.start_plan import make_abstract_layout
+from skyrl_tx.backends.jax.train.step_programs import make_param_shapes
 from skyrl_tx.layers.kernels.choice import NO_KERNELS
 from skyrl_tx.models import DecoderParams
-from tests.support.sample_requests import RED, ask, prompt_of, run
+from tests.support.sample_requests import RED, make_prompt, make_request, run
 from tests.support.tiny import HYBRID, MOE, TINY_CONFIG, TinyModel, load_model, tiny_directory
 
 
@@ -44,8 +44,8 @@ def test_layers_lie_in_their_stack_and_keep_it(dtype):
 
 
 def test_shapes_of_layers_are_sharded_like_stacks(tiny):
-    layout = layout_without_devices(MeshConfig(fsdp=2, tp=2))
-    stacks = shapes_of_params(models.describe_params(tiny.config), layout, NO_KERNELS, np.dtype(jnp.bfloat16))
+    layout = make_abstract_layout(MeshConfig(fsdp=2, tp=2))
+    stacks = make_param_shapes(models.describe_params(tiny.config), layout, NO_KERNELS, np.dtype(jnp.bfloat16))
     separate = separate_shapes(stacks)
     for stack, layers in zip(stacks.layers, separate.layers, strict=True):
         assert isinstance(layers, tuple) and not isinstance(stack, tuple)
@@ -69,11 +69,11 @@ def test_samples_of_separate_layers_are_those_of_stacks(model, tiny):
 
 def sampled(model: TinyModel, *, is_separate: bool):
     """Sample with adapters and without, in slices as on accelerators."""
-    device = JaxPrograms(model.params, model.config, TINY_CONFIG)
+    device = ModelRunner(model.params, model.config, TINY_CONFIG)
     device._is_one_cpu = False
-    device._counts = device._row_counts()
+    device._counts = device._make_row_counts()
     device._params = separate_layers(model.params) if is_separate else model.params
     scheduler = SampleScheduler(device, TINY_CONFIG, device.memory, ())
     scheduler.load(RED, model.adapter(1))
-    base = ask("base", prompt_of(40), samples=2, max_tokens=30)
-    return run(scheduler, base, ask("red", prompt_of(9), sampler=RED, max_tokens=30))
+    base = make_request("base", make_prompt(40), samples=2, max_tokens=30)
+    return run(scheduler, base, make_request("red", make_prompt(9), sampler=RED, max_tokens=30))

@@ -46,7 +46,7 @@ def drawn(name: str, ndim: int, seed: int, low: float):
     draw = np.random.default_rng(seed)
     shape = (2, LENGTH, 3)[:ndim]
     logprobs = -draw.random(shape, np.float32)
-    inputs = {each: draw.random(shape, np.float32) + np.float32(low) for each in loss_selection.INPUTS}
+    inputs = {each: draw.random(shape, np.float32) + np.float32(low) for each in loss_selection.LOSS_INPUTS}
     columns = [LOSSES[name].spec.config[column] for column in LOSSES[name].columns]
     config_BC = np.tile(np.float32([*columns, 7.0, 7.0, 7.0]), (2, 1))[:, : loss_selection.NUM_COLUMNS]
     return logprobs, inputs, config_BC
@@ -57,7 +57,7 @@ def test_a_loss_by_number_equals_the_loss_itself(name, ndim):
     arguments = drawn(name, ndim, seed=0, low=-0.5)
     expected, wanted = by_name(name, *arguments)
     (gradient, *got), _, by_itself = by_number(
-        loss_selection.number_of(name, ndim), *arguments, is_local=LOSSES[name].is_local
+        loss_selection.get_loss_number(name, ndim), *arguments, is_local=LOSSES[name].is_local
     )
     np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
     for output in (*got, by_itself):
@@ -66,7 +66,7 @@ def test_a_loss_by_number_equals_the_loss_itself(name, ndim):
 
 @pytest.mark.parametrize(("name", "ndim"), CASES)
 def test_a_local_loss_depends_on_each_position_alone(name, ndim):
-    number, is_local = loss_selection.number_of(name, ndim), LOSSES[name].is_local
+    number, is_local = loss_selection.get_loss_number(name, ndim), LOSSES[name].is_local
     whole, halves, _ = by_number(number, *drawn(name, ndim, seed=1, low=0), is_local=is_local)
     joined = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *halves)
     assert np.array_equal(whole[0], joined[0]) == is_local
@@ -75,5 +75,5 @@ def test_a_local_loss_depends_on_each_position_alone(name, ndim):
 
 
 def test_only_cross_entropy_accepts_several_targets():
-    assert [loss.spec.name for loss in loss_selection.losses_for(3, is_local=True)] == ["cross_entropy"]
-    assert loss_selection.losses_for(3, is_local=False) == ()
+    assert [loss.spec.name for loss in loss_selection.list_losses(3, is_local=True)] == ["cross_entropy"]
+    assert loss_selection.list_losses(3, is_local=False) == ()

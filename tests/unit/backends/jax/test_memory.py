@@ -13,21 +13,21 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax import devices, memory
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.backends.jax.costs import Costs
+from skyrl_tx.backends.jax.costs import TrainingCosts
 from skyrl_tx.backends.jax.memory import (
     DEFAULT_MICRO_BATCH_TOKENS,
     MAX_MODELS,
     MemoryPlan,
-    longest_example,
-    longest_row,
-    max_models,
-    plan_for,
+    add_long_row_policies,
+    choose_max_models,
+    choose_memory_plan,
+    find_longest_example,
+    find_longest_row,
     plan_sample_memory,
     plan_training_memory,
-    with_long_rows,
 )
 from skyrl_tx.backends.jax.shapes import SampleMemory
-from skyrl_tx.backends.jax.start_plan import layout_without_devices
+from skyrl_tx.backends.jax.start_plan import make_abstract_layout
 from skyrl_tx.backends.jax.train import adapters, passes
 from skyrl_tx.backends.jax.train import step as training
 from skyrl_tx.contract.backend import ALL_PARTS, StatePart
@@ -36,13 +36,13 @@ from skyrl_tx.contract.errors import CapacityError, MemoryExhausted, UserError
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
 from skyrl_tx.layers.remat import RematPolicy
-from skyrl_tx.layers.sharding import WHOLE
+from skyrl_tx.layers.sharding import UNSHARDED
 from skyrl_tx.models.config import group_blocks
 from skyrl_tx.testing.backend_driver import drawn_examples
 from tests.support.tiny import TINY_CONFIG, tiny_directory
 
 MIB = 2**20
-COSTS = Costs(
+COSTS = TrainingCosts(
     fixed=100 * MIB,
     head=0,
     token=MIB,
@@ -68,7 +68,7 @@ EXHAUSTED = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while 
     ],
 )
 def test_the_plan_depends_on_memory_and_configured_values_take_precedence(free_mib, settings, expected):
-    assert plan_for(free_mib * MIB, COSTS, JaxConfig(**settings), num_shards=1) == expected
+    assert choose_memory_plan(free_mib * MIB, COSTS, JaxConfig(**settings), num_shards=1) == expected
 
 
 LONG_ROWS = [
@@ -86,10 +86,10 @@ LONG_ROWS = [
 @pytest.mark.parametrize(("settings", "above", "policies"), LONG_ROWS)
 def test_a_long_row_has_the_first_remat_policy_with_which_it_fits(settings, above, policies):
     config = JaxConfig(**settings)
-    plan = plan_for(10_000 * MIB, COSTS, config, num_shards=1)
-    plan = with_long_rows(plan, 8_900 * MIB, COSTS, config, num_shards=1)
+    plan = choose_memory_plan(10_000 * MIB, COSTS, config, num_shards=1)
+    plan = add_long_row_policies(plan, 8_900 * MIB, COSTS, config, num_shards=1)
     assert (plan.remat_above, plan.offload_above) == above
-    assert {tokens: plan.policy(tokens).name for tokens in policies} == policies
+    assert {tokens: plan.get_remat_policy(tokens).name for tokens in policies} == policies
 
 
 @pytest.mark.parametrize(
@@ -103,15 +103,15 @@ def test_a_long_row_has_the_first_remat_policy_with_which_it_fits(settings, abov
 )
 def test_the_longest_row_takes_the_least_memory_that_settings_allow(settings, host_mib, tokens):
     config = JaxConfig(**settings)
-    plan = plan_for(10_000 * MIB, COSTS, config, num_shards=1)
-    plan = with_long_rows(plan, 8_900 * MIB, COSTS, config, num_shards=1)
+    plan = choose_memory_plan(10_000 * MIB, COSTS, config, num_shards=1)
+    plan = add_long_row_policies(plan, 8_900 * MIB, COSTS, config, num_shards=1)
     host_bytes = None if host_mib is None else host_mib * MIB
-    assert longest_row(8_900 * MIB, COSTS, plan, WHOLE, host_bytes) == pytest.approx(tokens, rel=1e-3)
+    assert find_longest_row(8_900 * MIB, COSTS, plan, UNSHARDED, host_bytes) == pytest.approx(tokens, rel=1e-3)
 
 
 def test_offloading_counts_as_a_smaller_plan():
     plan = MemoryPlan(2, remat=False, remat_above=2, offload_above=10)
-    assert list(plan.smaller()) == [
+    assert list(plan.iter_smaller()) == [
         MemoryPlan(1, remat=False, remat_above=2, offload_above=10),
         MemoryPlan(2, remat=True, remat_above=2, offload_above=10),
         MemoryPlan(2, remat=True, remat_above=2, offload_above=0),
@@ -119,7 +119,7 @@ def test_offloading_counts_as_a_smaller_plan():
 
 
 def test_devices_that_cannot_copy_to_the_host_refuse_the_setting_by_name(tiny, monkeypatch):
-    monkeypatch.setattr(memory, "own_devices", lambda _: [SimpleNamespace(addressable_memories=list)])
+    monkeypatch.setattr(memory, "list_local_devices", lambda _: [SimpleNamespace(addressable_memories=list)])
     with pytest.raises(UserError, match=r"--backend-config\.offload: these devices cannot copy"):
         plan_training_memory(JaxConfig(offload=True), tiny.params, tiny.config, None)
     assert plan_training_memory(JaxConfig(), tiny.params, tiny.config, None).offload_above is None
@@ -138,7 +138,7 @@ def test_offloaded_training_has_the_bits_of_rematerialized_training(start):
 
 
 def test_every_shard_of_the_batch_has_as_many_tokens():
-    assert plan_for(20_000 * MIB, COSTS, JaxConfig(), num_shards=4) == MemoryPlan(4 * 8192, remat=False)
+    assert choose_memory_plan(20_000 * MIB, COSTS, JaxConfig(), num_shards=4) == MemoryPlan(4 * 8192, remat=False)
 
 
 def test_a_device_that_does_not_report_its_memory_gets_the_default(tiny, caplog):
@@ -155,15 +155,15 @@ def test_sample_memory_depends_on_memory_and_configured_values_take_precedence(t
     token = 2 * config.num_layers * attention.num_kv_heads * attention.head_dim * 4
 
     def planned(free: int, **settings) -> SampleMemory:
-        monkeypatch.setattr(memory, "free_bytes", lambda _: free)
+        monkeypatch.setattr(memory, "get_free_bytes", lambda _: free)
         return plan_sample_memory(JaxConfig(max_context_length=1024, **settings), tiny.params, config)
 
     # Half of 20,000 positions: 33 pages that are empty or of partly filled ends, 97 of samples and 25 of prefixes.
     assert planned(20_000 * token) == planned(20_100 * token) == SampleMemory(32, 6144, 1536, 512)
     assert planned(10_000_000 * token) == SampleMemory(256, 256 * 1024, 64 * 1024, 512)
     assert planned(10_000_000 * token, sample_slots=32) == SampleMemory(32, 32 * 1024, 8 * 1024, 512)
-    copies = replace(tiny.params, layout=layout_without_devices(MeshConfig(dp=4)))
-    monkeypatch.setattr(memory, "free_bytes", lambda _: 10_000_000 * token)
+    copies = replace(tiny.params, layout=make_abstract_layout(MeshConfig(dp=4)))
+    monkeypatch.setattr(memory, "get_free_bytes", lambda _: 10_000_000 * token)
     assert plan_sample_memory(JaxConfig(max_context_length=1024), copies, config).num_slots == 4 * 256
     assert planned(0).tokens == 1
     assert planned(10_000 * token, max_sample_tokens=9999).tokens == 9999
@@ -177,25 +177,25 @@ def test_samples_and_prompts_take_at_most_their_share(tiny, monkeypatch, free_gi
     block = replace(block, mixer=replace(block.mixer, num_heads=32, num_kv_heads=8, head_dim=128))
     config = replace(tiny.config, groups=group_blocks([block] * 36), max_context_length=40_960)
     free = free_gib * 2**30
-    monkeypatch.setattr(memory, "free_bytes", lambda _: free)
+    monkeypatch.setattr(memory, "get_free_bytes", lambda _: free)
     planned = plan_sample_memory(JaxConfig(**settings), tiny.params, config)
     token = 2 * 36 * 8 * 128 * 4
     assert planned.max_length == min(planned.tokens, 40_960) > 256
     assert 0.35 * free < planned.num_pages * planned.page * token <= 0.5 * free
-    cache = models.cache_shapes(tiny.params, config, planned.num_pages, planned.num_states)
+    cache = models.describe_cache(tiny.params, config, planned.num_pages, planned.num_states)
     assert sum(leaf.size * 4 for leaf in jax.tree.leaves(cache)) == planned.num_pages * planned.page * token
 
 
 def test_each_shard_has_its_part_of_the_memory_and_a_sample_no_more(tiny, monkeypatch):
     attention = tiny.config.blocks[0].mixer
     token = 2 * tiny.config.num_layers * attention.num_kv_heads * attention.head_dim * 4
-    monkeypatch.setattr(memory, "free_bytes", lambda _: 4000 * token)
-    params = replace(tiny.params, layout=layout_without_devices(MeshConfig(fsdp=4)))
+    monkeypatch.setattr(memory, "get_free_bytes", lambda _: 4000 * token)
+    params = replace(tiny.params, layout=make_abstract_layout(MeshConfig(fsdp=4)))
     planned = plan_sample_memory(JaxConfig(sample_slots=8, max_context_length=512), params, tiny.config)
-    assert planned.shards == 4 and planned.max_length == 512 and planned.of_shard.num_slots == 2
-    assert 1200 < planned.of_shard.num_pages * planned.page <= 2000, "half of the memory of each device"
+    assert planned.shards == 4 and planned.max_length == 512 and planned.per_shard.num_slots == 2
+    assert 1200 < planned.per_shard.num_pages * planned.page <= 2000, "half of the memory of each device"
     configured = plan_sample_memory(JaxConfig(sample_slots=8, max_sample_tokens=1024), params, tiny.config)
-    assert configured.max_length == configured.of_shard.tokens == 256
+    assert configured.max_length == configured.per_shard.tokens == 256
 
 
 def test_sample_memory_on_a_device_that_does_not_report_its_memory(tiny, caplog):
@@ -209,11 +209,11 @@ def test_max_models_depends_on_memory_and_a_configured_value_takes_precedence(ti
     """All models may have the highest rank, and the old and the new state of one exist at the same time."""
 
     def cost(rank: int) -> int:
-        return 4 * 4 * sum(leaf.size for leaf in jax.tree.leaves(models.adapter_shapes(tiny.config, rank).weights))
+        return 4 * 4 * sum(leaf.size for leaf in jax.tree.leaves(models.describe_adapter(tiny.config, rank).weights))
 
     def found(free: int | None, **settings) -> int:
-        monkeypatch.setattr(memory, "free_bytes", lambda _: free)
-        return max_models(JaxConfig(**settings), tiny.params, tiny.config)
+        monkeypatch.setattr(memory, "get_free_bytes", lambda _: free)
+        return choose_max_models(JaxConfig(**settings), tiny.params, tiny.config)
 
     assert found(100 * cost(64)) == found(100 * cost(128), max_lora_rank=128) == 39
     assert found(100 * cost(48), max_lora_rank=33) == 39  # to which arrays of that rank are padded
@@ -305,7 +305,7 @@ def test_with_several_hosts_a_pass_goes_on_with_less_memory_only_when_it_is_call
 
     monkeypatch.setattr(training, "accumulate", exhausted)
     monkeypatch.setattr(passes, "is_distributed", lambda: True)
-    monkeypatch.setattr(passes, "drain", lambda: drained.append(True))
+    monkeypatch.setattr(passes, "drain_devices", lambda: drained.append(True))
     running = backend.begin_pass(BATCH, backward=True)
     with pytest.raises(MemoryExhausted, match="Out of memory") as raised:
         running.step()
@@ -329,11 +329,11 @@ def test_waiting_for_all_devices_raises_other_errors_than_exhausted_memory(monke
 
     arrays = [Array(), Array(EXHAUSTED), Array()]
     monkeypatch.setattr(devices.jax, "live_arrays", lambda: arrays)
-    devices.drain()
+    devices.drain_devices()
     assert all(each.is_done for each in arrays)
     arrays.append(Array(jax.errors.JaxRuntimeError("INTERNAL: another host is gone")))
     with pytest.raises(jax.errors.JaxRuntimeError, match="another host is gone"):
-        devices.drain()
+        devices.drain_devices()
 
 
 def raise_next(errors: list[Exception]) -> None:
@@ -475,13 +475,13 @@ def test_a_change_that_exhausts_the_memory_raises_and_changes_nothing(start, mon
 def test_an_example_may_be_as_long_as_memory_allows_whatever_the_cache_holds(tiny, monkeypatch):
     plan = MemoryPlan(micro_batch_tokens=64, remat=True)
     most = tiny.config.max_context_length
-    assert longest_example(JaxConfig(), tiny.params, tiny.config, None, plan) == most, (
+    assert find_longest_example(JaxConfig(), tiny.params, tiny.config, None, plan) == most, (
         "a device that does not report its memory"
     )
-    costs = memory.costs_of(tiny.params, tiny.config, "cpu")
-    state = memory.model_bytes(JaxConfig(), tiny.params, tiny.config)
-    free = int(costs.of_pass(100, remat=RematPolicy.FULL) / 0.9) + 1
-    monkeypatch.setattr(memory, "free_bytes", lambda _: free + state)
-    assert longest_example(JaxConfig(), tiny.params, tiny.config, costs, plan) == 100
-    monkeypatch.setattr(memory, "free_bytes", lambda _: 2**40)
-    assert longest_example(JaxConfig(), tiny.params, tiny.config, costs, plan) == most
+    costs = memory.estimate_costs(tiny.params, tiny.config, "cpu")
+    state = memory.count_model_bytes(JaxConfig(), tiny.params, tiny.config)
+    free = int(costs.count_micro_batch_bytes(100, remat=RematPolicy.FULL) / 0.9) + 1
+    monkeypatch.setattr(memory, "get_free_bytes", lambda _: free + state)
+    assert find_longest_example(JaxConfig(), tiny.params, tiny.config, costs, plan) == 100
+    monkeypatch.setattr(memory, "get_free_bytes", lambda _: 2**40)
+    assert find_longest_example(JaxConfig(), tiny.params, tiny.config, costs, plan) == most

@@ -11,13 +11,13 @@ from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.backends.jax.mesh import (
     MeshError,
-    check_divides,
+    check_divisible,
+    count_replicas,
+    describe_unused_devices,
     make_layout,
-    num_copies,
-    training_layout,
-    warning_of_unused,
+    make_training_layout,
 )
-from skyrl_tx.backends.jax.start_plan import layout_without_devices
+from skyrl_tx.backends.jax.start_plan import make_abstract_layout
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.testing.tiny_models import write_model
@@ -26,7 +26,7 @@ from skyrl_tx.weights import hf
 
 def layout_of(**sizes: int) -> Layout:
     """Return a layout of as many devices as that takes, none of them real."""
-    return layout_without_devices(MeshConfig(**sizes))
+    return make_abstract_layout(MeshConfig(**sizes))
 
 
 def config_of(directory, architecture: str = "Qwen3ForCausalLM", **sizes: int) -> models.ModelConfig:
@@ -49,85 +49,87 @@ def config_of(directory, architecture: str = "Qwen3ForCausalLM", **sizes: int) -
 )
 def test_a_mesh_must_divide_the_sizes_of_the_model(tmp_path, mesh, sizes, message):
     with pytest.raises(MeshError, match=message):
-        check_divides(layout_of(**mesh), config_of(tmp_path, **sizes))
+        check_divisible(layout_of(**mesh), config_of(tmp_path, **sizes))
 
 
 def test_a_mesh_must_divide_the_number_of_experts(tmp_path):
     config = config_of(tmp_path, "Qwen3MoeForCausalLM")
-    check_divides(layout_of(ep=4, tp=2), config)
+    check_divisible(layout_of(ep=4, tp=2), config)
     with pytest.raises(MeshError, match="ep=3 does not divide num_experts = 8"):
-        check_divides(layout_of(ep=3), config)
+        check_divisible(layout_of(ep=3), config)
 
 
 def test_a_size_is_named_as_in_the_config_of_its_family(tmp_path):
     config = config_of(tmp_path, "GptOssForCausalLM", mlp_size=30)
-    check_divides(layout_of(ep=4, tp=2), config)
+    check_divisible(layout_of(ep=4, tp=2), config)
     with pytest.raises(MeshError, match="ep=3 does not divide num_local_experts = 8"):
-        check_divides(layout_of(ep=3), config)
+        check_divisible(layout_of(ep=3), config)
     with pytest.raises(MeshError, match="tp=4 does not divide intermediate_size = 30"):
-        check_divides(layout_of(tp=4), config_of(tmp_path, "GptOssForCausalLM", mlp_size=30, num_kv_heads=4))
+        check_divisible(layout_of(tp=4), config_of(tmp_path, "GptOssForCausalLM", mlp_size=30, num_kv_heads=4))
 
 
 def test_a_mesh_must_divide_the_width_of_a_shared_expert(tmp_path):
     experts = {"shared_expert_intermediate_size": 21}
     config = config_of(tmp_path, "Qwen3_5MoeForCausalLM", num_layers=4, experts=experts)
-    check_divides(layout_of(ep=4), config)
+    check_divisible(layout_of(ep=4), config)
     with pytest.raises(MeshError, match="tp=2 does not divide shared_expert_intermediate_size = 21"):
-        check_divides(layout_of(tp=2), config)
+        check_divisible(layout_of(tp=2), config)
 
 
 def test_a_mesh_must_divide_the_heads_of_linear_attention(tmp_path):
     config = config_of(tmp_path, "Qwen3_5ForCausalLM", num_layers=4, num_kv_heads=4)
-    check_divides(layout_of(fsdp=2, tp=2), config)
+    check_divisible(layout_of(fsdp=2, tp=2), config)
     with pytest.raises(MeshError, match="tp=4 does not divide linear_num_key_heads = 2"):
-        check_divides(layout_of(tp=4), config)
+        check_divisible(layout_of(tp=4), config)
 
 
 def test_a_mesh_must_divide_the_heads_of_latent_attention_and_its_experts(tmp_path):
     config = config_of(tmp_path, "DeepseekV3ForCausalLM")
-    check_divides(layout_of(fsdp=2, tp=4), config)
+    check_divisible(layout_of(fsdp=2, tp=4), config)
     with pytest.raises(MeshError, match="tp=8 does not divide num_attention_heads = 4"):
-        check_divides(layout_of(tp=8), config)
+        check_divisible(layout_of(tp=8), config)
     with pytest.raises(MeshError, match="ep=3 does not divide n_routed_experts = 8"):
-        check_divides(layout_of(ep=3), config)
+        check_divisible(layout_of(ep=3), config)
 
 
 def test_a_mesh_must_divide_the_groups_of_mamba_and_latents(tmp_path):
     config = config_of(tmp_path, "NemotronHForCausalLM", num_kv_heads=4, experts={"moe_latent_size": 18})
-    check_divides(layout_of(fsdp=2, tp=2, ep=2), config)
+    check_divisible(layout_of(fsdp=2, tp=2, ep=2), config)
     with pytest.raises(MeshError, match="tp=4 does not divide n_groups = 2"):
-        check_divides(layout_of(tp=4), config)
+        check_divisible(layout_of(tp=4), config)
     with pytest.raises(MeshError, match="fsdp=4 does not divide moe_latent_size = 18"):
-        check_divides(layout_of(fsdp=4), config)
+        check_divisible(layout_of(fsdp=4), config)
 
 
 def test_recurrent_layers_need_a_part_of_their_heads_on_each_device_that_shares_a_row(tmp_path):
     linear = config_of(tmp_path / "linear", "Qwen3_5ForCausalLM", num_layers=4)
-    check_divides(layout_of(fsdp=2, cp=2), linear)
+    check_divisible(layout_of(fsdp=2, cp=2), linear)
     with pytest.raises(MeshError, match="cp=4 does not divide linear_num_key_heads = 2"):
-        check_divides(layout_of(cp=4), linear)
+        check_divisible(layout_of(cp=4), linear)
     mamba = config_of(tmp_path / "mamba", "NemotronHForCausalLM")
-    check_divides(layout_of(cp=2), mamba)
+    check_divisible(layout_of(cp=2), mamba)
     with pytest.raises(MeshError, match="cp=4 does not divide n_groups = 2"):
-        check_divides(layout_of(cp=4), mamba)
+        check_divisible(layout_of(cp=4), mamba)
 
 
 def test_with_cp_training_shards_the_tokens_of_rows_and_sampling_the_rows():
     sampling = layout_of(fsdp=2, cp=2, ep=2)
-    training = training_layout(sampling)
-    assert (sampling.num_shards("batch"), sampling.num_shards("tokens"), sampling.splits_rows) == (8, 1, False)
-    assert (training.num_shards("batch"), training.num_shards("tokens"), training.splits_rows) == (2, 4, True)
+    training = make_training_layout(sampling)
+    assert (sampling.num_shards("batch"), sampling.num_shards("tokens"), sampling.shards_rows) == (8, 1, False)
+    assert (training.num_shards("batch"), training.num_shards("tokens"), training.shards_rows) == (2, 4, True)
     assert sampling.num_shards("embed") == training.num_shards("embed") == 4
     without = layout_of(fsdp=4, ep=2)
-    assert training_layout(without) is without and str(MeshConfig(fsdp=4, ep=2)) == "fsdp=4,tp=1,ep=2"
+    assert make_training_layout(without) is without and str(MeshConfig(fsdp=4, ep=2)) == "fsdp=4,tp=1,ep=2"
 
 
 def test_over_dp_rows_are_sharded_and_weights_are_not():
     layout = layout_of(dp=2, fsdp=2, cp=2)
-    assert (num_copies(layout), num_copies(layout_of(fsdp=4))) == (2, 1)
+    assert (count_replicas(layout), count_replicas(layout_of(fsdp=4))) == (2, 1)
     assert layout.spec(("batch", None), (16, 16)) == PartitionSpec(("dp", "fsdp", "cp", "ep"), None)
     assert layout.spec(("embed", "mlp"), (16, 16)) == PartitionSpec(("fsdp", "cp"), ("tp",))
-    assert training_layout(layout).spec(("batch", "tokens"), (16, 16)) == PartitionSpec(("dp", "fsdp"), ("cp", "ep"))
+    assert make_training_layout(layout).spec(("batch", "tokens"), (16, 16)) == PartitionSpec(
+        ("dp", "fsdp"), ("cp", "ep")
+    )
     assert str(MeshConfig(dp=2, tp=2)) == "dp=2,fsdp=1,tp=2,ep=1" and MeshConfig(dp=2, tp=2).num_devices == 4
 
 
@@ -140,15 +142,18 @@ def test_a_mesh_of_too_many_devices_is_refused_before_files_are_read():
 
 def test_accelerators_that_a_mesh_leaves_unused_are_a_warning():
     gpus = [SimpleNamespace(platform="gpu")] * 8
-    warning = warning_of_unused(gpus, MeshConfig())
+    warning = describe_unused_devices(gpus, MeshConfig())
     assert warning is not None and "8 devices are visible, and 1 is used: --backend-config.mesh.dp 8 uses" in warning
-    assert warning_of_unused(gpus, MeshConfig(dp=4, tp=2)) is None and warning_of_unused(gpus[:1], MeshConfig()) is None
-    assert warning_of_unused([SimpleNamespace(platform="cpu")] * 8, MeshConfig()) is None
+    assert (
+        describe_unused_devices(gpus, MeshConfig(dp=4, tp=2)) is None
+        and describe_unused_devices(gpus[:1], MeshConfig()) is None
+    )
+    assert describe_unused_devices([SimpleNamespace(platform="cpu")] * 8, MeshConfig()) is None
 
 
 def test_the_default_mesh_has_one_device():
     layout = make_layout(MeshConfig())
-    assert layout.mesh is not None and layout.mesh.size == 1 and not layout.is_split
+    assert layout.mesh is not None and layout.mesh.size == 1 and not layout.is_sharded
 
 
 def test_an_indivisible_dim_is_not_sharded():

@@ -5,7 +5,7 @@ import numpy as np
 import optax
 import pytest
 
-from skyrl_tx.backends.jax.train.optimizer import adam, adamw_step, coefficients, fresh_state
+from skyrl_tx.backends.jax.train.optimizer import adam, adamw_step, compute_coefficients, init_state
 from skyrl_tx.contract.requests import OptimizerParams
 from skyrl_tx.layers.lora import LoraPair
 
@@ -50,12 +50,12 @@ def reference_step(weights, first, second, gradient, step: int, p: OptimizerPara
     ids=["defaults", "decay", "clipped", "norm below the bound", "clipped to a very small norm"],
 )
 def test_five_steps_equal_torch(params):
-    weights, state = tree(0), fresh_state(tree(0))
+    weights, state = tree(0), init_state(tree(0))
     w, m, v = leaves(weights), leaves(state.first), leaves(state.second)
     for step in range(1, 6):
         gradient = tree(step)
         reference_step(w, m, v, leaves(gradient), step, params)
-        weights, state, norm = adamw_step(weights, state, gradient, coefficients(params, step))
+        weights, state, norm = adamw_step(weights, state, gradient, compute_coefficients(params, step))
         assert float(norm) == pytest.approx(np.sqrt(sum((g**2).sum() for g in leaves(gradient))), rel=1e-6)
     assert int(state.step) == 5
     for ours, theirs in zip(leaves((weights, state.first, state.second)), [*w, *m, *v], strict=True):
@@ -63,28 +63,32 @@ def test_five_steps_equal_torch(params):
 
 
 def test_padding_stays_zero_even_without_eps():
-    weights, state = tree(0), fresh_state(tree(0))
+    weights, state = tree(0), init_state(tree(0))
     params = OptimizerParams(learning_rate=0.1, weight_decay=0.1, eps=0.0, grad_clip_norm=1.0)
     for step in (1, 2):
-        weights, state, _ = adamw_step(weights, state, tree(step), coefficients(params, step))
+        weights, state, _ = adamw_step(weights, state, tree(step), compute_coefficients(params, step))
     pair = weights["q_proj"]
     assert not np.asarray(pair.a)[..., RANK:].any() and not np.asarray(pair.b)[:, RANK:].any()
     assert np.isfinite(pair.a).all() and np.isfinite(pair.b).all()
 
 
 def test_new_hyperparameters_need_no_compilation():
-    weights, state = tree(0), fresh_state(tree(0))
-    weights, state, _ = adamw_step(weights, state, tree(1), coefficients(OptimizerParams(), 1))
+    weights, state = tree(0), init_state(tree(0))
+    weights, state, _ = adamw_step(weights, state, tree(1), compute_coefficients(OptimizerParams(), 1))
     before = adamw_step._cache_size()
-    adamw_step(weights, state, jax.tree.map(jax.numpy.asarray, tree(2)), coefficients(OptimizerParams(eps=0.1), 2))
+    adamw_step(
+        weights, state, jax.tree.map(jax.numpy.asarray, tree(2)), compute_coefficients(OptimizerParams(eps=0.1), 2)
+    )
     assert adamw_step._cache_size() <= before + 1  # one for host arrays, one for device arrays
-    adamw_step(weights, state, jax.tree.map(jax.numpy.asarray, tree(2)), coefficients(OptimizerParams(beta1=0.3), 3))
+    adamw_step(
+        weights, state, jax.tree.map(jax.numpy.asarray, tree(2)), compute_coefficients(OptimizerParams(beta1=0.3), 3)
+    )
     assert adamw_step._cache_size() <= before + 1
 
 
 def test_adam_chains_with_transformations_of_optax():
     """Half of each change is what `optax.scale(0.5)` after it leaves."""
-    weights, gradient, factors = tree(0), tree(1), coefficients(OptimizerParams(), 1)
+    weights, gradient, factors = tree(0), tree(1), compute_coefficients(OptimizerParams(), 1)
     whole, _ = adam(factors).update(gradient, adam(factors).init(weights))
     chained = optax.chain(adam(factors), optax.scale(0.5))
     half, (state, _) = chained.update(gradient, chained.init(weights))

@@ -2,11 +2,11 @@
 
 import pytest
 
-from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
+from skyrl_tx.backends.jax.sample.jax_programs import ModelRunner
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.requests import PromptOptions
-from tests.support.sample_requests import BLUE, RED, Results, ask, begin, prompt_of, run
+from tests.support.sample_requests import BLUE, RED, Results, begin, make_prompt, make_request, run
 from tests.support.tiny import (
     GLM_LATENTS,
     HYBRID,
@@ -28,7 +28,7 @@ SLOTS = {"sample_slots": 32, "max_sample_tokens": 32 * 64}
 def start(model: TinyModel, *, by_layer: bool = True) -> SampleScheduler:
     """Return a scheduler; not by layer, it decodes as devices other than one CPU do."""
     config = TINY_CONFIG.model_copy(update=SLOTS)
-    device = JaxPrograms(model.params, model.config, config)
+    device = ModelRunner(model.params, model.config, config)
     device._is_one_cpu = by_layer
     scheduler = SampleScheduler(device, config, device.memory, ())
     scheduler.load(RED, model.adapter(1))
@@ -43,13 +43,13 @@ def other_requests(size: int) -> list[SampleRequest]:
         {"sampler": RED, "top_k": 3, "max_tokens": 70},
         {"sampler": BLUE, "top_p": 0.5, "options": PromptOptions(sample_topk=2)},
     )
-    return [ask(f"c{n}", prompt_of(5 + 7 * (n % 9), seed=n + 1), **kinds[n % 3]) for n in range(size)]
+    return [make_request(f"c{n}", make_prompt(5 + 7 * (n % 9), seed=n + 1), **kinds[n % 3]) for n in range(size)]
 
 
 def check(model: TinyModel) -> None:
     mine = [
-        ask("base", prompt_of(9), samples=2, temperature=0.9, max_tokens=70),
-        ask("red", prompt_of(40), sampler=RED, temperature=0.9, max_tokens=30, top_p=0.8),
+        make_request("base", make_prompt(9), samples=2, temperature=0.9, max_tokens=70),
+        make_request("red", make_prompt(40), sampler=RED, temperature=0.9, max_tokens=30, top_p=0.8),
     ]
     scheduler, alone = start(model), Results()
     for request in mine:
@@ -71,10 +71,12 @@ def check(model: TinyModel) -> None:
 @pytest.mark.slow
 def test_long_and_preempted_samples_change_no_bit_where_every_slot_is_a_row(tiny: TinyModel) -> None:
     """All have one adapter: mixed tiles of rows are another program there."""
-    mine = ask("mine", prompt_of(40), sampler=RED, samples=3, temperature=0.9, max_tokens=50)
+    mine = make_request("mine", make_prompt(40), sampler=RED, samples=3, temperature=0.9, max_tokens=50)
     alone = run(start(tiny, by_layer=False), mine).bits
     scheduler, results = start(tiny, by_layer=False), Results()
-    others = [ask(f"c{n}", prompt_of(5 + 20 * n, seed=n), sampler=RED, samples=5, max_tokens=90) for n in range(8)]
+    others = [
+        make_request(f"c{n}", make_prompt(5 + 20 * n, seed=n), sampler=RED, samples=5, max_tokens=90) for n in range(8)
+    ]
     begin(scheduler, *others[::2])
     results.add(scheduler.step())
     run(scheduler, mine, *others[1::2], into=results)

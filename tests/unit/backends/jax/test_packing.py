@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_tx.backends.jax.shapes import bucket, next_power
+from skyrl_tx.backends.jax.shapes import next_power_of_two, round_up_to_bucket
 from skyrl_tx.backends.jax.train import packing
 from skyrl_tx.contract.arrays import MAX_CELLS, max_targets
 from skyrl_tx.contract.batches import PassExample
@@ -37,11 +37,11 @@ def example(length: int, num_targets: int | None = None, *, start: int = 1) -> P
     ("size", "expected"), [(1, 32), (32, 32), (33, 48), (48, 48), (49, 64), (65, 96), (97, 128), (1500, 1536)]
 )
 def test_buckets_are_powers_of_two_and_their_midpoints(size, expected):
-    assert bucket(size, 32) == expected
+    assert round_up_to_bucket(size, 32) == expected
 
 
 def test_next_power_of_two():
-    assert [next_power(n) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, 8]
+    assert [next_power_of_two(n) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, 8]
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,13 @@ def test_next_power_of_two():
     ],
 )
 def test_long_rows_have_eight_lengths_an_octave_and_short_ones_multiples_of_128(size, expected):
-    assert packing.row_length(size) == expected
+    assert packing.round_up_row_length(size) == expected
 
 
 @given(st.integers(1, 100_000))
 def test_padding_of_a_row_is_at_most_127_tokens_or_an_eighth(size):
-    length = packing.row_length(size)
-    assert size <= length == packing.row_length(length)
+    length = packing.round_up_row_length(size)
+    assert size <= length == packing.round_up_row_length(length)
     assert length < size + 128 or length <= 1.125 * size
 
 
@@ -83,7 +83,9 @@ def test_plans_hold_every_example_once_within_the_budget(sizes):
     for plan in plans:
         lengths = [examples[index].tokens.size for index in plan.members]
         assert plan.starts == tuple(np.cumsum([0, *lengths[:-1]]))
-        allowed = {each(sum(lengths), BUDGET) for each in (packing.micro_batch_length, packing.remainder_length)}
+        allowed = {
+            each(sum(lengths), BUDGET) for each in (packing.choose_micro_batch_length, packing.choose_remainder_length)
+        }
         assert plan.length in allowed and plan.length >= sum(lengths)
         assert len(lengths) == 1 or plan.length <= BUDGET
 
@@ -91,14 +93,14 @@ def test_plans_hold_every_example_once_within_the_budget(sizes):
 @given(st.integers(1, 3000), st.integers(1, 3000))
 def test_the_last_of_several_rows_has_one_of_four_lengths(size, budget):
     """Which are among the lengths of other rows, so that a server which is warm has their programs."""
-    length = packing.remainder_length(size, budget)
+    length = packing.choose_remainder_length(size, budget)
     assert length >= size
     if size <= budget:
-        parts = {packing.remainder_length(max(1, part * budget // 4), budget) for part in range(1, 5)}
+        parts = {packing.choose_remainder_length(max(1, part * budget // 4), budget) for part in range(1, 5)}
         assert length in parts and length <= budget
-        assert length == packing.micro_batch_length(length, budget)
+        assert length == packing.choose_micro_batch_length(length, budget)
     else:
-        assert length == packing.micro_batch_length(size, budget)
+        assert length == packing.choose_micro_batch_length(size, budget)
 
 
 def test_requests_of_several_micro_batches_have_few_shapes():
@@ -134,7 +136,7 @@ def test_examples_with_different_configs_have_separate_micro_batches():
 def test_examples_are_consecutive_in_a_row_and_padding_has_no_weight():
     examples = [example(40), example(33), example(35)]
     [plan] = packing.plan_micro_batches(examples, BUDGET)
-    batch = packing.fill(plan, examples)
+    batch = packing.fill_micro_batch(plan, examples)
     assert batch.tokens_BT.shape == batch.targets.shape == (1, 128)
     assert (plan.members, plan.starts) == ((0, 2, 1), (0, 40, 75))
     np.testing.assert_array_equal(batch.tokens_BT[0, 40:75], examples[2].tokens)
@@ -148,7 +150,7 @@ def test_examples_are_consecutive_in_a_row_and_padding_has_no_weight():
 def test_results_have_the_shape_of_the_targets(num_targets):
     examples = [example(5, num_targets), example(9, num_targets)]
     [plan] = packing.plan_micro_batches(examples, BUDGET)
-    batch = packing.fill(plan, examples)
+    batch = packing.fill_micro_batch(plan, examples)
     loss_BT = np.zeros(batch.tokens_BT.shape, np.float32)
     loss_BT[0, [0, 8, 9, 13]] = [3.0, 4.0, 6.0, 2.0]
     output = LossOutput(loss_BT=loss_BT, totals=dict.fromkeys(MEANS, loss_BT), count_BT=loss_BT)
@@ -165,7 +167,7 @@ def test_on_a_mesh_a_micro_batch_has_a_row_per_shard(sizes, num_rows):
     plans = packing.plan_micro_batches(examples, BUDGET * num_rows, num_rows)
     assert sorted(index for plan in plans for index in plan.members) == list(range(len(examples)))
     for plan in plans:
-        batch = packing.fill(plan, examples)
+        batch = packing.fill_micro_batch(plan, examples)
         assert batch.tokens_BT.shape == (num_rows, plan.length)
         for index, row, start in zip(plan.members, plan.rows, plan.starts, strict=True):
             tokens = examples[index].tokens

@@ -17,8 +17,8 @@ from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.contract.requests import PromptOptions
-from tests.support.fake_programs import FakePrograms
-from tests.support.sample_requests import BLUE, RED, Results, ask, begin, prompt_of, run
+from tests.support.fake_programs import FakeModelRunner
+from tests.support.sample_requests import BLUE, RED, Results, begin, make_prompt, make_request, run
 
 CONFIG = JaxConfig(sample_slots=8, decode_slice_tokens=4, prefill_tokens=64, prefill_chunk_tokens=32)
 MEMORY = SampleMemory(num_slots=8, tokens=8 * 256, prefix_tokens=512, max_length=512, page=16)
@@ -26,23 +26,23 @@ NO_PREFIXES = replace(MEMORY, prefix_tokens=0)
 
 
 @pytest.fixture
-def programs() -> FakePrograms:
-    return FakePrograms()
+def programs() -> FakeModelRunner:
+    return FakeModelRunner()
 
 
 @pytest.fixture
-def scheduler(programs: FakePrograms) -> SampleScheduler:
+def scheduler(programs: FakeModelRunner) -> SampleScheduler:
     return start(programs)
 
 
-def start(programs: FakePrograms, memory: SampleMemory = MEMORY, config: JaxConfig = CONFIG) -> SampleScheduler:
+def start(programs: FakeModelRunner, memory: SampleMemory = MEMORY, config: JaxConfig = CONFIG) -> SampleScheduler:
     scheduler = SampleScheduler(programs, config, memory, ())
     scheduler.load(RED, 1)
     scheduler.load(BLUE, 2)
     return scheduler
 
 
-def computed_by(programs: FakePrograms, run_it: Callable[[], Results]) -> tuple[Results, int]:
+def computed_by(programs: FakeModelRunner, run_it: Callable[[], Results]) -> tuple[Results, int]:
     """Return the results and the number of prompt tokens that were computed, padding included."""
     before = programs.num_computed
     return run_it(), programs.num_computed - before
@@ -50,16 +50,16 @@ def computed_by(programs: FakePrograms, run_it: Callable[[], Results]) -> tuple[
 
 @pytest.mark.parametrize("adapter", [None, RED])
 def test_prefix_cache_hits_save_prefill_and_change_no_bit(programs, adapter):
-    prefix = prompt_of(96)
+    prefix = make_prompt(96)
     prompts = {
-        "first": np.concatenate([prefix, prompt_of(20, seed=1)]),
-        "equal": np.concatenate([prefix, prompt_of(20, seed=1)]),
-        "alike": np.concatenate([prefix, prompt_of(50, seed=2)]),
-        "longer": np.concatenate([prefix, prompt_of(20, seed=1), prompt_of(9, seed=3)]),
+        "first": np.concatenate([prefix, make_prompt(20, seed=1)]),
+        "equal": np.concatenate([prefix, make_prompt(20, seed=1)]),
+        "alike": np.concatenate([prefix, make_prompt(50, seed=2)]),
+        "longer": np.concatenate([prefix, make_prompt(20, seed=1), make_prompt(9, seed=3)]),
         "part": prefix[:70],
-        "other": prompt_of(80, seed=4),
+        "other": make_prompt(80, seed=4),
     }
-    requests = [ask(name, prompt, sampler=adapter, max_tokens=6) for name, prompt in prompts.items()]
+    requests = [make_request(name, prompt, sampler=adapter, max_tokens=6) for name, prompt in prompts.items()]
     without, sizes = {}, {}
     for request in requests:
         fresh = start(programs, NO_PREFIXES)
@@ -78,8 +78,8 @@ def test_prefix_cache_hits_save_prefill_and_change_no_bit(programs, adapter):
 
 
 def test_simultaneous_requests_of_one_prompt_compute_it_once(programs, scheduler):
-    prompt = prompt_of(70)
-    results = run(scheduler, *(ask(f"r{i}", prompt, sampler=RED, seed=i) for i in range(16)))
+    prompt = make_prompt(70)
+    results = run(scheduler, *(make_request(f"r{i}", prompt, sampler=RED, seed=i) for i in range(16)))
     assert programs.num_computed == 96
     assert len(set(results.bits.values())) == 16 and results.ended == {(f"r{i}", 0) for i in range(16)}
     assert results.cache_hits == {f"r{i}": 70 for i in range(1, 16)}
@@ -87,9 +87,9 @@ def test_simultaneous_requests_of_one_prompt_compute_it_once(programs, scheduler
 
 @pytest.mark.parametrize("adapter", [None, RED])
 def test_simultaneous_requests_of_one_short_prefix_compute_it_once(programs, adapter):
-    prefix, config = prompt_of(140), CONFIG.model_copy(update={"prefill_chunk_tokens": 256})
+    prefix, config = make_prompt(140), CONFIG.model_copy(update={"prefill_chunk_tokens": 256})
     requests = [
-        ask(f"r{i}", np.concatenate([prefix, prompt_of(10 + i, seed=i)]), sampler=adapter, max_tokens=3)
+        make_request(f"r{i}", np.concatenate([prefix, make_prompt(10 + i, seed=i)]), sampler=adapter, max_tokens=3)
         for i in range(16)
     ]
     memory = replace(MEMORY, prefix_tokens=1024)
@@ -106,34 +106,39 @@ def test_simultaneous_requests_of_one_short_prefix_compute_it_once(programs, ada
 
 
 def test_prefixes_belong_to_one_sampler_until_it_is_dropped(programs, scheduler):
-    prompt = prompt_of(70)
+    prompt = make_prompt(70)
     red, blue, base = (
-        computed_by(programs, lambda name=name, sampler=sampler: run(scheduler, ask(name, prompt, sampler=sampler)))
+        computed_by(
+            programs, lambda name=name, sampler=sampler: run(scheduler, make_request(name, prompt, sampler=sampler))
+        )
         for name, sampler in (("red", RED), ("blue", BLUE), ("base", None))
     )
     assert len({*red[0].bits.values(), *blue[0].bits.values(), *base[0].bits.values()}) == 3
     assert red[1] == blue[1] == base[1] == 96
     scheduler.drop(RED)
     scheduler.load(RED, 3)
-    again = run(scheduler, ask("again", prompt, sampler=RED))
+    again = run(scheduler, make_request("again", prompt, sampler=RED))
     assert again.cache_hits == {} and list(again.bits.values()) != list(red[0].bits.values())
 
 
 def test_scored_prompts_use_no_cached_prefix(programs, scheduler):
-    prompt, options = prompt_of(70), PromptOptions(logprobs=True)
-    run(scheduler, ask("first", prompt))
+    prompt, options = make_prompt(70), PromptOptions(logprobs=True)
+    run(scheduler, make_request("first", prompt))
     results = run(
         scheduler,
-        ask("score", prompt, max_tokens=1, options=options),
-        ask("both", prompt, max_tokens=6, options=options),
+        make_request("score", prompt, max_tokens=1, options=options),
+        make_request("both", prompt, max_tokens=6, options=options),
     )
     assert results.cache_hits == {"score": 0, "both": 0}
     assert programs.num_computed == 3 * 96
 
 
 def test_a_long_prompt_is_computed_between_the_slices_of_running_samples(programs, scheduler):
-    running, long = ask("running", prompt_of(9), max_tokens=40), ask("long", prompt_of(240, seed=1), max_tokens=2)
-    alone = {each.request_id: run(start(FakePrograms()), each).bits for each in (running, long)}
+    running, long = (
+        make_request("running", make_prompt(9), max_tokens=40),
+        make_request("long", make_prompt(240, seed=1), max_tokens=2),
+    )
+    alone = {each.request_id: run(start(FakeModelRunner()), each).bits for each in (running, long)}
     results = Results()
     begin(scheduler, running)
     results.add(scheduler.step())
@@ -156,8 +161,8 @@ def test_a_long_prompt_is_computed_between_the_slices_of_running_samples(program
 
 def test_short_prompts_pass_a_long_one_that_progresses_in_every_step(scheduler):
     results = Results()
-    long = ask("long", prompt_of(250), max_tokens=2)
-    begin(scheduler, long, *(ask(f"s{i}", prompt_of(20, seed=i), max_tokens=2) for i in range(12)))
+    long = make_request("long", make_prompt(250), max_tokens=2)
+    begin(scheduler, long, *(make_request(f"s{i}", make_prompt(20, seed=i), max_tokens=2) for i in range(12)))
     first_of: dict[str, int] = {}
     step = 0
     while deltas := scheduler.step():
@@ -173,7 +178,7 @@ def test_short_prompts_pass_a_long_one_that_progresses_in_every_step(scheduler):
 
 
 def test_a_step_that_only_computes_prefill_reports_an_empty_delta(scheduler):
-    begin(scheduler, ask("long", prompt_of(200), sampler=RED, max_tokens=2))
+    begin(scheduler, make_request("long", make_prompt(200), sampler=RED, max_tokens=2))
     (delta,) = scheduler.step()
     assert (delta.request_id, delta.tokens.size, delta.stop_reason, delta.prompt) == ("long", 0, None, None)
     scheduler.cancel([RequestId("long")])
@@ -182,10 +187,10 @@ def test_a_step_that_only_computes_prefill_reports_an_empty_delta(scheduler):
 
 
 def test_a_failed_chunk_ends_its_request_alone(programs, scheduler):
-    good = ask("good", prompt_of(30))
+    good = make_request("good", make_prompt(30))
     expected = run(scheduler, good).bits
     programs.fail_extend = True  # from the second chunk on
-    results = run(scheduler, ask("bad", prompt_of(200, seed=1)), good, into=Results(may_fail=True))
+    results = run(scheduler, make_request("bad", make_prompt(200, seed=1)), good, into=Results(may_fail=True))
     assert results.errors == {"bad": "the prompt could not be computed; the server's log has it under request bad"}
     assert {key: bits for key, bits in results.bits.items() if key[0] == "good"} == expected
 
@@ -194,13 +199,13 @@ def test_a_device_that_fails_in_a_chunk_ends_several_hosts(programs, scheduler, 
     """The others wait for it in that chunk, so it must not begin another program. Other errors are those of all."""
     monkeypatch.setattr(devices, "is_distributed", lambda: True)
     programs.fail_extend = True
-    assert run(scheduler, ask("bad", prompt_of(200)), into=Results(may_fail=True)).errors.keys() == {"bad"}
+    assert run(scheduler, make_request("bad", make_prompt(200)), into=Results(may_fail=True)).errors.keys() == {"bad"}
 
     def extend(*_: object, **__: object) -> None:
         raise JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    monkeypatch.setattr(programs, "extend", extend)
-    begin(scheduler, ask("exhausted", prompt_of(200)))
+    monkeypatch.setattr(programs, "prefill", extend)
+    begin(scheduler, make_request("exhausted", make_prompt(200)))
     with pytest.raises(BackendLost, match="other hosts may wait for it: RESOURCE_EXHAUSTED"):
         scheduler.step()
 
@@ -210,7 +215,7 @@ def test_prompts_and_samples_share_the_pages(programs):
     memory = SampleMemory(num_slots=8, tokens=256, prefix_tokens=64, max_length=256, page=32)
     scheduler = start(programs, memory, CONFIG.model_copy(update={"prefill_tokens": 32}))
     requests = [
-        ask(name, prompt_of(size, seed=size), samples=samples, max_tokens=max_tokens)
+        make_request(name, make_prompt(size, seed=size), samples=samples, max_tokens=max_tokens)
         for name, size, samples, max_tokens in (
             ("many", 20, 12, 9),
             ("long", 240, 2, 9),
@@ -230,9 +235,9 @@ def test_prompts_and_samples_share_the_pages(programs):
 
 def test_a_hit_copies_at_most_one_page(programs):
     """Both prompts share six pages. Each sample has a copy of the partly filled last page of its prompt."""
-    scheduler, prefix = start(programs), prompt_of(96)
-    first = ask("first", np.concatenate([prefix, prompt_of(20, seed=1)]), max_tokens=2)
-    alike = ask("alike", np.concatenate([prefix, prompt_of(30, seed=2)]), max_tokens=2)
+    scheduler, prefix = start(programs), make_prompt(96)
+    first = make_request("first", np.concatenate([prefix, make_prompt(20, seed=1)]), max_tokens=2)
+    alike = make_request("alike", np.concatenate([prefix, make_prompt(30, seed=2)]), max_tokens=2)
     for request, cleared, copied in ((first, 8, 1), (alike, 2, 1), (replace(alike, request_id=RequestId("b")), 0, 1)):
         programs.copied.clear()
         run(scheduler, request)
@@ -244,35 +249,35 @@ def test_a_hit_copies_at_most_one_page(programs):
 def test_a_hit_may_be_evicted_while_it_is_used(programs):
     """There are pages for one prompt and some more, and the second prompt begins with pages of the first."""
     memory = SampleMemory(num_slots=2, tokens=256, prefix_tokens=256, max_length=256, page=32)
-    scheduler, prefix = start(programs, replace(memory, prefix_tokens=224)), prompt_of(192)
-    first = ask("first", np.concatenate([prefix, prompt_of(20, seed=1)]))
-    alike = ask("alike", np.concatenate([prefix, prompt_of(30, seed=2)]), samples=2)
+    scheduler, prefix = start(programs, replace(memory, prefix_tokens=224)), make_prompt(192)
+    first = make_request("first", np.concatenate([prefix, make_prompt(20, seed=1)]))
+    alike = make_request("alike", np.concatenate([prefix, make_prompt(30, seed=2)]), samples=2)
     assert computed_by(programs, lambda: run(scheduler, first))[1] == 224
-    other = ask("other", prompt_of(200, seed=3), max_tokens=40)
+    other = make_request("other", make_prompt(200, seed=3), max_tokens=40)
     begin(scheduler, other)
     results = run(scheduler, alike)
     assert len(results.ended) == 3
-    fresh = start(FakePrograms(), replace(memory, prefix_tokens=0))
+    fresh = start(FakeModelRunner(), replace(memory, prefix_tokens=0))
     expected = run(fresh, alike).bits | run(fresh, other).bits
     assert results.bits == expected
 
 
 def test_short_prompts_are_computed_together_and_each_is_as_alone():
-    programs = FakePrograms(prompts_of_shard=4)
-    requests = [ask(f"{n}", prompt_of(8 + n, seed=n), samples=2, max_tokens=9) for n in range(6)]
+    programs = FakeModelRunner(prompts_of_shard=4)
+    requests = [make_request(f"{n}", make_prompt(8 + n, seed=n), samples=2, max_tokens=9) for n in range(6)]
     found = run(start(programs), *requests)
     assert programs.together == [4, 2], "64 tokens are the budget of a step, and the first four have 38"
     for request in requests:
-        alone = run(start(FakePrograms()), request)
+        alone = run(start(FakeModelRunner()), request)
         assert {key: found.bits[key] for key in alone.bits} == alone.bits
 
 
 def test_a_prompt_waits_for_another_whose_beginning_it_shares():
     """The first of four that share 32 tokens is computed with another prompt, and then the others together."""
-    programs, prefix = FakePrograms(prompts_of_shard=4), prompt_of(32)
-    sharing = [np.concatenate([prefix, prompt_of(n, seed=n)]) for n in (5, 6, 7, 8)]
+    programs, prefix = FakeModelRunner(prompts_of_shard=4), make_prompt(32)
+    sharing = [np.concatenate([prefix, make_prompt(n, seed=n)]) for n in (5, 6, 7, 8)]
     scheduler = start(programs, config=CONFIG.model_copy(update={"prefill_tokens": 256}))
-    run(scheduler, *(ask(f"{n}", prompt, max_tokens=4) for n, prompt in enumerate([prompt_of(9), *sharing])))
+    run(scheduler, *(make_request(f"{n}", prompt, max_tokens=4) for n, prompt in enumerate([make_prompt(9), *sharing])))
     assert programs.together == [2, 1, 3], "the first two, the rest of the second, and what three have after 32 tokens"
 
 
@@ -282,15 +287,15 @@ def test_prompts_together_take_no_more_than_there_is(seed):
     draw = np.random.default_rng(seed)
     memory = replace(MEMORY, tokens=400, prefix_tokens=int(draw.choice([0, 64])), max_length=200)
     requests = [
-        ask(
+        make_request(
             f"{n}",
-            prompt_of(int(draw.integers(1, 120)), seed=int(draw.integers(9))),
+            make_prompt(int(draw.integers(1, 120)), seed=int(draw.integers(9))),
             samples=int(draw.integers(1, 5)),
             max_tokens=int(draw.integers(1, 60)),
         )
         for n in range(20)
     ]
-    programs = FakePrograms(prompts_of_shard=4)
+    programs = FakeModelRunner(prompts_of_shard=4)
     config = CONFIG.model_copy(update={"prefill_tokens": 256})
-    found, alone = (run(start(each, memory, config), *requests) for each in (programs, FakePrograms()))
+    found, alone = (run(start(each, memory, config), *requests) for each in (programs, FakeModelRunner()))
     assert found.tokens == alone.tokens and max(programs.together) > 1

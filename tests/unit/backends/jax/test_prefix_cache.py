@@ -3,7 +3,7 @@
 import numpy as np
 
 from skyrl_tx.backends.jax.sample.cache import ComputedPrompt, PrefixCache, PromptSource
-from skyrl_tx.backends.jax.sample.pages import FreeList, KVTable
+from skyrl_tx.backends.jax.sample.pages import BlockTableRow, FreeList
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
 from skyrl_tx.contract.ids import SamplerId
 
@@ -23,11 +23,11 @@ class Cache(PrefixCache):
 
     def prompt(self, *tokens: int, pages: int = 1, states: dict[int, int] | None = None) -> ComputedPrompt:
         """Return a prompt with pages, a state and kept states that only the cache will hold."""
-        table = KVTable(self.pages.take(pages), self.state() if self._has_state else 0)
+        table = BlockTableRow(self.pages.allocate(pages), self.state() if self._has_state else 0)
         return ComputedPrompt(np.array(tokens, np.int32), table, None, states or {})
 
     def state(self) -> int:
-        return self.states.take(1)[0]
+        return self.states.allocate(1)[0]
 
     def put(self, source: PromptSource, prompt: ComputedPrompt) -> ComputedPrompt:
         """Cache a prompt whose computation has ended."""
@@ -69,7 +69,7 @@ def test_the_least_recently_used_prompt_is_evicted_at_the_limit():
     assert cache.find(BLUE, second.tokens) is None and cache.find(RED, first.tokens)
     cache.put(RED, cache.prompt(*range(20), pages=3))
     assert cache.num_tokens == 16, "a prompt that can never fit evicts no other"
-    assert cache.pages.num_held == 2
+    assert cache.pages.num_used == 2
 
 
 def test_a_prompt_replaces_its_own_prefixes():
@@ -88,7 +88,7 @@ def test_scopes_do_not_meet():
     cache.put(bob, cache.prompt(1, 2, 3, 4, 5, 6))
     assert cache.find(ann, ask(1, 2, 3, 4, 5)) is not None, "a longer prompt of another scope does not replace it"
     cache.drop(RED.sampler)
-    assert cache.num_tokens == cache.pages.num_held == 0
+    assert cache.num_tokens == cache.pages.num_used == 0
 
 
 def test_dropping_a_sampler_evicts_its_prompts():
@@ -97,13 +97,13 @@ def test_dropping_a_sampler_evicts_its_prompts():
         cache.put(source, cache.prompt(1, 2, 3, 4, 5))
     cache.drop(RED.sampler)
     assert cache.num_tokens == 16 and cache.find(RED, ask(1, 2, 3, 4, 5)) is None
-    assert cache.pages.num_held == 2
+    assert cache.pages.num_used == 2
 
 
 def test_a_cache_of_size_zero_stores_nothing():
     cache = Cache(0)
     cache.put(BASE, cache.prompt(1, 2, 3, 4, 5))
-    assert cache.find(BASE, ask(1, 2, 3, 4, 5)) is None and cache.pages.num_held == 0
+    assert cache.find(BASE, ask(1, 2, 3, 4, 5)) is None and cache.pages.num_used == 0
 
 
 def test_common_pages_count_once():
@@ -111,21 +111,21 @@ def test_common_pages_count_once():
     first = cache.put(RED, cache.prompt(*[1] * 8, 2, pages=2))
     second = cache.prompt(*[1] * 8, 3)
     second.table.pages.insert(0, first.table.pages[0])
-    cache.pages.hold(first.table.pages[:1])
+    cache.pages.add_references(first.table.pages[:1])
     cache.put(RED, second)
-    assert cache.num_tokens == 24 and cache.pages.num_held == 3
+    assert cache.num_tokens == 24 and cache.pages.num_used == 3
 
 
 def test_pages_that_a_sample_reads_are_not_evicted_for_others():
     cache = Cache(64)
     read, least, other = (cache.put(RED, cache.prompt(n, 1, 1, 1, 1, pages=2)) for n in range(3))
-    cache.pages.hold(read.table.pages)
-    assert cache.spare_pages() == {*least.table.pages, *other.table.pages}
-    cache.make_free(cache.pages.num_free + 1, 0)
+    cache.pages.add_references(read.table.pages)
+    assert cache.find_evictable_pages() == {*least.table.pages, *other.table.pages}
+    cache.evict_until_free(cache.pages.num_free + 1, 0)
     assert cache.find(RED, least.tokens) is None
     assert cache.find(RED, read.tokens) and cache.find(RED, other.tokens)
     cache.pages.release(read.table.pages)
-    cache.make_free(99, 0)
+    cache.evict_until_free(99, 0)
     assert cache.num_tokens == 0
 
 
@@ -134,11 +134,11 @@ def test_a_page_of_two_cached_prompts_is_free_when_both_are_evicted():
     first = cache.put(RED, cache.prompt(*[1] * 8, 2, pages=2))
     second = cache.prompt(*[1] * 8, 3)
     second.table.pages.insert(0, first.table.pages[0])
-    cache.pages.hold(first.table.pages[:1])
+    cache.pages.add_references(first.table.pages[:1])
     cache.put(RED, second)
-    cache.make_free(97, 0)
+    cache.evict_until_free(97, 0)
     assert cache.num_tokens == 16 and cache.find(RED, second.tokens)
-    cache.make_free(98, 0)
+    cache.evict_until_free(98, 0)
     assert cache.num_tokens == 0
 
 
@@ -148,8 +148,8 @@ def test_with_state_a_hit_ends_where_a_state_is_kept():
     assert cache.find(RED, kept.tokens) == (kept, 9)
     assert cache.find(RED, ask(1, 2, 3, 4, 5, 6, 7, 8, 0)) == (kept, 8)
     other = ask(1, 2, 3, 4, 5, 6, 7, 0)
-    assert cache.find(RED, other) is None and cache.find_parting(RED, other) == 4
-    assert cache.find(BLUE, ask(1, 2, 3, 4, 5, 6, 7, 8, 0)) is None and cache.find_parting(BLUE, other) == 0
+    assert cache.find(RED, other) is None and cache.find_divergence(RED, other) == 4
+    assert cache.find(BLUE, ask(1, 2, 3, 4, 5, 6, 7, 8, 0)) is None and cache.find_divergence(BLUE, other) == 0
 
 
 def test_with_state_the_longest_kept_prefix_is_used():
@@ -157,7 +157,7 @@ def test_with_state_the_longest_kept_prefix_is_used():
     first = cache.put(BASE, cache.prompt(1, 1, 1, 1, 2, 2, 2, 2, 2, states={4: cache.state()}))
     cache.put(BASE, cache.prompt(1, 1, 1, 1, 2, 2, 2, 2, 3))
     assert cache.find(BASE, ask(1, 1, 1, 1, 2, 2, 2, 2, 4)) == (first, 4)
-    assert cache.find_parting(BASE, ask(1, 1, 1, 1, 2, 2, 2, 2, 4)) == 8
+    assert cache.find_divergence(BASE, ask(1, 1, 1, 1, 2, 2, 2, 2, 4)) == 8
 
 
 def test_states_count_at_their_size_and_leave_with_their_prompts():
@@ -165,19 +165,19 @@ def test_states_count_at_their_size_and_leave_with_their_prompts():
     state = cache.state()
     cache.put(RED, cache.prompt(1, 1, 1, 1, 2, states={4: state}))
     assert cache.num_tokens == 28, "a page with its own state, and one more"
-    cache.states.hold([state])
+    cache.states.add_references([state])
     cache.put(RED, cache.prompt(1, 1, 1, 1, 3, states={4: state}))
     assert cache.num_tokens == 46, "the state is the same for both"
     cache.put(RED, cache.prompt(2, 1, 1, 1, 3, states={4: cache.state()}))
-    assert cache.num_tokens == 56 and cache.states.num_held == 4
+    assert cache.num_tokens == 56 and cache.states.num_used == 4
     assert cache.find(RED, ask(2, 1, 1, 1, 2)) is not None and cache.find(RED, ask(1, 1, 1, 1, 2)) is not None
     cache.put(BLUE, cache.prompt(1, 1, 1, 1, 2, states={4: cache.state()}))
     assert cache.num_tokens == 56 and cache.find(RED, ask(2, 1, 1, 1, 2)) is None
     cache.put(RED, cache.prompt(3, 1, 1, 1, 3, pages=7))
     assert cache.num_tokens == 56 and cache.find(RED, ask(3, 1, 1, 1, 3)) is None, "too large with its state"
-    assert cache.spare_states() and cache.states.num_held == 4
-    cache.make_free(0, 96)
-    assert cache.states.num_held == 2 and cache.num_tokens == 28
+    assert cache.find_evictable_states() and cache.states.num_used == 4
+    cache.evict_until_free(0, 96)
+    assert cache.states.num_used == 2 and cache.num_tokens == 28
 
 
 def test_with_state_a_prompt_replaces_its_own_prefixes():

@@ -37,7 +37,7 @@ def score(tiny, monkeypatch):
         scores = PromptScores(tiny.params, request, max_topk=4, max_alt=32)
         for start in range(0, prompt.size, CHUNK):
             scores.add(None, 0, hidden[start : start + CHUNK], start)
-        result = scores.result()
+        result = scores.make_result()
         logits = np.asarray(models.logits(tiny.params, hidden))[: prompt.size - 1]
         return result, partial(log_softmax, logits)
 

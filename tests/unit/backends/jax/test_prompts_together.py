@@ -55,7 +55,7 @@ def sampled(architecture: str) -> dict[tuple[str, int], list[tuple[int, float]]]
 )
 def test_a_sample_has_the_tokens_it_has_alone(monkeypatch, architecture):
     wanted, rows = sampled(architecture), list[int]()
-    begin, extend = jax_programs.JaxPrograms.__init__, programs.extend
+    begin, extend = jax_programs.ModelRunner.__init__, programs.prefill
 
     def begin_with_four(self, *arguments):
         begin(self, *arguments)
@@ -65,8 +65,8 @@ def test_a_sample_has_the_tokens_it_has_alone(monkeypatch, architecture):
         rows.append(len(adapter_B))
         return extend(params, config, pool, adapter_B, *others)
 
-    monkeypatch.setattr(jax_programs.JaxPrograms, "__init__", begin_with_four)
-    monkeypatch.setattr(programs, "extend", watched)
+    monkeypatch.setattr(jax_programs.ModelRunner, "__init__", begin_with_four)
+    monkeypatch.setattr(programs, "prefill", watched)
     found = sampled(architecture)
     assert set(rows) == {1, 4}
     assert found.keys() == wanted.keys() and ("3", -1) in found

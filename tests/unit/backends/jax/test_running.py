@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from skyrl_tx.backends.jax.sample.draw import Drawn
+from skyrl_tx.backends.jax.sample.draw import DrawnTokens
 from skyrl_tx.backends.jax.sample.running import MAX_STOPS, RunningSample
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
 from skyrl_tx.contract.batches import SampleRequest
@@ -23,8 +23,8 @@ def running(max_tokens: int = 5, stops: frozenset[int] = frozenset(), topk: int 
     return RunningSample(request=request, index=0, adapter=adapter, stops=stops)
 
 
-def drawn(*tokens: int) -> Drawn:
-    return Drawn(
+def drawn(*tokens: int) -> DrawnTokens:
+    return DrawnTokens(
         tokens=np.array(tokens, np.int32),
         logprobs=-np.arange(len(tokens), dtype=np.float32),
         topk_tokens=np.tile(np.array(tokens, np.int32)[:, None], 3),
@@ -86,7 +86,7 @@ def test_steps_go_on_before_their_tokens_are_read():
     sample = running(max_tokens=9)
     sample.take_first(drawn(7), None)
     sample.position += 4
-    assert sample.num_again == 0 and (sample.num_steps_left, sample.length_after(9)) == (4, 12)
+    assert sample.num_replayed == 0 and (sample.num_steps_left, sample.length_after(9)) == (4, 12)
     assert sample.take_slice(4, *taken(1, 2, 3, 4), False) is not None
     assert sample.next_token == 4
 
@@ -98,7 +98,7 @@ def test_a_preempted_sample_takes_its_steps_again():
     assert (sample.position, sample.kv_length(4), sample.length_after(4)) == (7, 11, 11)
     sample.preempt()
     assert (sample.position, sample.next_token, sample.num_steps_left) == (4, 7, 8)
-    assert sample.tokens_again().tolist() == [8, 9, 10]
+    assert sample.get_replayed_tokens().tolist() == [8, 9, 10]
     assert (sample.kv_length(4), sample.length_after(4), sample.length_after(100)) == (11, 8, 12)
     assert take(sample, 8, 9) is None
     delta = take(sample, 10, 11)

@@ -17,8 +17,8 @@ from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.errors import BackendLost, CapacityError, UserError
 from skyrl_tx.contract.ids import RequestId, SamplerId
 from skyrl_tx.contract.requests import PromptOptions
-from tests.support.fake_programs import FakePrograms
-from tests.support.sample_requests import BLUE, RED, Results, ask, begin, prompt_of, run
+from tests.support.fake_programs import FakeModelRunner
+from tests.support.sample_requests import BLUE, RED, Results, begin, make_prompt, make_request, run
 from tests.support.watched_samples import FEW, LONGEST, Watch, short
 
 EOS = 1
@@ -33,7 +33,7 @@ def start(
     *,
     runs_ahead: bool = False,
 ) -> SampleScheduler:
-    scheduler = SampleScheduler(FakePrograms(runs_ahead=runs_ahead), config, memory, eos)
+    scheduler = SampleScheduler(FakeModelRunner(runs_ahead=runs_ahead), config, memory, eos)
     scheduler.load(RED, 1)
     scheduler.load(BLUE, 2)
     return scheduler
@@ -54,7 +54,7 @@ def test_requests_that_arrive_during_the_first_prefill_join_its_first_slice():
         return new
 
     def queue(name: str) -> None:
-        begin(scheduler, ask(name, prompt_of(9), max_tokens=6))
+        begin(scheduler, make_request(name, make_prompt(9), max_tokens=6))
 
     queue("first")
     assert step() == {"first": 1}
@@ -79,11 +79,11 @@ def test_a_slice_is_dispatched_before_the_last_one_is_read_unless_a_prompt_waits
             new[delta.request_id] = new.get(delta.request_id, 0) + delta.tokens.size
         return new, len(programs.decoded) - before
 
-    begin(scheduler, ask("first", prompt_of(9), max_tokens=14))
+    begin(scheduler, make_request("first", make_prompt(9), max_tokens=14))
     assert step() == ({"first": 1}, 0)
     assert step() == ({"first": 0}, 1)
     assert step() == ({"first": 4}, 1)
-    begin(scheduler, ask("second", prompt_of(9), max_tokens=4))
+    begin(scheduler, make_request("second", make_prompt(9), max_tokens=4))
     assert step() == ({"first": 4, "second": 1}, 1), "both are in the slice that was dispatched"
     assert step() == ({"first": 4, "second": 3}, 1)
     assert step() == ({"first": 1}, 0)
@@ -93,32 +93,37 @@ def test_a_slice_is_dispatched_before_the_last_one_is_read_unless_a_prompt_waits
 def test_what_was_dispatched_for_samples_that_ended_counts_for_nothing():
     """A cancelled sample and one with a stop token are in a slice that is not read. Others take their pages."""
     scheduler = start(runs_ahead=True)
-    free = run(scheduler, ask("free", prompt_of(9), max_tokens=40)).tokens["free", 0]
+    free = run(scheduler, make_request("free", make_prompt(9), max_tokens=40)).tokens["free", 0]
     stop = next(token for token in free[5:] if token not in free[:5])
-    stopped = ask("stopped", prompt_of(9), max_tokens=40, stop_token_ids=(stop,))
-    begin(scheduler, stopped, ask("cancelled", prompt_of(20), max_tokens=40), ask("goes on", prompt_of(30)))
+    stopped = make_request("stopped", make_prompt(9), max_tokens=40, stop_token_ids=(stop,))
+    begin(
+        scheduler,
+        stopped,
+        make_request("cancelled", make_prompt(20), max_tokens=40),
+        make_request("goes on", make_prompt(30)),
+    )
     results = Results()
     for _ in range(3):
         results.add(scheduler.step())
     scheduler.cancel([RequestId("cancelled")])
-    later = ask("later", prompt_of(50, seed=3), samples=14, max_tokens=30)
+    later = make_request("later", make_prompt(50, seed=3), samples=14, max_tokens=30)
     run(scheduler, later, into=results)
     assert results.tokens["stopped", 0] == free[: free.index(stop) + 1]
     assert scheduler.meters().decode_slots_used == 0
-    alone = run(start(), later, ask("goes on", prompt_of(30)))
+    alone = run(start(), later, make_request("goes on", make_prompt(30)))
     assert {key: results.bits[key] for key in alone.bits} == alone.bits
 
 
 @pytest.mark.parametrize("adapter", [None, RED])
 def test_batch_invariance(scheduler, adapter):
     """A sample is the same alone and among samples of other requests and adapters."""
-    request = ask("mine", prompt_of(9), sampler=adapter, samples=3, max_tokens=20)
+    request = make_request("mine", make_prompt(9), sampler=adapter, samples=3, max_tokens=20)
     alone, results = run(scheduler, request), Results()
     begin(
         scheduler,
-        ask("base", prompt_of(33, seed=1), max_tokens=30),
-        ask("red", prompt_of(6, seed=2), sampler=RED, samples=4, top_k=3),
-        ask("blue", prompt_of(70, seed=3), sampler=BLUE, samples=2, options=PromptOptions(sample_topk=2)),
+        make_request("base", make_prompt(33, seed=1), max_tokens=30),
+        make_request("red", make_prompt(6, seed=2), sampler=RED, samples=4, top_k=3),
+        make_request("blue", make_prompt(70, seed=3), sampler=BLUE, samples=2, options=PromptOptions(sample_topk=2)),
     )
     results.add(scheduler.step())
     run(scheduler, request, into=results)
@@ -126,7 +131,7 @@ def test_batch_invariance(scheduler, adapter):
 
 
 def test_samples_beyond_the_slots_wait_for_a_free_slot(scheduler):
-    request = ask("many", prompt_of(9), samples=19, max_tokens=6)
+    request = make_request("many", make_prompt(9), samples=19, max_tokens=6)
     results = run(scheduler, request)
     assert all(len(tokens) == 6 for tokens in results.tokens.values()) and len(results.tokens) == 19
     assert len({tuple(tokens) for tokens in results.tokens.values()}) == 19
@@ -135,33 +140,33 @@ def test_samples_beyond_the_slots_wait_for_a_free_slot(scheduler):
 
 
 def test_a_stop_token_ends_a_sample_and_is_its_last_token(scheduler):
-    free = run(scheduler, ask("free", prompt_of(9), max_tokens=20)).tokens["free", 0]
+    free = run(scheduler, make_request("free", make_prompt(9), max_tokens=20)).tokens["free", 0]
     stop = next(token for token in free[5:] if token not in free[:5])
-    cut = run(scheduler, ask("cut", prompt_of(9), max_tokens=20, stop_token_ids=(stop, 999))).sequence("cut")
+    cut = run(scheduler, make_request("cut", make_prompt(9), max_tokens=20, stop_token_ids=(stop, 999))).sequence("cut")
     assert (cut.tokens.tolist(), cut.stop_reason) == (free[: free.index(stop) + 1], "stop")
-    first = run(scheduler, ask("first", prompt_of(9), stop_token_ids=(free[0],))).sequence("first")
+    first = run(scheduler, make_request("first", make_prompt(9), stop_token_ids=(free[0],))).sequence("first")
     assert (first.tokens.tolist(), first.stop_reason) == (free[:1], "stop")
 
 
 def test_eos_ends_a_sample_only_if_the_request_says_so(scheduler):
-    free = run(scheduler, ask("free", prompt_of(9))).tokens["free", 0]
+    free = run(scheduler, make_request("free", make_prompt(9))).tokens["free", 0]
     eos = next(token for token in free[2:] if token not in free[:2])
     results = run(
         start(eos=(eos,)),
-        ask("stops", prompt_of(9), eos_stops=True, stop_token_ids=(999,)),
-        ask("continues", prompt_of(9)),
+        make_request("stops", make_prompt(9), eos_stops=True, stop_token_ids=(999,)),
+        make_request("continues", make_prompt(9)),
     )
     assert results.sequence("stops").tokens.tolist() == free[: free.index(eos) + 1]
     assert results.tokens["continues", 0] == free and len(free) == 12
 
 
 def test_a_cancelled_request_ends_in_any_state_and_others_are_unchanged(scheduler):
-    keep = ask("keep", prompt_of(9), samples=2)
+    keep = make_request("keep", make_prompt(9), samples=2)
     alone, results = run(scheduler, keep), Results()
     gone = [
-        ask("running", prompt_of(20), samples=9, sampler=RED),
-        ask("half in slots", prompt_of(20), samples=9),
-        ask("queued", prompt_of(5)),
+        make_request("running", make_prompt(20), samples=9, sampler=RED),
+        make_request("half in slots", make_prompt(20), samples=9),
+        make_request("queued", make_prompt(5)),
     ]
     begin(scheduler, keep, *gone)
     results.add(scheduler.step())
@@ -177,7 +182,7 @@ def test_a_cancelled_request_ends_in_any_state_and_others_are_unchanged(schedule
 
 def test_an_ended_sample_frees_its_slot_for_the_next_step():
     scheduler = start()
-    request = ask("many", prompt_of(9), samples=20, max_tokens=60)  # four wait for a slot
+    request = make_request("many", make_prompt(9), samples=20, max_tokens=60)  # four wait for a slot
     alone, results = run(scheduler, request), Results()
     begin(scheduler, request)
     results.add(scheduler.step())
@@ -192,21 +197,21 @@ def test_an_ended_sample_frees_its_slot_for_the_next_step():
 
 
 def test_an_adapter_slot_is_used_again_after_a_drop(scheduler):
-    request = ask("red", prompt_of(9), sampler=RED)
+    request = make_request("red", make_prompt(9), sampler=RED)
     before = run(scheduler, request)
     with pytest.raises(CapacityError):
         scheduler.load(SamplerId("third"), 3)
-    blue = run(scheduler, ask("other", prompt_of(9), sampler=BLUE))
+    blue = run(scheduler, make_request("other", make_prompt(9), sampler=BLUE))
     scheduler.drop(BLUE)
     scheduler.drop(BLUE)
     scheduler.load(SamplerId("third"), 3)
-    results = run(scheduler, request, ask("other", prompt_of(9), sampler=SamplerId("third")))
+    results = run(scheduler, request, make_request("other", make_prompt(9), sampler=SamplerId("third")))
     assert results.tokens["red", 0] == before.tokens["red", 0]
     assert results.tokens["other", 0] != blue.tokens["other", 0]
 
 
 def test_a_sampler_in_use_cannot_be_dropped(scheduler):
-    begin(scheduler, ask("red", prompt_of(9), sampler=RED))
+    begin(scheduler, make_request("red", make_prompt(9), sampler=RED))
     for _ in range(2):
         with pytest.raises(AssertionError, match="in use"):
             scheduler.drop(RED)
@@ -214,14 +219,14 @@ def test_a_sampler_in_use_cannot_be_dropped(scheduler):
 
 
 def test_a_batch_with_a_request_that_never_fits_is_refused_as_a_whole(scheduler):
-    good, bad = ask("good", prompt_of(9)), ask("bad", prompt_of(90), max_tokens=423)
+    good, bad = make_request("good", make_prompt(9)), make_request("bad", make_prompt(90), max_tokens=423)
     with pytest.raises(UserError, match="90 tokens and max_tokens 423 make 513, more than the 512"):
         begin(scheduler, good, bad)
     assert scheduler.step() == []
 
 
 def test_sample_topk_has_a_row_for_every_token(scheduler):
-    results = run(scheduler, ask("topk", prompt_of(9), options=PromptOptions(sample_topk=2)))
+    results = run(scheduler, make_request("topk", make_prompt(9), options=PromptOptions(sample_topk=2)))
     topk = [part.topk for part in results.parts["topk", 0] if part.tokens.size]
     token_ids, logprobs = (
         np.concatenate([each.token_ids for each in topk]),
@@ -234,19 +239,19 @@ def test_sample_topk_has_a_row_for_every_token(scheduler):
 
 
 def test_scores_need_no_slot_and_pass_waiting_samples(scheduler):
-    begin(scheduler, ask("long", prompt_of(9), samples=20, max_tokens=60))
+    begin(scheduler, make_request("long", make_prompt(9), samples=20, max_tokens=60))
     scheduler.step()
-    begin(scheduler, ask("score", prompt_of(30), max_tokens=1, options=PromptOptions(logprobs=True)))
+    begin(scheduler, make_request("score", make_prompt(30), max_tokens=1, options=PromptOptions(logprobs=True)))
     (delta,) = [delta for delta in scheduler.step() if delta.request_id == "score"]
     assert delta.stop_reason == "length" and delta.tokens.size == 1
     assert delta.prompt is not None and delta.prompt.logprobs is not None and delta.prompt.logprobs.size == 30
 
 
 def test_a_request_in_parts_draws_the_samples_of_the_whole():
-    programs = FakePrograms()
+    programs = FakeModelRunner()
     scheduler = SampleScheduler(programs, CONFIG, MEMORY, ())
     scheduler.load(RED, 1)
-    request = ask("a", prompt_of(40), sampler=RED, samples=20, max_tokens=9)
+    request = make_request("a", make_prompt(40), sampler=RED, samples=20, max_tokens=9)
     whole, parts = run(scheduler, request), Results()
     programs.extended.clear()
     for first, end in ((0, 1), (1, 3), (3, 12), (12, 18), (18, 19), (19, 20)):
@@ -259,9 +264,9 @@ def test_a_request_in_parts_draws_the_samples_of_the_whole():
 
 
 def test_parts_that_wait_together_are_prefilled_once():
-    programs = FakePrograms()
+    programs = FakeModelRunner()
     scheduler = SampleScheduler(programs, CONFIG, replace(MEMORY, prefix_tokens=0), ())
-    request = ask("a", prompt_of(40), samples=3)
+    request = make_request("a", make_prompt(40), samples=3)
     for index in range(3):
         begin(scheduler, replace(request, first_index=index, num_samples=1))
     assert len(run(scheduler).ended) == 3 and programs.extended == [(0, 64)]
@@ -399,7 +404,7 @@ def test_a_scored_prompt_waits_again_when_a_sample_cannot_begin():
     watch = Watch(replace(FEW, num_slots=2, tokens=LONGEST), prefill_tokens=32)
     watch.begin(short("sample", 3, size=100))
     watch.step()
-    scores = ask("scores", prompt_of(104, seed=1), max_tokens=1, options=PromptOptions(logprobs=True))
+    scores = make_request("scores", make_prompt(104, seed=1), max_tokens=1, options=PromptOptions(logprobs=True))
     watch.run(scores)
     starts = [start for start, _ in watch.programs.extended]
     assert starts.count(0) == 3 and len(watch.ended_at) == 2
@@ -409,12 +414,12 @@ def test_a_scored_prompt_waits_again_when_a_sample_cannot_begin():
 def test_any_mix_of_requests_ends_with_the_bits_of_each_alone(seed, shards):
     """Random requests arrive, end early and are cancelled, in a cache in which not all fit."""
     draw, watch = np.random.default_rng(seed), Watch(replace(FEW, num_slots=5, tokens=LONGEST, shards=shards))
-    prompts = [prompt_of(120, seed=seed) for seed in range(3)]
+    prompts = [make_prompt(120, seed=seed) for seed in range(3)]
     requests: list[SampleRequest] = []
     gone: set[str] = set()
     for number in range(40):
         size = int(draw.integers(1, 120))
-        request = ask(
+        request = make_request(
             f"{number}",
             prompts[draw.integers(3)][:size],
             samples=int(draw.integers(1, 4)),
@@ -444,6 +449,6 @@ def test_a_lost_cache_loses_the_backend(watch, monkeypatch):
     def fail(*given, **named) -> None:
         raise BackendLost("the cache is gone")
 
-    monkeypatch.setattr(watch.programs, "extend", fail)
+    monkeypatch.setattr(watch.programs, "prefill", fail)
     with pytest.raises(BackendLost, match="the cache is gone"):
         watch.run(short("other", 9, size=6))

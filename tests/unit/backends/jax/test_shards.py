@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from skyrl_tx.contract.requests import PromptOptions
-from tests.support.sample_requests import ask, prompt_of
+from tests.support.sample_requests import make_prompt, make_request
 from tests.support.watched_samples import FEW, LONGEST, Watch, short
 
 
@@ -23,7 +23,9 @@ def test_prompts_are_spread_over_shards_and_their_samples_stay_together():
 
 def test_more_samples_than_a_shard_has_rows_go_to_several():
     watch = Watch(replace(FEW, num_slots=8, tokens=8 * 64, shards=2), prefill_tokens=1024)
-    request = ask("many", prompt_of(20), samples=8, max_tokens=30, options=PromptOptions(logprobs=True, sample_topk=2))
+    request = make_request(
+        "many", make_prompt(20), samples=8, max_tokens=30, options=PromptOptions(logprobs=True, sample_topk=2)
+    )
     watch.begin(request)
     watch.step()
     assert shards_of(watch) == [4, 4]
@@ -75,13 +77,13 @@ def test_shards_compute_short_prompts_at_the_same_time():
 
 def test_a_failure_among_prompts_that_are_computed_together_ends_its_request_alone(monkeypatch):
     watch = Watch(replace(FEW, num_slots=16, tokens=16 * 64, shards=2), prefill_tokens=256)
-    watch.results.may_fail, extend = True, watch.programs.extend
+    watch.results.may_fail, extend = True, watch.programs.prefill
 
     def fail(chunks, padded):
         if any(chunk.tokens.size == 7 for chunk in chunks):
             raise RuntimeError("prefill failed")
         return extend(chunks, padded)
 
-    monkeypatch.setattr(watch.programs, "extend", fail)
+    monkeypatch.setattr(watch.programs, "prefill", fail)
     watch.run(short("good", 5, size=8), short("bad", 5, size=7), short("late", 5, size=9))
     assert set(watch.results.errors) == {"bad"} and set(watch.ended_at) == {("good", 0), ("late", 0)}

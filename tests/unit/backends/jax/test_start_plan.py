@@ -10,7 +10,7 @@ import pytest
 from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.backends.jax.start_plan import _PlannedArray, layout_without_devices, plan_start
+from skyrl_tx.backends.jax.start_plan import _PlannedArray, make_abstract_layout, plan_start
 from tests.support.published import QWEN3_8B, QWEN3_30B_A3B
 
 GIB = 2**30
@@ -24,7 +24,7 @@ def model_of(content: dict[str, object]) -> models.ModelConfig:
 
 def test_a_large_model_on_one_accelerator() -> None:
     model, config = model_of(QWEN3_8B), JaxConfig(max_lora_rank=32)
-    layout = layout_without_devices(MeshConfig())
+    layout = make_abstract_layout(MeshConfig())
     small, large = (
         plan_start(config, layout, model, BFLOAT16, platform="gpu", limit_bytes=limit * GIB) for limit in (60, 100)
     )
@@ -45,7 +45,7 @@ def test_a_large_model_on_one_accelerator() -> None:
 
 def test_experts_on_a_mesh() -> None:
     model, config = model_of(QWEN3_30B_A3B), JaxConfig(max_lora_rank=8)
-    layout = layout_without_devices(MeshConfig(tp=2, ep=4))
+    layout = make_abstract_layout(MeshConfig(tp=2, ep=4))
     plan = plan_start(config, layout, model, BFLOAT16, platform="gpu", limit_bytes=100 * GIB)
     assert plan.num_parameters == 30_532_122_624, "as the model's card says: 30.5B"
     experts = 48 * 128 * 3 * 2048 * 768
@@ -74,12 +74,12 @@ def test_maps_of_experts_that_a_tpu_stores_in_another_order_are_copied(
     platform: str, sizes: dict[str, int], dim: int
 ) -> None:
     """With 192 dims of gate and up, in place of 768, libtpu 0.0.52 took 4.7 to 6.3 GiB more of each of eight v6e."""
-    layout, model = layout_without_devices(MeshConfig(**sizes)), model_of(QWEN3_30B_A3B)
+    layout, model = make_abstract_layout(MeshConfig(**sizes)), model_of(QWEN3_30B_A3B)
     plan = plan_start(JaxConfig(), layout, model, BFLOAT16, platform=platform, limit_bytes=32 * GIB)
     copied = 48 * 128 // sizes["ep"] * 2 * 2048 * dim * 2  # layers, experts, maps, inputs, outputs, bytes
     of_position = 48 * 2 * max(4 // sizes.get("tp", 1), 1) * 128 * 2  # layers, k and v, heads, dims, bytes
     of_row = 16 * of_position + (4 if platform == "tpu" else 1) * 151936 * 4  # keys of a slice, logits
-    assert plan.slice_bytes == copied + plan.samples.of_shard.num_slots * of_row
+    assert plan.slice_bytes == copied + plan.samples.per_shard.num_slots * of_row
     assert plan.pass_bytes > copied
 
 
@@ -87,7 +87,7 @@ def test_the_cache_of_linear_attention_is_pages_and_states() -> None:
     content = json.loads((CONFIGS / "Qwen3.5-9B.json").read_text())
     config = JaxConfig(max_lora_rank=8, sample_slots=16)
     plan = plan_start(
-        config, layout_without_devices(MeshConfig()), model_of(content), BFLOAT16, platform="gpu", limit_bytes=100 * GIB
+        config, make_abstract_layout(MeshConfig()), model_of(content), BFLOAT16, platform="gpu", limit_bytes=100 * GIB
     )
     of_position = 8 * 2 * 4 * 256 * 2  # layers, k and v, heads, dims, bytes
     of_state = 24 * (32 * 128 * 128 * 4 + 3 * (2 * 16 * 128 + 32 * 128) * 2)  # layers: matrices, inputs before
@@ -100,7 +100,7 @@ def test_the_cache_of_linear_attention_is_pages_and_states() -> None:
 @pytest.mark.slow
 def test_a_slice_on_a_mesh_of_gpus_has_another_copy_of_its_states() -> None:
     content = json.loads((CONFIGS / "Qwen3.5-9B.json").read_text())
-    config, copies = JaxConfig(max_lora_rank=8, sample_slots=16), layout_without_devices(MeshConfig(dp=2))
+    config, copies = JaxConfig(max_lora_rank=8, sample_slots=16), make_abstract_layout(MeshConfig(dp=2))
     plan = plan_start(config, copies, model_of(content), BFLOAT16, platform="gpu", limit_bytes=100 * GIB)
     of_position = 8 * 2 * 4 * 256 * 2  # layers, k and v, heads, dims, bytes
     of_state = 24 * (32 * 128 * 128 * 4 + 3 * (2 * 16 * 128 + 32 * 128) * 2)  # layers: matrices, inputs before
@@ -113,7 +113,7 @@ def test_the_copies_of_states_in_a_slice_count_as_the_cache() -> None:
     content = json.loads((CONFIGS / "Nemotron-3-Nano-30B-A3B.json").read_text())
     plan = plan_start(
         JaxConfig(),
-        layout_without_devices(MeshConfig()),
+        make_abstract_layout(MeshConfig()),
         model_of(content),
         BFLOAT16,
         platform="gpu",
@@ -139,7 +139,7 @@ def test_the_copies_of_states_in_a_slice_count_as_the_cache() -> None:
 def test_there_are_as_many_slots_as_have_enough_tokens(
     model: dict[str, Any], platform: str, limit: int | None, configured: dict[str, int], slots: int
 ) -> None:
-    config, layout = JaxConfig(**configured), layout_without_devices(MeshConfig())  # type: ignore[arg-type]
+    config, layout = JaxConfig(**configured), make_abstract_layout(MeshConfig())  # type: ignore[arg-type]
     limit_bytes = None if limit is None else limit * GIB
     plan = plan_start(config, layout, model_of(model), BFLOAT16, platform=platform, limit_bytes=limit_bytes)
     assert plan.samples.num_slots == slots
@@ -150,7 +150,7 @@ def test_there_are_as_many_slots_as_have_enough_tokens(
 @pytest.mark.parametrize("sizes", [{"tp": 3}, {"fsdp": 5}])
 def test_a_mesh_without_devices_is_checked(sizes: dict[str, int]) -> None:
     with pytest.raises(mesh.MeshError, match="does not divide"):
-        mesh.check_divides(layout_without_devices(MeshConfig(**sizes)), model_of(QWEN3_8B))
+        mesh.check_divisible(make_abstract_layout(MeshConfig(**sizes)), model_of(QWEN3_8B))
 
 
 def test_planned_arrays_have_the_sizes_of_arrays() -> None:

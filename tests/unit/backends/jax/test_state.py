@@ -8,14 +8,14 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax import memory
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.memory import plan_sample_memory
-from skyrl_tx.backends.jax.sample.jax_programs import JaxPrograms
+from skyrl_tx.backends.jax.sample.jax_programs import ModelRunner
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
-from skyrl_tx.backends.jax.shapes import PROMPTS
+from skyrl_tx.backends.jax.shapes import MAX_PROMPTS
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.requests import PromptOptions
 from skyrl_tx.testing.tiny_models import write_model
 from tests.support.fast_jit import fast_jit
-from tests.support.sample_requests import BLUE, RED, ask, prompt_of, run
+from tests.support.sample_requests import BLUE, RED, make_prompt, make_request, run
 from tests.support.tiny import BY_HEAD, HYBRID, HYBRID_MOE, MAMBA, TINY_CONFIG, TinyModel, load_model, tiny_directory
 
 LENGTH = 160
@@ -42,7 +42,7 @@ def tiny(request: pytest.FixtureRequest) -> TinyModel:
 
 def start(tiny: TinyModel, **changed: int) -> SampleScheduler:
     config: JaxConfig = TINY_CONFIG.model_copy(update=changed)
-    device = JaxPrograms(tiny.params, tiny.config, config)
+    device = ModelRunner(tiny.params, tiny.config, config)
     scheduler = SampleScheduler(device, config, device.memory, ())
     scheduler.load(RED, tiny.adapter(1))
     return scheduler
@@ -63,18 +63,18 @@ def trained_logprobs(tiny: TinyModel, request: SampleRequest, new_tokens: np.nda
 
 @pytest.mark.slow
 def test_hits_change_no_bit_and_all_samples_are_as_trained(tiny):
-    prefix = prompt_of(96)
+    prefix = make_prompt(96)
     prompts = {
         "first": prefix,
         "equal": prefix,
-        "longer": np.concatenate([prefix, prompt_of(20, seed=1)]),
+        "longer": np.concatenate([prefix, make_prompt(20, seed=1)]),
         "again": prefix,
         "part": prefix[:70],
     }
     warm, cold = start(tiny, prefix_cache_tokens=8192), start(tiny, prefix_cache_tokens=0)
     hits = {}
     for name, prompt in prompts.items():
-        request = ask(name, prompt, sampler=RED, max_tokens=6)
+        request = make_request(name, prompt, sampler=RED, max_tokens=6)
         results = run(warm, request)
         assert results.bits == run(cold, request).bits, name
         hits |= results.cache_hits
@@ -89,10 +89,10 @@ def test_conversations_and_system_prompts_have_equal_bits_with_hits():
     tiny = load_model(tiny_directory(HYBRID, STD[HYBRID]))
     sizes = {"prefill_chunk_tokens": 256, "prefill_tokens": 256, "max_context_length": 512, "max_sample_tokens": 8192}
     warm, cold = (start(tiny, **sizes, prefix_cache_tokens=tokens) for tokens in (16384, 0))
-    system, first, hits = prompt_of(300, seed=1), prompt_of(200, seed=2), {}
+    system, first, hits = make_prompt(300, seed=1), make_prompt(200, seed=2), {}
 
     def sampled(name: str, prompt: np.ndarray, options: PromptOptions | None = None) -> np.ndarray:
-        request = ask(name, prompt, sampler=RED, samples=2, options=options)
+        request = make_request(name, prompt, sampler=RED, samples=2, options=options)
         results, expected = run(warm, request), run(cold, request)
         assert results.bits == expected.bits and len(results.bits) == 2, name
         if options is not None:
@@ -100,11 +100,11 @@ def test_conversations_and_system_prompts_have_equal_bits_with_hits():
         hits.update(results.cache_hits)
         return results.sequence(name).tokens
 
-    second = np.concatenate([first, sampled("turn 1", first), prompt_of(80, seed=3)])
-    third = np.concatenate([second, sampled("turn 2", second), prompt_of(90, seed=4)])
+    second = np.concatenate([first, sampled("turn 1", first), make_prompt(80, seed=3)])
+    third = np.concatenate([second, sampled("turn 2", second), make_prompt(90, seed=4)])
     sampled("turn 3", third)
     for number in range(3):
-        sampled(f"question {number}", np.concatenate([system, prompt_of(100 + number, seed=5 + number)]))
+        sampled(f"question {number}", np.concatenate([system, make_prompt(100 + number, seed=5 + number)]))
     sampled("scored", third, PromptOptions(logprobs=True))
     assert hits == {"turn 2": 128, "turn 3": 256, "question 1": 256, "question 2": 256, "scored": 0}
 
@@ -118,31 +118,31 @@ def test_a_hit_compiles_nothing_after_the_start():
             names.append(str(labels["fun_name"]))
 
     sizes = {"max_context_length": 128, "sample_slots": 2, "max_sample_tokens": 256}  # few programs
-    scheduler, prompt = start(tiny, **sizes, prefix_cache_tokens=8192), prompt_of(120)
+    scheduler, prompt = start(tiny, **sizes, prefix_cache_tokens=8192), make_prompt(120)
     scheduler.compile_all(RED)
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
-        requests = [ask(f"{size}", prompt[:size], sampler=RED, max_tokens=2) for size in (40, 70, 120)]
+        requests = [make_request(f"{size}", prompt[:size], sampler=RED, max_tokens=2) for size in (40, 70, 120)]
         hits = [run(scheduler, request).cache_hits for request in requests]
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
     assert hits == [{}, {"70": 32}, {"120": 64}]
-    assert not {"copy", "extend", "open_rows", "run_rows", "close_rows"} & set(names)
+    assert not {"copy_pages", "prefill", "open_rows", "run_rows", "close_rows"} & set(names)
 
 
 @pytest.mark.slow
 def test_pages_and_states_show_nothing_of_their_former_tenant(tiny):
-    request = ask("mine", prompt_of(9), sampler=RED, samples=16)
+    request = make_request("mine", make_prompt(9), sampler=RED, samples=16)
     fresh = run(start(tiny), request)
     used = start(tiny)
     used.load(BLUE, jax.tree.map(lambda leaf: np.full_like(leaf, np.nan), tiny.adapter(2)))
-    run(used, ask("nan", prompt_of(9), sampler=BLUE, samples=16))
+    run(used, make_request("nan", make_prompt(9), sampler=BLUE, samples=16))
     assert run(used, request).bits == fresh.bits and len(fresh.bits) == 16
 
 
 @pytest.mark.slow
 def test_samples_go_on_with_their_state_in_further_pages(tiny):
-    request = ask("many", prompt_of(40), sampler=RED, samples=12, max_tokens=60)
+    request = make_request("many", make_prompt(40), sampler=RED, samples=12, max_tokens=60)
     results = run(start(tiny), request)
     for index in range(12):
         sequence = results.sequence("many", index)
@@ -153,18 +153,18 @@ def test_samples_go_on_with_their_state_in_further_pages(tiny):
 @pytest.mark.parametrize("free_mib", [1, 4, 8, 16, 64])
 def test_states_count_in_the_memory_of_the_cache(tiny, monkeypatch, free_mib):
     config = JaxConfig(max_context_length=1024, sample_slots=16, prefill_chunk_tokens=128)
-    monkeypatch.setattr(memory, "free_bytes", lambda _: free_mib * 2**20)
+    monkeypatch.setattr(memory, "get_free_bytes", lambda _: free_mib * 2**20)
     planned = plan_sample_memory(config, tiny.params, tiny.config)
 
     def cache_bytes(num_pages: int, num_states: int) -> int:
-        shapes = jax.eval_shape(lambda: models.empty_cache(tiny.params, tiny.config, num_pages, num_states))
+        shapes = jax.eval_shape(lambda: models.make_empty_cache(tiny.params, tiny.config, num_pages, num_states))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
     page, state = cache_bytes(1, 0), cache_bytes(0, 1)
     assert state > 20 * page // planned.page, "a state is as large as many positions"
     assert planned.state_tokens * (page // planned.page) >= state
     share, in_slice = memory.SAMPLE_SHARE * free_mib * 2**20, config.sample_slots * state  # copies of all rows' states
-    if (1 + config.sample_slots + PROMPTS) * state + in_slice > share:
+    if (1 + config.sample_slots + MAX_PROMPTS) * state + in_slice > share:
         assert planned.tokens == 1 and free_mib <= 4, "the states alone are too large"
     else:
         cache = cache_bytes(planned.num_pages, planned.num_states)

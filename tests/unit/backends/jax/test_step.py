@@ -44,7 +44,7 @@ def test_a_gradient_is_added_to_the_sum(tmp_path, architecture, num_layers, rema
     weights = jax.tree.map(lambda leaf: 0.05 * generator.standard_normal(leaf.shape, np.float32), adapter.weights)
     adapter = Adapter(weights, adapter.scale)
     [example] = drawn_examples(ModelId("m"), (LENGTH,), seed=1, request="r")
-    batch = packing.fill(packing.plan_micro_batches([example], LENGTH)[0], [example])
+    batch = packing.fill_micro_batch(packing.plan_micro_batches([example], LENGTH)[0], [example])
 
     def loss(weights):
         hidden_BTD = models.forward(params, config, batch.tokens_BT, Adapter(weights, adapter.scale))

@@ -10,10 +10,10 @@ import numpy as np
 
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.backend import JaxBackend
-from skyrl_tx.backends.jax.compiler import Compiler, Program, Ready
+from skyrl_tx.backends.jax.compiler import CompiledProgram, Compiler, Program
 from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.backends.jax.devices import CompilationMonitor
-from skyrl_tx.backends.jax.train.step_programs import StepPrograms, StepShape, StepShapes
+from skyrl_tx.backends.jax.train.step_programs import MicroBatchShape, MicroBatchShapes, TrainingPrograms
 from skyrl_tx.contract.batches import PreparedModelPassBatch
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.losses import LOSS_SPECS
@@ -34,14 +34,17 @@ def remat(num_tokens: int) -> RematPolicy:
 
 
 def test_popular_programs_are_first_then_full_micro_batches_then_shorter_ones() -> None:
-    shapes = StepShapes(budget=100, num_rows=2, multiple=8, rank=32, remat=remat)
-    found = list(shapes.likely(iter(["2 512 4 8 1", "2 64 1 8 0", "no shape", "2 64 1 x 1", *UNUSED])))
-    assert found[0] == StepShape(2, 512, 4, 8, RematPolicy.FULL)
-    assert found[1] == StepShape(2, 64, 1, 8, RematPolicy.SAVE_MATMULS, is_local=False)
+    shapes = MicroBatchShapes(budget=100, num_rows=2, multiple=8, rank=32, remat=remat)
+    found = list(shapes.iter_likely(iter(["2 512 4 8 1", "2 64 1 8 0", "no shape", "2 64 1 x 1", *UNUSED])))
+    assert found[0] == MicroBatchShape(2, 512, 4, 8, RematPolicy.FULL)
+    assert found[1] == MicroBatchShape(2, 64, 1, 8, RematPolicy.SAVE_MATMULS, is_local=False)
     assert [each.length for each in found[2:]] == [104, 64]
-    of_one_row = StepShapes(budget=512, num_rows=1, multiple=1, rank=32, remat=remat)
-    assert [each.length for each in of_one_row.likely(iter(()))] == [512, 384, 256, 128, 64]
-    assert found[2:4] == [StepShape(2, 104, 1, 32, RematPolicy.FULL), StepShape(2, 64, 1, 32, RematPolicy.SAVE_MATMULS)]
+    of_one_row = MicroBatchShapes(budget=512, num_rows=1, multiple=1, rank=32, remat=remat)
+    assert [each.length for each in of_one_row.iter_likely(iter(()))] == [512, 384, 256, 128, 64]
+    assert found[2:4] == [
+        MicroBatchShape(2, 104, 1, 32, RematPolicy.FULL),
+        MicroBatchShape(2, 64, 1, 32, RematPolicy.SAVE_MATMULS),
+    ]
 
 
 def by_sequences(batch: PreparedModelPassBatch) -> PreparedModelPassBatch:
@@ -66,40 +69,40 @@ def trained(backend: JaxBackend) -> list[np.ndarray]:
 
 def test_a_program_that_is_compiled_in_the_background_gives_the_same_bits() -> None:
     with tiny_backend(micro_batch_tokens=32, compile_threads=1) as backend:
-        programs = backend._step_programs
+        programs = backend._training_programs
         assert programs is not None
         found = trained(backend)
         assert backend.meters().progress is None and not backend.is_compiling()
         assert {shape.is_local: each.num_calls for shape, each in programs.ready.items()} == {True: 2, False: 1}
     with tiny_backend(micro_batch_tokens=32) as backend:
-        assert backend._step_programs is None
+        assert backend._training_programs is None
         for one, other in zip(trained(backend), found, strict=True):
             np.testing.assert_array_equal(one, other)
 
 
-class Recorded(Compiler[StepShape]):
+class Recorded(Compiler[MicroBatchShape]):
     """Records what is expected, and compiles nothing."""
 
     def __init__(self) -> None:
         super().__init__(0, CompilationMonitor())
-        self.expected: list[StepShape] = []
+        self.expected: list[MicroBatchShape] = []
 
-    def expect(self, programs: Iterable[tuple[StepShape, Program]]) -> None:
+    def expect(self, programs: Iterable[tuple[MicroBatchShape, Program]]) -> None:
         self.expected += [shape for shape, _ in programs]
 
 
 def test_programs_that_were_called_are_the_first_of_the_next_start(tmp_path: Path, tiny: TinyModel) -> None:
-    shapes = StepShapes(budget=256, num_rows=1, multiple=1, rank=8, remat=remat)
+    shapes = MicroBatchShapes(budget=256, num_rows=1, multiple=1, rank=8, remat=remat)
     layout = mesh.make_layout(MeshConfig())
     params = tiny.params.replace(layout=layout)  # type: ignore[attr-defined]
     orders: list[list[int]] = []
     for _ in range(2):
         compiler = Recorded()
-        programs = StepPrograms(params, tiny.config, compiler)
+        programs = TrainingPrograms(params, tiny.config, compiler)
         programs.start(shapes, tmp_path)
         orders.append([each.length for each in compiler.expected])
         for shape in compiler.expected:
-            compiler.ready[shape] = Ready(print, num_calls=3 if shape.length == 128 else 0)
+            compiler.ready[shape] = CompiledProgram(print, num_calls=3 if shape.length == 128 else 0)
         programs.close()
         programs.close()  # counts once
     assert orders == [[256, 128, 64], [128, 256, 64]]

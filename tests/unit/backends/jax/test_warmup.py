@@ -14,8 +14,8 @@ from tests.support.tiny import tiny_directory
 
 
 def test_training_lengths_are_those_of_the_micro_batch_plan():
-    assert list(warmup.training_lengths(64, 32)) == [64]
-    assert list(warmup.training_lengths(128, 512)) == [64, 128, 256, 384, 512]
+    assert list(warmup.iter_training_lengths(64, 32)) == [64]
+    assert list(warmup.iter_training_lengths(128, 512)) == [64, 128, 256, 384, 512]
 
 
 @pytest.mark.slow

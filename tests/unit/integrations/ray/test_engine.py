@@ -16,11 +16,11 @@ from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.integrations.ray import RaySettings, host
 from skyrl_tx.integrations.ray import engine as engine_module
-from skyrl_tx.integrations.ray.engine import Ended, RayEngine, cause_of, connected
-from skyrl_tx.integrations.ray.host import RayHost, reserved_ports
-from skyrl_tx.launch.engine_process import EngineEnd, EngineLaunch, EnginePlace
+from skyrl_tx.integrations.ray.engine import EndedHost, RayEngine, connect, find_cause
+from skyrl_tx.integrations.ray.host import RayHost, reserve_ports
+from skyrl_tx.launch.engine_process import EngineEnd, EngineLaunch, EngineLocation
 from skyrl_tx.launch.settings import SettingsError
-from skyrl_tx.launch.supervisor import launch_of
+from skyrl_tx.launch.supervisor import make_engine_launch
 from skyrl_tx.process.setup import CannotServe
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
@@ -38,7 +38,7 @@ RAY = ("--base-model", "fake", "--backend", "fake", "--launcher", "ray")
 
 @pytest.fixture
 def launch(tmp_path: Path) -> EngineLaunch:
-    return launch_of(read_settings("serve", (*RAY, "--hosts.size", "2", "--data-dir", str(tmp_path))))
+    return make_engine_launch(read_settings("serve", (*RAY, "--hosts.size", "2", "--data-dir", str(tmp_path))))
 
 
 def test_all_hosts_start_and_end_together(launch: EngineLaunch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ def test_all_hosts_start_and_end_together(launch: EngineLaunch, monkeypatch: pyt
         ray, ready = StubRay(), asyncio.Queue[Capabilities]()
         engine = RayEngine(ray, launch, {"GPU": 8, "fast": 1})
         living = asyncio.create_task(engine.wait(ready.put_nowait))
-        await ray.started(2)
+        await ray.wait_for_starts(2)
         [group] = ray.groups
         assert group.strategy == "STRICT_SPREAD"
         assert group.bundles == [{"GPU": 8, "fast": 1, "node:10.0.0.9": 0.001}, {"GPU": 8, "fast": 1}]
@@ -62,7 +62,7 @@ def test_all_hosts_start_and_end_together(launch: EngineLaunch, monkeypatch: pyt
         assert one.launch.environment["XLA_FLAGS"] == "--of-all"
         zero.is_ready.set_result(READY)
         assert await ready.get() == READY
-        assert engine.place == EnginePlace("node0", 100, "run0")
+        assert engine.location == EngineLocation("node0", 100, "run0")
         assert "beat" in zero.calls and "beat" in one.calls
         one.finish(KILL)
         zero.finish(FOLLOWER_LOST)
@@ -80,7 +80,7 @@ def test_a_host_that_goes_on_is_killed_when_another_has_ended(
     async def work() -> None:
         ray = StubRay()
         living = asyncio.create_task(RayEngine(ray, launch, {"CPU": 1}).wait(lambda _: None))
-        await ray.started(2)
+        await ray.wait_for_starts(2)
         ray.actors[1].die()
         end = await living
         assert (end.message, end.was_killed) == ("host 1: its actor has ended: it is dead", True)
@@ -94,7 +94,7 @@ def test_a_stop_reaches_rank_0_alone(launch: EngineLaunch) -> None:
         ray, ready = StubRay(), asyncio.Event()
         engine = RayEngine(ray, launch, {"CPU": 1})
         living = asyncio.create_task(engine.wait(lambda _: ready.set()))
-        await ray.started(2)
+        await ray.wait_for_starts(2)
         ray.actors[0].is_ready.set_result(READY)
         await ready.wait()
         engine.request_stop()
@@ -114,7 +114,7 @@ def test_a_stop_ends_hosts_that_are_not_ready_or_not_placed(
         ray = StubRay()
         engine = RayEngine(ray, launch, {"CPU": 1})
         living = asyncio.create_task(engine.wait(lambda _: None))
-        await ray.started(2)
+        await ray.wait_for_starts(2)
         engine.request_stop()
         assert (await living).was_killed
         full = StubRay(is_placed=lambda: False)
@@ -164,14 +164,14 @@ def test_another_version_on_a_node_is_refused(launch: EngineLaunch) -> None:
     ],
 )
 def test_the_end_that_explains_the_others_is_the_reason(ended: list[tuple[int, EngineEnd]], cause: EngineEnd) -> None:
-    found = cause_of([Ended(*each) for each in ended], num_hosts=2)
+    found = find_cause([EndedHost(*each) for each in ended], num_hosts=2)
     assert found.message.endswith(f": {cause.message}")
     assert replace(found, message=cause.message) == cause
-    assert cause_of([Ended(0, cause)], num_hosts=1) == cause
+    assert find_cause([EndedHost(0, cause)], num_hosts=1) == cause
 
 
 def test_reserved_ports_are_for_those_who_name_them() -> None:
-    held = reserved_ports("127.0.0.1")
+    held = reserve_ports("127.0.0.1")
     first, second = (each.getsockname()[1] for each in held)
     assert second == first + 1
     with listen(HostsSettings(size=2, address=f"127.0.0.1:{first}")), pytest.raises(OSError, match="in use"):
@@ -193,7 +193,7 @@ def test_settings_of_ray_are_checked_by_name(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(SettingsError, match=r"^--ray.resources: GPU: 0 must be above 0"):
         read_settings("serve", (*flags, "--ray.resources", '{"GPU": 0}'))
     with pytest.raises(CannotServe, match=r"^--hosts.rank: --launcher ray sets it"):
-        launch_of(read_settings("serve", (*flags, "--hosts.size", "2", "--hosts.rank", "1")))
+        make_engine_launch(read_settings("serve", (*flags, "--hosts.size", "2", "--hosts.rank", "1")))
 
 
 def test_a_cluster_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,13 +203,13 @@ def test_a_cluster_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
         held.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{held.getsockname()[1]}"
         refused = rf"^--ray.address {address}: .*refused; `ray start --head` starts a cluster"
-        with pytest.raises(CannotServe, match=refused), connected(RaySettings(address=address)):
+        with pytest.raises(CannotServe, match=refused), connect(RaySettings(address=address)):
             pass
 
 
 def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(CannotServe, match=r"pip install 'skyrl-tx-server\[ray\]'"), connected(RaySettings()):
+    with pytest.raises(CannotServe, match=r"pip install 'skyrl-tx-server\[ray\]'"), connect(RaySettings()):
         pass
 
 
@@ -241,7 +241,7 @@ def test_a_host_ends_when_the_command_does_not_call_it(launch: EngineLaunch, mon
 class StubProcess:
     """An engine process that runs until it is killed."""
 
-    place = EnginePlace("node0", 100, "run0")
+    place = EngineLocation("node0", 100, "run0")
 
     environment: Mapping[str, str] = {}
     """The variables of the last one."""

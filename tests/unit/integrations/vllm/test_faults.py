@@ -10,18 +10,18 @@ import pytest
 from skyrl_tx.contract.errors import CapacityError, UserError
 from skyrl_tx.contract.ids import SamplerId
 from skyrl_tx.contract.meters import Meters
-from tests.support.vllm_world import World, begin, draw, request, tokens_of, until
+from tests.support.vllm_world import World, begin, draw, get_tokens, request, until
 
 
 def test_an_adapter_that_a_server_forgot_is_loaded_again(world: World):
     stub = world.stub()
     sampler = world.sampler()
     sampler.load_sampler(SamplerId("s"), world.adapter())
-    before = tokens_of(draw(sampler, request(sampler="s")))
-    assert len(before) == 12 and before != tokens_of(draw(sampler, request()))
+    before = get_tokens(draw(sampler, request(sampler="s")))
+    assert len(before) == 12 and before != get_tokens(draw(sampler, request()))
     stub.forget_adapters()
     both = draw(sampler, request("one", sampler="s"), request("two", sampler="s"))
-    assert tokens_of(both, "one") == tokens_of(both, "two") == before
+    assert get_tokens(both, "one") == get_tokens(both, "two") == before
     assert len(stub.loads) == 2 and len(set(stub.loads)) == 1  # by one call for both samples
 
 
@@ -31,8 +31,8 @@ def test_an_adapter_that_a_server_has_already_is_no_error(world: World):
     sampler.load_sampler(SamplerId("s"), world.adapter())
     before = draw(sampler, request(sampler="s"))
     for server in sampler._servers:  # as after a call that was cut off
-        server.forget(stub.loads[0])
-    assert tokens_of(draw(sampler, request(sampler="s"))) == tokens_of(before)
+        server.forget_adapter(stub.loads[0])
+    assert get_tokens(draw(sampler, request(sampler="s"))) == get_tokens(before)
 
 
 def test_an_adapter_that_a_server_cannot_keep_fails_the_sample(world: World):
@@ -51,7 +51,7 @@ def test_an_adapter_that_a_server_refuses_fails_its_samples_only(world: World):
     deltas = draw(sampler, request("bad", sampler="s"), request("good"))
     [error] = [delta.error for delta in deltas if delta.error]
     assert "cannot be loaded (HTTP 500)" in error and "LoRA rank 4 is greater than 2" in error
-    assert len(tokens_of(deltas, "good")) == 12
+    assert len(get_tokens(deltas, "good")) == 12
 
 
 def test_a_dropped_adapter_is_unloaded_and_its_files_are_removed(world: World):
@@ -60,10 +60,10 @@ def test_a_dropped_adapter_is_unloaded_and_its_files_are_removed(world: World):
     sampler.load_sampler(SamplerId("s"), world.adapter())
     draw(sampler, request(sampler="s"))
     [path] = stub.adapters.values()
-    assert sorted(file.name for file in world.files_of(path)) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(file.name for file in world.list_files(path)) == ["adapter_config.json", "adapter_model.safetensors"]
     sampler.drop_sampler(SamplerId("s"))
     sampler.drop_sampler(SamplerId("s"))
-    world.wait(lambda: not stub.adapters and not world.files_of(path))
+    world.wait(lambda: not stub.adapters and not world.list_files(path))
 
 
 def test_no_more_adapters_than_places(world: World):
@@ -102,7 +102,7 @@ def test_a_dropped_sample_begins_again_and_brings_no_token_twice(world: World, a
     whole = draw(sampler, request())
     stub.options.drop_after = [after, after]
     again = draw(sampler, request())
-    assert tokens_of(again) == tokens_of(whole) and again[-1].stop_reason == "length"
+    assert get_tokens(again) == get_tokens(whole) and again[-1].stop_reason == "length"
     assert [float(each) for delta in again for each in delta.logprobs] == pytest.approx(
         [float(each) for delta in whole for each in delta.logprobs]
     )
@@ -113,7 +113,7 @@ def test_a_dropped_sample_that_does_not_repeat_fails_clearly(world: World):
     sampler = world.sampler()
     stub.options.drop_after, stub.options.other_seeds = [6], [0, 1]
     deltas = draw(sampler, request())
-    assert len(tokens_of(deltas)) == 6
+    assert len(get_tokens(deltas)) == 6
     assert deltas[-1].error is not None and "its seed gave other tokens when it began again" in deltas[-1].error
 
 
@@ -130,7 +130,7 @@ def test_an_error_of_the_server_in_a_stream_is_tried_again(world: World):
     stub = world.stub()
     sampler = world.sampler()
     stub.options.error_events = 2
-    assert len(tokens_of(draw(sampler, request()))) == 12
+    assert len(get_tokens(draw(sampler, request()))) == 12
 
 
 def test_samples_wait_for_a_server_that_is_lost(world: World):
@@ -138,12 +138,12 @@ def test_samples_wait_for_a_server_that_is_lost(world: World):
     stub = world.stub()
     sampler = world.sampler()
     sampler.load_sampler(SamplerId("s"), world.adapter())
-    before = tokens_of(draw(sampler, request(sampler="s")))
+    before = get_tokens(draw(sampler, request(sampler="s")))
     stub.stop()
     begin(sampler, request(sampler="s"))
     assert all(not delta.tokens.size and delta.error is None for delta in sampler.step_sample())
     stub.start()
-    assert tokens_of(until(sampler, lambda _: False)) == before
+    assert get_tokens(until(sampler, lambda _: False)) == before
 
 
 def test_samples_fail_when_a_server_stays_away_and_work_when_it_is_back(world: World):
@@ -156,7 +156,7 @@ def test_samples_fail_when_a_server_stays_away_and_work_when_it_is_back(world: W
         failed.error.startswith("no vLLM server drew the sample for ") and "is not there: ConnectError" in failed.error
     )
     stub.start()
-    assert len(tokens_of(draw(sampler, request()))) == 12
+    assert len(get_tokens(draw(sampler, request()))) == 12
 
 
 def test_a_lost_server_is_reported_before_a_sample_needs_it(world: World, caplog: pytest.LogCaptureFixture):
@@ -190,9 +190,9 @@ def test_another_server_takes_the_samples_of_a_lost_one(world: World):
     stubs = world.stub(), world.stub()
     sampler = world.sampler()
     sampler.load_sampler(SamplerId("s"), world.adapter())
-    expected = [tokens_of(draw(sampler, request(sampler="s", seed=seed))) for seed in range(4)]
+    expected = [get_tokens(draw(sampler, request(sampler="s", seed=seed))) for seed in range(4)]
     stubs[0].stop()
-    assert [tokens_of(draw(sampler, request(sampler="s", seed=seed))) for seed in range(4)] == expected
+    assert [get_tokens(draw(sampler, request(sampler="s", seed=seed))) for seed in range(4)] == expected
 
 
 def test_two_servers_share_samples_and_a_prompt_stays_with_one_as_long_as_it_has_room(world: World):
@@ -239,7 +239,7 @@ def test_a_prompt_of_one_scope_is_salted_apart_from_another(world: World):
     stub = world.stub()
     sampler = world.sampler()
     for scope in ("", "ann", "bob", "ann"):
-        draw(sampler, world.scoped(request(), scope))
+        draw(sampler, world.set_scope(request(), scope))
     salts = [body.get("cache_salt") for body in stub.bodies[-4:]]
     assert salts[0] is None and salts[1] == salts[3] != salts[2]
     assert "ann" not in json.dumps(stub.bodies)

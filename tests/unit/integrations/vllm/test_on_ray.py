@@ -69,7 +69,7 @@ class LocalRay:
         self.killed.append(handle)
 
     def _handle(self, host: on_ray.VllmHost) -> Any:
-        async def place() -> on_ray.Place:
+        async def place() -> on_ray.NodeAddress:
             await asyncio.sleep(self._placed_after_s)
             return host.place()
 
@@ -87,7 +87,7 @@ async def _refs(lines: Iterator[str]) -> AsyncIterator[Awaitable[str]]:
     def next_line() -> str | None:
         try:
             return next(lines, None)
-        except on_ray.CannotServe as error:
+        except on_ray.NodeCannotServe as error:
             raise RayError(error) from error
 
     while True:
@@ -216,7 +216,7 @@ def test_an_engine_runs_the_program_in_place_of_the_command() -> None:
     config = VllmConfig(ray_resources={"GPU": 2})
     assert own_server.find_command(config) == ["vllm"], "it is looked for where it runs"
     assert own_server.find_command(config.model_copy(update={"command": "env A=1 /opt/vllm"}))[-1] == "/opt/vllm"
-    command = own_server.on_ray({"GPU": 2.0}, 8100, Path("adapters"), ["vllm", "serve"])
+    command = own_server.wrap_for_ray({"GPU": 2.0}, 8100, Path("adapters"), ["vllm", "serve"])
     assert command[1:3] == ["-m", "skyrl_tx.integrations.vllm.on_ray"]
     assert json.loads(command[3]) == {"GPU": 2} and command[4:] == ["8100", "adapters", "vllm", "serve"]
 

@@ -21,11 +21,11 @@ from skyrl_tx.contract.ids import SamplerId
 from skyrl_tx.contract.meters import Meters
 from skyrl_tx.integrations.vllm import guard
 from skyrl_tx.integrations.vllm.config import VllmConfig
-from skyrl_tx.integrations.vllm.own_server import find_command, serve_flags
+from skyrl_tx.integrations.vllm.own_server import find_command, make_serve_flags
 from skyrl_tx.integrations.vllm.sampler import VllmSampler
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
-from tests.support.vllm_world import World, draw, request, tokens_of
+from tests.support.vllm_world import World, draw, get_tokens, request
 
 ROOT = Path(__file__).resolve().parents[4]
 STUB = f"env PYTHONPATH={shlex.quote(str(ROOT))} {shlex.quote(sys.executable)} -m tests.support.vllm_command"
@@ -59,10 +59,10 @@ def test_a_server_is_started_used_started_again_and_ended(
         [url] = sampler._config.urls
         assert httpx.get(f"{url}/v1/models").status_code == 401, "others on this machine cannot use it"
         sampler.load_sampler(SamplerId("s"), world.adapter())
-        before = tokens_of(draw(sampler, request(sampler="s")))
+        before = get_tokens(draw(sampler, request(sampler="s")))
         assert len(before) == 12
         os.kill(first, signal.SIGKILL)
-        assert tokens_of(draw(sampler, request(sampler="s"))) == before
+        assert get_tokens(draw(sampler, request(sampler="s"))) == before
         [_, second] = logged()
         assert "vLLM ended with status 137; it starts again in 1 s, and training goes on" in caplog.text
         assert "waiting for vLLM" in caplog.text
@@ -98,15 +98,15 @@ def test_a_command_that_is_missing_is_named_before_anything_starts(
 def test_flags_follow_from_the_trainer_and_the_operators_come_last() -> None:
     trainer = replace(CAPABILITIES, max_lora_rank=20, max_topk_logprobs=20, fingerprint={"dtype": "bfloat16"})
     config = VllmConfig(max_adapters=4, max_samples=9, serve_flags="--dtype float16 --max-loras 2")
-    flags = serve_flags(config, "a model", trainer, 8100)
+    flags = make_serve_flags(config, "a model", trainer, 8100)
     assert flags[:2] == ["serve", "a model"]
     given = dict(pairwise(flags))
     assert given["--max-lora-rank"] == "32" and given["--max-logprobs"] == "21" and given["--max-cpu-loras"] == "4"
     assert given["--max-num-seqs"] == "9" and given["--max-model-len"] == "64" and given["--host"] == "127.0.0.1"
     assert flags.index("bfloat16") < flags.index("float16") and flags[-2:] == ["--max-loras", "2"]
-    assert "--dtype" not in serve_flags(VllmConfig(), "m", CAPABILITIES, 1), "vLLM has no float64"
+    assert "--dtype" not in make_serve_flags(VllmConfig(), "m", CAPABILITIES, 1), "vLLM has no float64"
     with pytest.raises(UserError, match=r"--backend-config.max-lora-rank 513: vLLM has at most 512"):
-        serve_flags(VllmConfig(), "m", replace(CAPABILITIES, max_lora_rank=513), 1)
+        make_serve_flags(VllmConfig(), "m", replace(CAPABILITIES, max_lora_rank=513), 1)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def request(options: PromptOptions | None = None, **params: object) -> SampleReq
 
 
 def body(request: SampleRequest, index: int = 0) -> dict:
-    return wire.sample_body(request, index, model="base", eos_token_ids=(0, 9), stream_tokens=16)
+    return wire.make_sample_body(request, index, model="base", eos_token_ids=(0, 9), stream_tokens=16)
 
 
 def test_a_body_has_everything_that_a_sample_depends_on():
@@ -49,7 +49,7 @@ def test_a_body_has_everything_that_a_sample_depends_on():
     assert sampling == {
         "max_tokens": 8,
         "temperature": 0.5,
-        "seed": wire.seed_of(7, 0),
+        "seed": wire.derive_seed(7, 0),
         "stop_token_ids": [5, 9, 0],
         "ignore_eos": True,
         "logprobs": 0,
@@ -72,12 +72,12 @@ def test_the_salt_of_a_cache_hides_its_scope():
 
 
 def test_seeds_differ_by_seed_and_index_and_are_never_negative():
-    seeds = {wire.seed_of(seed, index) for seed in (0, 1, 2, -1, 2**64 - 2, 2**63) for index in range(50)}
+    seeds = {wire.derive_seed(seed, index) for seed in (0, 1, 2, -1, 2**64 - 2, 2**63) for index in range(50)}
     assert len(seeds) == 300
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert len({seed % 2**32 for seed in seeds}) == 300  # the generator of a CPU has 32 bits
     # A release that draws others would change what a client's seed gives.
-    assert wire.seed_of(7, 0) == 7127318741406446
+    assert wire.derive_seed(7, 0) == 7127318741406446
 
 
 @pytest.mark.parametrize(
@@ -132,21 +132,21 @@ def test_a_bad_event_is_an_error(line: str, message: str):
 
 def test_results_about_a_prompt_are_those_of_its_last_tokens():
     prompt = np.array([3, 1, 2], np.int32)
-    found = wire.prompt_result({"prompt_logprobs": PROMPT}, prompt, PromptOptions(logprobs=True, topk=2))
+    found = wire.read_prompt_result({"prompt_logprobs": PROMPT}, prompt, PromptOptions(logprobs=True, topk=2))
     assert found.logprobs is not None and found.topk is not None
     np.testing.assert_array_equal(found.logprobs, np.array([np.nan, -6.75, -1.0], np.float32))
     assert found.topk.token_ids.tolist() == [[0, 0], [802, 165], [2, 803]]
     assert found.topk.logprobs.tolist() == [[-99999.0, -99999.0], [-5.0, -5.5], [-1.0, -5.25]]
-    last = wire.prompt_result({"prompt_logprobs": PROMPT}, prompt, PromptOptions(logprobs=True, last_n=1))
+    last = wire.read_prompt_result({"prompt_logprobs": PROMPT}, prompt, PromptOptions(logprobs=True, last_n=1))
     assert last.logprobs is not None and np.isnan(last.logprobs[:2]).all() and last.logprobs[2] == -1.0
 
 
 @pytest.mark.parametrize("content", [{}, {"prompt_logprobs": None}, {"prompt_logprobs": PROMPT[:2]}])
 def test_bad_results_about_a_prompt_are_an_error(content: dict):
     with pytest.raises(WireError):
-        wire.prompt_result(content, np.array([3, 1, 2], np.int32), PromptOptions(logprobs=True))
+        wire.read_prompt_result(content, np.array([3, 1, 2], np.int32), PromptOptions(logprobs=True))
 
 
 def test_an_error_response_gives_its_message():
-    assert wire.error_of(json.dumps({"error": {"message": "no  such\nmodel"}})) == "no such model"
-    assert wire.error_of("<html>Bad gateway</html>") == "<html>Bad gateway</html>"
+    assert wire.read_error(json.dumps({"error": {"message": "no  such\nmodel"}})) == "no such model"
+    assert wire.read_error("<html>Bad gateway</html>") == "<html>Bad gateway</html>"

@@ -24,14 +24,14 @@ def compress(data: bytes, *, stated: bool = True) -> bytes:
 
 def refused(status: int, text: str, broken: Body) -> None:
     with pytest.raises(ApiError) as error:
-        broken.data()
+        broken.decompress()
     assert error.value.status == status and text in error.value.detail
 
 
 @pytest.mark.parametrize("stated", [True, False])
 @pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 300, b"\0" * LIMIT])
 def test_zstd_is_decompressed(data: bytes, stated: bool) -> None:
-    assert body(compress(data, stated=stated), "zstd").data() == data
+    assert body(compress(data, stated=stated), "zstd").decompress() == data
 
 
 @pytest.mark.parametrize("stated", [True, False])
@@ -58,25 +58,25 @@ def test_frame_with_a_wrong_stated_size_is_refused() -> None:
 @pytest.mark.parametrize("data", [b"{", b"[1]", b"null", b'"a"', b"\xff", b"[" * 100_000, b'{"a": "\\ud800"}'])
 def test_other_json_than_objects_is_refused(data: bytes) -> None:
     with pytest.raises(ApiError) as error:
-        body(data).mapping()
+        body(data).parse_object()
     assert error.value.status == 400
 
 
 def test_empty_body_is_an_empty_object() -> None:
-    assert body(b"").mapping() == {}
+    assert body(b"").parse_object() == {}
 
 
 def test_first_wrong_field_is_named() -> None:
     with pytest.raises(ApiError, match=r"reason.type: .* not 'bored'"):
-        body(b'{"reason": {"type": "bored"}}').model(FinishRequest)
+        body(b'{"reason": {"type": "bored"}}').parse_model(FinishRequest)
     with pytest.raises(ApiError, match="reason: missing"):
-        body(b"{}").model(FinishRequest)
+        body(b"{}").parse_model(FinishRequest)
 
 
 def test_truncated_protobuf_is_refused() -> None:
     message = wire_pb2.ForwardBackwardRequest(model_id="model", loss_fn="cross_entropy")
     with pytest.raises(ApiError, match="not a protobuf ForwardBackwardRequest"):
-        body(message.SerializeToString()[:-3]).message(wire_pb2.ForwardBackwardRequest)
+        body(message.SerializeToString()[:-3]).parse_message(wire_pb2.ForwardBackwardRequest)
 
 
 def receive(pieces: Iterable[bytes]) -> Body:

@@ -21,7 +21,7 @@ class Holder:
         self.task = asyncio.create_task(self._run(budget, owner, num_bytes))
 
     async def _run(self, budget: BodyBudget, owner: str, num_bytes: int) -> None:
-        async with budget.hold(owner, num_bytes):
+        async with budget.reserve(owner, num_bytes):
             self.is_in = True
             await self._release.wait()
 
@@ -92,9 +92,9 @@ def test_small_bodies_never_wait() -> None:
     async def test() -> None:
         budget = BodyBudget(MIB)
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(budget.hold("ann", 10 * MIB))
+            await stack.enter_async_context(budget.reserve("ann", 10 * MIB))
             for _ in range(1000):
-                await stack.enter_async_context(budget.hold("ann", 2**16))
+                await stack.enter_async_context(budget.reserve("ann", 2**16))
 
     run(test)
 
@@ -104,12 +104,12 @@ def test_a_request_without_a_place_gets_a_429_that_the_sdk_retries(monkeypatch: 
 
     async def test() -> None:
         budget = BodyBudget(MIB)
-        async with budget.hold("ann", MIB):
+        async with budget.reserve("ann", MIB):
             with pytest.raises(ApiError, match="'ann' already hold 1048576 bytes") as error:
-                async with budget.hold("ann", MIB):
+                async with budget.reserve("ann", MIB):
                     raise AssertionError("there is no place")
         assert error.value.status == 429 and error.value.headers is not None and "Retry-After" in error.value.headers
-        async with budget.hold("ann", MIB):
+        async with budget.reserve("ann", MIB):
             pass
 
     run(test)

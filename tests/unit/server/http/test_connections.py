@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from skyrl_tx.server.http.connections import max_connections, plain_address
+from skyrl_tx.server.http.connections import compute_max_connections, normalize_address
 from skyrl_tx.server.settings import ApiSettings
 from tests.support.live_api import Server, live_api
 from tests.support.own_process import run_in_own_process
@@ -255,7 +255,7 @@ def run_out_of_file_descriptors(data_dir: Path) -> None:
 def test_limit_of_open_files_leaves_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     for files, expected in (300, 150), (20_000, 18_976), (65_536, 64_512), (resource.RLIM_INFINITY, 2**20 - 1024):
         monkeypatch.setattr(resource, "getrlimit", lambda _, files=files: (files, files))
-        assert max_connections() == expected
+        assert compute_max_connections() == expected
 
 
 @pytest.mark.parametrize(
@@ -268,4 +268,4 @@ def test_limit_of_open_files_leaves_a_reserve(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_plain_address(address: str, plain: str) -> None:
-    assert plain_address(address) == plain
+    assert normalize_address(address) == plain

@@ -94,13 +94,13 @@ def test_concurrent_polls_share_one_query(
 ) -> None:
     polled = [submit(store, session_id) for _ in range(100)]
     queries: list[int] = []
-    query = futures.owners_of_open
+    query = futures.get_open_owners
 
     def counted(tx: Any, ids: Any) -> Any:
         queries.append(len(ids))
         return query(tx, ids)
 
-    monkeypatch.setattr(futures, "owners_of_open", counted)
+    monkeypatch.setattr(futures, "get_open_owners", counted)
 
     async def work(watcher: ResultWatcher) -> None:
         assert not any(await asyncio.gather(*(watcher.wait_for_result(each, "ann", 0.3) for each in polled)))
@@ -128,7 +128,7 @@ def test_poll_is_woken_when_the_query_fails(
         raise StoreError("no disk")
 
     polled = submit(store, session_id)
-    monkeypatch.setattr(futures, "owners_of_open", fail)
+    monkeypatch.setattr(futures, "get_open_owners", fail)
     assert run(lambda watcher: watcher.wait_for_result(polled, "ann", 20)) is True
 
 
@@ -161,14 +161,14 @@ def test_id_that_the_database_refuses_ends_only_its_poll(
 ) -> None:
     """PostgreSQL refuses text with a zero character."""
     monkeypatch.setattr("skyrl_tx.server.http.long_poll._WAIT_S", 0.02)
-    query = futures.owners_of_open
+    query = futures.get_open_owners
 
     def refuse(tx: Any, ids: Any) -> Any:
         if "zero" in ids:
             raise ValueRefused("a value cannot be stored")
         return query(tx, ids)
 
-    monkeypatch.setattr(futures, "owners_of_open", refuse)
+    monkeypatch.setattr(futures, "get_open_owners", refuse)
     polled = submit(store, session_id)
 
     async def work(watcher: ResultWatcher) -> None:
@@ -196,7 +196,7 @@ def test_results_arrive_while_the_database_is_locked(
 
     async def work(watcher: ResultWatcher) -> None:
         complete(store, polled)
-        seen = store.read(completions.last_completion)
+        seen = store.read(completions.get_last_position)
         busy = store.write_soon(keep_busy)
         watcher.mark_fetched(fetched)
         store.wake()
@@ -245,9 +245,9 @@ def test_open_poll_counts_as_heartbeat(
 
 def test_session_with_heartbeats_costs_no_write(store: Store, session_id: SessionId) -> None:
     heartbeat_at = time.time() + 5.0
-    store.write(lambda tx: sessions.heartbeat(tx, session_id, heartbeat_at))
+    store.write(lambda tx: sessions.record_heartbeat(tx, session_id, heartbeat_at))
     polled = submit(store, session_id)
-    assert store.read(lambda tx: sessions.waiting_without_heartbeat(tx, [polled], heartbeat_at)) == set()
+    assert store.read(lambda tx: sessions.find_waiting_without_heartbeat(tx, [polled], heartbeat_at)) == set()
     assert store.read(
-        lambda tx: sessions.waiting_without_heartbeat(tx, [polled, RequestId("req-other")], heartbeat_at + 1)
+        lambda tx: sessions.find_waiting_without_heartbeat(tx, [polled, RequestId("req-other")], heartbeat_at + 1)
     ) == {session_id}

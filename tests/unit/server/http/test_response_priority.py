@@ -18,8 +18,8 @@ def test_requests_wait_for_all_results() -> None:
             events.append("request")
 
         await send_request()
-        with priority.writing_result():
-            with priority.writing_result():
+        with priority.mark_writing():
+            with priority.mark_writing():
                 sending = asyncio.create_task(send_request())
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
@@ -34,10 +34,10 @@ def test_requests_wait_for_all_results() -> None:
 def test_failed_or_slow_result_delays_no_request() -> None:
     async def main() -> None:
         priority = ResponsePriority(max_wait_s=0.01)
-        with priority.writing_result():
+        with priority.mark_writing():
             await priority.wait_for_results()
         try:
-            with priority.writing_result():
+            with priority.mark_writing():
                 raise ZeroDivisionError
         except ZeroDivisionError:
             await asyncio.wait_for(priority.wait_for_results(), 5)

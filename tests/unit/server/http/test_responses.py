@@ -13,7 +13,7 @@ from skyrl_tx.contract import results
 from skyrl_tx.contract.arrays import Cells
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import ModelId, SamplingSessionId
-from skyrl_tx.server.http.responses import pass_message, result_response, sample_message
+from skyrl_tx.server.http.responses import encode_pass, encode_sample, make_result_response
 
 PROTOBUF = "application/x-protobuf"
 CELLS = Cells(crow=np.array([0, 3]), columns=np.array([3, 1, 0]))
@@ -27,7 +27,7 @@ def floats(*values: float) -> Any:
 def test_logprobs_of_all_shapes_keep_their_order() -> None:
     logprobs = (floats(-1, -2), np.full((3, 2), -0.5, np.float32), np.full((1, 2), -0.25, np.float32), floats(-3))
     output = results.ForwardBackwardOutput(logprobs=logprobs, metrics={"loss:sum": 1.5})
-    read = deserialize_forward_backward_output(pass_message(output).SerializeToString())
+    read = deserialize_forward_backward_output(encode_pass(output).SerializeToString())
     assert read.metrics == {"loss:sum": 1.5}
     assert len(read.loss_fn_outputs) == 4
     for record, expected in zip(read.loss_fn_outputs, logprobs, strict=True):
@@ -54,7 +54,7 @@ def test_sample_round_trips() -> None:
         ),
         target_cells=CELLS,
     )
-    read = deserialize_sample_response(sample_message(output).SerializeToString())
+    read = deserialize_sample_response(encode_sample(output).SerializeToString())
     assert [(sequence.tokens, sequence.logprobs) for sequence in read.sequences] == [([5, 6], [-1, -2]), ([7], [-3])]
     assert [sequence.stop_reason for sequence in read.sequences] == ["stop", "length"]
     assert read.prompt_logprobs == [None, -0.5]
@@ -68,7 +68,7 @@ def test_sample_round_trips() -> None:
 
 def test_fields_that_were_not_requested_are_absent() -> None:
     sequence = results.SampledSequence(tokens=np.array([7], np.int32), logprobs=floats(-3), stop_reason="length")
-    message = sample_message(results.SampleOutput(sequences=(sequence,)))
+    message = encode_sample(results.SampleOutput(sequences=(sequence,)))
     assert [field.name for field, _ in message.ListFields()] == ["sequences"]
 
 
@@ -92,21 +92,21 @@ def test_fields_that_were_not_requested_are_absent() -> None:
     ],
 )
 def test_other_results_are_json_for_any_accept_header(result: Any, expected: dict[str, Any], accept: str) -> None:
-    response = result_response(result, accept)
+    response = make_result_response(result, accept)
     assert response.status_code == 200 and response.media_type == "application/json"
     assert json.loads(bytes(response.body)) == expected
 
 
 def test_old_clients_get_passes_and_samples_in_json() -> None:
     passed = results.ForwardBackwardOutput(logprobs=(floats(-0.5),), metrics={"loss:sum": 1.0})
-    assert json.loads(bytes(result_response(passed, "application/json").body)) == {
+    assert json.loads(bytes(make_result_response(passed, "application/json").body)) == {
         "loss_fn_output_type": "ArrayRecord",
         "loss_fn_outputs": [{"logprobs": {"data": [-0.5], "dtype": "float32", "shape": [1]}}],
         "metrics": {"loss:sum": 1.0},
     }
     sequence = results.SampledSequence(tokens=np.array([7], np.int32), logprobs=floats(-3), stop_reason="length")
     sampled = results.SampleOutput(sequences=(sequence,), prompt=results.PromptResult(logprobs=floats(np.nan, -0.5)))
-    assert json.loads(bytes(result_response(sampled, "").body)) == {
+    assert json.loads(bytes(make_result_response(sampled, "").body)) == {
         "type": "sample",
         "sequences": [{"stop_reason": "length", "tokens": [7], "logprobs": [-3.0]}],
         "prompt_cache_hit_tokens": 0,
@@ -120,28 +120,28 @@ def test_the_gap_of_a_sample_is_in_json_and_does_not_disturb_an_sdk() -> None:
         tokens=np.array([7], np.int32), logprobs=floats(-3), stop_reason="length", trainer_gap=gap
     )
     output = results.SampleOutput(sequences=(sequence,))
-    [part] = json.loads(bytes(result_response(output, "application/json").body))["sequences"]
+    [part] = json.loads(bytes(make_result_response(output, "application/json").body))["sequences"]
     assert part["trainer_gap"] == {"mean": 0.25, "max": 0.5, "num_tokens": 1}
-    [read] = deserialize_sample_response(bytes(result_response(output, PROTOBUF).body)).sequences
+    [read] = deserialize_sample_response(bytes(make_result_response(output, PROTOBUF).body)).sequences
     assert read.tokens == [7]
 
 
 def test_non_finite_numbers_round_trip_in_json() -> None:
     """After a run diverged the keys that were promised are still there."""
     metrics = {"a:mean": float("nan"), "b:max": float("inf"), "c:min": float("-inf"), "d:sum": 1.5}
-    stepped = json.loads(bytes(result_response(results.OptimStepOutput(metrics=metrics), PROTOBUF).body))
+    stepped = json.loads(bytes(make_result_response(results.OptimStepOutput(metrics=metrics), PROTOBUF).body))
     assert deserialize_json_response(stepped, OptimStepResponse).metrics == pytest.approx(metrics, nan_ok=True)
     passed = results.ForwardBackwardOutput(logprobs=(floats(-1, np.nan),), metrics=metrics)
-    read = deserialize_forward_backward_output(bytes(result_response(passed, PROTOBUF).body))
+    read = deserialize_forward_backward_output(bytes(make_result_response(passed, PROTOBUF).body))
     assert read.metrics == pytest.approx(metrics, nan_ok=True)
-    old = json.loads(bytes(result_response(passed, "application/json").body))
+    old = json.loads(bytes(make_result_response(passed, "application/json").body))
     assert old["loss_fn_outputs"][0]["logprobs"]["data"] == [-1.0, "NaN"]
     assert old["metrics"] == {"a:mean": "NaN", "b:max": "Infinity", "c:min": "-Infinity", "d:sum": 1.5}
     pair = results.TopK(token_ids=np.array([[3]], np.int32), logprobs=floats(np.nan)[:, None])
     sequence = results.SampledSequence(
         tokens=np.array([7], np.int32), logprobs=floats(np.nan), stop_reason="length", topk=pair
     )
-    [drawn] = json.loads(bytes(result_response(results.SampleOutput(sequences=(sequence,)), "").body))["sequences"]
+    [drawn] = json.loads(bytes(make_result_response(results.SampleOutput(sequences=(sequence,)), "").body))["sequences"]
     assert drawn["logprobs"] == ["NaN"] and drawn["topk_logprobs"] == [[[3, "NaN"]]]
 
 
@@ -150,7 +150,7 @@ def test_sparse_targets_round_trip_in_json() -> None:
     output = results.SampleOutput(
         sequences=(), prompt=results.PromptResult(targets=targets, cache_hit_tokens=7), target_cells=CELLS
     )
-    read = json.loads(bytes(result_response(output, "application/json").body))
+    read = json.loads(bytes(make_result_response(output, "application/json").body))
     assert read["prompt_cache_hit_tokens"] == 7
     assert read["target_prompt_logprobs"] == {
         "data": [0, -1.5, 0],

@@ -30,7 +30,7 @@ class Clock:
 def make(tmp_path: Path, store: Store) -> Callable[..., Authenticator]:
     def make(**settings: int) -> Authenticator:
         api = ApiSettings(data_dir=tmp_path, base_model="m", **settings)
-        return Authenticator(api, store, SigningKey.of(tmp_path))
+        return Authenticator(api, store, SigningKey.from_data_dir(tmp_path))
 
     return make
 

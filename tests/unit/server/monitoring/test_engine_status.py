@@ -13,7 +13,7 @@ from skyrl_tx.server.monitoring.engine_status import AdmissionControl, EngineHea
 from skyrl_tx.store import engine_state
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.engine_state import REQUEST_BYTES, SampleLoad
-from skyrl_tx.store.futures import Submitted
+from skyrl_tx.store.futures import SubmittedRequest
 from skyrl_tx.store.tables import EngineStateRow
 
 LIMIT = 10 * REQUEST_BYTES
@@ -22,7 +22,7 @@ FULL = "database x: no space left for it on the disk"
 
 def check(admission: AdmissionControl, owner: str, num_bytes: int) -> None:
     """Raise ApiError if a sample would be refused now."""
-    with admission.reserved(owner, num_bytes):
+    with admission.reserve(owner, num_bytes):
         pass
 
 
@@ -43,7 +43,7 @@ def test_health_names_the_problem(age_s, status, detail, write_failure, expected
     row = SimpleNamespace(updated_at=at, status=status, detail=detail, activity="sampling", activity_since=at - 29)
     row.pauses, row.meters = None, None
     store = SimpleNamespace(read=lambda _: ([row], now), write_failure=write_failure)
-    assert EngineHealth(store, silence_s=30.0).report() == EngineReport(problem=expected)
+    assert EngineHealth(store, silence_s=30.0).read_report() == EngineReport(problem=expected)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_health_names_a_long_activity(status, problem, activity) -> None:
     )
     row.pauses, row.meters = None, None
     health = EngineHealth(SimpleNamespace(read=lambda _: ([row], now), write_failure=None), silence_s=30.0)
-    assert health.report() == EngineReport(problem=problem, activity=activity)
+    assert health.read_report() == EngineReport(problem=problem, activity=activity)
 
 
 @pytest.mark.parametrize(("status", "outage"), [("ready", "vLLM has not responded"), ("starting", None)])
@@ -71,7 +71,7 @@ def test_health_names_an_outage_next_to_a_long_activity(status, outage) -> None:
     progress = "compiled 2 of 3 programs"
     row.pauses, row.meters = None, {"backend": {"outage": "vLLM has not responded", "progress": progress}}
     health = EngineHealth(SimpleNamespace(read=lambda _: ([row], now), write_failure=None), silence_s=30.0)
-    report = health.report()
+    report = health.read_report()
     assert (report.problem is None) == (status == "ready") and report.outage == outage
     if outage:
         assert report.detail == f"vLLM has not responded; the engine has been busy for 40 s: forward; {progress}"
@@ -118,7 +118,7 @@ def test_submitted_samples_count_until_the_published_load_includes_them(
     publish_load(store, 0)
     for position in range(1, 11):
         check(admission, "ann", 0)
-        admission.record("ann", Submitted(RequestId("r"), is_new=True, position=position), 0)
+        admission.record("ann", SubmittedRequest(RequestId("r"), is_new=True, position=position), 0)
     with pytest.raises(ApiError, match=f"take {LIMIT} of {LIMIT} bytes, {LIMIT} of them yours") as caught:
         check(admission, "ann", 0)
     assert caught.value.status == 429
@@ -146,7 +146,7 @@ def num_admitted(admission: AdmissionControl, owner: str, num_bytes: int = 0) ->
             check(admission, owner, num_bytes)
         except ApiError:
             return number * (num_bytes + REQUEST_BYTES)
-        admission.record(owner, Submitted(RequestId("r"), is_new=True, position=1000 + number), num_bytes)
+        admission.record(owner, SubmittedRequest(RequestId("r"), is_new=True, position=1000 + number), num_bytes)
     raise AssertionError("none was refused")
 
 
@@ -173,12 +173,12 @@ def test_any_number_of_owners_takes_less_than_twice_the_limit(store: Store, admi
 
 
 def test_published_load_is_small_for_any_number_of_owners() -> None:
-    by_owner = engine_state.largest_owners({f"owner {number}": number for number in range(10_000)})
+    by_owner = engine_state.take_largest_owners({f"owner {number}": number for number in range(10_000)})
     assert len(by_owner) == 256 and min(by_owner.values()) == 10_000 - 256
 
 
 def test_samples_that_arrive_together_share_the_limit(store: Store, admission: AdmissionControl) -> None:
     publish_load(store, LIMIT - 2 * REQUEST_BYTES)
-    with admission.reserved("ann", 0), admission.reserved("ann", 0), pytest.raises(ApiError):
+    with admission.reserve("ann", 0), admission.reserve("ann", 0), pytest.raises(ApiError):
         check(admission, "ann", 0)
     check(admission, "ann", 0)

@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlmodel import Session
 
-from skyrl_tx.server.monitoring.server_sampler import EngineWord, gauges, rates, sums
+from skyrl_tx.server.monitoring.server_sampler import EngineReading, combine_engines, compute_rates, read_gauges
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import engine_state, server_points
 from skyrl_tx.store.tables import EngineStateRow
@@ -14,7 +14,7 @@ from tests.support.live_api import live_api
 from tests.support.waiting import until
 
 
-def word(at: float, tokens: int = 0, busy_s: float = 0.0, boot_id: str = "a", **backend: object) -> EngineWord:
+def word(at: float, tokens: int = 0, busy_s: float = 0.0, boot_id: str = "a", **backend: object) -> EngineReading:
     queue = {"waiting": 2, "running": 1, "backlog_bytes": 100, "backlog_limit_bytes": 1000}
     meters: dict[str, Any] = {
         "totals": {"training_tokens": tokens},
@@ -23,45 +23,48 @@ def word(at: float, tokens: int = 0, busy_s: float = 0.0, boot_id: str = "a", **
         "places": {"models_resident": 3},
         "backend": backend,
     }
-    return EngineWord(boot_id, at, meters)
+    return EngineReading(boot_id, at, meters)
 
 
 def test_rates_are_differences_by_time() -> None:
-    found = rates(word(100.0, tokens=500, busy_s=10.0), word(110.0, tokens=1500, busy_s=15.0))
+    found = compute_rates(word(100.0, tokens=500, busy_s=10.0), word(110.0, tokens=1500, busy_s=15.0))
     assert found["training_tokens_per_s"] == 100.0
     assert found["sampled_tokens_per_s"] == 0.0
     assert found["train_share"] == 0.5
 
 
 def test_a_new_engine_has_no_rates_yet() -> None:
-    assert rates(word(100.0), word(110.0, boot_id="b")) == {}
-    assert rates(None, word(110.0)) == {} and rates(word(100.0), None) == {}
-    assert rates(word(100.0), word(100.0)) == {}
+    assert compute_rates(word(100.0), word(110.0, boot_id="b")) == {}
+    assert compute_rates(None, word(110.0)) == {} and compute_rates(word(100.0), None) == {}
+    assert compute_rates(word(100.0), word(100.0)) == {}
 
 
 def test_gauges_leave_out_what_the_backend_does_not_tell() -> None:
     memory = [{"used_bytes": 5, "limit_bytes": 9}, {"used_bytes": 7, "limit_bytes": 9}]
-    found = gauges(word(1.0, decode_slots=8, decode_slots_used=2, device_memory=memory))
+    found = read_gauges(word(1.0, decode_slots=8, decode_slots_used=2, device_memory=memory))
     assert (found["training_waiting"], found["models_resident"], found["decode_slots_used"]) == (2, 3, 2)
     assert (found["memory_used_bytes"], found["memory_limit_bytes"]) == (7, 9), "of the fullest device"
-    assert "kv_cache_tokens" not in found and gauges(None) == {}
+    assert "kv_cache_tokens" not in found and read_gauges(None) == {}
 
 
 def test_numbers_of_several_engines_are_those_of_one_server() -> None:
-    found = sums([gauges(word(1.0, decode_slots=8)), gauges(word(1.0, decode_slots=4))])
+    found = combine_engines([read_gauges(word(1.0, decode_slots=8)), read_gauges(word(1.0, decode_slots=4))])
     assert (found["training_waiting"], found["models_resident"], found["decode_slots"]) == (4, 6, 12)
-    ran = [rates(word(0.0), word(10.0, tokens=tokens, busy_s=busy_s)) for tokens, busy_s in ((500, 10.0), (100, 5.0))]
-    assert (sums(ran)["training_tokens_per_s"], sums(ran)["train_share"]) == (60.0, 0.75)
+    ran = [
+        compute_rates(word(0.0), word(10.0, tokens=tokens, busy_s=busy_s))
+        for tokens, busy_s in ((500, 10.0), (100, 5.0))
+    ]
+    assert (combine_engines(ran)["training_tokens_per_s"], combine_engines(ran)["train_share"]) == (60.0, 0.75)
     memory = [{"used_bytes": 5, "limit_bytes": 9}], [{"used_bytes": 7, "limit_bytes": 9}]
-    assert sums([gauges(word(1.0, device_memory=each)) for each in memory])["memory_used_bytes"] == 7
-    assert sums([]) == {} and sums([{"a": 1.5}]) == {"a": 1.5}
+    assert combine_engines([read_gauges(word(1.0, device_memory=each)) for each in memory])["memory_used_bytes"] == 7
+    assert combine_engines([]) == {} and combine_engines([{"a": 1.5}]) == {"a": 1.5}
 
 
 def test_a_row_is_written_each_ten_seconds_with_and_without_an_engine(tmp_path: Path) -> None:
     with live_api(ApiSettings(data_dir=tmp_path, base_model="tiny", port=0)) as server:
         server.model()
         sampler = server.api.sampler
-        values = sampler.sample(time.time())
+        values = sampler.collect(time.time())
         assert (values["engine_ready"], values["requests_open"], values["sessions_active"]) == (0.0, 1, 1)
         assert values["disk_free_bytes"] > 0 and "training_waiting" not in values
 
@@ -73,10 +76,10 @@ def test_a_row_is_written_each_ten_seconds_with_and_without_an_engine(tmp_path: 
             engine_state.publish(tx, row)
 
         server.store.write(ready)
-        values = sampler.sample(time.time())
+        values = sampler.collect(time.time())
         assert (values["engine_ready"], values["training_waiting"]) == (1.0, 2)
         text = server.client.get("/metrics").text
         assert "skyrl_tx_sessions_active 1.0" in text and "skyrl_tx_engine_ready 1.0" in text
         assert 'skyrl_tx_store_bytes{part="db"}' in text
-        rows = until(lambda: server.store.read(lambda tx: server_points.since(tx, 0)), within_s=15)
+        rows = until(lambda: server.store.read(lambda tx: server_points.list_since(tx, 0)), within_s=15)
         assert rows[0][0] % 10 == 0 and rows[0][1]["requests_open"] == 1

@@ -5,7 +5,7 @@ import pytest
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.http.body import BodyLimits
 from skyrl_tx.server.submission import wire_pb2
-from skyrl_tx.server.submission.validation import check_json, check_protobuf, shown
+from skyrl_tx.server.submission.validation import check_json, check_protobuf, quote_value
 
 PASS = wire_pb2.ForwardBackwardRequest
 MAX_PARTS = 2**10
@@ -99,7 +99,7 @@ def test_json_numbers_are_not_parts() -> None:
 )
 def test_values_are_quoted_as_repr_does(value: object) -> None:
     text = repr(value)
-    assert shown(value) == (text if len(text) <= 100 else f"{text[:100]}…")
+    assert quote_value(value) == (text if len(text) <= 100 else f"{text[:100]}…")
 
 
 def test_long_values_are_not_formatted_beyond_what_is_quoted() -> None:
@@ -107,4 +107,4 @@ def test_long_values_are_not_formatted_beyond_what_is_quoted() -> None:
         def __repr__(self) -> str:
             raise AssertionError("not asked for")
 
-    assert shown([[0] * 50, *[Loud()] * 1000]).endswith("…")
+    assert quote_value([[0] * 50, *[Loud()] * 1000]).endswith("…")

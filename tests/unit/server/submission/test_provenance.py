@@ -11,7 +11,7 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.requests import Datum, ModelPass, SampledSpan
 from skyrl_tx.server.schemas import training as schemas
 from skyrl_tx.server.submission import training
-from skyrl_tx.server.submission.provenance import Provenance, Span, fill_recorded, of, sampled_spans
+from skyrl_tx.server.submission.provenance import Provenance, Span, fill_recorded, find_sampled_spans, read_provenance
 from skyrl_tx.server.submission.submission import Submission
 from skyrl_tx.store.stability import SampledLogprobs
 
@@ -104,7 +104,7 @@ def test_sampled_spans_of_datums_that_fit() -> None:
         datum_with(),
         datum_with({"sampled_tokens": run("d" * 65, 1)}, {"sampled_tokens": run("e", 0)}, run("f", 1)),
     ]
-    assert list(sampled_spans(data, [6, 4, 4, 4])) == [
+    assert list(find_sampled_spans(data, [6, 4, 4, 4])) == [
         SampledSpan(datum=0, first=1, length=3, sequence_id="a"),
         SampledSpan(datum=0, first=4, length=2, sequence_id="b"),
     ], "the second datum has four positions, and the last one names no span of its sizes"
@@ -133,16 +133,18 @@ def run(sequence_id: str, length: int) -> dict[str, Any]:
     return {"sequence_id": sequence_id, "offset": 0, "length": length}
 
 
-def datum_with(*spans: dict[str, Any]) -> schemas.Datum:
-    return schemas.Datum.model_validate({"model_input": {"chunks": []}, "loss_fn_input_spans": list(spans)})
+def datum_with(*spans: dict[str, Any]) -> schemas.WireDatum:
+    return schemas.WireDatum.model_validate({"model_input": {"chunks": []}, "loss_fn_input_spans": list(spans)})
 
 
 def test_json_spans_have_the_form_of_protobuf() -> None:
     run = {"sequence_id": "first", "offset": 1, "length": 2}
-    datum = schemas.Datum.model_validate(
+    datum = schemas.WireDatum.model_validate(
         {
             "model_input": {"chunks": []},
             "loss_fn_input_spans": [{"prompt_tokens": run}, {"sampled_tokens": run}, run],
         }
     )
-    assert of(datum) == Provenance((), (prompt("first", 1, 2), sampled("first", 1, 2), Span(None, "", 0, 0)))
+    assert read_provenance(datum) == Provenance(
+        (), (prompt("first", 1, 2), sampled("first", 1, 2), Span(None, "", 0, 0))
+    )

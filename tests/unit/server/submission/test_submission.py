@@ -11,7 +11,7 @@ from skyrl_tx.contract.requests import Datum, ModelPass, Rejected
 from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.server.submission import submission
 from skyrl_tx.server.submission.provenance import Provenance, Span
-from skyrl_tx.server.submission.submission import Submission, with_recorded_samples
+from skyrl_tx.server.submission.submission import Submission, add_recorded_samples
 from skyrl_tx.store import sessions, stability
 from skyrl_tx.store.database import Store
 
@@ -25,7 +25,7 @@ SENT = ModelPass(
 
 
 def sent(length: int = 2) -> Submission:
-    return Submission.of(SENT, provenance=(Provenance((), (Span("sampled_tokens", "seq", 0, length),)),))
+    return Submission.from_request(SENT, provenance=(Provenance((), (Span("sampled_tokens", "seq", 0, length),)),))
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def store(store: Store) -> Store:
 
 
 def test_owner_gets_recorded_logprobs(store: Store) -> None:
-    completed = with_recorded_samples(store, ANN, sent())
+    completed = add_recorded_samples(store, ANN, sent())
     assert set(completed.sequence_ids) == {"seq"}
     request = completed.request
     assert isinstance(request, ModelPass) and request.data[0].loss_inputs["logprobs"].tolist() == [-0.5, -1.5]
@@ -45,7 +45,7 @@ def test_owner_gets_recorded_logprobs(store: Store) -> None:
 
 
 def test_sequence_of_another_owner_does_not_exist(store: Store) -> None:
-    completed = with_recorded_samples(store, BOB, sent())
+    completed = add_recorded_samples(store, BOB, sent())
     assert completed.sequence_ids == () and completed.kind == "model_pass"
     request = completed.request
     assert isinstance(request, Rejected) and request.backward
@@ -53,19 +53,19 @@ def test_sequence_of_another_owner_does_not_exist(store: Store) -> None:
 
 
 def test_digest_covers_the_request_as_sent(store: Store) -> None:
-    first = with_recorded_samples(store, ANN, sent())
+    first = add_recorded_samples(store, ANN, sent())
     store.write(lambda tx: stability.expire(tx, time.time() + 1e6))
-    late = with_recorded_samples(store, ANN, sent())
+    late = add_recorded_samples(store, ANN, sent())
     assert late.body != first.body and late.digest == first.digest
-    other = with_recorded_samples(store, ANN, sent(length=1))
+    other = add_recorded_samples(store, ANN, sent(length=1))
     assert other.digest != first.digest, "other spans make another request"
 
 
 def test_own_definition_of_a_loss_is_logged_once(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     submission._log_own_definition.cache_clear()
     with caplog.at_level(logging.INFO, logger="skyrl_tx.server.submission.submission"):
-        with_recorded_samples(store, ANN, Submission.of(SENT))
+        add_recorded_samples(store, ANN, Submission.from_request(SENT))
         assert caplog.text == ""
         for _ in range(3):
-            with_recorded_samples(store, ANN, sent())
+            add_recorded_samples(store, ANN, sent())
     assert len(caplog.records) == 1 and "own definition" in caplog.text

@@ -98,7 +98,7 @@ def test_a_backup_under_load_is_restored_and_trains_on_bit_equal(kind, tmp_path,
     restored.run(submitted[-1])
     for request_id, result in zip(submitted, expected, strict=True):
         assert codec.encode(restored.result(request_id)) == codec.encode(result)
-    identity = restored.artifacts.identity()
+    identity = restored.artifacts.read_identity()
     assert identity is not None and identity.unclaimed == ()
     restored.close()
 
@@ -190,7 +190,7 @@ def test_unclaimed_artifacts_are_in_the_backup(data_dir, tmp_path, capsys) -> No
     harness.close()
     assert skyrl_tx(capsys, "backup", tmp_path / "backup", "--data-dir", data_dir)[0] == 0
     assert skyrl_tx(capsys, "restore", tmp_path / "backup", "--data-dir", tmp_path / "restored")[0] == 0
-    identity = LocalArtifacts(tmp_path / "restored" / "artifacts").identity()
+    identity = LocalArtifacts(tmp_path / "restored" / "artifacts").read_identity()
     assert identity is not None and len(identity.unclaimed) >= 4
     assert skyrl_tx(capsys, "recover", "--data-dir", tmp_path / "restored")[0] == 0
 
@@ -206,9 +206,9 @@ def test_a_missing_program_of_postgresql_is_named(tmp_path, postgresql_url, caps
 
 def test_no_artifact_is_removed_while_they_are_pinned(data_dir) -> None:
     artifacts = LocalArtifacts(data_dir / "artifacts")
-    present = artifacts.ids()
-    with artifacts.pinned():
+    present = artifacts.list_ids()
+    with artifacts.pin():
         assert artifacts.collect([], min_age_s=0) == [] and not artifacts.remove(present[0])
         assert artifacts.empty_trash(retention_s=0, max_bytes=0) == []
-    assert artifacts.ids() == present
+    assert artifacts.list_ids() == present
     assert artifacts.collect([], min_age_s=0) == present

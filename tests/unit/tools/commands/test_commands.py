@@ -261,7 +261,7 @@ def test_import_refuses_an_adapter_that_does_not_fit(data_dir, model, tmp_path, 
     status, _, err = skyrl_tx(capsys, "import", source, "--base-model", model, "--data-dir", data_dir)
     assert status == 1 and message in err
     store = Store.open(data_dir, role="api")
-    assert store.read(checkpoints.referenced_artifacts) == set()
+    assert store.read(checkpoints.find_referenced_artifacts) == set()
     store.close()
 
 

@@ -89,15 +89,15 @@ def test_a_public_address_requires_a_key(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_owner_of_an_import(tmp_path: Path) -> None:
     with closing(Store.open(tmp_path, role="tool")) as store:
-        assert adapters._owner(store, None) == "local"
+        assert adapters._choose_owner(store, None) == "local"
         with pytest.raises(CommandError, match=r"--owner 'ann': there are no keys"):
-            adapters._owner(store, "ann")
+            adapters._choose_owner(store, "ann")
         for name, expected in (("ann", "ann"), ("ann", "ann"), ("bob", None)):
             store.write(lambda tx, name=name: keys.create(tx, owner=name, scope="user", name="", note="", now=1.0))
             if expected is not None:
-                assert adapters._owner(store, None) == expected
+                assert adapters._choose_owner(store, None) == expected
         with pytest.raises(CommandError, match=r"--owner is required.*ann, bob"):
-            adapters._owner(store, None)
-        assert adapters._owner(store, "bob") == "bob"
+            adapters._choose_owner(store, None)
+        assert adapters._choose_owner(store, "bob") == "bob"
         with pytest.raises(CommandError, match=r"--owner 'bod': has no key.*'ann', 'bob'"):
-            adapters._owner(store, "bod")
+            adapters._choose_owner(store, "bod")

@@ -79,9 +79,9 @@ def checkpoint_rows(data_dir: Path) -> dict[str, tuple[CheckpointRow, ModelRow, 
 
     def look(tx):
         rows = [
-            row for run in models.list_owned(tx, None, 10, 0)[0] for row in checkpoints.list_of_run(tx, run.model_id, 0)
+            row for run in models.list_owned(tx, None, 10, 0)[0] for row in checkpoints.list_by_run(tx, run.model_id, 0)
         ]
-        return {str(row.path): (row, models.get(tx, row.model_id), models.owner(tx, row.model_id)) for row in rows}
+        return {str(row.path): (row, models.get(tx, row.model_id), models.get_owner(tx, row.model_id)) for row in rows}
 
     with closing(Store.open(data_dir, role="tool")) as store:
         return store.read(look)
@@ -141,7 +141,7 @@ def test_unclaimed_artifacts_go_to_the_trash_on_request_and_return(trained, caps
         Store.open(data_dir, role="tool").close()
         status, out, _ = skyrl_tx(capsys, "doctor", "--remove-unclaimed", "--yes", "--data-dir", data_dir)
         assert status == 0 and "to the trash" in out
-        assert LocalArtifacts(data_dir / "artifacts").ids() == []
+        assert LocalArtifacts(data_dir / "artifacts").list_ids() == []
         harness = EngineHarness(data_dir, housekeeping_interval_s=0.001)
         harness.answer(sample(max_tokens=20, eos_stops=False))
         harness.close()
@@ -217,10 +217,10 @@ def test_doctor_reports_a_damaged_database(trained, capsys) -> None:
         file.write(b"\x2a" * size)
     assert doctor(capsys, data_dir)[0]["database"] == "error"
     root = data_dir / "artifacts"
-    assert LocalArtifacts(root).identity() is not None
+    assert LocalArtifacts(root).read_identity() is not None
     with pytest.raises(StoreError, match="skyrl-tx recover"):
         Store.open(data_dir, role="engine")
-    assert LocalArtifacts(root).identity() is None, "what replaces the database may lack rows"
+    assert LocalArtifacts(root).read_identity() is None, "what replaces the database may lack rows"
 
 
 def test_deletion_before_the_first_start_after_an_upgrade_leaves_nothing_unclaimed(trained, capsys) -> None:
@@ -232,7 +232,7 @@ def test_deletion_before_the_first_start_after_an_upgrade_leaves_nothing_unclaim
         path = f"tinker://{model_id}/weights/first"
         assert skyrl_tx(capsys, "checkpoints", "delete", "--now", path, "--data-dir", data_dir)[0] == 0
         assert identity.find_unclaimed(store, artifacts) == set()
-        assert identity.is_current(store.read(identity.get), artifacts.identity())
+        assert identity.is_current(store.read(identity.get), artifacts.read_identity())
 
 
 def test_recover_creates_no_directory(tmp_path, capsys) -> None:

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tx.tools.doctor.findings import Subject
+from skyrl_tx.tools.doctor.findings import ExaminedServer
 from skyrl_tx.tools.serve import read_settings
 
 
 @pytest.fixture
-def subject(tmp_path: Path) -> Callable[..., Subject]:
+def subject(tmp_path: Path) -> Callable[..., ExaminedServer]:
     """Return a function that makes the subject of settings, given as flags of `serve`."""
 
-    def make(*flags: str | Path, pids: dict[str, int] | None = None) -> Subject:
+    def make(*flags: str | Path, pids: dict[str, int] | None = None) -> ExaminedServer:
         given = ["--data-dir", str(tmp_path / "data"), "--port", "0", *map(str, flags)]
-        return Subject(read_settings("doctor", given, {"base_model": ""}), pids or {})
+        return ExaminedServer(read_settings("doctor", given, {"base_model": ""}), pids or {})
 
     return make

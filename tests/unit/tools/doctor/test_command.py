@@ -8,7 +8,7 @@ import pytest
 
 from skyrl_tx.tools.cli import main
 from skyrl_tx.tools.doctor import command
-from skyrl_tx.tools.doctor.findings import Finding, Subject, error, ok, warning
+from skyrl_tx.tools.doctor.findings import ExaminedServer, Finding, error, ok, warning
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
@@ -16,12 +16,12 @@ def doctor(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[
     return status, *capsys.readouterr()
 
 
-def replace_checks(monkeypatch: pytest.MonkeyPatch, *findings: Finding | Exception) -> list[Subject]:
+def replace_checks(monkeypatch: pytest.MonkeyPatch, *findings: Finding | Exception) -> list[ExaminedServer]:
     """Replace all checks by those that find these; return the subjects that they get."""
-    seen: list[Subject] = []
+    seen: list[ExaminedServer] = []
 
     def check_of(finding: Finding | Exception):
-        def check(subject: Subject) -> Iterator[Finding]:
+        def check(subject: ExaminedServer) -> Iterator[Finding]:
             seen.append(subject)
             if isinstance(finding, Exception):
                 raise finding

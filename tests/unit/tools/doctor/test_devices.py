@@ -13,7 +13,7 @@ from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.tools.doctor import devices, probe
-from skyrl_tx.tools.doctor.devices import Answer, Device, Plan, Question
+from skyrl_tx.tools.doctor.devices import Device, Plan, ProbeAnswer, ProbeQuestion
 from skyrl_tx.tools.doctor.findings import Finding
 from skyrl_tx.tools.quickstart.model import write_tiny_model
 from tests.support.published import QWEN3_8B
@@ -37,10 +37,10 @@ GPU = Device(kind="NVIDIA H100", platform="gpu", limit_bytes=60 * GIB)
 CPU = Device(kind="cpu", platform="cpu", limit_bytes=None)
 
 
-def answered(monkeypatch: pytest.MonkeyPatch, answer: Answer | Finding, *gpus: list[str]) -> None:
+def answered(monkeypatch: pytest.MonkeyPatch, answer: ProbeAnswer | Finding, *gpus: list[str]) -> None:
     """Let the probe and the driver's program answer this."""
     monkeypatch.setattr(devices, "_ask", lambda *_: answer)
-    monkeypatch.setattr(devices, "_nvidia_gpus", lambda: iter(gpus))
+    monkeypatch.setattr(devices, "_list_nvidia_gpus", lambda: iter(gpus))
 
 
 def problems(subject, *flags: str, **more: object) -> list[Finding]:
@@ -52,7 +52,7 @@ def test_the_probe_plans_as_the_backend_does(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "tiny")
     config = JaxConfig(compile_cache_dir=None, max_lora_rank=8)
     answer = devices._ask(str(model), config)
-    assert isinstance(answer, Answer) and answer.plan is not None, answer
+    assert isinstance(answer, ProbeAnswer) and answer.plan is not None, answer
     backend = JaxBackend(str(model), config)
     found = backend.start()
     assert answer.devices == [CPU] and len(found.devices) == 1
@@ -77,17 +77,17 @@ def test_the_probe_plans_as_the_backend_does(tmp_path: Path) -> None:
 )
 def test_models_that_cannot_be_served(tmp_path: Path, change: dict[str, object], setting: str, text: str) -> None:
     (tmp_path / "config.json").write_bytes(msgspec.json.encode({**QWEN3_8B, **change}))
-    answer = probe.examine(Question(base_model=str(tmp_path), backend_config={}))
+    answer = probe.answer_question(ProbeQuestion(base_model=str(tmp_path), backend_config={}))
     assert answer.plan is None and answer.setting == setting and text in answer.problem
 
 
 def test_a_mesh_without_its_devices(tmp_path: Path) -> None:
-    answer = probe.examine(Question(base_model="", backend_config={"mesh": {"tp": 64}}))
+    answer = probe.answer_question(ProbeQuestion(base_model="", backend_config={"mesh": {"tp": 64}}))
     assert answer.devices and answer.setting == "--backend-config.mesh" and "64 devices" in answer.problem
 
 
 def test_a_fitting_model_is_fine(subject, monkeypatch) -> None:
-    answered(monkeypatch, Answer(devices=[GPU, GPU], plan=PLAN), ["NVIDIA H100", "570.1", "81559", "0"])
+    answered(monkeypatch, ProbeAnswer(devices=[GPU, GPU], plan=PLAN), ["NVIDIA H100", "570.1", "81559", "0"])
     findings = list(devices.check_devices(subject("--base-model", "m")))
     text = "\n".join(finding.message for finding in findings)
     assert {finding.level for finding in findings} == {"ok"}
@@ -105,35 +105,35 @@ def test_a_fitting_model_is_fine(subject, monkeypatch) -> None:
     ],
 )
 def test_plans_that_are_too_small(subject, monkeypatch, device, change, level: str, text: str) -> None:
-    answered(monkeypatch, Answer(devices=[device], plan=msgspec.structs.replace(PLAN, **change)))
+    answered(monkeypatch, ProbeAnswer(devices=[device], plan=msgspec.structs.replace(PLAN, **change)))
     (found,) = problems(subject, "--base-model", "m")
     assert found.level == level and text in found.message and found.advice
 
 
 def test_a_plan_for_more_memory_than_a_container_may_use(subject, monkeypatch) -> None:
     plan = msgspec.structs.replace(PLAN, weight_bytes=2**20)
-    answered(monkeypatch, Answer(devices=[CPU], plan=plan))
-    monkeypatch.setattr(devices, "physical_memory", lambda: 100 * GIB)
-    monkeypatch.setattr(devices, "memory_limit", lambda: 10 * GIB)
+    answered(monkeypatch, ProbeAnswer(devices=[CPU], plan=plan))
+    monkeypatch.setattr(devices, "get_physical_memory", lambda: 100 * GIB)
+    monkeypatch.setattr(devices, "read_memory_limit", lambda: 10 * GIB)
     (found,) = problems(subject, "--base-model", "m")
     assert found.level == "warning" and "only 10.0 GiB" in found.message
 
 
 def test_a_gpu_that_jax_does_not_use(subject, monkeypatch) -> None:
-    answered(monkeypatch, Answer(devices=[CPU]), ["NVIDIA H100", "570.1", "81559", "0"])
+    answered(monkeypatch, ProbeAnswer(devices=[CPU]), ["NVIDIA H100", "570.1", "81559", "0"])
     (found,) = problems(subject)
     assert found.level == "error" and "skyrl-tx-server[cuda12]" in found.advice
 
 
 def test_a_gpu_that_others_use(subject, monkeypatch) -> None:
-    answered(monkeypatch, Answer(devices=[GPU]), ["NVIDIA H100", "570.1", "81559", "40000"])
+    answered(monkeypatch, ProbeAnswer(devices=[GPU]), ["NVIDIA H100", "570.1", "81559", "40000"])
     (found,) = problems(subject)
     assert found.level == "warning" and "40000 MiB" in found.message
     assert problems(subject, pids={"engine": 3}) == [], "that is the server"
 
 
 def test_devices_that_fail(subject, monkeypatch) -> None:
-    answered(monkeypatch, Answer(devices=[], problem="no driver"))
+    answered(monkeypatch, ProbeAnswer(devices=[], problem="no driver"))
     (found,) = problems(subject)
     assert found.level == "error" and "no driver" in found.message
 
@@ -153,9 +153,9 @@ def test_the_program_of_the_driver_is_read(monkeypatch, tmp_path) -> None:
     program.write_text('#!/bin/sh\necho "NVIDIA H100 80GB HBM3, 570.124.06, 81559, 4"\necho "broken, [N/A]"\n')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert list(devices._nvidia_gpus()) == [["NVIDIA H100 80GB HBM3", "570.124.06", "81559", "4"]]
+    assert list(devices._list_nvidia_gpus()) == [["NVIDIA H100 80GB HBM3", "570.124.06", "81559", "4"]]
     program.write_text("#!/bin/sh\nexit 9\n")
-    assert list(devices._nvidia_gpus()) == []
+    assert list(devices._list_nvidia_gpus()) == []
 
 
 def test_other_backends_are_not_examined(subject) -> None:
@@ -168,13 +168,13 @@ def test_the_plan_is_for_the_form_of_adapters_that_is_served(tmp_path: Path, mon
 
     def num_parameters(*arguments: object) -> int:
         (model,) = (each for each in arguments if isinstance(each, models.ModelConfig))
-        return sum(leaf.size for leaf in jax.tree.leaves(models.adapter_shapes(model, 1).weights))
+        return sum(leaf.size for leaf in jax.tree.leaves(models.describe_adapter(model, 1).weights))
 
-    monkeypatch.setattr(start_plan, "max_models", num_parameters)
+    monkeypatch.setattr(start_plan, "choose_max_models", num_parameters)
     write_model(tmp_path, "Qwen3MoeForCausalLM", num_layers=1)
     found: list[int] = []
     for form in ("shared", "own"):
-        answer = probe.examine(Question(base_model=str(tmp_path), backend_config={"expert_lora": form}))
+        answer = probe.answer_question(ProbeQuestion(base_model=str(tmp_path), backend_config={"expert_lora": form}))
         assert answer.plan is not None
         found.append(answer.plan.max_models)
     assert found[1] - found[0] == 3 * 7 * 32, "seven of eight experts have three more factors of 32 numbers"

@@ -7,7 +7,7 @@ import pytest
 from packaging.version import Version
 
 from skyrl_tx.tools.doctor import machine
-from skyrl_tx.tools.doctor.findings import Finding, worst
+from skyrl_tx.tools.doctor.findings import Finding, get_worst_level
 from tests.support.client_environments import SDKS
 
 
@@ -67,7 +67,7 @@ def limits(monkeypatch: pytest.MonkeyPatch, **given: int) -> None:
 
 def test_no_limit_is_fine(subject, monkeypatch) -> None:
     limits(monkeypatch)
-    assert worst(machine.check_limits(subject())) == "ok"
+    assert get_worst_level(machine.check_limits(subject())) == "ok"
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def test_low_limits_are_named(subject, monkeypatch, given: dict[str, int], text:
 def test_memory_of_a_container_is_found(subject, monkeypatch, tmp_path) -> None:
     limits(monkeypatch)
     monkeypatch.setattr(machine, "_CGROUP", tmp_path)
-    assert machine.memory_limit() is None
+    assert machine.read_memory_limit() is None
     (tmp_path / "memory.max").write_text("max\n")
-    assert machine.memory_limit() is None
+    assert machine.read_memory_limit() is None
     (tmp_path / "memory.max").write_text(f"{2**20}\n")
-    assert machine.memory_limit() == 2**20
+    assert machine.read_memory_limit() == 2**20
     assert "1.0 MiB for this container" in "".join(finding.message for finding in machine.check_limits(subject()))

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.tools.plan.hardware import parse_devices
-from skyrl_tx.tools.plan.meshes import candidates, fitting_candidate, meshes_of
+from skyrl_tx.tools.plan.meshes import find_fitting_candidate, list_meshes, rank_meshes
 from tests.support.published import QWEN3_8B
 
 DENSE = models.find_family(QWEN3_8B).config_from_hf(QWEN3_8B)
-BY_TIME = candidates(DENSE, JaxConfig(), parse_devices("h200:8"), jnp.dtype("bfloat16"), meshes_of(8, with_cp=True))
+BY_TIME = rank_meshes(DENSE, JaxConfig(), parse_devices("h200:8"), jnp.dtype("bfloat16"), list_meshes(8, with_cp=True))
 
 
 def mesh_for(tokens: int, asked: list[MeshConfig]) -> MeshConfig | None:
@@ -17,12 +17,12 @@ def mesh_for(tokens: int, asked: list[MeshConfig]) -> MeshConfig | None:
         asked.append(mesh)
         return 1000 * mesh.cp * mesh.tp // (2 if mesh.tp > 1 else 1) - mesh.dp
 
-    found = fitting_candidate(BY_TIME, longest_row, tokens)
+    found = find_fitting_candidate(BY_TIME, longest_row, tokens)
     return None if found is None else found.mesh
 
 
 def test_all_meshes_of_eight_devices_are_candidates() -> None:
-    found = list(meshes_of(8, with_cp=True))
+    found = list(list_meshes(8, with_cp=True))
     assert len(found) == len(set(found)) == 35 and all(each.num_devices == 8 for each in found)
     assert {each.mesh for each in BY_TIME} == {each for each in found if each.ep == 1}
 
@@ -38,7 +38,7 @@ def test_the_fastest_mesh_that_fits_has_the_least_cp() -> None:
 
 def test_fsdp_takes_what_cp_need_not() -> None:
     meshes = [each for each in BY_TIME if each.mesh.tp == 1]
-    found = fitting_candidate(meshes, lambda mesh: 1000 * mesh.cp + 10 * mesh.fsdp, 2000)
+    found = find_fitting_candidate(meshes, lambda mesh: 1000 * mesh.cp + 10 * mesh.fsdp, 2000)
     assert found is not None and found.mesh.cp == 2 and found.mesh.dp > 1, "the fastest of those that fit"
     asked: list[MeshConfig] = []
 
@@ -46,6 +46,6 @@ def test_fsdp_takes_what_cp_need_not() -> None:
         asked.append(mesh)
         return 1000 * mesh.cp + 10 * mesh.fsdp
 
-    found = fitting_candidate(meshes, longest_row, 2040)
+    found = find_fitting_candidate(meshes, longest_row, 2040)
     assert found is not None and found.mesh == MeshConfig(fsdp=4, cp=2), "copies of weights leave less to rows"
     assert MeshConfig(dp=8) not in asked, "less memory than with fsdp=8"

@@ -9,38 +9,38 @@ import pytest
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.models.arithmetic import exchanged_numbers
+from skyrl_tx.models.arithmetic import count_exchanged_numbers
 from skyrl_tx.tools.plan.hardware import parse_devices
-from skyrl_tx.tools.plan.meshes import candidates, meshes_of
-from skyrl_tx.tools.plan.roofline import Work, decoding, training
+from skyrl_tx.tools.plan.meshes import list_meshes, rank_meshes
+from skyrl_tx.tools.plan.roofline import Workload, bound_decoding, bound_training
 from tests.support.published import QWEN3_8B, QWEN3_30B_A3B
 
 CONFIGS = Path(__file__).parents[2] / "models" / "hub_configs"
 BFLOAT16 = jnp.dtype("bfloat16")
-WORK = Work(micro_batch_tokens=4096, sequence_tokens=1024, is_remat=True, rank=8, num_slots=32, sample_tokens=1024)
+WORK = Workload(micro_batch_tokens=4096, sequence_tokens=1024, is_remat=True, rank=8, num_slots=32, sample_tokens=1024)
 DENSE = models.find_family(QWEN3_8B).config_from_hf(QWEN3_8B)
 MIXTURE = models.find_family(QWEN3_30B_A3B).config_from_hf(QWEN3_30B_A3B)
-EIGHT = tuple(meshes_of(8, with_cp=False))
+EIGHT = tuple(list_meshes(8, with_cp=False))
 FROZEN, PARAMETERS = 7_568_097_280, 8_190_735_360
 
 
 def test_training_of_a_dense_model() -> None:
     size = {"num_parameters": PARAMETERS, "itemsize": 2, "adapter_bytes": 10**9}
-    bound = training(DENSE, parse_devices("h200:1"), MeshConfig(), WORK, **size)
+    bound = bound_training(DENSE, parse_devices("h200:1"), MeshConfig(), WORK, **size)
     lora = 8 * (36 * (2 * 8192 + 2 * 5120 + 3 * 16384) + 4096 + 151936)
     mixing = 36 * 2 * 32 * 128 * 1025 / 2  # the mean position of 1,024 reads 512.5
     assert bound.arithmetic_s == pytest.approx(2 * 4096 * (3 * FROZEN + 4 * (lora + mixing)) / 989.5e12)
     assert bound.memory_s == pytest.approx(3 * 2 * (PARAMETERS - 151936 * 4096) / 4.8e12)
     assert bound.links_s == 0 and bound.by == "arithmetic"
     assert bound.tokens_per_s == pytest.approx(4096 / bound.arithmetic_s)
-    kept = training(DENSE, parse_devices("h200:1"), MeshConfig(), replace(WORK, is_remat=False), **size)
+    kept = bound_training(DENSE, parse_devices("h200:1"), MeshConfig(), replace(WORK, is_remat=False), **size)
     assert kept.arithmetic_s == pytest.approx(2 * 4096 * (2 * FROZEN + 3 * (lora + mixing)) / 989.5e12)
 
 
 def test_decoding_of_a_dense_model_reads_weights_and_cache() -> None:
     cache = 32 * 1024 * 36 * 2 * 8 * 128 * 2
     size = {"num_parameters": PARAMETERS, "itemsize": 2, "cache_bytes": cache}
-    bound = decoding(DENSE, parse_devices("h200:1"), MeshConfig(), WORK, **size)
+    bound = bound_decoding(DENSE, parse_devices("h200:1"), MeshConfig(), WORK, **size)
     assert bound.by == "memory"
     assert bound.memory_s == pytest.approx((2 * (PARAMETERS - 151936 * 4096) + cache) / 4.8e12)
     position = 36 * 2 * 32 * 128 * 1024
@@ -51,20 +51,20 @@ def test_decoding_of_a_mixture_reads_the_experts_that_are_met() -> None:
     experts, rest = 48 * 128 * 3 * 2048 * 768, 30_532_122_624 - 48 * 128 * 3 * 2048 * 768 - 151936 * 2048
     size = {"num_parameters": 30_532_122_624, "itemsize": 2, "cache_bytes": 0}
     met = 1 - (120 / 128) ** 32
-    whole = decoding(MIXTURE, parse_devices("h200:1"), MeshConfig(), WORK, **size)
+    whole = bound_decoding(MIXTURE, parse_devices("h200:1"), MeshConfig(), WORK, **size)
     assert whole.memory_s == pytest.approx(2 * (rest + met * experts) / 4.8e12)
-    cut = decoding(MIXTURE, parse_devices("h200:8"), MeshConfig(tp=2, ep=4), WORK, **size)
+    cut = bound_decoding(MIXTURE, parse_devices("h200:8"), MeshConfig(tp=2, ep=4), WORK, **size)
     assert cut.memory_s == pytest.approx(2 * (rest / 2 + met * experts / 8) / 4.8e12)
 
 
 def test_devices_send_weights_over_fsdp_and_outputs_over_tp() -> None:
     devices, size = parse_devices("h200:4"), {"num_parameters": PARAMETERS, "itemsize": 2, "adapter_bytes": 10**9}
     weights, gradient = 2 * (PARAMETERS - 151936 * 4096), 10**9
-    over_dp = training(DENSE, devices, MeshConfig(dp=4), WORK, **size)
+    over_dp = bound_training(DENSE, devices, MeshConfig(dp=4), WORK, **size)
     assert over_dp.links_s == pytest.approx(2 * gradient * 3 / 4 / 450e9)
-    over_fsdp = training(DENSE, devices, MeshConfig(fsdp=4), WORK, **size)
+    over_fsdp = bound_training(DENSE, devices, MeshConfig(fsdp=4), WORK, **size)
     assert over_fsdp.links_s == pytest.approx((3 * weights + 2 * gradient) * 3 / 4 / 450e9)
-    over_tp = training(DENSE, devices, MeshConfig(tp=4), WORK, **size)
+    over_tp = bound_training(DENSE, devices, MeshConfig(tp=4), WORK, **size)
     assert over_tp.links_s == pytest.approx(3 * 36 * 2 * 2 * 3 / 4 * 4096 * 4096 * 4 / 450e9)
     assert over_dp.arithmetic_s == over_fsdp.arithmetic_s == over_tp.arithmetic_s
     assert over_dp.memory_s == over_fsdp.memory_s == 4 * over_tp.memory_s
@@ -74,10 +74,10 @@ def test_devices_send_weights_over_fsdp_and_outputs_over_tp() -> None:
 def test_devices_of_cp_exchange_heads_for_tokens() -> None:
     devices, size = parse_devices("h200:8"), {"num_parameters": PARAMETERS, "itemsize": 2, "adapter_bytes": 0}
     weights, rows = 2 * (PARAMETERS - 151936 * 4096), 4096 / 8
-    over_cp = training(DENSE, devices, MeshConfig(cp=8), WORK, **size)
+    over_cp = bound_training(DENSE, devices, MeshConfig(cp=8), WORK, **size)
     heads = 36 * 2 * (32 + 8) * 128  # queries and outputs, keys and values
     assert over_cp.links_s == pytest.approx(3 * 7 / 8 * (weights + rows * heads * 2) / 450e9)
-    over_both = training(DENSE, devices, MeshConfig(tp=2, cp=4), WORK, **size)
+    over_both = bound_training(DENSE, devices, MeshConfig(tp=2, cp=4), WORK, **size)
     sums = 36 * 2 * 2 / 2 * 4096 / 4 * 4096 * 4
     exchanged = 3 / 4 * (weights / 2 + 4096 / 4 * heads / 2 * 2)
     assert over_both.links_s == pytest.approx(3 * (sums + exchanged) / 450e9)
@@ -88,25 +88,27 @@ def test_devices_of_cp_exchange_heads_for_tokens() -> None:
     [(48 * 2 * (32 + 4) * 128, 4), (48 * 2 * (32 + 8) * 128, 8)],  # eight devices have copies of four kv heads
 )
 def test_more_devices_than_kv_heads_exchange_copies(numbers: int, num_parts: int) -> None:
-    assert exchanged_numbers(MIXTURE, num_parts) == numbers
+    assert count_exchanged_numbers(MIXTURE, num_parts) == numbers
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.json")))
 def test_published_models_have_a_mesh(name: str) -> None:
     content = json.loads((CONFIGS / f"{name}.json").read_text())
     model = models.find_family(content).config_from_hf(content)
-    found = candidates(model, JaxConfig(), parse_devices("h200:8"), BFLOAT16, EIGHT)
+    found = rank_meshes(model, JaxConfig(), parse_devices("h200:8"), BFLOAT16, EIGHT)
     assert found and all(each.mesh.num_devices == 8 for each in found)
-    assert exchanged_numbers(model, 4) > 0
-    assert [each.has_room for each in found] == sorted((each.has_room for each in found), reverse=True)
-    roomy = [each.seconds_per_token for each in found if each.has_room]
+    assert count_exchanged_numbers(model, 4) > 0
+    assert [each.has_fitting_weights for each in found] == sorted(
+        (each.has_fitting_weights for each in found), reverse=True
+    )
+    roomy = [each.seconds_per_token for each in found if each.has_fitting_weights]
     assert roomy == sorted(roomy)
 
 
 def test_samples_on_devices_of_dp_share_no_work() -> None:
     size = {"num_parameters": PARAMETERS, "itemsize": 2, "cache_bytes": 0}
-    one = decoding(DENSE, parse_devices("h200:1"), MeshConfig(), WORK, **size)
-    four = decoding(DENSE, parse_devices("h200:4"), MeshConfig(dp=4), replace(WORK, num_slots=128), **size)
+    one = bound_decoding(DENSE, parse_devices("h200:1"), MeshConfig(), WORK, **size)
+    four = bound_decoding(DENSE, parse_devices("h200:4"), MeshConfig(dp=4), replace(WORK, num_slots=128), **size)
     assert four.links_s == 0 and four.memory_s == one.memory_s and four.arithmetic_s == one.arithmetic_s
 
 
@@ -120,10 +122,10 @@ def test_samples_on_devices_of_dp_share_no_work() -> None:
 )
 def test_the_best_mesh_of_a_dense_model(device: str, mesh: MeshConfig, why: str) -> None:
     devices = parse_devices(device)
-    found = candidates(DENSE, JaxConfig(), devices, BFLOAT16, meshes_of(devices.number, with_cp=False))
+    found = rank_meshes(DENSE, JaxConfig(), devices, BFLOAT16, list_meshes(devices.number, with_cp=False))
     assert found[0].mesh == mesh, why
 
 
 def test_experts_are_cut_once() -> None:
-    meshes = [each.mesh for each in candidates(MIXTURE, JaxConfig(), parse_devices("h200:8"), BFLOAT16, EIGHT)]
+    meshes = [each.mesh for each in rank_meshes(MIXTURE, JaxConfig(), parse_devices("h200:8"), BFLOAT16, EIGHT)]
     assert MeshConfig(tp=8) not in meshes, "8 does not divide 4 key heads"

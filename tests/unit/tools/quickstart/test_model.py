@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from skyrl_tx.models import describe_params, find_family
-from skyrl_tx.tools.quickstart.model import TINY_MODELS, TITLES, Architecture, architecture_in, write_tiny_model
+from skyrl_tx.tools.quickstart.model import TINY_MODELS, TITLES, Architecture, find_architecture, write_tiny_model
 from skyrl_tx.weights import hf
 from tests.support.tiny_tokenizer import (
     CONTROL_TOKENS,
@@ -57,7 +57,7 @@ def test_weights_load_from_the_written_files(directory):
 
 
 def test_the_architecture_of_a_written_model_is_found(directory, name, tmp_path):
-    assert architecture_in(directory) == TINY_MODELS[name] and architecture_in(tmp_path) is None
+    assert find_architecture(directory) == TINY_MODELS[name] and find_architecture(tmp_path) is None
 
 
 def test_every_architecture_has_one_name_and_a_title():

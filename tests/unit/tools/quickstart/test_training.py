@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 from skyrl_tx.tools.quickstart import training
 from skyrl_tx.tools.quickstart.model import write_tiny_model
 from skyrl_tx.tools.quickstart.questions import Question
-from skyrl_tx.tools.quickstart.run import Curve, draw_curves
-from skyrl_tx.tools.quickstart.training import Chat, shuffled
+from skyrl_tx.tools.quickstart.run import MetricCurve, draw_curves
+from skyrl_tx.tools.quickstart.training import Chat, shuffle_forever
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def chat(tmp_path_factory):
 
 
 def sample(chat, text, *, stopped=True):
-    tokens = chat.encode(text) + ([chat.turn_end] if stopped else [])
+    tokens = chat.encode(text) + ([chat.turn_end_token] if stopped else [])
     return SampledSequence(
         stop_reason="stop" if stopped else "length",
         sequence_id="s",
@@ -32,7 +32,7 @@ def sample(chat, text, *, stopped=True):
 
 def test_sft_weights_cover_the_answer_and_its_end(chat):
     question = Question("2+3?", "It is 5.\n#### 5")
-    datum = chat.sft_datum(question)
+    datum = chat.make_sft_datum(question)
     targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
     weights = datum.loss_fn_inputs["weights"].to_numpy()
     assert datum.model_input.to_ints() == [*chat.prompt(question), *targets[weights == 1][:-1]]
@@ -40,7 +40,10 @@ def test_sft_weights_cover_the_answer_and_its_end(chat):
 
 
 def test_mean_nll_averages_over_answer_tokens_only(chat):
-    data = [chat.sft_datum(Question("1?", "#### 1")), chat.sft_datum(Question("A longer question?", "So\n#### 22"))]
+    data = [
+        chat.make_sft_datum(Question("1?", "#### 1")),
+        chat.make_sft_datum(Question("A longer question?", "So\n#### 22")),
+    ]
 
     def row(datum, value):
         weights = datum.loss_fn_inputs["weights"].to_numpy()
@@ -48,7 +51,7 @@ def test_mean_nll_averages_over_answer_tokens_only(chat):
 
     output = SimpleNamespace(loss_fn_outputs=[row(data[0], -1.0), row(data[1], -2.0)])
     counts = [float(datum.loss_fn_inputs["weights"].to_numpy().sum()) for datum in data]
-    assert training.mean_nll(data, output) == pytest.approx((counts[0] + 2 * counts[1]) / sum(counts))
+    assert training.compute_mean_nll(data, output) == pytest.approx((counts[0] + 2 * counts[1]) / sum(counts))
 
 
 @pytest.mark.parametrize(
@@ -66,12 +69,12 @@ def test_mean_nll_averages_over_answer_tokens_only(chat):
     ],
 )
 def test_reward_of_ending_with_the_result_line(chat, text, stopped, expected):
-    assert training.reward(chat, sample(chat, text, stopped=stopped)) == expected
+    assert training.compute_reward(chat, sample(chat, text, stopped=stopped)) == expected
 
 
 def test_rl_data_has_no_advantage_on_the_prompt(chat):
     prompt, sequence = chat.encode("2+3?"), sample(chat, "#### 5")
-    datum = training.rl_datum(prompt, sequence, 0.25)
+    datum = training.make_rl_datum(prompt, sequence, 0.25)
     inputs = {name: tensor.to_numpy().tolist() for name, tensor in datum.loss_fn_inputs.items()}
     before = len(prompt) - 1
     assert datum.model_input.to_ints() == [*prompt, *sequence.tokens[:-1]]
@@ -81,13 +84,17 @@ def test_rl_data_has_no_advantage_on_the_prompt(chat):
 
 
 def test_shuffled_items_repeat_none_within_an_epoch():
-    taken = list(islice(shuffled(range(5), seed=1), 10))
+    taken = list(islice(shuffle_forever(range(5), seed=1), 10))
     assert sorted(taken[:5]) == sorted(taken[5:]) == [0, 1, 2, 3, 4]
-    assert taken == list(islice(shuffled(range(5), seed=1), 10)) != list(islice(shuffled(range(5), seed=2), 10))
+    assert (
+        taken
+        == list(islice(shuffle_forever(range(5), seed=1), 10))
+        != list(islice(shuffle_forever(range(5), seed=2), 10))
+    )
 
 
 def test_curves_are_written_as_png(tmp_path):
     path = tmp_path / "curves.png"
-    nll = Curve(batches=[7.0, 6.0, 5.0], before=7.0, after=4.0)
-    draw_curves(path, nll, Curve(batches=[0.0, 0.25, 0.5, 0.75], before=0.0, after=0.9))
+    nll = MetricCurve(batches=[7.0, 6.0, 5.0], before=7.0, after=4.0)
+    draw_curves(path, nll, MetricCurve(batches=[0.0, 0.25, 0.5, 0.75], before=0.0, after=0.9))
     assert path.read_bytes().startswith(b"\x89PNG")

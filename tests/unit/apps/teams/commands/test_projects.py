@@ -43,7 +43,7 @@ def test_set_list_and_remove(data_dir: Path, capsys: pytest.CaptureFixture[str])
     assert run(data_dir, capsys, "remove", "math", "vera") == "removed vera from math\n"
     assert "vera is no member of math" in run(data_dir, capsys, "remove", "math", "vera", status=1)
     store = Store.open(data_dir, role="tool")
-    entries, left = store.read(audit.entries), store.read(projects.members)
+    entries, left = store.read(audit.list_entries), store.read(projects.list_members)
     store.close()
     assert [(row.owner, row.project_id) for row in left] == [("bob", "new")]
     assert [(row.event, row.details.get("role"), row.details.get("before")) for row in entries] == [

@@ -55,7 +55,7 @@ def test_set_list_and_remove(data_dir: Path, capsys: pytest.CaptureFixture[str])
     assert run(data_dir, capsys, "remove", "ann", "weight") == "removed weight of ann\n"
     assert "ann has no weight" in run(data_dir, capsys, "remove", "ann", "weight", status=1)
     store = Store.open(data_dir, role="tool")
-    entries = store.read(audit.entries)
+    entries = store.read(audit.list_entries)
     store.close()
     assert [(row.event, row.actor, row.details["subject"]) for row in entries] == [
         ("organization_quota_set", "operator", "ann"),
