@@ -41,7 +41,7 @@ FAMILIES = (
     "GLM-4.5-Air",
     "Nemotron-3-Nano-30B-A3B",
 )
-DEVICES = ("h200:1", "h200:8", "v5e:1x1", "v5e:2x4", "v5p:2x2x1", "v6e:2x4")
+DEVICES: tuple[str, ...] = ("h200:1", "h200:8", "v5e:1x1", "v5e:2x4", "v5p:2x2x1", "v6e:2x4")
 GIB = 2**30
 
 
