@@ -84,7 +84,7 @@ release:  ## build and check the distributions, then print how to tag and publis
 docs:  ## build the documentation site into build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
 
-aot:  ## compile models for devices that are not here, into docs/performance.md (hours; goes on where it stopped); FLAGS="--models Qwen3-8B"
+aot:  ## compile models for GPUs and TPUs without having them, into docs/internals/measurements/compiled.md (hours; continues); FLAGS="--models Qwen3-8B"
 	python -m benchmarks.bench_aot $(FLAGS)
 
 gpu:  ## check and measure what the GPU of this machine does (under nine minutes; goes on where it stopped); FLAGS="--models Qwen3-8B"

@@ -1,8 +1,9 @@
-"""The table of programs compiled for devices that are not here: models x devices, by `benchmarks.ahead.plan_programs`.
+"""Compile the programs of each model for each kind of device, without having the devices.
 
-Each cell is a process of its own, and a record of results/aot.json as soon as it is done. A run compiles the cells that
-have no record, so that it can be stopped at any time, and writes the table into docs/performance.md. The compilers are
-in an environment of their own. A large model takes minutes and some GiB for each cell.
+Each combination runs `benchmarks.ahead.plan_programs` in a separate process, and its record is added to
+results/aot.json when it is done. A run skips combinations that have a record, so it can be stopped at any time. It
+writes the complete table into docs/internals/measurements/compiled.md, and which models fit into docs/performance.md.
+The compilers are in a separate environment. A large model takes minutes and a few GiB for each combination.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from tests.support.published import QWEN3_8B, QWEN3_30B_A3B, QWEN3_600M
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "benchmarks" / "results" / "aot.json"
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "internals" / "measurements" / "compiled.md"
+SUMMARY_PAGE = ROOT / "docs" / "performance.md"
 CONFIGS = ROOT / "tests" / "unit" / "models" / "hub_configs"
 BEGIN, END = "<!-- begin: make aot -->", "<!-- end: make aot -->"
 OWN = {"Qwen3-0.6B": QWEN3_600M, "Qwen3-8B": QWEN3_8B, "Qwen3-30B-A3B": QWEN3_30B_A3B}
@@ -39,7 +41,7 @@ FAMILIES = (
     "GLM-4.5-Air",
     "Nemotron-3-Nano-30B-A3B",
 )
-DEVICES = ("h200:1", "h200:8", "v5e:1x1", "v5e:2x4", "v5p:2x2x1", "v6e:2x4")
+DEVICES: tuple[str, ...] = ("h200:1", "h200:8", "v5e:1x1", "v5e:2x4", "v5p:2x2x1", "v6e:2x4")
 GIB = 2**30
 
 
@@ -80,9 +82,33 @@ def save(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     partial.replace(path)
 
 
+def newest_results(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], Mapping[str, Any]]:
+    """Return the newest results by model and device."""
+    return {(record["options"]["model"], record["options"]["device"]): record["results"] for record in records}
+
+
+def describe_mesh(results: Mapping[str, Any]) -> str:
+    """Return the axes of a mesh that are above 1, for example `dp=4, tp=2`, and `1` for a single device."""
+    return ", ".join(f"{axis}={size}" for axis, size in results["mesh"].items() if size > 1) or "1"
+
+
+def summarize(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a table of the mesh with which each model fits on each device."""
+    newest = newest_results(records)
+    yield "| Model | " + " | ".join(f"`{device}`" for device in DEVICES) + " |"
+    yield "|---" * (len(DEVICES) + 1) + "|"
+    for model in (*OWN, *FAMILIES):
+        cells: list[str] = []
+        for device in DEVICES:
+            results = newest.get((model, device), {"problem": "unknown"})
+            mesh = results.get("problem") or describe_mesh(results)
+            cells.append({"does not fit": "–", "1": "fits"}.get(mesh, mesh))
+        yield f"| {model} | " + " | ".join(cells) + " |"
+
+
 def make_table(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield the newest record of each cell as rows of a table, in the order of models and devices."""
-    newest = {(each["options"]["model"], each["options"]["device"]): each["results"] for each in records}
+    newest = newest_results(records)
     models, devices = [*OWN, *FAMILIES], list(DEVICES)
     yield "| model | devices | mesh | micro-batch | gradient | decode slice | steps | kernels | collectives a layer |"
     yield "|---|---|---|---|---|---|---|---|---|"
@@ -92,7 +118,7 @@ def make_table(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"| {model} | {device} | {found['problem']} | | | | | | |"
             continue
         gradient, decode = found["programs"]
-        mesh = ", ".join(f"{axis}={size}" for axis, size in found["mesh"].items() if size > 1) or "1"
+        mesh = describe_mesh(found)
         remat = ", rematerialized" if found["limits"]["is_rematerialized"] else ""
         content = read_config(model)
         text, layers = gradient["text"], content.get("text_config", content)["num_hidden_layers"]
@@ -122,11 +148,17 @@ def _memory(program: Mapping[str, Any]) -> str:
     return f"{found / GIB:.1f} GiB ({program['planned_bytes'] / found:.2f})"
 
 
-def write_table(page: Path, records: Sequence[Mapping[str, Any]]) -> None:
+def write_pages(records: Sequence[Mapping[str, Any]]) -> None:
+    """Write the tables into both pages."""
+    write_table(PAGE, make_table(records))
+    write_table(SUMMARY_PAGE, summarize(records))
+
+
+def write_table(page: Path, lines: Iterable[str]) -> None:
     """Replace the table between the markers of a page."""
     before, rest = page.read_text().split(BEGIN)
     _, after = rest.split(END)
-    page.write_text(f"{before}{BEGIN}\n" + "\n".join(make_table(records)) + f"\n{END}{after}")
+    page.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{after}")
 
 
 def main() -> None:
@@ -158,9 +190,9 @@ def main() -> None:
                 }
             )
             save(RECORDS, records)
-            write_table(PAGE, records)
+            write_pages(records)
             print(f"{model} on {device}: {results.get('problem', 'compiled')}, {time.monotonic() - started:.0f} s")
-    write_table(PAGE, records)
+    write_pages(records)
 
 
 if __name__ == "__main__":

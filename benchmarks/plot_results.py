@@ -1,4 +1,4 @@
-"""Draws the plots of docs/performance.md from the latest records in benchmarks/results/.
+"""Draws the plots of docs/performance.md and docs/internals/measurements from the latest records.
 
 Each plot answers one question. The colours have enough contrast on a light and on a dark page, and the background is
 transparent. Dots and bars are medians, thin lines span the first to the third quartile, and dashed lines are the
@@ -14,6 +14,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 RESULTS = Path(__file__).parent / "results"
 PLOTS = Path(__file__).parents[1] / "docs" / "images" / "performance"
@@ -93,6 +94,33 @@ def make_figure(height: float) -> tuple[Figure, Axes]:
     """Return an empty figure of the common width."""
     figure = Figure(figsize=(7.6, height), layout="constrained")
     return figure, figure.subplots()
+
+
+def gpu() -> Figure:
+    """Plot tokens per second in training and in decoding on one H200, by model."""
+    figure = Figure(figsize=(7.6, 2.2), layout="constrained")
+    panels = (("training", "training"), ("decoding-256", "decoding, 256 samples"))
+    for axes, (part, title) in zip(figure.subplots(1, 2), panels, strict=True):
+        models = ("Qwen3-8B", "Qwen3-4B", "Qwen3-0.6B")
+        rates = [median(latest_on_h200(part, model)["tokens_per_s"]) for model in models]
+        bars = axes.barh(models, rates, 0.6, color=BLUE)
+        axes.bar_label(bars, labels=[f"{rate:,.0f}" for rate in rates], padding=4, color=TEXT)
+        axes.set_title(title)
+        axes.set_xlabel("tokens per second")
+        axes.set_xlim(right=1.25 * max(rates))
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.grid(axis="x")
+    return figure
+
+
+def latest_on_h200(part: str, model: str) -> dict[str, Any]:
+    """Return the newest results of a part of `bench_gpu` with a whole model and default options."""
+    options = {"part": part, "model": model}
+    for record in reversed(records("gpu")):
+        if record["options"] == options and "H200" in record["machine"]["device"]:
+            return record["results"]
+    raise LookupError(f"gpu: no record of an H200 with {options}")
 
 
 def speed() -> Figure:
@@ -268,7 +296,8 @@ def database() -> Figure:
 
 
 QUESTIONS: dict[str, Callable[[], Figure]] = {
-    each.__name__: each for each in (speed, utilization, overhead, drawing, api, memory, agreement, commits, database)
+    each.__name__: each
+    for each in (gpu, speed, utilization, overhead, drawing, api, memory, agreement, commits, database)
 }
 
 

@@ -1,4 +1,4 @@
-"""The table that a run prints at its end, for docs/performance.md."""
+"""The table that a run prints at its end, for docs/internals/measurements/gpu.md."""
 
 from collections.abc import Callable
 from typing import Any

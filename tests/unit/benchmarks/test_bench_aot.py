@@ -27,8 +27,9 @@ COMPILED = {
 
 
 def test_a_run_that_was_stopped_goes_on_with_the_next_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page, records, asked = tmp_path / "page.md", tmp_path / "aot.json", []
-    page.write_text(f"before\n{bench_aot.BEGIN}\nold\n{bench_aot.END}\nafter\n")
+    page, summary, records, asked = tmp_path / "page.md", tmp_path / "summary.md", tmp_path / "aot.json", []
+    for path in (page, summary):
+        path.write_text(f"before\n{bench_aot.BEGIN}\nold\n{bench_aot.END}\nafter\n")
 
     def compile_cell(model: str, device: str, packages: Path, timeout_s: float) -> dict:
         asked.append(device)
@@ -36,7 +37,8 @@ def test_a_run_that_was_stopped_goes_on_with_the_next_cell(tmp_path: Path, monke
             raise KeyboardInterrupt
         return COMPILED if device == "h200:8" else {"problem": "does not fit"}
 
-    monkeypatch.setattr(bench_aot, "PAGE_SIZE", page)
+    monkeypatch.setattr(bench_aot, "PAGE", page)
+    monkeypatch.setattr(bench_aot, "SUMMARY_PAGE", summary)
     monkeypatch.setattr(bench_aot, "RECORDS", records)
     monkeypatch.setattr(bench_aot, "compile_cell", compile_cell)
     monkeypatch.setattr(PreparedEnvironment, "packages", tmp_path)
@@ -57,6 +59,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_next_cell(tmp_path: Path, monke
         bench_aot.END,
         "after",
     ]
+    assert "| Qwen3-0.6B | unknown | fsdp=8 | – | unknown | unknown | unknown |" in summary.read_text()
 
 
 def test_every_model_of_the_table_has_a_config() -> None:
