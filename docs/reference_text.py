@@ -34,7 +34,7 @@ UNSUPPORTED = """\
 Of the endpoints above:
 
 - Dimuon: `create_model` and `optim_step` fail with a user error
-  ([why](../decisions/training.md#adamw-is-the-only-optimizer)).
+  ([why](../decisions/training.md#optimizers-adamw-only)).
 - Images and audio: the training request or sample fails with a user error that names the chunk."""
 
 LOSSES_INTRO = """\
