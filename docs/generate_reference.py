@@ -1,4 +1,4 @@
-"""Generates docs/reference/ from the code: settings, endpoints, losses, models and recipes.
+"""Generates docs/reference/ from the code: settings, endpoints, losses, models, recipes, metrics and the Python API.
 
 `python -m docs.generate_reference` (`make reference`) writes the pages, and examples/config.yaml.
 `tests/repo/test_reference.py` fails when a committed file differs from what this program generates.
@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry, Metric
 
 from docs import example_config, reference_text
 from docs.markdown import codes, first_line, sentence, table
+from docs.python_api_page import python_api_page
 from docs.sdk_endpoints import SDK_ENDPOINTS
 from docs.settings_page import settings_page
 from skyrl_tx import models
@@ -57,6 +58,7 @@ def generate() -> dict[str, str]:
         "models.md": models_page(),
         "recipes.md": recipes_page(),
         "metrics.md": metrics_page(),
+        "python_api.md": python_api_page(),
     }
     return {name: _page(blocks) for name, blocks in pages.items()}
 

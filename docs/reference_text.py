@@ -34,7 +34,7 @@ UNSUPPORTED = """\
 Of the endpoints above:
 
 - Dimuon: `create_model` and `optim_step` fail with a user error
-  ([why](../decisions/training.md#adamw-is-the-only-optimizer)).
+  ([why](../decisions/training.md#optimizers-adamw-only)).
 - Images and audio: the training request or sample fails with a user error that names the chunk."""
 
 LOSSES_INTRO = """\
@@ -119,3 +119,12 @@ NOT_RUN = """\
 What these send beyond the others is tested through the SDK: `target_prompt_logprobs`, (N, K) targets, provenance spans.
 
 The four scripts of `examples/gsm8k` run in the tests too: see [GSM8K](../guides/gsm8k.md)."""
+
+PYTHON_API_INTRO = """\
+A backend in another package imports only the modules on this page. `skyrl_tx.contract` is the interface between the
+engine and a backend, and `skyrl_tx.testing` has the tests that a backend should pass, for example
+`skyrl_tx.testing.backend_suite.BackendSuite`. Both packages are public: a name is removed only after a minor release
+that warns about it ([promises](https://github.com/skyrl-tx/skyrl_tx/blob/main/CONTRIBUTING.md#stable-interfaces)).
+
+Start with [Adding a backend](../internals/adding_a_backend.md), which explains the order of work and the rules that are
+easy to miss. Methods marked *abstract* have to be implemented; all other methods have a default."""

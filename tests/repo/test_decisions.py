@@ -26,3 +26,10 @@ def test_each_record_states_context_decision_and_consequences() -> None:
                 ["Context", "Decision", "Consequences"],
                 ["Context", "Decision", "Consequences", "Rejected"],
             ), f"{page}: {title}"
+
+
+def test_guides_rank_above_decisions_in_the_search_of_the_site() -> None:
+    for path in DIRECTORY.glob("*.md"):
+        front_matter = re.match(r"---\nsearch:\n  boost: (.+)\n---\n", path.read_text())
+        assert front_matter is not None, f"{path.name} has no search.boost"
+        assert float(front_matter[1]) < 1, path.name

@@ -15,7 +15,7 @@ from skyrl_tx.launch.settings import list_short_flags, make_settings_class
 from skyrl_tx.tools.serve import read_settings
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("endpoints.md", "losses.md", "metrics.md", "models.md", "recipes.md", "settings.md")
+PAGES = ("endpoints.md", "losses.md", "metrics.md", "models.md", "python_api.md", "recipes.md", "settings.md")
 
 
 @pytest.fixture(scope="module")
