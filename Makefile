@@ -96,5 +96,6 @@ gpu-rl:  ## measure reinforcement learning from end to end on this GPU, and tran
 gpu-wheels:  ## download what a GPU host without a network lacks into build/wheels
 	python -m benchmarks.collect_wheels
 
-reference:  ## generate docs/reference and examples/config.yaml from the code
+reference:  ## generate docs/reference, the tables of docs/guides/which_model.md and examples/config.yaml (2 minutes)
 	python -m docs.generate_reference
+	python -m docs.which_model

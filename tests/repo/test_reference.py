@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from docs import example_config
+from docs import example_config, which_model
 from docs.generate_reference import generate
 from skyrl_tx.backends.jax.config import JaxFlags
 from skyrl_tx.backends.registry import find_backend
@@ -62,3 +62,21 @@ def test_every_setting_of_the_example_is_valid_and_the_default(tmp_path: Path) -
     for name, value in defaults.backend_config:
         if name != "compile_cache_dir":
             assert getattr(settings.backend_config, name) == value, name
+
+
+def test_the_rows_of_a_model_and_its_gpus_are_current() -> None:
+    page = which_model.PATH.read_text()
+    plans = which_model.make_plans(["Qwen/Qwen3-8B"])
+    rows = [which_model.overview_row(plans), *which_model.detail_rows(plans)]
+    assert len(rows) == 5, "it does not fit on 24 GB"
+    for row in rows:
+        assert f"| {' | '.join(row)} |" in page, "docs/guides/which_model.md is out of date: run make reference"
+
+
+@pytest.mark.slow
+def test_all_tables_of_models_and_gpus_are_current() -> None:
+    """Some plans trace large models, so this takes minutes."""
+    page = which_model.PATH.read_text()
+    expected = "\n\n".join(which_model.tables())
+    found = page.partition(which_model.BEGIN)[2].partition(which_model.END)[0].strip()
+    assert found == expected, "docs/guides/which_model.md is out of date: run make reference"

@@ -3,7 +3,9 @@
 What a trace keeps follows from shapes, layout, kernels and configuration alone, see `skyrl_tx.backends.jax.costs`.
 """
 
-from collections.abc import Hashable
+from collections.abc import Generator, Hashable
+from contextlib import contextmanager
+from unittest import mock
 
 import jax
 import pytest
@@ -26,7 +28,15 @@ def _arrays_kept(
     return _traces[key]
 
 
+@contextmanager
+def shared_traces() -> Generator[None]:
+    """Trace each model once while the context is open, and once in a process."""
+    with mock.patch.object(costs, "trace_residuals", _arrays_kept):
+        yield
+
+
 @pytest.fixture(scope="session", autouse=True)
-def share_traces() -> None:
+def share_traces() -> Generator[None]:
     """Trace each model once in a process."""
-    costs.trace_residuals = _arrays_kept
+    with shared_traces():
+        yield
