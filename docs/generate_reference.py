@@ -323,10 +323,10 @@ def recipes_page() -> Iterator[str]:
 def _write_command(module: str, model_name: str, arguments: Iterable[str]) -> str:
     """Return the command line of a recipe, broken into lines of a readable length."""
     log = f"log_path=logs/{module.removesuffix('.train')}"
-    words = [f"python -m tinker_cookbook.recipes.{module}", f"model_name={model_name}", log, *arguments]
+    parts = [f"python -m tinker_cookbook.recipes.{module}", f"model_name={model_name}", log, *arguments]
     lines = [""]
-    for word in words:
-        word = word.replace("{checkpoint}", "CHECKPOINT")
+    for part in parts:
+        word = part.replace("{checkpoint}", "CHECKPOINT")
         if lines[-1] and len(f"{lines[-1]} {word}") > _WIDTH:
             lines.append("   ")
         lines[-1] = f"{lines[-1]} {word}" if lines[-1] else word

@@ -1,4 +1,4 @@
-"""The written parts of the reference pages, next to what docs/generate_reference.py reads from the code."""
+"""The written parts of the reference pages, which docs/generate_reference.py adds to facts from the code."""
 
 SETTINGS_INTRO = """\
 Every setting is a flag of `skyrl-tx serve`, an environment variable and a key of the YAML file that `--config` names.
@@ -162,7 +162,7 @@ TRAINING_RECIPES = """\
 
 These are the commands that the tests run. The arguments for steps, batches and lengths make a run
 short; leave them out to get the defaults of the recipe. `CHECKPOINT` is the path of a training
-checkpoint, for example one that `chat_sl` has saved. Without `load_checkpoint_path`, training
+checkpoint, for example a checkpoint of `chat_sl`. Without `load_checkpoint_path`, training
 begins with a new adapter. Files such as `chats.jsonl` are your data."""
 
 OTHER_RECIPES = """\
