@@ -4,12 +4,12 @@
 `tests/repo/test_reference.py` fails when a committed file differs from what this program generates.
 """
 
-import ast
 import importlib.util
 import inspect
 import pkgutil
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -46,6 +46,7 @@ ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference"
 RECIPES = ROOT / "tests" / "recipes"
 PREFIX = "/api/v1"
+_WIDTH = 96
 NOTE = "<!-- Generated. Edit the code or docs/reference_text.py, then run make reference. -->"
 
 
@@ -314,38 +315,30 @@ def recipes_page() -> Iterator[str]:
     """Yield the page of the cookbook's recipes that the tests run."""
     recipes = _load(RECIPES / "test_recipes.py")
     (cookbook,) = COOKBOOK.no_deps
-    yield "# Recipes"
-    yield reference_text.RECIPES_INTRO.format(cookbook=cookbook.partition("==")[2], sdks=", ".join(SDKS))
-    yield "## Training recipes"
-    yield "\n".join(
-        f"- **{name}**: `{recipe.module}` with {' '.join(f'`{argument}`' for argument in recipe.arguments)}.  \n"
-        f"  {sentence(inspect.getdoc(recipe.check) or 'Checked: it runs to its end, and steps are counted once')}"
-        for name, recipe in recipes.RECIPES.items()
-    )
-    yield "## Other programs"
-    yield "\n".join(
-        f"- {codes(sorted(modules))}: `{test}`{f'. {documented}' if documented else ''}"
-        for test, documented, modules in _find_other_tests()
-    )
-    yield reference_text.NOT_RUN
+    yield "# Cookbook recipes"
+    yield reference_text.RECIPES_INTRO.format(cookbook=cookbook.partition("==")[2])
+    yield reference_text.RECIPE_NAMES
+    yield reference_text.TRAINING_RECIPES
+    for name, recipe in recipes.RECIPES.items():
+        yield f"### {name}"
+        yield f"```bash\n{_write_command(recipe.module, recipes.MODEL_NAME, recipe.arguments)}\n```"
+        checked = inspect.getdoc(recipe.check) or "The recipe runs to its end, and its steps are counted once"
+        yield textwrap.fill(f"*Checked by the test:* {sentence(checked)}", _WIDTH)
+    yield reference_text.OTHER_RECIPES
+    yield reference_text.NOT_RUN.format(sdks=", ".join(SDKS))
 
 
-def _find_other_tests() -> Iterator[tuple[str, str, set[str]]]:
-    """Yield each test or fixture that runs a program named in its text: name, docstring, programs."""
-    for file in ("test_loops.py", "test_recipes.py"):
-        for node in ast.parse((RECIPES / file).read_text()).body:
-            if isinstance(node, ast.FunctionDef) and (modules := set(_find_programs(node))):
-                documented = ast.get_docstring(node)
-                yield node.name, sentence(documented.split("\n\n")[0]) if documented else "", modules
-
-
-def _find_programs(function: ast.FunctionDef) -> Iterator[str]:
-    for node in ast.walk(function):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
-            first = node.args[0]
-            is_run = node.func.attr in ("run", "run_module", "run_program")
-            if is_run and isinstance(first, ast.Constant) and isinstance(first.value, str):
-                yield first.value
+def _write_command(module: str, model_name: str, arguments: Iterable[str]) -> str:
+    """Return the command line of a recipe, broken into lines of a readable length."""
+    log = f"log_path=logs/{module.removesuffix('.train')}"
+    parts = [f"python -m tinker_cookbook.recipes.{module}", f"model_name={model_name}", log, *arguments]
+    lines = [""]
+    for part in parts:
+        word = part.replace("{checkpoint}", "CHECKPOINT")
+        if lines[-1] and len(f"{lines[-1]} {word}") > _WIDTH:
+            lines.append("   ")
+        lines[-1] = f"{lines[-1]} {word}" if lines[-1] else word
+    return " \\\n".join(lines)
 
 
 def _load(path: Path) -> ModuleType:

@@ -1,4 +1,4 @@
-"""The written parts of the reference pages, next to what docs/generate_reference.py reads from the code."""
+"""The written parts of the reference pages, which docs/generate_reference.py adds to facts from the code."""
 
 SETTINGS_INTRO = """\
 Every setting is a flag of `skyrl-tx serve`, an environment variable and a key of the YAML file that `--config` names.
@@ -101,24 +101,136 @@ METRIC_FAMILIES_INTRO = """\
 not tell, such as the memory of a CPU, has no sample."""
 
 RECIPES_INTRO = """\
-These parts of `tinker-cookbook` {cookbook} run unmodified, with their own defaults and offline, in the slow tests
-(`tests/recipes`). The tests serve a tiny model under public names, replace data sets by small ones of the same form,
-and reduce steps, batches and lengths by the arguments below. `{{checkpoint}}` is a checkpoint of `chat_sl`.
+Recipes of `tinker-cookbook` run against this server without changes. Start the server with a model
+that the recipe knows, and set two environment variables:
 
-A first run of each of these `tinker` releases is tested in an environment of its own: {sdks}."""
+```bash
+skyrl-tx serve --base-model Qwen/Qwen3-8B
+
+pip install tinker-cookbook
+export TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local
+python -m tinker_cookbook.recipes.math_rl.train model_name=Qwen/Qwen3-8B log_path=logs/math_rl
+```
+
+The slow tests (`tests/recipes`) run the recipes of `tinker-cookbook` {cookbook} on this page
+offline and unmodified, on a tiny model that is served under the name `Qwen/Qwen3-8B`. We have not
+run them with real weights."""
+
+RECIPE_NAMES = """\
+## Which names must match
+
+**The model.** `model_name` must be a name of the served model. The server accepts its
+`--base-model`, its `--served-model-name` and its `--served-model-aliases`, also with an ending such
+as `:peft:262144`. The defaults of the recipes are other models, for example `Qwen/Qwen3.5-9B-Base`,
+so pass `model_name`.
+
+**The cookbook's table of models.** The cookbook looks up the chat format (renderer) of a model by
+its name. `Qwen/Qwen3-8B` is in its table, `Qwen/Qwen3-0.6B` is not. For a model that is missing
+there, pass the renderer, for example `renderer_name=qwen3`. `sl_loop`, `rl_loop`, `sl_basic`,
+`rl_basic` and the chat program have no such argument and need a name of the table.
+
+**A local directory.** Give it a public name, and let the client find the tokenizer under that name
+on the hub:
+
+```bash
+skyrl-tx serve --base-model /models/my-qwen3 --served-model-name Qwen/Qwen3-8B
+```
+
+**Teachers and judges.** A server has one base model. A teacher, a judge or an opponent must
+therefore be the same base model, or a checkpoint of it. Pass its name where the recipe has an
+argument (`teacher_model`, `grader_llm_name`), or make the name of the recipe an alias:
+
+```bash
+skyrl-tx serve --base-model Qwen/Qwen3-8B --served-model-aliases Qwen/Qwen3.5-4B,Qwen/Qwen3.5-9B,Qwen/Qwen3.6-35B-A3B
+```
+
+| Recipe | Names that it uses in addition to `model_name` |
+|---|---|
+| `distillation.on_policy_distillation` | `teacher_model`, default `Qwen/Qwen3.5-9B` |
+| `distillation.on_policy_multi_teacher` | `deepmath_teacher_model`, `tulu3_teacher_model` |
+| `rubric.train` | `grader_llm_name`, default `Qwen/Qwen3.6-35B-A3B` |
+| `multiplayer_rl.twenty_questions.train` | the player that answers: `Qwen/Qwen3.5-9B`, without an argument |
+| `prompt_distillation.create_data` | `Qwen/Qwen3.6-35B-A3B`, without an argument |
+| `true_thinking_score.run_small_experiment` | `Qwen/Qwen3.5-4B`, without an argument |
+
+**The LoRA rank.** The server refuses a LoRA rank above `--backend-config.max-lora-rank`, which is
+64 by default. The three recipes of `distillation` and `sdft` have rank 128. Start the server with
+`--backend-config.max-lora-rank 128`, or pass `lora_rank=64`."""
+
+TRAINING_RECIPES = """\
+## Training recipes
+
+These are the commands that the tests run. The arguments for steps, batches and lengths make a run
+short; leave them out to get the defaults of the recipe. `CHECKPOINT` is the path of a training
+checkpoint, for example a checkpoint of `chat_sl`. Without `load_checkpoint_path`, training
+begins with a new adapter. Files such as `chats.jsonl` are your data."""
+
+OTHER_RECIPES = """\
+## Loops, chat and evaluations
+
+The cookbook's shortest programs, supervised and by reinforcement learning. `rl_loop` uses the loss
+[`stable_reinforce`](losses.md#stable_reinforce) unless another one is named:
+
+```bash
+python -m tinker_cookbook.recipes.sl_loop model_name=Qwen/Qwen3-8B log_path=logs/sl_loop batch_size=16
+python -m tinker_cookbook.recipes.rl_loop model_name=Qwen/Qwen3-8B log_path=logs/rl_loop batch_size=8 \\
+    group_size=8 loss_fn=importance_sampling
+```
+
+With trackio, `rl_loop` also [logs its rewards](../guides/metrics.md#recipes-of-tinker-cookbook) to
+this server.
+
+Supervised training on a file of conversations:
+
+```bash
+python -m tinker_cookbook.recipes.chat_sl.train model_name=Qwen/Qwen3-8B log_path=logs/chat_sl \\
+    dataset=chats.jsonl batch_size=32 num_epochs=4
+```
+
+Three stages of RLHF: supervised training, a reward model from comparisons, and reinforcement
+learning on its judgements:
+
+```bash
+python -m tinker_cookbook.recipes.preference.rlhf.rlhf_pipeline base_model=Qwen/Qwen3-8B \\
+    short_name=tiny batch_size=4
+```
+
+Data for prompt distillation, and an experiment that scores the steps of a chain of thought. The
+names of their models are fixed, so the server needs aliases (see above):
+
+```bash
+python -m tinker_cookbook.recipes.prompt_distillation.create_data output_file=created.jsonl
+python -m tinker_cookbook.recipes.true_thinking_score.run_small_experiment
+```
+
+Chat with a checkpoint, and evaluate one with inspect-ai. `SAMPLER` is the path of sampler weights,
+`tinker://…`:
+
+```bash
+python -m tinker_cookbook.chat_app.tinker_chat_cli base_model=Qwen/Qwen3-8B model_path=SAMPLER
+python -m tinker_cookbook.eval.run_inspect_evals tasks=task.py@sums model_path=SAMPLER temperature=0.6 top_p=0.9
+```
+
+The tests also run the GSM8K benchmark of the cookbook, its two evaluators of the negative
+log-likelihood, and its checkpoint manager."""
 
 NOT_RUN = """\
-## Not run
+## Recipes that are not tested
 
-- `search_tool`, `code_rl`, `harbor_rl`: they need services and sandboxes.
-- `verifiers_rl`, `text_arena`: they need environments of their own.
-- `vlm_classifier`, `audio`: images and audio are refused by name.
-- `decisions`: it needs the renderer of one hosted model.
-- `forecasting`: it needs a data set that is checked by its hash.
+| Recipe | Reason |
+|---|---|
+| `search_tool`, `code_rl`, `harbor_rl` | they need external services and sandboxes |
+| `verifiers_rl`, `text_arena` | they need packages with environments |
+| `vlm_classifier`, `audio` | the server refuses images and audio |
+| `decisions` | it needs the renderer of one hosted model |
+| `forecasting` | it needs a data set that is checked by its hash |
 
-What these send beyond the others is tested through the SDK: `target_prompt_logprobs`, (N, K) targets, provenance spans.
+What these recipes send beyond the recipes above is tested through the SDK:
+`target_prompt_logprobs`, (N, K) targets, and provenance spans.
 
-The four scripts of `examples/gsm8k` run in the tests too: see [GSM8K](../guides/gsm8k.md)."""
+## SDK releases
+
+A first run of each of these `tinker` releases is tested: {sdks}."""
 
 PYTHON_API_INTRO = """\
 A backend in another package imports only the modules on this page. `skyrl_tx.contract` is the interface between the

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from skyrl_tx.contract.arrays import Int32Array, NumberArray
+from skyrl_tx.contract.custom_loss import CustomLoss
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import LossConfigValue, PromptOptions, SamplingParams
-from skyrl_tx.contract.custom_loss import CustomLoss
 
 STARVATION_BOUND = 64
 """How many other samples may start before one that waits for memory, at most.

@@ -13,8 +13,8 @@ from typing import ClassVar, Literal
 from msgspec import UNSET, UnsetType
 
 from skyrl_tx.contract.arrays import Cells, Int32Array, Int64Array, NumberArray
-from skyrl_tx.contract.ids import ArtifactId, SamplerId, SamplingSessionId
 from skyrl_tx.contract.custom_loss import CustomLoss
+from skyrl_tx.contract.ids import ArtifactId, SamplerId, SamplingSessionId
 
 LossConfigValue = float | str
 

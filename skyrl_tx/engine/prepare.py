@@ -14,6 +14,15 @@ from msgspec import UnsetType
 from skyrl_tx.contract.arrays import NumberArray, max_targets
 from skyrl_tx.contract.batches import PassExample, SampleRequest
 from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.contract.custom_loss import (
+    CUSTOM,
+    LOGPROBS,
+    MAX_ELEMENTS,
+    MAX_EXACT,
+    CustomLoss,
+    CustomLossInput,
+    Needs,
+)
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, RequestId, checkpoint_name
 from skyrl_tx.contract.losses import TARGET_TOKENS, LossInput, LossSpec
@@ -34,15 +43,6 @@ from skyrl_tx.contract.requests import (
     SaveWeights,
 )
 from skyrl_tx.contract.results import ForwardBackwardOutput, PassResult
-from skyrl_tx.contract.custom_loss import (
-    CUSTOM,
-    LOGPROBS,
-    MAX_ELEMENTS,
-    MAX_EXACT,
-    CustomLoss,
-    CustomLossInput,
-    Needs,
-)
 
 
 def make_pass_examples(

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from skyrl_tx.contract.custom_loss import CustomLoss, CustomLossInput, Operation
 
+from skyrl_tx.contract.custom_loss import CustomLoss, CustomLossInput, Operation
 from skyrl_tx.contract.requests import ModelPass, Rejected
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import custom_losses, engine_state, keys

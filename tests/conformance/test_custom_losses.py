@@ -9,9 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from skyrl_tx.contract.custom_loss import CustomLoss
 
 from skyrl_tx.contract import custom_loss as contract
+from skyrl_tx.contract.custom_loss import CustomLoss
 from skyrl_tx.losses import custom
 from skyrl_tx.server.schemas.training import CreateCustomLossRequest
 from skyrl_tx.server.submission.loss_graph.compile import compile_loss

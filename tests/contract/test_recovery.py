@@ -4,10 +4,10 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
-from skyrl_tx.contract.custom_loss import CustomLoss, CustomLossInput, Operation
 
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.contract.backend import Snapshot, StatePart
+from skyrl_tx.contract.custom_loss import CustomLoss, CustomLossInput, Operation
 from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import OptimizerParams

@@ -29,6 +29,15 @@ def test_the_committed_page_equals_the_generated_one(generated: dict[str, str], 
     assert committed == generated[page], f"docs/reference/{page} is out of date: run make reference and commit it"
 
 
+def test_the_tests_run_every_program_of_the_cookbook_that_a_page_names(generated: dict[str, str]) -> None:
+    named = set(re.findall(r"python -m tinker_cookbook\.([\w.]+)", generated["recipes.md"]))
+    tests = "".join(path.read_text() for path in (DOCS.parent / "tests" / "recipes").glob("test_*.py"))
+    assert len(named) > 20
+    assert [
+        name for name in named if f'"{name}"' not in tests and f'"{name.removeprefix("recipes.")}"' not in tests
+    ] == []
+
+
 def test_every_page_is_generated(generated: dict[str, str]) -> None:
     assert sorted(path.name for path in (DOCS / "reference").glob("*.md")) == sorted(generated) == sorted(PAGES)
 

@@ -13,13 +13,13 @@ from pydantic import ValidationError
 from sqlmodel import Session
 
 from skyrl_tx.contract import codec
+from skyrl_tx.contract.custom_loss import CUSTOM, LOGPROBS, CustomLoss
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, SamplerId, SamplingSessionId, SessionId, custom_loss_id
 from skyrl_tx.contract.ids import model_id as model_id_of
 from skyrl_tx.contract.losses import TARGET_TOKENS
 from skyrl_tx.contract.requests import CreateCustomLoss, CreateModel, LoadWeights, ModelPass, Rejected, Request
 from skyrl_tx.contract.results import CreateCustomLossOutput
-from skyrl_tx.contract.custom_loss import CUSTOM, LOGPROBS, CustomLoss
 from skyrl_tx.server.context import ApiCall
 from skyrl_tx.server.errors import ApiError, bad_request
 from skyrl_tx.server.http.body import validate_object

@@ -8,10 +8,10 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from skyrl_tx.contract.custom_loss import CustomLoss, CustomLossInput, Operation
 
 from skyrl_tx.contract import codec, requests, results
 from skyrl_tx.contract.arrays import Cells
+from skyrl_tx.contract.custom_loss import CustomLoss, CustomLossInput, Operation
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import ArtifactId, ModelId, SamplerId, SamplingSessionId
 

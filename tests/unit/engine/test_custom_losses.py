@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from skyrl_tx.contract.custom_loss import CustomLoss, CustomLossInput, Operation
 
 from skyrl_tx.contract.capabilities import Capabilities
+from skyrl_tx.contract.custom_loss import CustomLoss, CustomLossInput, Operation
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import Datum, ModelPass

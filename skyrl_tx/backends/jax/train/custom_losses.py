@@ -21,9 +21,9 @@ import numpy as np
 from skyrl_tx.backends.jax.shapes import next_power_of_two
 from skyrl_tx.contract.arrays import Float32Array, NumberArray
 from skyrl_tx.contract.batches import PassExample
+from skyrl_tx.contract.custom_loss import CustomLoss
 from skyrl_tx.contract.losses import TARGET_TOKENS
 from skyrl_tx.contract.results import PassResult
-from skyrl_tx.contract.custom_loss import CustomLoss
 from skyrl_tx.losses import custom
 
 _SHORTEST = 32

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.custom_loss import (
     GIVES_BOOL,
     LOGPROBS,
@@ -17,6 +16,7 @@ from skyrl_tx.contract.custom_loss import (
     result_shape,
     shape_text,
 )
+from skyrl_tx.contract.errors import UserError
 
 _MAX_FLOAT32 = 3.4028234663852886e38
 _WITHOUT_GRADIENT = GIVES_BOOL | {"stop_gradient", "size"}

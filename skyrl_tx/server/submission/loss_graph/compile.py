@@ -3,8 +3,8 @@
 import re
 from collections.abc import Sequence
 
-from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.custom_loss import LOGPROBS, CustomLoss, CustomLossInput
+from skyrl_tx.contract.errors import UserError
 from skyrl_tx.server.schemas.training import CreateCustomLossRequest, GraphInput, LossGraphNode
 from skyrl_tx.server.submission.loss_graph.arguments import (
     Argument,

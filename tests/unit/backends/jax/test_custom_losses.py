@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from skyrl_tx.contract.custom_loss import CustomLoss, CustomLossInput, Operation
 
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.train import custom_losses
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
+from skyrl_tx.contract.custom_loss import CustomLoss, CustomLossInput, Operation
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec
 from tests.support.tiny import tiny_backend

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from skyrl_tx.contract.custom_loss import CustomLoss, Operation
 
+from skyrl_tx.contract.custom_loss import CustomLoss, Operation
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.server.schemas.training import CreateCustomLossRequest
 from skyrl_tx.server.submission.loss_graph.compile import compile_loss
