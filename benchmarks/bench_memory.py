@@ -15,10 +15,10 @@ from benchmarks.common import report
 from skyrl_tx import models
 from skyrl_tx.backends.jax.backend import configure_jax
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.costs import DEFAULT_RANK, estimate_costs
+from skyrl_tx.backends.jax.train import forward_backward as training
 from skyrl_tx.backends.jax.train import packing
-from skyrl_tx.backends.jax.train import step as training
-from skyrl_tx.backends.jax.train.adapters import make_zero_gradient
+from skyrl_tx.backends.jax.train.training_state import make_zero_gradient
+from skyrl_tx.backends.jax.training_costs import DEFAULT_RANK, estimate_costs
 from skyrl_tx.contract.batches import PassExample
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import LoraSpec

@@ -48,7 +48,7 @@ from skyrl_tx.contract.backend import StatePart
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, PromptOptions, SamplingParams
-from skyrl_tx.models.arithmetic import (
+from skyrl_tx.models.flops import (
     count_adapter_macs,
     count_expert_parameters,
     count_frozen_macs,

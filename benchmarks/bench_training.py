@@ -44,7 +44,7 @@ from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import Datum, LoraSpec, ModelPass, ModelSpec, OptimizerParams
 from skyrl_tx.engine.prepare import combine_pass_results, make_pass_examples
-from skyrl_tx.models.arithmetic import count_adapter_macs, count_frozen_macs, count_mixing_macs
+from skyrl_tx.models.flops import count_adapter_macs, count_frozen_macs, count_mixing_macs
 from skyrl_tx.process.setup import restart_with_huge_pages
 from skyrl_tx.testing.tiny_models import PRESETS, write_preset
 from skyrl_tx.weights import hf

@@ -102,7 +102,7 @@ def gpu() -> Figure:
     panels = (("training", "training"), ("decoding-256", "decoding, 256 samples"))
     for axes, (part, title) in zip(figure.subplots(1, 2), panels, strict=True):
         models = ("Qwen3-8B", "Qwen3-4B", "Qwen3-0.6B")
-        rates = [median(latest_on_h200(part, model)["tokens_per_s"]) for model in models]
+        rates = [get_median(latest_on_h200(part, model)["tokens_per_s"]) for model in models]
         bars = axes.barh(models, rates, 0.6, color=BLUE)
         axes.bar_label(bars, labels=[f"{rate:,.0f}" for rate in rates], padding=4, color=TEXT)
         axes.set_title(title)
@@ -117,7 +117,7 @@ def gpu() -> Figure:
 def latest_on_h200(part: str, model: str) -> dict[str, Any]:
     """Return the newest results of a part of `bench_gpu` with a whole model and default options."""
     options = {"part": part, "model": model}
-    for record in reversed(records("gpu")):
+    for record in reversed(load_records("gpu")):
         if record["options"] == options and "H200" in record["machine"]["device"]:
             return record["results"]
     raise LookupError(f"gpu: no record of an H200 with {options}")

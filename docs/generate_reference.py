@@ -30,7 +30,7 @@ from skyrl_tx.apps.chat.errors import ANTHROPIC_PREFIX, OPENAI_PREFIXES
 from skyrl_tx.apps.chat.schemas import ChatCompletionRequest, CompletionRequest, CountTokensRequest, MessagesRequest
 from skyrl_tx.compose import APPS
 from skyrl_tx.contract.state_files import ALPHA
-from skyrl_tx.engine.meters import EngineMetrics
+from skyrl_tx.engine.metrics import EngineMetrics
 from skyrl_tx.launch.app import load_server_extensions
 from skyrl_tx.losses import LOSSES, MEANS, Loss
 from skyrl_tx.models import FAMILIES, ModelFamily

@@ -19,18 +19,18 @@ from benchmarks.ahead.program_text import ProgramText, read_program
 from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.costs import DEFAULT_RANK, count_adapter_bytes
 from skyrl_tx.backends.jax.devices import is_out_of_memory
 from skyrl_tx.backends.jax.sample import programs
 from skyrl_tx.backends.jax.sample.layer_views import separate_shapes, should_separate_layers
 from skyrl_tx.backends.jax.sample.row_inputs import RowInputs
-from skyrl_tx.backends.jax.sample.rows import SliceRows
-from skyrl_tx.backends.jax.sample.running import BASE_SLOT
+from skyrl_tx.backends.jax.sample.running_sample import BASE_SLOT
+from skyrl_tx.backends.jax.sample.slice_rows import SliceRows
 from skyrl_tx.backends.jax.shapes import MAX_PROMPTS_TOGETHER, PrefillShapes
 from skyrl_tx.backends.jax.start_plan import StartPlan
-from skyrl_tx.backends.jax.train import optimizer, packing, step
-from skyrl_tx.backends.jax.train.adapters import pad_rank
-from skyrl_tx.backends.jax.train.step_programs import make_adapter_shapes, make_param_shapes
+from skyrl_tx.backends.jax.train import forward_backward, optimizer, packing
+from skyrl_tx.backends.jax.train.training_programs import make_adapter_shapes, make_param_shapes
+from skyrl_tx.backends.jax.train.training_state import pad_rank
+from skyrl_tx.backends.jax.training_costs import DEFAULT_RANK, count_adapter_bytes
 from skyrl_tx.backends.jax.warmup import WARM_UP_ID, make_training_batch
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import OptimizerParams
@@ -144,7 +144,7 @@ class _Shapes:
         """Return one micro-batch without gradient. The plan has no account of it: it takes less than one with."""
         batch, detail = self._micro_batch()
         adapter = make_adapter_shapes(self._layout, self._model, self._rank)
-        return step.forward.lower(self._training_params, adapter, batch, config=self._model), detail, 0
+        return forward_backward.forward.lower(self._training_params, adapter, batch, config=self._model), detail, 0
 
     def gradient(self) -> _Lowered:
         """Return the gradient of one micro-batch of the plan."""
@@ -153,7 +153,7 @@ class _Shapes:
         adapter = make_adapter_shapes(self._layout, self._model, self._rank)
         num_shards = math.prod(map(self._training_params.layout.num_shards, ("batch", "tokens")))
         remat = plan.passes.get_remat_policy(plan.passes.micro_batch_tokens // num_shards)
-        lowered = step.accumulate.lower(
+        lowered = forward_backward.accumulate.lower(
             self._training_params, adapter, adapter.weights, batch, config=self._model, remat=remat
         )
         return lowered, detail, plan.weight_bytes + plan.pass_bytes + 2 * self._adapter_bytes

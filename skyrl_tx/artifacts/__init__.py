@@ -12,7 +12,7 @@ from skyrl_tx.artifacts.files import (
     read_file_hashes,
 )
 from skyrl_tx.artifacts.local import LocalArtifacts
-from skyrl_tx.artifacts.place import InvalidLocation, normalize_url, open_artifacts, open_bucket, read_recorded_url
+from skyrl_tx.artifacts.location import InvalidLocation, normalize_url, open_artifacts, open_bucket, read_recorded_url
 
 __all__ = [
     "Artifact",

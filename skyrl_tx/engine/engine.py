@@ -15,16 +15,16 @@ from skyrl_tx.engine.activity import HOST_WORK, LoopActivity, monitor_backend
 from skyrl_tx.engine.admission import Admission
 from skyrl_tx.engine.background_writer import BackgroundWriter
 from skyrl_tx.engine.context import EngineContext
+from skyrl_tx.engine.device_cache import ModelCache, SamplerCache
 from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
 from skyrl_tx.engine.extension import EngineExtension
 from skyrl_tx.engine.fair_share import FairShare
 from skyrl_tx.engine.housekeeping import ApiUptime, Housekeeping
 from skyrl_tx.engine.intake import Intake
-from skyrl_tx.engine.meters import EngineMetrics
+from skyrl_tx.engine.metrics import EngineMetrics
 from skyrl_tx.engine.observers import ResultObservers
 from skyrl_tx.engine.recovery import Recovery, make_artifact_metadata
 from skyrl_tx.engine.request_log import DeliveryAttempts, RequestLog
-from skyrl_tx.engine.residency import ModelCache, SamplerCache
 from skyrl_tx.engine.retention import Retention
 from skyrl_tx.engine.sampling import SamplingExecutor
 from skyrl_tx.engine.schedule import Schedule

@@ -14,7 +14,7 @@ from skyrl_tx.contract.backend import Snapshot
 from skyrl_tx.contract.errors import ServerError
 from skyrl_tx.contract.ids import ArtifactId, ModelId, RequestId, SamplerId, SamplingSessionId
 from skyrl_tx.engine.background_writer import BackgroundWriter
-from skyrl_tx.store import samplers
+from skyrl_tx.store import sampling_sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreUnreachable
 
@@ -66,13 +66,13 @@ class EphemeralSamplers:
 
     def is_missing(self, name: SamplingSessionId, sampler: SamplerId) -> bool:
         """Whether a sampling session uses the sampler that was created for it, and its files were never written."""
-        row = self.store.read(lambda tx: samplers.get(tx, name))
+        row = self.store.read(lambda tx: sampling_sessions.get(tx, name))
         return row is not None and row.sampler_id is not None and not self._has_files(sampler)
 
     def find_lost(self) -> dict[ModelId, dict[RequestId, SamplerId]]:
         """Return the samplers whose files a crash prevented, by model and by the save that created them."""
         lost: dict[ModelId, dict[RequestId, SamplerId]] = {}
-        ephemeral = self.store.read(lambda tx: samplers.list_ephemeral(tx, self.store.engine_number))
+        ephemeral = self.store.read(lambda tx: sampling_sessions.list_ephemeral(tx, self.store.engine_number))
         present = set(self.artifacts.list_ids()) if ephemeral else set[ArtifactId]()
         for each in ephemeral:
             if make_sampler_id(each.request_id) == each.sampler_id and each.sampler_id not in present:
@@ -86,7 +86,7 @@ class EphemeralSamplers:
         """
         if not self.store.is_shared or self._has_files(sampler):
             return None
-        return self.store.read(lambda tx: samplers.find_model(tx, sampler))
+        return self.store.read(lambda tx: sampling_sessions.find_model(tx, sampler))
 
     def mark_lost(self, lost: Iterable[SamplerId], reason: str) -> None:
         """Record why samplers cannot be used. Restoring their model clears it."""
@@ -136,7 +136,9 @@ class EphemeralSamplers:
                 unwritten.error = error
                 return
             del self._unwritten[sampler]
-            self.store.write_soon(lambda tx: samplers.set_size(tx, unwritten.model_id, sampler, artifact.size_bytes))
+            self.store.write_soon(
+                lambda tx: sampling_sessions.set_size(tx, unwritten.model_id, sampler, artifact.size_bytes)
+            )
 
         self.background_writer.submit(
             lambda: self.artifacts.create(unwritten.snapshot.write, metadata, ArtifactId(sampler)),

@@ -11,11 +11,11 @@ from skyrl_tx.contract.requests import Sample
 from skyrl_tx.contract.results import ForwardBackwardOutput, OptimStepOutput, SampleOutput
 from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.admission import MakeAdmission
+from skyrl_tx.engine.device_cache import LiveModel
 from skyrl_tx.engine.request_log import ObserverRows, QueuedRequest
-from skyrl_tx.engine.residency import LiveModel
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.samplers import Origin
+from skyrl_tx.store.sampling_sessions import Origin
 
 Key = TypeVar("Key")
 

@@ -34,11 +34,11 @@ from skyrl_tx.contract.requests import (
 from skyrl_tx.engine import prepare
 from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
+from skyrl_tx.engine.device_cache import LiveModel
 from skyrl_tx.engine.ephemeral_samplers import make_sampler_id
 from skyrl_tx.engine.recovery import LoggedRequest, Recovery
 from skyrl_tx.engine.request_log import QueuedRequest
-from skyrl_tx.engine.residency import LiveModel
-from skyrl_tx.store import audit, checkpoints, manifests, models, samplers
+from skyrl_tx.store import audit, checkpoints, manifests, models, sampling_sessions
 from skyrl_tx.store.tables import CheckpointRow, SamplingSessionRow
 
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -244,7 +244,7 @@ def _save_ephemeral(context: EngineContext, queued: QueuedRequest, model_id: Mod
     """Capture a model's weights as a sampler, commit the result, and start to write the files."""
     name = request.sampling_session_id
     assert name is not None
-    if context.store.read(lambda tx: samplers.get(tx, name)) is not None:
+    if context.store.read(lambda tx: sampling_sessions.get(tx, name)) is not None:
         raise UserError(f"sampling_session_seq_id: {name} exists already")
     context.ephemeral_samplers.check_capacity()
     context.models.ensure_resident([model_id])
@@ -268,9 +268,9 @@ def _save_ephemeral(context: EngineContext, queued: QueuedRequest, model_id: Mod
             is_inflight=request.is_inflight,
             step=step,
         )
-        samplers.create_session(tx, session)
+        sampling_sessions.create_session(tx, session)
         if request.is_inflight:
-            samplers.update_inflight(tx, model_id, sampler, step)
+            sampling_sessions.update_inflight(tx, model_id, sampler, step)
 
     result = results.SaveWeightsOutput(kind=request.kind, sampling_session_id=name)
     context.request_log.commit(queued, result, rows, effect_order=effect_order)

@@ -11,12 +11,12 @@ from skyrl_tx.contract.ids import ModelId, SamplerId, SamplingSessionId
 from skyrl_tx.contract.requests import Sample
 from skyrl_tx.contract.results import ForwardBackwardOutput, OptimStepOutput, SampleOutput
 from skyrl_tx.engine.activity import DeviceTime
+from skyrl_tx.engine.device_cache import LiveModel
 from skyrl_tx.engine.extension import ResultObserver, RowLimit
 from skyrl_tx.engine.request_log import ObserverRows, QueuedRequest
-from skyrl_tx.engine.residency import LiveModel
-from skyrl_tx.store import samplers
+from skyrl_tx.store import sampling_sessions
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.samplers import BASE_WEIGHTS, Origin
+from skyrl_tx.store.sampling_sessions import BASE_WEIGHTS, Origin
 
 _MAX_ORIGINS = 4096
 
@@ -73,7 +73,7 @@ class ResultObservers:
             return BASE_WEIGHTS
         origin = self._origins.get((name, sampler)) or self._origins.get((None, sampler))
         if origin is None:
-            origin = self.store.read(lambda tx: samplers.find_origin(tx, name, sampler))
+            origin = self.store.read(lambda tx: sampling_sessions.find_origin(tx, name, sampler))
             self._remember_origin(name, sampler, origin)
         return origin
 

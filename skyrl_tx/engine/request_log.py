@@ -19,7 +19,7 @@ from skyrl_tx.contract.errors import ServerError
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import ModelPass, ModelSpec, Rejected, Request, Sample
 from skyrl_tx.contract.results import Failure, OptimStepOutput, Result
-from skyrl_tx.engine.meters import EngineMetrics
+from skyrl_tx.engine.metrics import EngineMetrics
 from skyrl_tx.process.failpoints import failpoint
 from skyrl_tx.store import futures, models
 from skyrl_tx.store.database import Store, StoreError

@@ -7,7 +7,16 @@ from sqlmodel import Session
 
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.engine.extension import EngineExtension, RetentionClock, RetentionRule
-from skyrl_tx.store import audit, checkpoints, custom_losses, partials, pruning, samplers, sessions, stability
+from skyrl_tx.store import (
+    audit,
+    checkpoints,
+    custom_losses,
+    partials,
+    pruning,
+    recorded_logprobs,
+    sampling_sessions,
+    sessions,
+)
 
 
 def _expire_checkpoints(tx: Session, clock: RetentionClock) -> None:
@@ -19,7 +28,7 @@ def _expire_checkpoints(tx: Session, clock: RetentionClock) -> None:
 def _release_samplers(tx: Session, clock: RetentionClock) -> None:
     settings = clock.settings
     before = clock.compute_cutoff(settings.sampler_retention_s)
-    samplers.release_unused(tx, before, max_bytes=settings.max_ephemeral_sampler_bytes)
+    sampling_sessions.release_unused(tx, before, max_bytes=settings.max_ephemeral_sampler_bytes)
 
 
 def _finish_sessions(tx: Session, clock: RetentionClock) -> None:
@@ -52,7 +61,7 @@ def _prune_sessions(tx: Session, clock: RetentionClock) -> int:
 _CORE_RULES = (
     RetentionRule(name="checkpoints", expire=_expire_checkpoints),
     RetentionRule(name="ephemeral samplers", expire=_release_samplers, prune=_prune_sampling_sessions),
-    RetentionRule(name="recorded logprobs", expire=lambda tx, clock: stability.expire(tx, clock.now)),
+    RetentionRule(name="recorded logprobs", expire=lambda tx, clock: recorded_logprobs.expire(tx, clock.now)),
     RetentionRule(name="custom losses", expire=lambda tx, clock: custom_losses.expire(tx, clock.now)),
     RetentionRule(name="partial results", expire=lambda tx, _: partials.prune(tx)),
     RetentionRule(name="sessions", expire=_finish_sessions, prune=_prune_sessions),

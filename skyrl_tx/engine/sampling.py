@@ -17,12 +17,12 @@ from skyrl_tx.contract.results import SampleDelta
 from skyrl_tx.engine import prepare
 from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
+from skyrl_tx.engine.device_cache import SlotsBusy
 from skyrl_tx.engine.request_log import QueuedRequest
-from skyrl_tx.engine.residency import SlotsBusy
 from skyrl_tx.engine.sample_output import SampleAssembler
 from skyrl_tx.engine.sample_queue import OwnerKey, SampleQueue, get_owner_key, get_sample
 from skyrl_tx.process.failpoints import failpoint
-from skyrl_tx.store import completions, partials, samplers, stability
+from skyrl_tx.store import completions, partials, recorded_logprobs, sampling_sessions
 from skyrl_tx.store.engine_state import REQUEST_BYTES
 
 _log = logging.getLogger(__name__)
@@ -381,11 +381,11 @@ class SamplingExecutor:
         def rows(tx: Session) -> None:
             name, now = queued.sampling_session_id, time.time()
             if name is not None:
-                samplers.record_use(tx, name, now)
+                sampling_sessions.record_use(tx, name, now)
             if queued.is_streamed:
                 partials.delete_by_request(tx, queued.request_id)
             if request.is_recorded:
-                stability.record(tx, queued.session_id, request.prompt.size, logprobs, now)
+                recorded_logprobs.record(tx, queued.session_id, request.prompt.size, logprobs, now)
 
         observed = self._context.observers.observe_sample(queued, request, output, time.time(), running.clock_s)
         self._context.request_log.commit(queued, output, rows, observed=observed)

@@ -32,7 +32,7 @@ from skyrl_tx.contract.backend import AbstractBackend, BackendSpec
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import BackendLost, RequestError
 from skyrl_tx.engine.engine import Engine
-from skyrl_tx.engine.meters import EngineMetrics
+from skyrl_tx.engine.metrics import EngineMetrics
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.launch.app import App, load_engine_extensions
 from skyrl_tx.process.exposition import MetricsSocket, get_socket_path, render, serve_http

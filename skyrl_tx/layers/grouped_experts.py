@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from skyrl_tx.layers.kernels.choice import MultiplyTiles
+from skyrl_tx.layers.kernels.registry import MultiplyTiles
 from skyrl_tx.layers.lora import LoraPair
 from skyrl_tx.layers.tiles import AddedProducts
 

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from skyrl_tx.layers import grouped_experts
 from skyrl_tx.layers.grouped_experts import TiledMap
-from skyrl_tx.layers.kernels.choice import NO_KERNELS, Kernels, MultiplyTiles
+from skyrl_tx.layers.kernels.registry import NO_KERNELS, Kernels, MultiplyTiles
 from skyrl_tx.layers.lora import (
     Adapter,
     ExpertMap,

@@ -13,7 +13,6 @@ from skyrl_tx.models.adapters import (
     init_adapter,
     make_adapter_format,
 )
-from skyrl_tx.models.base import ModelFamily
 from skyrl_tx.models.config import HfConfig, ModelConfig
 from skyrl_tx.models.decoder import (
     constrain_cache,
@@ -26,6 +25,7 @@ from skyrl_tx.models.decoder import (
     target_logprobs,
 )
 from skyrl_tx.models.deepseek_v3 import DEEPSEEK_V3
+from skyrl_tx.models.family import ModelFamily
 from skyrl_tx.models.gemma3 import GEMMA3
 from skyrl_tx.models.glm4_moe import GLM4_MOE
 from skyrl_tx.models.glm4_moe_lite import GLM4_MOE_LITE

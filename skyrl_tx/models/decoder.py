@@ -1,7 +1,7 @@
 """The decoder that all families share; what differs between them is data in `ModelConfig`.
 
 Legend: B batch, T tokens, D embed, V vocab, n layers of a stack, S rows of a decode step.
-The interface is described in `skyrl_tx.models.base`.
+The interface is described in `skyrl_tx.models.family`.
 """
 
 import math

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_tx.layers.router import Routing
-from skyrl_tx.models.base import ModelFamily, read_dense
 from skyrl_tx.models.config import Block, HfConfig, check_values, read_required, read_rope, read_size
+from skyrl_tx.models.family import ModelFamily, read_dense
 from skyrl_tx.models.parts.base import FeedForward
 from skyrl_tx.models.parts.feed_forward import Mixture
 from skyrl_tx.models.parts.latent_attention import LatentAttention

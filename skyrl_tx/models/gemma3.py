@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from skyrl_tx.layers.rope import Rope
-from skyrl_tx.models.base import ModelFamily, UnsupportedModel, read_attention, read_dense, read_window
 from skyrl_tx.models.config import Block, HfConfig, check_values, read_required, read_rope, read_size
+from skyrl_tx.models.family import ModelFamily, UnsupportedModel, read_attention, read_dense, read_window
 from skyrl_tx.weights.weight_map import DENSE_WEIGHTS, QK_NORM_WEIGHTS, offset_norms, with_output_norms
 
 ACCEPTED: Mapping[str, tuple[Any, ...]] = {

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from skyrl_tx.models.base import ModelFamily, read_attention
 from skyrl_tx.models.config import Block, HfConfig, check_values
 from skyrl_tx.models.deepseek_v3 import ACCEPTED, read_feed_forwards
+from skyrl_tx.models.family import ModelFamily, read_attention
 from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.weights.weight_map import (
     DENSE_WEIGHTS,

@@ -1,8 +1,8 @@
 """GLM-4.7-Flash: the parts of DeepSeek-V3 in a small model. Zhipu AI 2026."""
 
-from skyrl_tx.models.base import ModelFamily, read_dense
 from skyrl_tx.models.config import Block, HfConfig, check_values, read_size
 from skyrl_tx.models.deepseek_v3 import ACCEPTED, WEIGHTS, read_latent_attention, read_routed_experts
+from skyrl_tx.models.family import ModelFamily, read_dense
 from skyrl_tx.models.parts.base import UnsupportedModel
 
 

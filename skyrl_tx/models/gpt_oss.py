@@ -5,8 +5,8 @@ from typing import Any
 
 from skyrl_tx.layers.moe import Clamp
 from skyrl_tx.layers.router import Routing
-from skyrl_tx.models.base import ModelFamily, read_attention, read_window
 from skyrl_tx.models.config import Block, HfConfig, read_size
+from skyrl_tx.models.family import ModelFamily, read_attention, read_window
 from skyrl_tx.models.parts.base import UnsupportedModel
 from skyrl_tx.models.parts.feed_forward import Mixture
 from skyrl_tx.weights.weight_map import (

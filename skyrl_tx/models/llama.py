@@ -1,6 +1,6 @@
 """Llama 2 and 3, dense. Llama Team 2024, arXiv:2407.21783."""
 
-from skyrl_tx.models.base import ModelFamily, make_dense_reader
+from skyrl_tx.models.family import ModelFamily, make_dense_reader
 from skyrl_tx.weights.weight_map import DENSE_WEIGHTS
 
 LLAMA = ModelFamily(

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from skyrl_tx.models.base import ModelFamily, read_attention, read_dense, read_window
 from skyrl_tx.models.config import Block, HfConfig, read_size
+from skyrl_tx.models.family import ModelFamily, read_attention, read_dense, read_window
 from skyrl_tx.weights.weight_map import DENSE_WEIGHTS
 
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from skyrl_tx.models.base import ModelFamily, UnsupportedModel, read_attention, read_dense, read_epsilon
 from skyrl_tx.models.config import Block, HfConfig, check_values, read_size
 from skyrl_tx.models.deepseek_v3 import read_routed_experts
+from skyrl_tx.models.family import ModelFamily, UnsupportedModel, read_attention, read_dense, read_epsilon
 from skyrl_tx.models.parts.feed_forward import Mixture
 from skyrl_tx.models.parts.mamba import Mamba
 from skyrl_tx.weights.weight_map import NEMOTRON_WEIGHTS

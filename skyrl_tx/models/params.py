@@ -13,7 +13,7 @@ from flax import struct
 
 from skyrl_tx.layers import cache_state
 from skyrl_tx.layers.cache_state import Cache, LayerCache, get_position_axes
-from skyrl_tx.layers.kernels.choice import NO_KERNELS, Kernels
+from skyrl_tx.layers.kernels.registry import NO_KERNELS, Kernels
 from skyrl_tx.layers.kv_cache import PAGE_SIZE
 from skyrl_tx.layers.parameter import Axis, Parameter
 from skyrl_tx.layers.sharding import UNSHARDED, Layout

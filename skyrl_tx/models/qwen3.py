@@ -1,6 +1,6 @@
 """Qwen3, dense: normalised queries and keys. Qwen Team 2025, arXiv:2505.09388."""
 
-from skyrl_tx.models.base import ModelFamily, make_dense_reader
+from skyrl_tx.models.family import ModelFamily, make_dense_reader
 from skyrl_tx.weights.weight_map import DENSE_WEIGHTS, QK_NORM_WEIGHTS
 
 QWEN3 = ModelFamily(

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from skyrl_tx.models.base import ModelFamily, UnsupportedModel, read_attention, read_dense, read_epsilon
 from skyrl_tx.models.config import Block, HfConfig, check_values, read_size
+from skyrl_tx.models.family import ModelFamily, UnsupportedModel, read_attention, read_dense, read_epsilon
 from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.models.parts.base import Mixer
 from skyrl_tx.models.parts.delta_net import DeltaNet

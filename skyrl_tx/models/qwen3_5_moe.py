@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_tx.models.base import ModelFamily
 from skyrl_tx.models.config import Block, HfConfig, check_values, read_size
+from skyrl_tx.models.family import ModelFamily
 from skyrl_tx.models.qwen3_5 import MIXER_DEFAULTS, read_mixers
 from skyrl_tx.models.qwen3_moe import read_mixture
 from skyrl_tx.weights.weight_map import (

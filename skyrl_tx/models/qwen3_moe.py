@@ -1,8 +1,8 @@
 """Qwen3-MoE: Qwen3 with a mixture of experts in place of most feed-forwards. Qwen Team 2025, arXiv:2505.09388."""
 
 from skyrl_tx.layers.router import Routing
-from skyrl_tx.models.base import ModelFamily, read_attention, read_dense
 from skyrl_tx.models.config import Block, HfConfig, read_size
+from skyrl_tx.models.family import ModelFamily, read_attention, read_dense
 from skyrl_tx.models.parts.base import FeedForward
 from skyrl_tx.models.parts.feed_forward import Mixture
 from skyrl_tx.weights.weight_map import DENSE_WEIGHTS, EXPERT_WEIGHTS, QK_NORM_WEIGHTS

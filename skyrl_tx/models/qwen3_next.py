@@ -1,7 +1,7 @@
 """Qwen3-Next: as Qwen3.5 with experts, with the maps of delta nets stored head by head. Qwen Team 2025."""
 
-from skyrl_tx.models.base import ModelFamily
 from skyrl_tx.models.config import Block, HfConfig, read_size
+from skyrl_tx.models.family import ModelFamily
 from skyrl_tx.models.qwen3_5 import MIXER_DEFAULTS, read_mixers
 from skyrl_tx.models.qwen3_5_moe import WEIGHTS
 from skyrl_tx.models.qwen3_moe import read_feed_forwards, read_mixture

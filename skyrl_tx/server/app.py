@@ -33,7 +33,7 @@ from skyrl_tx.server.identity.authentication import OWNER, Authenticator, Caller
 from skyrl_tx.server.identity.scopes import API_PREFIX as _PREFIX
 from skyrl_tx.server.monitoring.engine_status import AdmissionControl, EngineHealth
 from skyrl_tx.server.monitoring.metrics import ApiMetrics
-from skyrl_tx.server.monitoring.server_sampler import ServerMonitor
+from skyrl_tx.server.monitoring.server_monitor import ServerMonitor
 from skyrl_tx.server.routes import (
     downloads,
     futures,

@@ -8,7 +8,7 @@ from sqlalchemy.sql.elements import ColumnElement
 from sqlmodel import Session, col, select
 
 from skyrl_tx.contract.ids import ArtifactId, ModelId, SessionId
-from skyrl_tx.store import checkpoints, pruning, samplers, sessions
+from skyrl_tx.store import checkpoints, pruning, sampling_sessions, sessions
 from skyrl_tx.store.database import execute, get_existing
 from skyrl_tx.store.pruning import RemoveRows
 from skyrl_tx.store.tables import (
@@ -281,7 +281,7 @@ def delete(tx: Session, model_id: ModelId, remove_rows: RemoveRows) -> None:
     if row.status in ("creating", "ready"):
         raise ValueError(f"run {model_id} is {row.status}")
     pruning.delete_high_water_marks(tx, [f"model/{model_id}"])
-    pruning.delete_sampling_marks(tx, samplers.list_ids_by_model(tx, model_id))
+    pruning.delete_sampling_marks(tx, sampling_sessions.list_ids_by_model(tx, model_id))
     for table in (CheckpointRow, SnapshotRow, RequestRow, SamplingSessionRow):
         execute(tx, delete_from(table).where(col(table.model_id) == model_id))
     remove_rows(tx, [model_id])

@@ -17,7 +17,7 @@ from typing import TypeVar
 from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine, event
 from sqlmodel import Session
 
-from skyrl_tx.artifacts.place import forget_identity
+from skyrl_tx.artifacts.location import forget_identity
 from skyrl_tx.store.dialect import (
     DATABASE_NAME,
     DISK_FAILED,

@@ -13,7 +13,7 @@ import httpx
 import pytest
 import tinker
 
-from skyrl_tx.apps.history import logged, points
+from skyrl_tx.apps.history import logged_metrics, points
 from skyrl_tx.apps.history.client_metrics import ACTIVE_S
 from skyrl_tx.apps.history.points import Point
 from skyrl_tx.compose import APPS
@@ -376,8 +376,8 @@ def test_a_run_deleted_for_good_takes_its_metrics_along(ann: User, keyed: LiveSt
     def work(tx) -> int:
         models.set_status(tx, run, "unloaded")
         models.delete(tx, run, Retention.collect(load_engine_extensions(APPS)).delete_runs)
-        logged.prune(tx, 1.0, limit=10)
-        return len(logged.list_runs(tx, ann.owner))
+        logged_metrics.prune(tx, 1.0, limit=10)
+        return len(logged_metrics.list_runs(tx, ann.owner))
 
     assert keyed.server.store.write(work) == 0
 

@@ -12,9 +12,9 @@ from sqlmodel import Session
 
 from skyrl_tx.apps.console.guard import CONTENT_SECURITY_POLICY
 from skyrl_tx.apps.console.site import TABLES
-from skyrl_tx.apps.history import kept_samples, logged, points
+from skyrl_tx.apps.history import kept_samples, logged_metrics, points
 from skyrl_tx.apps.history.kept_samples import NewGroup, NewSample
-from skyrl_tx.apps.history.logged import LoggedRun, NewLoggedPoint
+from skyrl_tx.apps.history.logged_metrics import LoggedRun, NewLoggedPoint
 from skyrl_tx.apps.history.points import Point
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.server.settings import ApiSettings
@@ -373,8 +373,8 @@ def test_a_checkpoint_is_published_given_a_lifetime_deleted_and_restored(
 
 def test_a_logged_run_is_shown_in_a_run_and_removed(world: ConsoleWorld, names: dict[str, str], ann_key: str) -> None:
     def log(tx: Session, owner: str) -> int:
-        row = logged.open_run(tx, LoggedRun(owner=owner, project="p", key=HOSTILE, name=HOSTILE), time.time())
-        logged.add_points(tx, row, [NewLoggedPoint(log_id="1", step=1, values={"reward": 0.5})], time.time())
+        row = logged_metrics.open_run(tx, LoggedRun(owner=owner, project="p", key=HOSTILE, name=HOSTILE), time.time())
+        logged_metrics.add_points(tx, row, [NewLoggedPoint(log_id="1", step=1, values={"reward": 0.5})], time.time())
         return row.logged_run_id or 0
 
     number, other = (world.server.store.write(lambda tx, owner=owner: log(tx, owner)) for owner in (OWNER, "bob"))

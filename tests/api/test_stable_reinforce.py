@@ -15,7 +15,7 @@ from tinker import types
 
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.server.settings import ApiSettings
-from skyrl_tx.store import stability
+from skyrl_tx.store import recorded_logprobs
 from skyrl_tx.store.tables import StabilityRow
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
@@ -193,7 +193,7 @@ def test_reuse_extends_expiry(server: Server, service: tinker.ServiceClient, epi
 
     model = moved_away(service)
     old, used = ({span.sequence_id for span in episode.spans} for episode in episodes)
-    server.store.write(lambda tx: stability.touch(tx, old, 1.0))
+    server.store.write(lambda tx: recorded_logprobs.touch(tx, old, 1.0))
     with pytest.raises(tinker.RequestFailedError, match="within a day of sampling"):
         model.forward([episodes[0].datum(1.0)], "stable_reinforce").result()
     before = last_used()

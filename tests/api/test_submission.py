@@ -14,7 +14,7 @@ from skyrl_tx.contract import requests
 from skyrl_tx.contract.ids import ModelId, SamplerId, SamplingSessionId, SessionId
 from skyrl_tx.server.submission import sampling, wire_pb2
 from skyrl_tx.server.submission.tensors import to_proto
-from skyrl_tx.store import samplers
+from skyrl_tx.store import sampling_sessions
 from skyrl_tx.store.tables import SamplingSessionRow
 from tests.support.live_api import Server
 from tests.support.waiting import until
@@ -247,12 +247,12 @@ def test_sample_uses_the_weights_that_an_inflight_save_puts_there_meanwhile(serv
         last_used_at=time.time(),
         is_inflight=True,
     )
-    server.store.write(lambda tx: samplers.create_session(tx, row))
+    server.store.write(lambda tx: sampling_sessions.create_session(tx, row))
     translate, translated = sampling.translate_sample, []
 
     def replace_while_translating(schema, sampler_id, *rest):
         translated.append(sampler_id)
-        server.store.write(lambda tx: samplers.update_inflight(tx, model_id, new))
+        server.store.write(lambda tx: sampling_sessions.update_inflight(tx, model_id, new))
         return translate(schema, sampler_id, *rest)
 
     monkeypatch.setattr(sampling, "translate_sample", replace_while_translating)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from skyrl_tx.backends.jax.sample.jax_programs import ModelRunner
+from skyrl_tx.backends.jax.sample.model_runner import ModelRunner
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import RequestId, SamplerId

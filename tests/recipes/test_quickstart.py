@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from skyrl_tx.apps.history import logged
+from skyrl_tx.apps.history import logged_metrics
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store.database import Store
 from skyrl_tx.tools.quickstart.model import write_tiny_model
@@ -73,7 +73,7 @@ def test_quickstart_logs_its_reward_to_its_run(tmp_path):
     link = re.search(r"^Watch it live: http://127\.0\.0\.1:\d+/training_runs/(\S+) ", done.stdout, re.MULTILINE)
     assert link and done.stdout.index(link[0]) < done.stdout.index("Supervised:"), "the link comes first"
     store = Store.open(tmp_path / "skyrl-tx-quickstart" / "server", role="tool")
-    points = store.read(lambda tx: logged.read_points_of_model(tx, ModelId(link[1])))
+    points = store.read(lambda tx: logged_metrics.read_points_of_model(tx, ModelId(link[1])))
     store.close()
     curves = {name: sorted(point.step for point in points if name in point.values) for name in CURVES}
     assert curves == {"train_nll": [1, 2], "held_out_nll": [0, 2], "reward": [3], "held_out_reward": [2, 3]}

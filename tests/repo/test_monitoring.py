@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from skyrl_tx.engine.meters import EngineMetrics
+from skyrl_tx.engine.metrics import EngineMetrics
 from skyrl_tx.process.exposition import render
 from skyrl_tx.server.monitoring.metrics import ApiMetrics
 

@@ -24,7 +24,7 @@ from skyrl_tx.engine.extension import EngineExtension
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.launch.app import load_engine_extensions
 from skyrl_tx.launch.engine_process import open_store, run_engine
-from skyrl_tx.store import futures, models, placement, samplers, sessions
+from skyrl_tx.store import futures, models, placement, sampling_sessions, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.futures import NewRequest
 from skyrl_tx.store.tables import ModelRow, RequestRow
@@ -160,7 +160,7 @@ class EngineHarness:
             save = requests.SaveWeights(kind="sampler_weights", name=None, sampling_session_id=name)
             last = self.submit(save, model_id=model_id, seq_id=seq_id)
         self.run(last)
-        rows = [self.api.read(lambda tx, name=name: samplers.get(tx, name)) for name in names]
+        rows = [self.api.read(lambda tx, name=name: sampling_sessions.get(tx, name)) for name in names]
         return [row.sampler_id for row in rows if row is not None and row.sampler_id is not None]
 
     def run(

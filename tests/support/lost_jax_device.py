@@ -9,13 +9,13 @@ import jax
 
 from skyrl_tx.backends.jax import devices
 from skyrl_tx.backends.jax.sample import programs
-from skyrl_tx.backends.jax.train import adapters, step
+from skyrl_tx.backends.jax.train import forward_backward, training_state
 
 PROGRAMS = (
-    (step, "forward"),
-    (step, "accumulate"),
-    (adapters, "adamw_step"),
-    (programs, "extend"),
+    (forward_backward, "forward"),
+    (forward_backward, "accumulate"),
+    (training_state, "adamw_step"),
+    (programs, "prefill"),
     (programs, "compute_first_logits"),
     (programs, "decode_slice"),
     (programs, "run_rows"),

@@ -14,7 +14,7 @@ from sqlmodel import Session
 from skyrl_tx.contract import codec, requests, results
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import ArtifactId, CheckpointKind, ModelId, SamplerId
-from skyrl_tx.store import checkpoints, engine_state, futures, models, samplers
+from skyrl_tx.store import checkpoints, engine_state, futures, models, sampling_sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.futures import PendingRequest
 from skyrl_tx.store.tables import CheckpointRow, EngineStateRow, SamplingSessionRow
@@ -95,7 +95,7 @@ class ScriptedEngine:
         artifact = f"artifact-{len(self.seen)}"
         if request.name is None:
             assert request.sampling_session_id is not None
-            samplers.create_session(
+            sampling_sessions.create_session(
                 tx,
                 SamplingSessionRow(
                     sampling_session_id=request.sampling_session_id,

@@ -1,6 +1,6 @@
 """Shares the traces by which the memory of training is counted, most of the time of tests of plans.
 
-What a trace keeps follows from shapes, layout, kernels and configuration alone, see `skyrl_tx.backends.jax.costs`.
+What a trace keeps follows from shapes, layout, kernels and configuration alone, see `skyrl_tx.backends.jax.training_costs`.
 """
 
 from collections.abc import Generator, Hashable
@@ -11,10 +11,10 @@ import jax
 import pytest
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax import costs
+from skyrl_tx.backends.jax import training_costs
 from skyrl_tx.layers.remat import RematPolicy
 
-_trace = costs.trace_residuals
+_trace = training_costs.trace_residuals
 _traces: dict[Hashable, list[jax.ShapeDtypeStruct]] = {}
 
 
@@ -22,7 +22,14 @@ def _arrays_kept(
     params: models.DecoderParams, config: models.ModelConfig, length: int, policy: RematPolicy
 ) -> list[jax.ShapeDtypeStruct]:
     leaves, structure = jax.tree.flatten(params)
-    key = (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves), config, length, policy, costs.DEFAULT_RANK)
+    key = (
+        structure,
+        tuple((leaf.shape, leaf.dtype) for leaf in leaves),
+        config,
+        length,
+        policy,
+        training_costs.DEFAULT_RANK,
+    )
     if key not in _traces:
         _traces[key] = _trace(params, config, length, policy)
     return _traces[key]
@@ -31,7 +38,7 @@ def _arrays_kept(
 @contextmanager
 def shared_traces() -> Generator[None]:
     """Trace each model once while the context is open, and once in a process."""
-    with mock.patch.object(costs, "trace_residuals", _arrays_kept):
+    with mock.patch.object(training_costs, "trace_residuals", _arrays_kept):
         yield
 
 

@@ -10,7 +10,7 @@ from skyrl_tx.apps.console import curves, queries, samples
 from skyrl_tx.apps.console.format import shorten_id
 from skyrl_tx.apps.console.queries import RequestLine, RunLine
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit, make_csv_response, see_other
-from skyrl_tx.apps.history import kept_samples, logged, logged_runs, points
+from skyrl_tx.apps.history import kept_samples, logged_metrics, logged_runs, points
 from skyrl_tx.apps.history.curves import CURVES, OptimizerStep, draw_spark, fold_newest_points, thin_steps
 from skyrl_tx.apps.history.hints import Hint, find_device_users, find_hints, find_slow_since
 from skyrl_tx.apps.history.tables import LoggedRunRow
@@ -118,10 +118,10 @@ def _find_run(visit: Visit, model_id: str | None = None) -> RunLine:
 
 def _list_logged(tx: Session, visit: Visit, line: RunLine) -> tuple[list[LoggedRunRow], list[LoggedRunRow]]:
     """Return the logged runs that are shown in a run, and for its owner the newest ones that are shown in none."""
-    joined = logged.list_runs(tx, line.owner, model_id=line.model_id, limit=_LOGGED_RUNS)
+    joined = logged_metrics.list_runs(tx, line.owner, model_id=line.model_id, limit=_LOGGED_RUNS)
     if not visit.caller.can_act_for(line.owner):
         return joined, []
-    return joined, logged.list_runs(tx, line.owner, is_free=True, limit=_LOGGED_RUNS)
+    return joined, logged_metrics.list_runs(tx, line.owner, is_free=True, limit=_LOGGED_RUNS)
 
 
 def _find_hints(visit: Visit, line: RunLine, steps: Sequence[OptimizerStep]) -> Sequence[Hint]:
@@ -259,9 +259,7 @@ def find_reward(values: Mapping[str, float | None]) -> float | None:
     """Return the reward among metrics that a client logged, under any of its usual names; None without one."""
     named = [name for name in values if "reward" in name.lower()]
     exact = [
-        name
-        for name in named
-        if name.lower().rpartition("/")[2] in ("reward", "reward_mean", "mean_reward", "total")
+        name for name in named if name.lower().rpartition("/")[2] in ("reward", "reward_mean", "mean_reward", "total")
     ]
     return values[(exact or named)[0]] if named else None
 

@@ -13,8 +13,8 @@ from typing import cast
 
 from sqlmodel import Session
 
-from skyrl_tx.apps.history import logged
-from skyrl_tx.apps.history.logged import LoggedRun, NewLoggedPoint
+from skyrl_tx.apps.history import logged_metrics
+from skyrl_tx.apps.history.logged_metrics import LoggedRun, NewLoggedPoint
 from skyrl_tx.apps.history.schemas import MAX_METRICS, MAX_NAME_LENGTH, MAX_STEP, Values
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, SessionId
@@ -63,7 +63,7 @@ def store_metrics(store: Store, metrics: RunMetrics, now: float) -> int:
     """Store points of a logged run; return how many are new. Raises UserError if the owner has too many runs."""
 
     def work(tx: Session, points: Sequence[NewLoggedPoint]) -> int:
-        row = logged.open_run(
+        row = logged_metrics.open_run(
             tx,
             metrics.run,
             now,
@@ -74,8 +74,8 @@ def store_metrics(store: Store, metrics: RunMetrics, now: float) -> int:
         if row.seeks_model:
             found = find_candidate_models(tx, metrics.run, row.config, now)
             if found:
-                logged.set_model(tx, row, found[0].model_id if len(found) == 1 else None)
-        return logged.add_points(tx, row, points, now)
+                logged_metrics.set_model(tx, row, found[0].model_id if len(found) == 1 else None)
+        return logged_metrics.add_points(tx, row, points, now)
 
     return sum(store.write(lambda tx, part=part: work(tx, part)) for part in _split_points(metrics.points))
 

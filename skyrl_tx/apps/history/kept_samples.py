@@ -19,7 +19,7 @@ from skyrl_tx.apps.history.tables import KeptSampleRow
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.store.database import Store, execute, execute_in_batches, is_in_batch
-from skyrl_tx.store.samplers import Origin
+from skyrl_tx.store.sampling_sessions import Origin
 
 MAX_ROWS = 1000
 _MAX_STEPS = 256

@@ -2,7 +2,7 @@
 
 from sqlmodel import Session
 
-from skyrl_tx.apps.history import logged
+from skyrl_tx.apps.history import logged_metrics
 from skyrl_tx.apps.history.tables import LoggedRunRow
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.server.errors import bad_request, not_found
@@ -13,7 +13,7 @@ from skyrl_tx.store import models
 
 def find_logged_run(tx: Session, caller: Principal, logged_run_id: int) -> LoggedRunRow:
     """Find a logged run. Raises ApiError 404 if the caller has none of this id."""
-    row = logged.get_run(tx, logged_run_id)
+    row = logged_metrics.get_run(tx, logged_run_id)
     if row is None or not caller.can_act_for(row.owner):
         raise not_found(f"logged run {logged_run_id} does not exist")
     return row
@@ -23,9 +23,9 @@ def join_logged_run(tx: Session, caller: Principal, logged_run_id: int, run_id: 
     """Join a logged run to a training run of the same owner, or with None to none. Raises ApiError 400 or 404."""
     row = find_logged_run(tx, caller, logged_run_id)
     if run_id is None:
-        logged.set_model(tx, row, None)
+        logged_metrics.set_model(tx, row, None)
         return
     model_id = access.find_model(tx, caller, ModelId(run_id)).model_id
     if models.get_owner(tx, model_id) != row.owner:
         raise bad_request(f"training_run_id {model_id!r}: it belongs to another owner than the logged run")
-    logged.set_model(tx, row, model_id)
+    logged_metrics.set_model(tx, row, model_id)

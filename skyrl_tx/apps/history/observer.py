@@ -9,7 +9,7 @@ import numpy as np
 from msgspec import UnsetType
 from sqlmodel import Session
 
-from skyrl_tx.apps.history import kept_samples, logged, points
+from skyrl_tx.apps.history import kept_samples, logged_metrics, points
 from skyrl_tx.apps.history.kept_samples import KeptGroups, NewGroup, NewSample, TrainedSequence
 from skyrl_tx.apps.history.points import Point, SampledStep
 from skyrl_tx.contract.arrays import NumberArray
@@ -17,13 +17,13 @@ from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.requests import ModelPass, Sample, SampledSpan
 from skyrl_tx.contract.results import ForwardBackwardOutput, OptimStepOutput, SampleOutput
 from skyrl_tx.engine.activity import DeviceTime
+from skyrl_tx.engine.device_cache import LiveModel
 from skyrl_tx.engine.extension import EngineExtension, ResultObserver, RetentionClock, RetentionRule, RowLimit
 from skyrl_tx.engine.request_log import ObserverRows, QueuedRequest
-from skyrl_tx.engine.residency import LiveModel
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.store import pruning
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.samplers import Origin
+from skyrl_tx.store.sampling_sessions import Origin
 
 _MIN_TEMPERATURE = 0.5
 """Below it, the most likely tokens are drawn whatever the model has learned."""
@@ -218,12 +218,12 @@ def _expire_samples(tx: Session, clock: RetentionClock) -> int:
 
 
 def _prune_logged(tx: Session, clock: RetentionClock) -> int:
-    return logged.prune(tx, clock.now - logged.RETENTION_S, limit=pruning.MAX_ROWS)
+    return logged_metrics.prune(tx, clock.now - logged_metrics.RETENTION_S, limit=pruning.MAX_ROWS)
 
 
 def _forget_models(tx: Session, model_ids: Sequence[ModelId]) -> None:
     for model_id in model_ids:
-        logged.forget_model(tx, model_id)
+        logged_metrics.forget_model(tx, model_id)
 
 
 EXTENSION = EngineExtension(

@@ -14,7 +14,7 @@ from sqlmodel import Session, col
 from skyrl_tx.apps.history.tables import PointKind, RunPointRow, SampledStepRow, encode_numbers
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
-from skyrl_tx.store.prepared import PreparedStatement, make_upsert_builder
+from skyrl_tx.store.prepared_statements import PreparedStatement, make_upsert_builder
 
 MAX_POINTS = 200_000
 """Points of one run; beyond that, half of the steps in its older half are dropped."""

@@ -11,10 +11,10 @@ from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.responses import StreamingResponse
 from sqlmodel import Session
 
-from skyrl_tx.apps.history import logged, logged_runs, schemas, session_trace
+from skyrl_tx.apps.history import logged_metrics, logged_runs, schemas, session_trace
 from skyrl_tx.apps.history import points as stored_points
 from skyrl_tx.apps.history.client_metrics import make_metrics_of_model, store_metrics
-from skyrl_tx.apps.history.logged import LoggedPoint, NewLoggedPoint
+from skyrl_tx.apps.history.logged_metrics import LoggedPoint, NewLoggedPoint
 from skyrl_tx.apps.history.points import Point
 from skyrl_tx.apps.history.session_trace import MAX_SLICES
 from skyrl_tx.apps.history.tables import LoggedRunRow
@@ -59,7 +59,7 @@ def get_metrics(run_id: str, call: Incoming, cursor: str = "0-0", limit: PageSiz
     def work(tx: Session) -> schemas.MetricsResponse:
         model_id = access.find_visible_run(tx, call.caller, ModelId(run_id)).model_id
         points = stored_points.read_points(tx, model_id, after, limit)
-        found = logged.read_points_of_model(tx, model_id, after=logged_after, limit=limit)
+        found = logged_metrics.read_points_of_model(tx, model_id, after=logged_after, limit=limit)
         last = points[-1].position if points else after
         last_logged = found[-1].position if found else logged_after
         return schemas.MetricsResponse(
@@ -85,7 +85,7 @@ def list_logged_runs(
     owner = call.caller.owner_filter if access_scope == "accessible" else call.caller.owner
 
     def work(tx: Session) -> schemas.LoggedRunsResponse:
-        rows = logged.list_runs(tx, owner, project=project, limit=limit, offset=offset)
+        rows = logged_metrics.list_runs(tx, owner, project=project, limit=limit, offset=offset)
         return schemas.LoggedRunsResponse(logged_runs=[_describe_logged_run(row) for row in rows])
 
     return call.store.read(work)
@@ -99,7 +99,7 @@ def get_logged_metrics(
 
     def work(tx: Session) -> schemas.LoggedMetricsResponse:
         logged_runs.find_logged_run(tx, call.caller, logged_run_id)
-        found = logged.read_points(tx, [logged_run_id], after=cursor, limit=limit)
+        found = logged_metrics.read_points(tx, [logged_run_id], after=cursor, limit=limit)
         return schemas.LoggedMetricsResponse(
             logged=[_describe_logged_point(point) for point in found],
             cursor=found[-1].position if found else cursor,

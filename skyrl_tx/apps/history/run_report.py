@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 
 from sqlmodel import Session
 
-from skyrl_tx.apps.history import logged, points
+from skyrl_tx.apps.history import logged_metrics, points
 from skyrl_tx.apps.history.curves import add_samples, fold_newest_points
 from skyrl_tx.apps.history.hints import Hint, find_device_users, find_hints, find_slow_since
-from skyrl_tx.apps.history.logged import LoggedPoint
+from skyrl_tx.apps.history.logged_metrics import LoggedPoint
 from skyrl_tx.apps.history.points import Point
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import ModelId
@@ -206,9 +206,9 @@ def _make_checkpoint_record(row: CheckpointRow) -> Record:
 
 def _read_newest_logged(tx: Session, model_id: ModelId) -> list[LoggedPoint]:
     """Return the newest points that clients logged for a run, by step."""
-    run_ids = [row.logged_run_id for row in logged.list_runs(tx, None, model_id=model_id) if row.logged_run_id]
+    run_ids = [row.logged_run_id for row in logged_metrics.list_runs(tx, None, model_id=model_id) if row.logged_run_id]
     return sorted(
-        logged.read_last_points(tx, run_ids, limit=MAX_POINTS), key=lambda point: (point.step, point.position)
+        logged_metrics.read_last_points(tx, run_ids, limit=MAX_POINTS), key=lambda point: (point.step, point.position)
     )
 
 

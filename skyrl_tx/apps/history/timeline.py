@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from sqlalchemy import Select, literal_column, select
 from sqlmodel import Session, col
 
-from skyrl_tx.apps.history import logged, points
-from skyrl_tx.apps.history.logged import LoggedPoint
+from skyrl_tx.apps.history import logged_metrics, points
+from skyrl_tx.apps.history.logged_metrics import LoggedPoint
 from skyrl_tx.apps.history.points import Point
 from skyrl_tx.apps.history.tables import PointKind
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId, SessionId
@@ -107,7 +107,7 @@ def read_session_groups(
             if after
             else points.read_newest(tx, model.model_id, left)
         )
-        logged_points = logged.read_points_of_model(tx, model.model_id, limit=left) if with_logged else []
+        logged_points = logged_metrics.read_points_of_model(tx, model.model_id, limit=left) if with_logged else []
         title = f"model {model.model_id.partition(':')[2] or model.model_id}"
         requests = by_model[model.model_id]
         groups.append(make_model_group(title, model.model_id, requests, found, logged_points, now))

@@ -17,7 +17,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse
 
 from skyrl_tx import __version__
-from skyrl_tx.apps.history import logged
+from skyrl_tx.apps.history import logged_metrics
 from skyrl_tx.apps.history.client_metrics import (
     RunMetrics,
     clean_config,
@@ -27,7 +27,7 @@ from skyrl_tx.apps.history.client_metrics import (
     store_metrics,
     to_object,
 )
-from skyrl_tx.apps.history.logged import LoggedRun, NewLoggedPoint
+from skyrl_tx.apps.history.logged_metrics import LoggedRun, NewLoggedPoint
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.server.context import ApiCall, receive_call
 from skyrl_tx.server.errors import bad_request
@@ -128,7 +128,9 @@ def _ignore(call: ApiCall, arguments: _Arguments) -> None:
 def _list_runs(call: ApiCall, arguments: _Arguments) -> list[dict[str, str]]:
     """List the owner's runs of a project."""
     project = _read_project(arguments)
-    rows = call.store.read(lambda tx: logged.list_runs(tx, call.caller.owner, project=project, limit=_MAX_LISTED))
+    rows = call.store.read(
+        lambda tx: logged_metrics.list_runs(tx, call.caller.owner, project=project, limit=_MAX_LISTED)
+    )
     return [
         {"id": row.key, "name": row.name, "created_at": datetime.fromtimestamp(row.created_at, UTC).isoformat()}
         for row in rows
@@ -138,7 +140,9 @@ def _list_runs(call: ApiCall, arguments: _Arguments) -> list[dict[str, str]]:
 def _summarize_run(call: ApiCall, arguments: _Arguments) -> dict[str, object]:
     """Return the last step of a run, from which a resumed one counts on."""
     project, key, name = _read_project(arguments), arguments.get("run_id"), arguments.get("run")
-    rows = call.store.read(lambda tx: logged.list_runs(tx, call.caller.owner, project=project, limit=_MAX_LISTED))
+    rows = call.store.read(
+        lambda tx: logged_metrics.list_runs(tx, call.caller.owner, project=project, limit=_MAX_LISTED)
+    )
     found = next((row for row in rows if (row.key == key if key is not None else row.name == name)), None)
     run_id = 0 if found is None else found.logged_run_id or 0
     return {
@@ -148,7 +152,7 @@ def _summarize_run(call: ApiCall, arguments: _Arguments) -> dict[str, object]:
         "num_logs": 0 if found is None else found.num_points,
         "metrics": [],
         "config": {} if found is None else dict(found.config),
-        "last_step": call.store.read(lambda tx: logged.get_last_step(tx, run_id)),
+        "last_step": call.store.read(lambda tx: logged_metrics.get_last_step(tx, run_id)),
     }
 
 

@@ -16,7 +16,6 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax import checkpoint, distributed, mesh
 from skyrl_tx.backends.jax.compiler import Compiler, set_cpu_options
 from skyrl_tx.backends.jax.config import JaxConfig, JaxFlags, count_compile_threads
-from skyrl_tx.backends.jax.costs import DEFAULT_RANK
 from skyrl_tx.backends.jax.devices import (
     CompilationMonitor,
     check_devices,
@@ -40,20 +39,21 @@ from skyrl_tx.backends.jax.memory import (
     read_device_memory,
     read_memory_limit,
 )
-from skyrl_tx.backends.jax.sample.jax_programs import ModelRunner
+from skyrl_tx.backends.jax.sample.model_runner import ModelRunner
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.backends.jax.start_plan import plan_start
-from skyrl_tx.backends.jax.train.adapters import (
+from skyrl_tx.backends.jax.train.optimizer import global_norm
+from skyrl_tx.backends.jax.train.passes import DispatchLimit, JaxPass
+from skyrl_tx.backends.jax.train.training_programs import MicroBatchShapes, TrainingPrograms, make_param_shapes
+from skyrl_tx.backends.jax.train.training_state import (
     TrainingStates,
     apply_gradient,
     make_training_state,
     pad_rank,
     put_on_devices,
 )
-from skyrl_tx.backends.jax.train.optimizer import global_norm
-from skyrl_tx.backends.jax.train.passes import DispatchLimit, JaxPass
-from skyrl_tx.backends.jax.train.step_programs import MicroBatchShapes, TrainingPrograms, make_param_shapes
+from skyrl_tx.backends.jax.training_costs import DEFAULT_RANK
 from skyrl_tx.backends.jax.warmup import warm_up
 from skyrl_tx.contract.backend import AbstractBackend, HostRank, Pass, Snapshot, StatePart
 from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatch
@@ -64,10 +64,10 @@ from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.requests import ModelSpec, OptimizerParams
 from skyrl_tx.contract.results import Metrics, SampleDelta
 from skyrl_tx.contract.state_files import hash_of_base_model
-from skyrl_tx.layers.kernels.choice import Kernels
+from skyrl_tx.layers.kernels.registry import Kernels
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.losses import LOSSES
-from skyrl_tx.models.base import ModelFamily
+from skyrl_tx.models.family import ModelFamily
 from skyrl_tx.weights import hf
 from skyrl_tx.weights.peft import AdapterFormat
 

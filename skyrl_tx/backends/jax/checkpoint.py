@@ -13,8 +13,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from skyrl_tx.backends.jax.distributed import fetch_one_by_one, is_distributed
-from skyrl_tx.backends.jax.train.adapters import TrainingState, pad_rank, resize_rank
 from skyrl_tx.backends.jax.train.optimizer import OptimizerState
+from skyrl_tx.backends.jax.train.training_state import TrainingState, pad_rank, resize_rank
 from skyrl_tx.contract.backend import Snapshot, StatePart
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.state_files import ALPHA, FILES, FIRST_MOMENT, SECOND_MOMENT, STEP

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.layers.kernels.choice import (
+from skyrl_tx.layers.kernels.registry import (
     ATTENTION_KERNELS,
     EXPERTS_KERNELS,
     LOOPS,

@@ -11,11 +11,11 @@ import jax
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.costs import DEFAULT_RANK, TrainingCosts, count_adapter_bytes, estimate_costs
 from skyrl_tx.backends.jax.distributed import agree_on_minimum, list_local_devices
 from skyrl_tx.backends.jax.mesh import count_replicas
 from skyrl_tx.backends.jax.shapes import SampleMemory
-from skyrl_tx.backends.jax.train.adapters import pad_rank
+from skyrl_tx.backends.jax.train.training_state import pad_rank
+from skyrl_tx.backends.jax.training_costs import DEFAULT_RANK, TrainingCosts, count_adapter_bytes, estimate_costs
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.meters import DeviceMemory
 from skyrl_tx.layers.parameter import Parameter

@@ -13,13 +13,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.backends.jax.costs import (
-    TrainingCosts,
-    count_adapter_bytes,
-    count_copied_expert_bytes,
-    count_state_copies,
-    estimate_costs,
-)
 from skyrl_tx.backends.jax.kernel_choice import choose_kernels
 from skyrl_tx.backends.jax.memory import (
     CacheBytes,
@@ -35,9 +28,16 @@ from skyrl_tx.backends.jax.memory import (
     make_default_memory_plan,
     plan_sample_memory,
 )
-from skyrl_tx.backends.jax.sample.adapter_pool import LOWEST_RANK
+from skyrl_tx.backends.jax.sample.sampler_pool import LOWEST_RANK
 from skyrl_tx.backends.jax.shapes import SampleMemory
-from skyrl_tx.layers.kernels.choice import Kernels
+from skyrl_tx.backends.jax.training_costs import (
+    TrainingCosts,
+    count_adapter_bytes,
+    count_copied_expert_bytes,
+    count_state_copies,
+    estimate_costs,
+)
+from skyrl_tx.layers.kernels.registry import Kernels
 from skyrl_tx.layers.parameter import Parameter, flatten, map_named
 from skyrl_tx.layers.remat import RematPolicy
 from skyrl_tx.layers.sharding import Layout

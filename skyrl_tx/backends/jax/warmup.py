@@ -16,10 +16,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.costs import DEFAULT_RANK
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.shapes import PrefillShapes, iter_ascending
 from skyrl_tx.backends.jax.train.packing import choose_micro_batch_length
+from skyrl_tx.backends.jax.training_costs import DEFAULT_RANK
 from skyrl_tx.contract.backend import AbstractBackend, StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId

@@ -27,7 +27,7 @@ from typing import Any
 
 from skyrl_tx import DISTRIBUTION
 from skyrl_tx.integrations.vllm import guard
-from skyrl_tx.integrations.vllm.own_server import reserve_port
+from skyrl_tx.integrations.vllm.managed_server import reserve_port
 
 BEAT_S = 5.0
 """Period in which the actor is called."""

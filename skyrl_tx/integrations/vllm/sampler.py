@@ -23,7 +23,7 @@ from skyrl_tx.contract.sampler import Sampler
 from skyrl_tx.integrations.vllm import wire
 from skyrl_tx.integrations.vllm.adapter_files import AdapterDirectory, SamplerAdapter
 from skyrl_tx.integrations.vllm.config import VllmConfig, VllmFlags
-from skyrl_tx.integrations.vllm.own_server import ManagedServer, find_command
+from skyrl_tx.integrations.vllm.managed_server import ManagedServer, find_command
 from skyrl_tx.integrations.vllm.probe import probe
 from skyrl_tx.integrations.vllm.server import Refused, ServerLost, ServerWatch, VllmServer
 from skyrl_tx.integrations.vllm.streams import RemoteSample, Streams

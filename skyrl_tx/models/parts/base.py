@@ -14,7 +14,7 @@ import jax
 from flax import struct
 
 from skyrl_tx.layers.cache_state import DecodeLayerCache, LayerCache, PrefillLayerCache
-from skyrl_tx.layers.kernels.choice import NO_KERNELS, Heads, Kernels
+from skyrl_tx.layers.kernels.registry import NO_KERNELS, Heads, Kernels
 from skyrl_tx.layers.lora import RowAdapter
 from skyrl_tx.layers.moe import ExpertAdapters
 from skyrl_tx.layers.parameter import Axis, Parameter

@@ -18,7 +18,7 @@ from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.server.errors import ApiError, bad_request, not_found
 from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.server.submission.validation import quote_value
-from skyrl_tx.store import checkpoints, models, projects, samplers, sessions
+from skyrl_tx.store import checkpoints, models, projects, sampling_sessions, sessions
 from skyrl_tx.store.sessions import SessionRef
 from skyrl_tx.store.tables import CheckpointRow, ModelRow, ProjectRole, SamplingSessionRow
 
@@ -153,7 +153,7 @@ def find_sampling_session(
     tx: Session, caller: Principal, sampling_session_id: SamplingSessionId
 ) -> tuple[SamplingSessionRow, str]:
     """Find a sampling session and its owner."""
-    row = samplers.get(tx, sampling_session_id)
+    row = sampling_sessions.get(tx, sampling_session_id)
     owning = None if row is None else sessions.find(tx, row.session_id)
     is_gone = row is not None and row.model_id is not None and models.is_deleted(tx, row.model_id)
     if row is None or owning is None or is_gone or not caller.can_act_for(owning.owner):

@@ -11,7 +11,7 @@ from skyrl_tx.contract.ids import CheckpointPath, SamplerId, SamplingSessionId, 
 from skyrl_tx.contract.ids import sampling_session_id as sampling_session_id_of
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import Principal
-from skyrl_tx.store import audit, samplers, sessions
+from skyrl_tx.store import audit, sampling_sessions, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import SamplingSessionRow
 
@@ -32,7 +32,7 @@ def find_or_create_sampling_session(
         sampler = find_sampler_id(tx, caller, path)
         if session_id is None:
             return None, sampler, None
-        return session_id, sampler, samplers.find(tx, session_id, path_text, sampler)
+        return session_id, sampler, sampling_sessions.find(tx, session_id, path_text, sampler)
 
     def look(tx: Session) -> SamplingSessionRow | None:
         session_id, _, row = find(tx)
@@ -56,8 +56,8 @@ def find_or_create_sampling_session(
 
 def _choose_free_name(tx: Session, session_id: SessionId) -> SamplingSessionId:
     """Return the first free name after the number of sampling sessions, of which old ones may be gone."""
-    number = len(samplers.list_ids_by_session(tx, session_id))
-    while samplers.get(tx, name := sampling_session_id_of(session_id, number)) is not None:
+    number = len(sampling_sessions.list_ids_by_session(tx, session_id))
+    while sampling_sessions.get(tx, name := sampling_session_id_of(session_id, number)) is not None:
         number += 1
     return name
 
@@ -92,5 +92,5 @@ def insert_sampling_session(
         created_at=now,
         last_used_at=now,
     )
-    samplers.create_session(tx, row)
+    sampling_sessions.create_session(tx, row)
     return row

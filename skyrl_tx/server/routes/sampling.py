@@ -16,7 +16,7 @@ from skyrl_tx.server.schemas.training import FutureHandle
 from skyrl_tx.server.submission import sampling, submission, weights
 from skyrl_tx.server.submission.submission import Submission
 from skyrl_tx.server.submission.validation import quote_value
-from skyrl_tx.store import futures, samplers, sessions
+from skyrl_tx.store import futures, sampling_sessions, sessions
 from skyrl_tx.store.tables import SamplingSessionRow
 
 router = APIRouter()
@@ -33,7 +33,7 @@ def create_sampling_session(call: Incoming) -> dict[str, str]:
 
     def work(tx: Session) -> None:
         access.find_open_session(tx, call.caller, session_id)
-        existing = samplers.get(tx, name)
+        existing = sampling_sessions.get(tx, name)
         if existing is None:
             sampler = direct_sessions.find_sampler_id(tx, call.caller, path)
             direct_sessions.insert_sampling_session(tx, call.caller, session_id, name, base_model, path_text, sampler)
@@ -51,7 +51,7 @@ def join_sampling_session(call: Incoming) -> schemas.JoinSamplingSessionResponse
 
     def work(tx: Session) -> int:
         access.find_sampling_session(tx, call.caller, name)
-        return samplers.add_clone(tx, name)
+        return sampling_sessions.add_clone(tx, name)
 
     return schemas.JoinSamplingSessionResponse(client_counter=call.store.write(work))
 

@@ -16,7 +16,7 @@ from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import USER_URN, Principal
 from skyrl_tx.server.schemas import service as schemas
 from skyrl_tx.server.schemas.base import to_utc_time
-from skyrl_tx.store import audit, checkpoints, models, samplers, sessions
+from skyrl_tx.store import audit, checkpoints, models, sampling_sessions, sessions
 from skyrl_tx.store.checkpoints import StorageUsage
 from skyrl_tx.store.database import get_existing
 from skyrl_tx.store.tables import SessionRow
@@ -118,7 +118,7 @@ def get_session(session_id: str, call: Incoming, access_scope: AccessScope = "ow
         row = get_existing(tx, SessionRow, found.session_id)
         return schemas.SessionResponse(
             training_run_ids=[model.model_id for model in models.list_by_session(tx, row.session_id)],
-            sampler_ids=[*samplers.list_ids_by_session(tx, row.session_id)],
+            sampler_ids=[*sampling_sessions.list_ids_by_session(tx, row.session_id)],
             user_metadata=_decode_metadata(row),
             display_name=row.display_name,
         )

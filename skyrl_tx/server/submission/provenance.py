@@ -15,7 +15,7 @@ from skyrl_tx.contract.requests import Datum, ModelPass, SampledSpan
 from skyrl_tx.server.schemas import training as schemas
 from skyrl_tx.server.submission import wire_pb2
 from skyrl_tx.server.submission.validation import quote_value, require
-from skyrl_tx.store.stability import SampledLogprobs
+from skyrl_tx.store.recorded_logprobs import SampledLogprobs
 
 _MAX_ID_CHARS = 64
 

@@ -29,7 +29,7 @@ from skyrl_tx.server.schemas.base import CreationIds, ModelRequestIds, WireModel
 from skyrl_tx.server.schemas.training import FutureHandle
 from skyrl_tx.server.submission.provenance import Provenance, fill_recorded
 from skyrl_tx.server.submission.validation import describe_first_error, quote_value
-from skyrl_tx.store import custom_losses, futures, models, placement, samplers, stability
+from skyrl_tx.store import custom_losses, futures, models, placement, recorded_logprobs, sampling_sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import ModelRow, SamplingSessionRow
 
@@ -122,7 +122,7 @@ def add_recorded_samples(store: Store, caller: Principal, submission: Submission
         return submission
     _log_own_definition(request.loss)
     wanted = set[str]().union(*(datum.sequence_ids for datum in submission.provenance))
-    recorded = store.read(lambda tx: stability.find(tx, caller.owner_filter, wanted, time.time()))
+    recorded = store.read(lambda tx: recorded_logprobs.find(tx, caller.owner_filter, wanted, time.time()))
     try:
         return submission.replace_request(fill_recorded(request, submission.provenance, recorded), recorded.keys())
     except UserError as error:
@@ -207,7 +207,7 @@ def submit_to_model(tx: Session, call: ApiCall, ids: ModelRequestIds, submission
     if row.last_request_at < now - _TOUCH_MODEL_EVERY_S:
         models.touch(tx, model_id, now)
     if submission.sequence_ids:
-        stability.touch(tx, submission.sequence_ids, now)
+        recorded_logprobs.touch(tx, submission.sequence_ids, now)
     if isinstance(submission.request, ModelPass) and submission.request.loss == CUSTOM:
         custom_losses.touch(tx, str(submission.request.loss_config["loss_id"]), now)
     return FutureHandle(request_id=submitted.request_id, model_id=model_id)
@@ -289,7 +289,7 @@ def submit_to_sampler(
     """
     now = time.time()
     name = row.sampling_session_id
-    current = samplers.get(tx, name)
+    current = sampling_sessions.get(tx, name)
     if current is None or current.sampler_id != row.sampler_id:
         return None
     if current.model_id is not None and current.size_bytes is None:
@@ -307,7 +307,7 @@ def submit_to_sampler(
         engine=engine,
     )
     if row.last_used_at < now - _TOUCH_SAMPLER_EVERY_S:
-        samplers.touch(tx, name, now)
+        sampling_sessions.touch(tx, name, now)
     return submitted
 
 

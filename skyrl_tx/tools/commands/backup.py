@@ -35,7 +35,7 @@ from skyrl_tx.artifacts import (
 from skyrl_tx.contract.ids import ArtifactId
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.command_line import Progress, finish_parser, format_bytes, format_time, open_database, parse_path
-from skyrl_tx.store import checkpoints, database, identity, samplers
+from skyrl_tx.store import checkpoints, database, identity, sampling_sessions
 from skyrl_tx.store.database import Store
 
 _MANIFEST = "backup.json"
@@ -157,7 +157,7 @@ def _copy_database(store: Store, artifacts: LocalArtifacts, target: Path) -> _Da
             raise CommandError("a pending load request is damaged, and its artifact is unknown; try again later")
         return _DatabaseContent(
             referenced=referenced,
-            ephemeral={ArtifactId(each.sampler_id) for each in samplers.list_ephemeral(tx)},
+            ephemeral={ArtifactId(each.sampler_id) for each in sampling_sessions.list_ephemeral(tx)},
             identity=Identity(store_id=row.store_id if row else "", epoch=row.epoch if row else 0),
             is_postgresql=tx.get_bind().dialect.name == "postgresql",
         )

@@ -16,7 +16,7 @@ from skyrl_tx.tools.quickstart.model import open_built_in_model
 from skyrl_tx.tools.serve import add_settings
 
 if TYPE_CHECKING:
-    from skyrl_tx.tools.plan.account import ModelPlan
+    from skyrl_tx.tools.plan.model_plan import ModelPlan
 
 _SHORT_FLAGS = {"context": "max_context_length", "adapters": "max_lora_adapters", "rank": "max_lora_rank"}
 """Short names of settings of the backend."""
@@ -84,7 +84,7 @@ def plan_from_flags(arguments: argparse.Namespace, settings: ServerSettings) -> 
 
     import jax  # late, because it takes a second, which --help need not
 
-    from skyrl_tx.tools.plan.account import plan_model
+    from skyrl_tx.tools.plan.model_plan import plan_model
 
     jax.config.update("jax_platforms", "cpu")  # shapes need no device: a server may be using that of this machine
     try:

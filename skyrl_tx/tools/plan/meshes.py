@@ -11,9 +11,9 @@ import numpy as np
 
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.backends.jax.costs import DEFAULT_RANK, count_adapter_bytes
 from skyrl_tx.backends.jax.memory import DEFAULT_SLOTS, SAMPLE_SHARE, SUFFICIENT_TOKENS, CacheBytes
 from skyrl_tx.backends.jax.start_plan import count_bytes_per_device, make_abstract_layout
+from skyrl_tx.backends.jax.training_costs import DEFAULT_RANK, count_adapter_bytes
 from skyrl_tx.layers.parameter import flatten
 from skyrl_tx.models import ModelConfig, describe_params
 from skyrl_tx.tools.plan.hardware import Devices

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.models import ModelConfig
-from skyrl_tx.models.arithmetic import (
+from skyrl_tx.models.flops import (
     count_adapter_macs,
     count_exchanged_numbers,
     count_expert_parameters,

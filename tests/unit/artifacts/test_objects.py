@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_tx.artifacts import ArtifactCorrupt, ArtifactMissing, ArtifactsUnreachable, Identity
-from skyrl_tx.artifacts import place as places
+from skyrl_tx.artifacts import location as places
 from skyrl_tx.artifacts.bucket import Bucket
 from skyrl_tx.artifacts.objects import ObjectArtifacts
 from skyrl_tx.contract.errors import CapacityError

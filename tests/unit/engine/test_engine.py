@@ -9,7 +9,7 @@ from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import ArtifactId, CheckpointPath, ModelId, SamplerId, SamplingSessionId
 from skyrl_tx.contract.requests import LoadWeights, LoraSpec, ModelSpec, Rejected, SaveWeights, UnloadModel
 from skyrl_tx.contract.results import CreateModelOutput, Failure, ForwardBackwardOutput
-from skyrl_tx.store import checkpoints, engine_state, futures, models, samplers, stability
+from skyrl_tx.store import checkpoints, engine_state, futures, models, recorded_logprobs, sampling_sessions
 from skyrl_tx.testing.fake.backend import FakeBackend
 from tests.support.engine_harness import OWNER, SPEC, EngineHarness, datum, forward_backward, optim_step, sample
 from tests.support.logged_error import find_logged_error
@@ -194,12 +194,12 @@ def test_ephemeral_save_creates_a_sampling_session_of_frozen_weights(harness):
     save = SaveWeights(kind="sampler_weights", name=None, sampling_session_id=SAMPLING)
     saved = harness.answer(save, model_id=model_id, seq_id=7)
     assert (saved.path, saved.sampling_session_id) == (None, SAMPLING)
-    row = harness.api.read(lambda tx: samplers.get(tx, SAMPLING))
+    row = harness.api.read(lambda tx: sampling_sessions.get(tx, SAMPLING))
     trained = harness.answer(sample((9,), row.sampler_id), sampling_session_id=SAMPLING)
     assert trained.sequences[0].tokens.tolist()[:2] == [8, 7]
     base = harness.answer(sample((9,)))
     assert base.sequences[0].tokens.tolist() == [10, 11, 12, 13, 14, 15, 16, 17]
-    assert harness.api.read(lambda tx: samplers.get(tx, SAMPLING)).last_used_at > row.last_used_at
+    assert harness.api.read(lambda tx: sampling_sessions.get(tx, SAMPLING)).last_used_at > row.last_used_at
 
 
 def counting_down():
@@ -215,9 +215,9 @@ def test_stop_strings_end_samples(harness):
 def test_sampled_logprobs_are_recorded_on_request(harness):
     drawn = replace(sample((65,), stop_strings=("DE",)), num_samples=2, sequence_ids=("seq-0", "seq-1"))
     harness.answer(drawn)
-    assert harness.api.read(lambda tx: stability.find(tx, OWNER, drawn.sequence_ids, 0.0)) == {}
+    assert harness.api.read(lambda tx: recorded_logprobs.find(tx, OWNER, drawn.sequence_ids, 0.0)) == {}
     output = harness.answer(replace(drawn, is_recorded=True))
-    found = harness.api.read(lambda tx: stability.find(tx, OWNER, drawn.sequence_ids, 0.0))
+    found = harness.api.read(lambda tx: recorded_logprobs.find(tx, OWNER, drawn.sequence_ids, 0.0))
     assert [found[name].prompt_length for name in drawn.sequence_ids] == [1, 1]
     for name, sequence in zip(drawn.sequence_ids, output.sequences, strict=True):
         np.testing.assert_array_equal(found[name].logprobs, sequence.logprobs)

@@ -10,7 +10,7 @@ from skyrl_tx.contract.ids import SamplingSessionId
 from skyrl_tx.contract.requests import SaveWeights, UnloadModel
 from skyrl_tx.contract.results import Failure, SaveWeightsOutput
 from skyrl_tx.engine.ephemeral_samplers import make_sampler_id
-from skyrl_tx.store import futures, models, samplers
+from skyrl_tx.store import futures, models, sampling_sessions
 from skyrl_tx.testing.fake.backend import FakeBackend
 from tests.support.engine_harness import EngineHarness, forward_backward, optim_step, sample
 from tests.support.logged_error import find_logged_error
@@ -46,7 +46,7 @@ def save(number, **changes):
 
 
 def row_of(harness, number):
-    return harness.api.read(lambda tx: samplers.get(tx, SamplingSessionId(f"s:sample:{number}")))
+    return harness.api.read(lambda tx: sampling_sessions.get(tx, SamplingSessionId(f"s:sample:{number}")))
 
 
 def drawn(harness, number):

@@ -16,7 +16,7 @@ from skyrl_tx.artifacts import LocalArtifacts, local
 from skyrl_tx.contract.ids import ArtifactId, CheckpointPath
 from skyrl_tx.contract.requests import SaveWeights
 from skyrl_tx.process import failpoints
-from skyrl_tx.store import checkpoints, identity, models, samplers
+from skyrl_tx.store import checkpoints, identity, models, sampling_sessions
 from skyrl_tx.store.database import Store
 from tests.support.engine_harness import EngineHarness, forward_backward, optim_step, sample
 
@@ -144,7 +144,7 @@ def test_a_deleted_checkpoint_goes_to_the_trash_first(tmp_path, caplog):
 def test_ephemeral_samplers_and_replaced_snapshots_skip_the_trash(tmp_path):
     harness = EngineHarness(tmp_path, snapshot_interval_requests=1)
     harness.save_samplers(3)
-    harness.api.write(lambda tx: samplers.release_unused(tx, time.time(), keep_newest=0))
+    harness.api.write(lambda tx: sampling_sessions.release_unused(tx, time.time(), keep_newest=0))
     age(tmp_path)
     run_housekeeping(harness)
     assert len(present(harness)) == 1 and harness.artifacts.list_ids(trashed=True) == []

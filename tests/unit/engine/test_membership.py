@@ -7,7 +7,7 @@ from sqlmodel import Session
 
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId
 from skyrl_tx.contract.requests import SaveWeights
-from skyrl_tx.store import engine_state, futures, models, samplers
+from skyrl_tx.store import engine_state, futures, models, sampling_sessions
 from tests.support.engine_harness import EngineHarness, forward_backward, optim_step, sample
 from tests.support.several_engines import SeveralEngines
 
@@ -93,7 +93,7 @@ def test_a_sampler_that_was_in_memory_only_is_made_again_elsewhere(harness, monk
             engines.wait(saved, *passes)
             victim = engines.get_engine(engine_of(harness, model_id))
             victim.lose()
-        row = harness.api.read(lambda tx: samplers.get(tx, name))
+        row = harness.api.read(lambda tx: sampling_sessions.get(tx, name))
         request = harness.submit(
             sample(sampler=row.sampler_id), sampling_session_id=name, seq_id=0, engine=victim.number
         )

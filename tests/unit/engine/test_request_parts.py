@@ -10,7 +10,7 @@ from skyrl_tx.contract import codec
 from skyrl_tx.contract.errors import BackendLost, ErrorCategory
 from skyrl_tx.contract.requests import PromptOptions
 from skyrl_tx.contract.results import Failure
-from skyrl_tx.store import completions, futures, sessions, stability
+from skyrl_tx.store import completions, futures, recorded_logprobs, sessions
 from skyrl_tx.testing.fake.backend import FakeBackend
 from tests.support.engine_harness import OWNER, EngineHarness, sample
 
@@ -91,7 +91,7 @@ def test_stop_strings_end_samples_of_every_part(few, whole):
 def test_every_sequence_is_recorded(few, whole):
     ids = tuple(f"seq-{number}" for number in range(NUM_SAMPLES))
     few.answer(replace(MANY, sequence_ids=ids, is_recorded=True))
-    found = few.api.read(lambda tx: stability.find(tx, OWNER, ids, 0.0))
+    found = few.api.read(lambda tx: recorded_logprobs.find(tx, OWNER, ids, 0.0))
     for name, sequence in zip(ids, whole.sequences, strict=True):
         np.testing.assert_array_equal(found[name].logprobs, sequence.logprobs)
 

@@ -8,7 +8,7 @@ from sqlmodel import select
 
 from skyrl_tx.contract.ids import CheckpointPath, SamplerId, SamplingSessionId
 from skyrl_tx.contract.requests import SaveWeights
-from skyrl_tx.store import checkpoints, models, samplers, sessions, stability
+from skyrl_tx.store import checkpoints, models, recorded_logprobs, sampling_sessions, sessions
 from skyrl_tx.store.tables import StabilityRow
 from skyrl_tx.testing.fake.backend import FakeBackend
 from tests.support.engine_harness import EngineHarness, forward_backward, optim_step, sample
@@ -64,7 +64,10 @@ def test_unused_ephemeral_samplers_are_removed(tmp_path):
         saves.append(harness.submit(save, model_id=model_id, seq_id=n + 1))
     harness.run(*saves)
     harness.run(harness.submit(sample(max_tokens=200, eos_stops=False)))
-    rows = [harness.api.read(lambda tx, n=n: samplers.get(tx, SamplingSessionId(f"s:sample:{n}"))) for n in range(6)]
+    rows = [
+        harness.api.read(lambda tx, n=n: sampling_sessions.get(tx, SamplingSessionId(f"s:sample:{n}")))
+        for n in range(6)
+    ]
     assert [row.sampler_id is not None for row in rows] == [False] * 2 + [True] * 4
     harness.close()
 
@@ -145,8 +148,8 @@ def test_recorded_logprobs_expire_a_day_after_their_last_use(quick_harness):
     drawn = {name: np.array([-1.0], np.float32) for name in ("old", "new")}
 
     def record(tx):
-        stability.record(tx, harness.session_id, 1, drawn, time.time())
-        stability.touch(tx, ["old"], time.time() - stability.RETENTION_S - 1)
+        recorded_logprobs.record(tx, harness.session_id, 1, drawn, time.time())
+        recorded_logprobs.touch(tx, ["old"], time.time() - recorded_logprobs.RETENTION_S - 1)
 
     harness.api.write(record)
     harness.answer(sample(max_tokens=2))

@@ -11,7 +11,7 @@ from sqlalchemy import text
 
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId
 from skyrl_tx.contract.requests import SaveWeights
-from skyrl_tx.store import futures, samplers
+from skyrl_tx.store import futures, sampling_sessions
 from skyrl_tx.testing.fake.backend import FakeBackend
 from tests.support.engine_harness import EngineHarness, sample
 from tests.support.several_engines import SeveralEngines
@@ -101,7 +101,7 @@ def test_samples_of_weights_that_are_only_in_memory_stay(harness, world, monkeyp
         monkeypatch.setattr(harness.artifacts, "create", fail)
         save = SaveWeights(kind="sampler_weights", name=None, sampling_session_id=name)
         engines.wait(harness.submit(save, model_id=model_id, seq_id=1))
-        in_memory = harness.api.read(lambda tx: samplers.get(tx, name)).sampler_id
+        in_memory = harness.api.read(lambda tx: sampling_sessions.get(tx, name)).sampler_id
         staying = [
             harness.submit(sample(sampler=in_memory), sampling_session_id=name, seq_id=number) for number in range(4)
         ]

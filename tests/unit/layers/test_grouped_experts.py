@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx.layers.kernels.choice import EXPERTS_KERNELS, MOSAIC_EXPERTS, TRITON_EXPERTS, ExpertsKernel, Kernels
+from skyrl_tx.layers.kernels.registry import EXPERTS_KERNELS, MOSAIC_EXPERTS, TRITON_EXPERTS, ExpertsKernel, Kernels
 from skyrl_tx.layers.lora import LoraPair, RowSlots
 from skyrl_tx.layers.moe import Clamp, ExpertAdapters, ExpertWeights, apply_mixture, get_pooled_expert_adapters
 from skyrl_tx.layers.router import Routing

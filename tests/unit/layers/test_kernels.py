@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from skyrl_tx.layers.attention import DENSE_LENGTH, causal_attention
-from skyrl_tx.layers.kernels.choice import ATTENTION_KERNELS, SPLASH, TRITON, AttentionKernel, Heads, Kernels
+from skyrl_tx.layers.kernels.registry import ATTENTION_KERNELS, SPLASH, TRITON, AttentionKernel, Heads, Kernels
 from tests.support.fast_jit import fast_jit
 
 KERNELS = [(platform, kernel) for (platform, _), kernel in ATTENTION_KERNELS.items()]

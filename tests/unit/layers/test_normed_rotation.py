@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx.layers.kernels.choice import TRITON, Kernels
+from skyrl_tx.layers.kernels.registry import TRITON, Kernels
 from skyrl_tx.layers.norm import rms_norm
 from skyrl_tx.layers.rope import Rope, rotate
 from skyrl_tx.layers.sharding import Layout

@@ -12,7 +12,7 @@ import pytest
 from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.backends.jax.mesh import make_layout
 from skyrl_tx.layers.attention import decode_attention, paged_attention
-from skyrl_tx.layers.kernels.choice import (
+from skyrl_tx.layers.kernels.registry import (
     MOSAIC_PAGES,
     PAGED_ATTENTION_KERNELS,
     TRITON_PAGES,

@@ -13,7 +13,7 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax.kernel_choice import pad_cached_dims
 from skyrl_tx.layers import cache_state
 from skyrl_tx.layers.attention import DENSE_LENGTH
-from skyrl_tx.layers.kernels.choice import MOSAIC_PAGES, NO_KERNELS, TRITON_PAGES, Kernels
+from skyrl_tx.layers.kernels.registry import MOSAIC_PAGES, NO_KERNELS, TRITON_PAGES, Kernels
 from skyrl_tx.layers.lora import RowSlots
 from skyrl_tx.layers.remat import RematPolicy
 from skyrl_tx.layers.sharding import UNSHARDED

@@ -10,7 +10,7 @@ import pytest
 from skyrl_tx.layers.parameter import flatten
 from skyrl_tx.layers.rope import Rope
 from skyrl_tx.models import ModelConfig, UnsupportedModel, describe_params
-from skyrl_tx.models.base import get_text_config
+from skyrl_tx.models.family import get_text_config
 from skyrl_tx.models.gemma3 import GEMMA3
 from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.models.parts.feed_forward import Dense

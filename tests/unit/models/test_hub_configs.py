@@ -22,7 +22,7 @@ from skyrl_tx.models import (
     get_targets,
     join_pairs,
 )
-from skyrl_tx.models.base import get_text_config
+from skyrl_tx.models.family import get_text_config
 from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.models.parts.delta_net import DeltaNet
 from skyrl_tx.models.parts.feed_forward import Dense, Mixture

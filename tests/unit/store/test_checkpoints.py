@@ -11,7 +11,7 @@ from skyrl_tx.contract.ids import (
     SessionId,
 )
 from skyrl_tx.contract.requests import LoadWeights, LoraSpec, ModelSpec
-from skyrl_tx.store import checkpoints, futures, models, samplers, sessions
+from skyrl_tx.store import checkpoints, futures, models, sampling_sessions, sessions
 from skyrl_tx.store.checkpoints import CheckpointExists
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import CheckpointRow, ModelRow, SamplingSessionRow
@@ -147,7 +147,9 @@ def test_referenced_artifacts(store: Store, session_id: SessionId) -> None:
         created_at=1.0,
         last_used_at=1.0,
     )
-    store.write(lambda tx: (samplers.create_session(tx, sampling), samplers.create_session(tx, on_base)))
+    store.write(
+        lambda tx: (sampling_sessions.create_session(tx, sampling), sampling_sessions.create_session(tx, on_base))
+    )
     assert store.read(checkpoints.find_referenced_artifacts) == {"art-checkpoint", "art-snapshot", "art-sampler"}
     store.write(lambda tx: checkpoints.delete(tx, path("a")))
     store.write(lambda tx: models.delete_snapshot(tx, MODEL))

@@ -6,7 +6,7 @@ import numpy as np
 
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId
 from skyrl_tx.contract.results import TopK
-from skyrl_tx.store import futures, partials, pruning, samplers, sessions
+from skyrl_tx.store import futures, partials, pruning, sampling_sessions, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.futures import NewRequest
 from skyrl_tx.store.partials import Partial
@@ -66,7 +66,7 @@ def test_unused_sampling_sessions_of_the_server_are_removed(store: Store) -> Non
     def create(tx) -> None:
         for number, kind in enumerate((sessions.OPENAI, sessions.ANTHROPIC, "a client's")):
             session_id = sessions.create(tx, owner="ann", display_name=kind, now=now)
-            samplers.create_session(
+            sampling_sessions.create_session(
                 tx,
                 SamplingSessionRow(
                     sampling_session_id=SamplingSessionId(f"s{number}"),
@@ -79,5 +79,7 @@ def test_unused_sampling_sessions_of_the_server_are_removed(store: Store) -> Non
 
     store.write(create)
     assert store.write(lambda tx: pruning.delete_sampling_sessions(tx, now - 50)) == 1
-    left = [store.read(lambda tx, n=n: samplers.get(tx, SamplingSessionId(f"s{n}"))) is not None for n in range(3)]
+    left = [
+        store.read(lambda tx, n=n: sampling_sessions.get(tx, SamplingSessionId(f"s{n}"))) is not None for n in range(3)
+    ]
     assert left == [False, True, True]

@@ -10,7 +10,7 @@ import pytest
 from sqlmodel import Session
 
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSessionId, SessionId
-from skyrl_tx.store import completions, engine_state, futures, leases, models, placement, samplers, sessions
+from skyrl_tx.store import completions, engine_state, futures, leases, models, placement, sampling_sessions, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError, StoreInUse
 from skyrl_tx.store.futures import NewRequest
@@ -230,7 +230,7 @@ def test_samples_of_weights_in_memory_follow_their_model(api: Store, session_id:
             created_at=1.0,
             last_used_at=1.0,
         )
-        samplers.create_session(tx, row)
+        sampling_sessions.create_session(tx, row)
         for _ in range(3):
             add_request(tx, session_id, 2)
         request_id = add_request(tx, session_id, 3, sampled_from=name)

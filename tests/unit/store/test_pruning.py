@@ -14,7 +14,7 @@ from skyrl_tx.contract.ids import (
     SamplingSessionId,
     SessionId,
 )
-from skyrl_tx.store import checkpoints, futures, models, pruning, samplers, sessions
+from skyrl_tx.store import checkpoints, futures, models, pruning, sampling_sessions, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.futures import ConflictingRequest, FutureState, NewRequest, RequestPruned
 from skyrl_tx.store.tables import CheckpointRow, ModelRow, PrunedRow, SamplingSessionRow
@@ -216,7 +216,7 @@ class TestSamplingSessions:
                     last_used_at=100.0,
                     is_inflight=name == "inflight",
                 )
-                samplers.create_session(tx, row)
+                sampling_sessions.create_session(tx, row)
 
         store.write(create)
 
@@ -224,7 +224,7 @@ class TestSamplingSessions:
         return store.write(lambda tx: pruning.delete_sampling_sessions(tx, before, **limit))
 
     def remaining(self, store: Store, session_id: SessionId) -> set[str]:
-        return set(store.read(lambda tx: samplers.list_ids_by_session(tx, session_id)))
+        return set(store.read(lambda tx: sampling_sessions.list_ids_by_session(tx, session_id)))
 
     def marks(self, store: Store) -> set[str]:
         return set(store.read(lambda tx: tx.exec(select(PrunedRow.numbered_by)).all()))

@@ -5,7 +5,7 @@ from sqlalchemy import Engine, event
 from sqlmodel import Session
 
 from skyrl_tx.contract.ids import ModelId, SamplingSessionId, SessionId
-from skyrl_tx.store import models, samplers, sessions
+from skyrl_tx.store import models, sampling_sessions, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import ModelRow, SamplingSessionRow
 
@@ -74,7 +74,7 @@ def test_sessions_without_heartbeat_or_requests_time_out(store: Store) -> None:
             models.create(tx, ModelRow(model_id=name, session_id=session_id, **fields))
         name = SamplingSessionId("s")
         fields = {"base_model": "b", "created_at": 4.0, "last_used_at": 11.0}
-        samplers.create_session(tx, SamplingSessionRow(sampling_session_id=name, session_id=samples, **fields))
+        sampling_sessions.create_session(tx, SamplingSessionRow(sampling_session_id=name, session_id=samples, **fields))
         sessions.finish(tx, done, "success", 5.0)
 
     store.write(use)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from skyrl_tx.backends.jax.sample.blocks import LogitBlocks, scale_logits
-from skyrl_tx.backends.jax.sample.filters import redraw
+from skyrl_tx.backends.jax.sample.logit_blocks import LogitBlocks, scale_logits
 from skyrl_tx.backends.jax.sample.random_numbers import fold_in, uniform
+from skyrl_tx.backends.jax.sample.token_filters import redraw
 
 PROMPT_INDEX = np.uint32(0xFFFFFFFF)
 """The sample index, counted down, of tokens drawn at prompt positions."""

@@ -16,7 +16,7 @@ from flax import struct
 from skyrl_tx import models
 from skyrl_tx.backends.jax.distributed import fetch
 from skyrl_tx.backends.jax.sample import draw
-from skyrl_tx.backends.jax.sample.blocks import LogitBlocks
+from skyrl_tx.backends.jax.sample.logit_blocks import LogitBlocks
 from skyrl_tx.backends.jax.sample.programs import take_adapter
 from skyrl_tx.backends.jax.sample.random_numbers import uniform
 from skyrl_tx.backends.jax.shapes import next_power_of_two

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_tx.backends.jax.sample.block_table import BlockTableRow
 from skyrl_tx.backends.jax.sample.draw import DrawParams, split_seed
-from skyrl_tx.backends.jax.sample.pages import BlockTableRow
 from skyrl_tx.backends.jax.sample.programs import RowBatch
-from skyrl_tx.backends.jax.sample.rows import SliceRows
-from skyrl_tx.backends.jax.sample.running import MAX_STOPS, RunningSample
+from skyrl_tx.backends.jax.sample.running_sample import MAX_STOPS, RunningSample
+from skyrl_tx.backends.jax.sample.slice_rows import SliceRows
 from skyrl_tx.layers.cache_state import BlockTable
 from skyrl_tx.layers.lora import RowSlots
 

@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 
-from skyrl_tx.backends.jax.sample.cache import KVCache
-from skyrl_tx.backends.jax.sample.jax_programs import ModelRunner
-from skyrl_tx.backends.jax.sample.pages import BlockTableRow
+from skyrl_tx.backends.jax.sample.block_table import BlockTableRow
+from skyrl_tx.backends.jax.sample.kv_cache import KVCache
+from skyrl_tx.backends.jax.sample.model_runner import ModelRunner
 from skyrl_tx.backends.jax.sample.prefill import Prefill, Prefiller, PrefillQueue
-from skyrl_tx.backends.jax.sample.running import RunningSample, SampleKey
+from skyrl_tx.backends.jax.sample.running_sample import RunningSample, SampleKey
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
 from skyrl_tx.contract.ids import RequestId
 

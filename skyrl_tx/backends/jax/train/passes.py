@@ -19,9 +19,9 @@ from skyrl_tx.backends.jax.devices import drain_devices, is_out_of_memory, make_
 from skyrl_tx.backends.jax.distributed import fetch, is_distributed
 from skyrl_tx.backends.jax.memory import ActiveMemoryPlan, MemoryPlan
 from skyrl_tx.backends.jax.train import custom_losses, packing
-from skyrl_tx.backends.jax.train import step as training
-from skyrl_tx.backends.jax.train.adapters import TrainingState, TrainingStates, make_zero_gradient
-from skyrl_tx.backends.jax.train.step_programs import MicroBatchShape, TrainingPrograms
+from skyrl_tx.backends.jax.train import forward_backward as training
+from skyrl_tx.backends.jax.train.training_programs import MicroBatchShape, TrainingPrograms
+from skyrl_tx.backends.jax.train.training_state import TrainingState, TrainingStates, make_zero_gradient
 from skyrl_tx.contract.backend import Pass
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.errors import MemoryExhausted

@@ -7,8 +7,8 @@ from sqlmodel import Session
 
 from skyrl_tx.apps.console import queries
 from skyrl_tx.apps.console.queries import ListQuery, OpenGroup
-from skyrl_tx.apps.history import logged
-from skyrl_tx.apps.history.logged import LoggedRun, NewLoggedPoint
+from skyrl_tx.apps.history import logged_metrics
+from skyrl_tx.apps.history.logged_metrics import LoggedRun, NewLoggedPoint
 from skyrl_tx.apps.teams import usage
 from skyrl_tx.apps.teams.usage import Work
 from skyrl_tx.contract import codec
@@ -73,8 +73,10 @@ def filled(store: Store) -> Store:
         usage.add(tx, "ann", ANN, FIRST, 700.0, [Work(kind="training", tokens=5), Work(kind="sampled", tokens=1)])
         usage.add(tx, "ann", ANN, SECOND, 800.0, [Work(kind="training", tokens=7)])
         usage.add(tx, "bob", BOB, OTHER, 1000.0, [Work(kind="training", tokens=2**40)])
-        row = logged.open_run(tx, LoggedRun(owner="ann", project="p", key="k", name="maths"), NOW, model_id=FIRST)
-        logged.add_points(
+        row = logged_metrics.open_run(
+            tx, LoggedRun(owner="ann", project="p", key="k", name="maths"), NOW, model_id=FIRST
+        )
+        logged_metrics.add_points(
             tx, row, [NewLoggedPoint(log_id=str(n), step=n, values={"reward": n / 2}) for n in (2, 1)], NOW
         )
         for number in range(2):

@@ -17,7 +17,7 @@ from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSessionId
 from skyrl_tx.contract.requests import ModelPass, SampledSpan, SaveWeights
 from skyrl_tx.contract.results import SampleDelta, TrainerGap
-from skyrl_tx.store import checkpoints, completions, futures, models, samplers
+from skyrl_tx.store import checkpoints, completions, futures, models, sampling_sessions
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.engine_harness import (
@@ -135,7 +135,7 @@ def test_steps_continue_after_a_restart_and_are_noted_at_saves(harness: EngineHa
     harness.answer(ephemeral, model_id=model_id, seq_id=8)
     harness.answer(SaveWeights(kind="weights", name="a"), model_id=model_id, seq_id=9)
     (saved,) = harness.api.read(lambda tx: checkpoints.list_by_run(tx, model_id, 0.0))
-    row = harness.api.read(lambda tx: samplers.get(tx, name))
+    row = harness.api.read(lambda tx: sampling_sessions.get(tx, name))
     assert saved.step == 3 and row is not None and row.step == 3
     assert work(harness)["m", "checkpoint"] == (0, 1)
 
@@ -158,7 +158,7 @@ def test_samples_are_used_and_kept_with_the_step_of_their_weights(harness: Engin
     name = SamplingSessionId(f"{harness.session_id}:sample:0")
     save = SaveWeights(kind="sampler_weights", name=None, sampling_session_id=name)
     harness.run(last, harness.submit(save, model_id=model_id, seq_id=7))
-    row = harness.api.read(lambda tx: samplers.get(tx, name))
+    row = harness.api.read(lambda tx: sampling_sessions.get(tx, name))
     assert row is not None and row.sampler_id is not None
     request = replace(sample((65, 66, 67), row.sampler_id), num_samples=2, sequence_ids=("seq-0", "seq-1"))
     output = harness.answer(request, sampling_session_id=name)
@@ -193,12 +193,12 @@ def test_inflight_session_keeps_the_step_of_the_weights_that_were_sampled(harnes
     for number, name in enumerate(names):
         save = SaveWeights(kind="sampler_weights", name=None, sampling_session_id=name, is_inflight=True)
         harness.answer(save, model_id=model_id, seq_id=2 * number + 1)
-        row = harness.api.read(lambda tx, name=name: samplers.get(tx, name))
+        row = harness.api.read(lambda tx, name=name: sampling_sessions.get(tx, name))
         assert row is not None and row.sampler_id is not None
         found.append(row.sampler_id)
         harness.answer(optim_step(), model_id=model_id, seq_id=2 * number + 2)
-    newest = harness.api.read(lambda tx: samplers.find_origin(tx, names[0], found[1]))
-    replaced = harness.api.read(lambda tx: samplers.find_origin(tx, names[0], found[0]))
+    newest = harness.api.read(lambda tx: sampling_sessions.find_origin(tx, names[0], found[1]))
+    replaced = harness.api.read(lambda tx: sampling_sessions.find_origin(tx, names[0], found[0]))
     assert (newest.model_id, newest.step) == (model_id, 1), "the later save gave its sampler to the first session"
     assert (replaced.model_id, replaced.step) == (model_id, None)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from skyrl_tx.apps.history import logged, points
-from skyrl_tx.apps.history.logged import LoggedRun, NewLoggedPoint
+from skyrl_tx.apps.history import logged_metrics, points
+from skyrl_tx.apps.history.logged_metrics import LoggedRun, NewLoggedPoint
 from skyrl_tx.apps.history.points import Point, SampledStep
 from skyrl_tx.apps.history.run_report import draw_sparkline
 from skyrl_tx.contract import codec
@@ -45,9 +45,9 @@ def data_dir(tmp_path: Path) -> Path:
             for part in range(2):
                 points.add(tx, point(10 * step + part, "train", step, {"loss:sum": 10.0 - step}))
             points.add(tx, point(10 * step + 5, "step", step + 1, {"unclipped_grad_l2:mean": 1.0 + step}))
-        row = logged.open_run(tx, LoggedRun(owner="ann", project="p", key="k", name="n"), 3.0, model_id=RUN)
+        row = logged_metrics.open_run(tx, LoggedRun(owner="ann", project="p", key="k", name="n"), 3.0, model_id=RUN)
         rewards = [NewLoggedPoint(log_id=str(step), step=step, values={"reward\x1b[1m": step / 8}) for step in range(8)]
-        logged.add_points(tx, row, rewards, 3.0)
+        logged_metrics.add_points(tx, row, rewards, 3.0)
         tx.add(
             CheckpointRow(
                 model_id=RUN,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as perfetto
 
 from skyrl_tx.apps.history import session_trace, trace_pb2
-from skyrl_tx.apps.history.logged import LoggedPoint
+from skyrl_tx.apps.history.logged_metrics import LoggedPoint
 from skyrl_tx.apps.history.points import Point
 from skyrl_tx.apps.history.session_trace import encode_trace
 from skyrl_tx.apps.history.tables import PointKind

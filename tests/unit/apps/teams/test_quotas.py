@@ -28,9 +28,7 @@ def test_own_quotas_replace_those_of_everyone_and_all_subjects_count(store: Stor
     rules = store.read(quotas.read_rules)
 
     def values(account: Account) -> list[tuple[str, int]]:
-        return [
-            (str(quota.subject), quota.value) for quota in rules.list_account_quotas("models_in_training", account)
-        ]
+        return [(str(quota.subject), quota.value) for quota in rules.list_account_quotas("models_in_training", account)]
 
     assert values(Account("ann")) == [("ann", 200)]
     assert values(Account("bob", 3, "chat")) == [("bob", 100), ("project:chat", 70)]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax.sample.adapter_pool import SamplerPool
+from skyrl_tx.backends.jax.sample.sampler_pool import SamplerPool
 from skyrl_tx.contract.errors import CapacityError
 from skyrl_tx.contract.ids import SamplerId
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from skyrl_tx.backends.jax.sample.blocks import BLOCK, LogitBlocks, cumsum, search_cumsum
+from skyrl_tx.backends.jax.sample.logit_blocks import BLOCK, LogitBlocks, cumsum, search_cumsum
 from tests.support.fast_jit import fast_jit
 
 VOCAB = 300  # three blocks, the last one padded

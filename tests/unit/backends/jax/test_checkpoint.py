@@ -10,8 +10,8 @@ from safetensors.numpy import load_file, save_file
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax import checkpoint
-from skyrl_tx.backends.jax.train.adapters import TrainingStates, make_training_state, pad_rank
 from skyrl_tx.backends.jax.train.optimizer import OptimizerState
+from skyrl_tx.backends.jax.train.training_state import TrainingStates, make_training_state, pad_rank
 from skyrl_tx.contract.backend import ALL_PARTS, StatePart
 from skyrl_tx.contract.errors import CapacityError, UserError
 from skyrl_tx.contract.ids import ModelId

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from skyrl_tx.backends.jax import devices, distributed, mesh
 from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.backends.jax.devices import convert_memory_errors
-from skyrl_tx.backends.jax.sample.jax_programs import ModelRunner
+from skyrl_tx.backends.jax.sample.model_runner import ModelRunner
 from skyrl_tx.contract.errors import BackendLost, CapacityError
 
 

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from skyrl_tx import models
 from skyrl_tx.backends.jax import checkpoint
 from skyrl_tx.backends.jax.backend import JaxBackend
-from skyrl_tx.backends.jax.train.adapters import make_training_state
+from skyrl_tx.backends.jax.train.training_state import make_training_state
 from skyrl_tx.contract.backend import ALL_PARTS, StatePart
 from skyrl_tx.contract.requests import LoraSpec
 from skyrl_tx.models.config import ExpertLora

@@ -10,8 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from skyrl_tx.backends.jax.sample import draw as drawing
-from skyrl_tx.backends.jax.sample.blocks import LogitBlocks
-from skyrl_tx.backends.jax.sample.filters import SMALL_TOP_K, TILE, WHOLE, redraw_in_tiles
+from skyrl_tx.backends.jax.sample.logit_blocks import LogitBlocks
+from skyrl_tx.backends.jax.sample.token_filters import SMALL_TOP_K, TILE, WHOLE, redraw_in_tiles
 from tests.support.fast_jit import fast_jit
 
 VOCAB = 300  # three blocks, the last one padded; more than the largest of few

@@ -16,10 +16,10 @@ from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.backends.jax.kernel_choice import KernelError, choose_kernels, explain_kernels, pad_cached_dims
 from skyrl_tx.backends.jax.mesh import get_parameter_sharding, make_layout
-from skyrl_tx.backends.jax.train.adapters import make_training_state
+from skyrl_tx.backends.jax.train.training_state import make_training_state
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.requests import LoraSpec
-from skyrl_tx.layers.kernels.choice import (
+from skyrl_tx.layers.kernels.registry import (
     MOSAIC_EXPERTS,
     MOSAIC_PAGES,
     NO_KERNELS,

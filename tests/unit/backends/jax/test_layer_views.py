@@ -9,12 +9,12 @@ import pytest
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import MeshConfig
-from skyrl_tx.backends.jax.sample.jax_programs import ModelRunner
 from skyrl_tx.backends.jax.sample.layer_views import separate_layers, separate_shapes
+from skyrl_tx.backends.jax.sample.model_runner import ModelRunner
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.start_plan import make_abstract_layout
-from skyrl_tx.backends.jax.train.step_programs import make_param_shapes
-from skyrl_tx.layers.kernels.choice import NO_KERNELS
+from skyrl_tx.backends.jax.train.training_programs import make_param_shapes
+from skyrl_tx.layers.kernels.registry import NO_KERNELS
 from skyrl_tx.models import DecoderParams
 from tests.support.sample_requests import RED, make_prompt, make_request, run
 from tests.support.tiny import HYBRID, MOE, TINY_CONFIG, TinyModel, load_model, tiny_directory

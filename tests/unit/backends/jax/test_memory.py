@@ -13,7 +13,6 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax import devices, memory
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.backends.jax.costs import TrainingCosts
 from skyrl_tx.backends.jax.memory import (
     DEFAULT_MICRO_BATCH_TOKENS,
     MAX_MODELS,
@@ -28,8 +27,9 @@ from skyrl_tx.backends.jax.memory import (
 )
 from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.backends.jax.start_plan import make_abstract_layout
-from skyrl_tx.backends.jax.train import adapters, passes
-from skyrl_tx.backends.jax.train import step as training
+from skyrl_tx.backends.jax.train import forward_backward as training
+from skyrl_tx.backends.jax.train import passes, training_state
+from skyrl_tx.backends.jax.training_costs import TrainingCosts
 from skyrl_tx.contract.backend import ALL_PARTS, StatePart
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
 from skyrl_tx.contract.errors import CapacityError, MemoryExhausted, UserError
@@ -462,8 +462,8 @@ def test_a_change_that_exhausts_the_memory_raises_and_changes_nothing(start, mon
     }[change]
     before = state_of(backend)
     with monkeypatch.context() as patch:
-        patch.setattr(adapters.jax, "block_until_ready", lambda tree: raise_next([EXHAUSTED]))
-        patch.setattr(adapters, "adamw_step", lambda *given: raise_next([EXHAUSTED]))
+        patch.setattr(training_state.jax, "block_until_ready", lambda tree: raise_next([EXHAUSTED]))
+        patch.setattr(training_state, "adamw_step", lambda *given: raise_next([EXHAUSTED]))
         with pytest.raises(CapacityError, match=r"no memory left for .*\. State is unchanged.*max-lora-adapters"):
             run()
     assert_bit_equal(state_of(backend), before)

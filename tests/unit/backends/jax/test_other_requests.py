@@ -2,7 +2,7 @@
 
 import pytest
 
-from skyrl_tx.backends.jax.sample.jax_programs import ModelRunner
+from skyrl_tx.backends.jax.sample.model_runner import ModelRunner
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.requests import PromptOptions

@@ -2,10 +2,10 @@
 
 import pytest
 
-from skyrl_tx.backends.jax.sample.cache import KVCache
-from skyrl_tx.backends.jax.sample.pages import BlockTableRow, FreeList
+from skyrl_tx.backends.jax.sample.block_table import BlockTableRow, FreeList
+from skyrl_tx.backends.jax.sample.kv_cache import KVCache
 from skyrl_tx.backends.jax.sample.prefill import PrefillQueue
-from skyrl_tx.backends.jax.sample.running import RunningSample
+from skyrl_tx.backends.jax.sample.running_sample import RunningSample
 from skyrl_tx.backends.jax.sample.shard import SampleShard
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
 from tests.support.fake_programs import FakeModelRunner

@@ -5,7 +5,7 @@ import pytest
 
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.sample import jax_programs, programs
+from skyrl_tx.backends.jax.sample import model_runner, programs
 from skyrl_tx.contract.backend import StatePart
 from skyrl_tx.contract.batches import PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
@@ -55,7 +55,7 @@ def sampled(architecture: str) -> dict[tuple[str, int], list[tuple[int, float]]]
 )
 def test_a_sample_has_the_tokens_it_has_alone(monkeypatch, architecture):
     wanted, rows = sampled(architecture), list[int]()
-    begin, extend = jax_programs.ModelRunner.__init__, programs.prefill
+    begin, extend = model_runner.ModelRunner.__init__, programs.prefill
 
     def begin_with_four(self, *arguments):
         begin(self, *arguments)
@@ -65,7 +65,7 @@ def test_a_sample_has_the_tokens_it_has_alone(monkeypatch, architecture):
         rows.append(len(adapter_B))
         return extend(params, config, pool, adapter_B, *others)
 
-    monkeypatch.setattr(jax_programs.ModelRunner, "__init__", begin_with_four)
+    monkeypatch.setattr(model_runner.ModelRunner, "__init__", begin_with_four)
     monkeypatch.setattr(programs, "prefill", watched)
     found = sampled(architecture)
     assert set(rows) == {1, 4}

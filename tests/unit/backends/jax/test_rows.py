@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from skyrl_tx.backends.jax.sample.rows import RowCounts, SliceRows, group_by_length
-from skyrl_tx.backends.jax.sample.running import RunningSample
+from skyrl_tx.backends.jax.sample.running_sample import RunningSample
+from skyrl_tx.backends.jax.sample.slice_rows import RowCounts, SliceRows, group_by_length
 from skyrl_tx.backends.jax.shapes import next_power_of_two
 from tests.support.sample_requests import make_prompt, make_request
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from skyrl_tx.backends.jax.sample.draw import DrawnTokens
-from skyrl_tx.backends.jax.sample.running import MAX_STOPS, RunningSample
+from skyrl_tx.backends.jax.sample.running_sample import MAX_STOPS, RunningSample
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
 from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.ids import RequestId

@@ -8,7 +8,7 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax import memory
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.memory import plan_sample_memory
-from skyrl_tx.backends.jax.sample.jax_programs import ModelRunner
+from skyrl_tx.backends.jax.sample.model_runner import ModelRunner
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.shapes import MAX_PROMPTS
 from skyrl_tx.contract.batches import SampleRequest

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax.train import packing, step
+from skyrl_tx.backends.jax.train import forward_backward, packing
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import LoraSpec
 from skyrl_tx.layers.lora import Adapter
@@ -18,7 +18,7 @@ from skyrl_tx.weights import hf
 from tests.support.fast_jit import fast_jit
 
 LENGTH = 48
-accumulate = fast_jit(step.accumulate.__wrapped__, static_argnames=("config", "remat"))
+accumulate = fast_jit(forward_backward.accumulate.__wrapped__, static_argnames=("config", "remat"))
 
 
 LOOPS = ("DeepseekV3ForCausalLM", 3), ("Qwen3_5ForCausalLM", 8)

@@ -13,7 +13,7 @@ from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.compiler import CompiledProgram, Compiler, Program
 from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.backends.jax.devices import CompilationMonitor
-from skyrl_tx.backends.jax.train.step_programs import MicroBatchShape, MicroBatchShapes, TrainingPrograms
+from skyrl_tx.backends.jax.train.training_programs import MicroBatchShape, MicroBatchShapes, TrainingPrograms
 from skyrl_tx.contract.batches import PreparedModelPassBatch
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.losses import LOSS_SPECS

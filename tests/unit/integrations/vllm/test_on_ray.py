@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from skyrl_tx.integrations.vllm import on_ray, own_server
+from skyrl_tx.integrations.vllm import managed_server, on_ray
 from skyrl_tx.integrations.vllm.config import VllmConfig, VllmFlags
 from skyrl_tx.tools.serve import read_settings
 
@@ -214,9 +214,9 @@ def test_without_ray_or_a_cluster_the_program_says_so(
 
 def test_an_engine_runs_the_program_in_place_of_the_command() -> None:
     config = VllmConfig(ray_resources={"GPU": 2})
-    assert own_server.find_command(config) == ["vllm"], "it is looked for where it runs"
-    assert own_server.find_command(config.model_copy(update={"command": "env A=1 /opt/vllm"}))[-1] == "/opt/vllm"
-    command = own_server.wrap_for_ray({"GPU": 2.0}, 8100, Path("adapters"), ["vllm", "serve"])
+    assert managed_server.find_command(config) == ["vllm"], "it is looked for where it runs"
+    assert managed_server.find_command(config.model_copy(update={"command": "env A=1 /opt/vllm"}))[-1] == "/opt/vllm"
+    command = managed_server.wrap_for_ray({"GPU": 2.0}, 8100, Path("adapters"), ["vllm", "serve"])
     assert command[1:3] == ["-m", "skyrl_tx.integrations.vllm.on_ray"]
     assert json.loads(command[3]) == {"GPU": 2} and command[4:] == ["8100", "adapters", "vllm", "serve"]
 

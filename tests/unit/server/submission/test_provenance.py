@@ -13,7 +13,7 @@ from skyrl_tx.server.schemas import training as schemas
 from skyrl_tx.server.submission import training
 from skyrl_tx.server.submission.provenance import Provenance, Span, fill_recorded, find_sampled_spans, read_provenance
 from skyrl_tx.server.submission.submission import Submission
-from skyrl_tx.store.stability import SampledLogprobs
+from skyrl_tx.store.recorded_logprobs import SampledLogprobs
 
 RECORDED = {
     "first": SampledLogprobs(2, np.array([-0.1, -0.2, -0.3], np.float32)),

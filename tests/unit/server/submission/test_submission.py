@@ -12,7 +12,7 @@ from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.server.submission import submission
 from skyrl_tx.server.submission.provenance import Provenance, Span
 from skyrl_tx.server.submission.submission import Submission, add_recorded_samples
-from skyrl_tx.store import sessions, stability
+from skyrl_tx.store import recorded_logprobs, sessions
 from skyrl_tx.store.database import Store
 
 ANN, BOB = Principal(owner="ann"), Principal(owner="bob")
@@ -32,7 +32,7 @@ def sent(length: int = 2) -> Submission:
 def store(store: Store) -> Store:
     session_id = store.write(lambda tx: sessions.create(tx, owner="ann", now=1.0))
     drawn = {"seq": np.array([-0.5, -1.5], np.float32)}
-    store.write(lambda tx: stability.record(tx, session_id, 3, drawn, time.time()))
+    store.write(lambda tx: recorded_logprobs.record(tx, session_id, 3, drawn, time.time()))
     return store
 
 
@@ -54,7 +54,7 @@ def test_sequence_of_another_owner_does_not_exist(store: Store) -> None:
 
 def test_digest_covers_the_request_as_sent(store: Store) -> None:
     first = add_recorded_samples(store, ANN, sent())
-    store.write(lambda tx: stability.expire(tx, time.time() + 1e6))
+    store.write(lambda tx: recorded_logprobs.expire(tx, time.time() + 1e6))
     late = add_recorded_samples(store, ANN, sent())
     assert late.body != first.body and late.digest == first.digest
     other = add_recorded_samples(store, ANN, sent(length=1))

@@ -9,7 +9,7 @@ import pytest
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.models.arithmetic import count_exchanged_numbers
+from skyrl_tx.models.flops import count_exchanged_numbers
 from skyrl_tx.tools.plan.hardware import parse_devices
 from skyrl_tx.tools.plan.meshes import list_meshes, rank_meshes
 from skyrl_tx.tools.plan.roofline import Workload, bound_decoding, bound_training

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.kernel_choice import count_moe_layers
-from skyrl_tx.layers.kernels.choice import TRITON
+from skyrl_tx.layers.kernels.registry import TRITON
 from skyrl_tx.layers.logprobs import CHUNK_POSITIONS, JOINED_CHUNKS
 from skyrl_tx.layers.lora import Adapter, AdapterWeights
 from skyrl_tx.layers.parameter import Axis

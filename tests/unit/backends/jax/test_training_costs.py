@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import pytest
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax import costs, mesh
+from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import MeshConfig
-from skyrl_tx.backends.jax.costs import DEFAULT_RANK, count_residual_bytes, estimate_costs
 from skyrl_tx.backends.jax.start_plan import make_abstract_layout
+from skyrl_tx.backends.jax.train import forward_backward as training
 from skyrl_tx.backends.jax.train import packing
-from skyrl_tx.backends.jax.train import step as training
+from skyrl_tx.backends.jax.training_costs import DEFAULT_RANK, count_residual_bytes, estimate_costs
 from skyrl_tx.contract.ids import ModelId
-from skyrl_tx.layers.kernels.choice import SPLASH, TRITON, Kernels
+from skyrl_tx.layers.kernels.registry import SPLASH, TRITON, Kernels
 from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.layers.remat import RematPolicy
 from skyrl_tx.models.parts.feed_forward import Mixture
@@ -111,7 +111,7 @@ def test_the_estimate_is_near_the_account_of_the_devices_compiler(
     platform, content, num_layers, rank, sizes, num_tokens, compiled_gib, monkeypatch
 ) -> None:
     """Temporary memory of `accumulate` with rematerialization, by libtpu 0.0.52 and by jaxlib 0.10.2."""
-    monkeypatch.setattr(costs, "DEFAULT_RANK", rank)
+    monkeypatch.setattr(training_costs, "DEFAULT_RANK", rank)
     params, model = published({**content, "num_hidden_layers": num_layers}, platform, MeshConfig(**sizes))
     estimate = estimate_costs(params, model, platform).count_micro_batch_bytes(num_tokens, remat=RematPolicy.FULL)
     assert estimate == pytest.approx(compiled_gib * GIB, rel=0.15)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_tx.models import ModelConfig, find_family
-from skyrl_tx.models.arithmetic import (
+from skyrl_tx.models.flops import (
     count_adapter_macs,
     count_expert_parameters,
     count_frozen_macs,

@@ -22,7 +22,7 @@ import numpy as np
 
 from skyrl_tx.backends.jax.distributed import fetch
 from skyrl_tx.backends.jax.sample.programs import SliceResult
-from skyrl_tx.backends.jax.sample.running import BASE_SLOT, RunningSample
+from skyrl_tx.backends.jax.sample.running_sample import BASE_SLOT, RunningSample
 from skyrl_tx.backends.jax.shapes import make_tiles, next_power_of_two
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
 from skyrl_tx.contract.results import TopK

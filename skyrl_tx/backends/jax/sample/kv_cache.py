@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from skyrl_tx.backends.jax.sample.jax_programs import ModelRunner
-from skyrl_tx.backends.jax.sample.pages import BlockTableRow, FreeList
+from skyrl_tx.backends.jax.sample.block_table import BlockTableRow, FreeList
+from skyrl_tx.backends.jax.sample.model_runner import ModelRunner
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
 from skyrl_tx.contract.arrays import Int32Array
 from skyrl_tx.contract.batches import SampleRequest

@@ -14,7 +14,7 @@ from skyrl_tx.artifacts import (
     open_artifacts,
     read_recorded_url,
 )
-from skyrl_tx.artifacts import place as places
+from skyrl_tx.artifacts import location as places
 from skyrl_tx.artifacts.objects import ObjectArtifacts
 
 

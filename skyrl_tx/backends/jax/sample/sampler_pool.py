@@ -13,7 +13,7 @@ import numpy as np
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.mesh import make_adapter_placement
-from skyrl_tx.backends.jax.sample.running import BASE_SLOT
+from skyrl_tx.backends.jax.sample.running_sample import BASE_SLOT
 from skyrl_tx.backends.jax.shapes import next_power_of_two
 from skyrl_tx.contract.errors import CapacityError
 from skyrl_tx.contract.ids import SamplerId

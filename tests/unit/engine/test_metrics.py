@@ -12,7 +12,7 @@ from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.meters import DeviceMemory, Meters
 from skyrl_tx.contract.requests import Rejected
 from skyrl_tx.contract.results import Failure, ForwardBackwardOutput
-from skyrl_tx.engine.meters import EngineMetrics
+from skyrl_tx.engine.metrics import EngineMetrics
 from skyrl_tx.process.exposition import render
 
 QUEUES = {"training": {"waiting": 2, "paused": 1, "running": 1, "backlog_bytes": 10, "backlog_limit_bytes": 20}}

@@ -26,7 +26,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from skyrl_tx.backends.jax.sample.blocks import NO_TOKEN, LogitBlocks, SortPosition, cumsum, scale_logits, search_cumsum
+from skyrl_tx.backends.jax.sample.logit_blocks import (
+    NO_TOKEN,
+    LogitBlocks,
+    SortPosition,
+    cumsum,
+    scale_logits,
+    search_cumsum,
+)
 from skyrl_tx.backends.jax.sample.random_numbers import fold_in, uniform
 from skyrl_tx.layers.stable_bits import sum_last_dim
 

@@ -17,8 +17,8 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax.compiler import CompiledProgram, Compiler, Popularity, Program
 from skyrl_tx.backends.jax.mesh import get_parameter_sharding
 from skyrl_tx.backends.jax.shapes import iter_ascending
-from skyrl_tx.backends.jax.train import packing, step
-from skyrl_tx.layers.kernels.choice import Kernels
+from skyrl_tx.backends.jax.train import forward_backward, packing
+from skyrl_tx.layers.kernels.registry import Kernels
 from skyrl_tx.layers.lora import Adapter, LoraPair
 from skyrl_tx.layers.parameter import Parameter, map_named
 from skyrl_tx.layers.remat import RematPolicy
@@ -27,7 +27,7 @@ from skyrl_tx.layers.sharding import Layout
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchShape:
-    """The shape and the kind of loss that a program of `step.accumulate` is compiled for.
+    """The shape and the kind of loss that a program of `forward_backward.accumulate` is compiled for.
 
     `length` is that of each row, `rank` is padded.
     """
@@ -96,7 +96,7 @@ class MicroBatchShapes:
 
 
 class TrainingPrograms:
-    """The programs of `step.accumulate`, compiled in the background."""
+    """The programs of `forward_backward.accumulate`, compiled in the background."""
 
     def __init__(
         self, params: models.DecoderParams, config: models.ModelConfig, compiler: Compiler[MicroBatchShape]
@@ -143,7 +143,7 @@ class TrainingPrograms:
         adapter = make_adapter_shapes(self._params.layout, self._config, shape.rank)
         batch = packing.make_empty_micro_batch(shape.num_rows, shape.length, shape.num_targets, is_local=shape.is_local)
         static = {"config": self._config, "remat": shape.remat}
-        return Program(step.accumulate, (self._params, adapter, adapter.weights, batch), static)
+        return Program(forward_backward.accumulate, (self._params, adapter, adapter.weights, batch), static)
 
 
 def make_param_shapes(

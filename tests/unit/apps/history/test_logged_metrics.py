@@ -1,7 +1,7 @@
 import pytest
 
-from skyrl_tx.apps.history import logged
-from skyrl_tx.apps.history.logged import LoggedRun, NewLoggedPoint
+from skyrl_tx.apps.history import logged_metrics
+from skyrl_tx.apps.history.logged_metrics import LoggedRun, NewLoggedPoint
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store.database import Store
@@ -17,13 +17,15 @@ def point(number: int, **values: float | None) -> NewLoggedPoint:
 def write(
     store: Store, *points: NewLoggedPoint, run: LoggedRun = RUN, now: float = 10.0, model_id: ModelId | None = None
 ) -> int:
-    return store.write(lambda tx: logged.add_points(tx, logged.open_run(tx, run, now, model_id=model_id), points, now))
+    return store.write(
+        lambda tx: logged_metrics.add_points(tx, logged_metrics.open_run(tx, run, now, model_id=model_id), points, now)
+    )
 
 
 def steps(store: Store, owner: str | None = "ann", **wanted: int) -> list[int]:
     def read(tx) -> list[int]:
-        runs = [row.logged_run_id for row in logged.list_runs(tx, owner)]
-        return [found.step for found in logged.read_points(tx, runs, **wanted)]
+        runs = [row.logged_run_id for row in logged_metrics.list_runs(tx, owner)]
+        return [found.step for found in logged_metrics.read_points(tx, runs, **wanted)]
 
     return store.read(read)
 
@@ -31,9 +33,9 @@ def steps(store: Store, owner: str | None = "ann", **wanted: int) -> list[int]:
 def test_points_are_stored_once(store: Store) -> None:
     assert write(store, point(1), point(2, reward=None, accuracy=1.0)) == 2
     assert write(store, point(2), point(2), point(3), point(3, reward=9.0), now=11.0) == 1
-    (run,) = store.read(lambda tx: logged.list_runs(tx, "ann"))
+    (run,) = store.read(lambda tx: logged_metrics.list_runs(tx, "ann"))
     assert (run.num_points, run.last_at, run.created_at, run.name) == (3, 11.0, 10.0, "first")
-    found = store.read(lambda tx: logged.read_points(tx, [run.logged_run_id or 0]))
+    found = store.read(lambda tx: logged_metrics.read_points(tx, [run.logged_run_id or 0]))
     assert [(row.step, row.at, row.values) for row in found] == [
         (1, 10.0, {"reward": 0.1}),
         (2, 10.0, {"reward": None, "accuracy": 1.0}),
@@ -44,7 +46,7 @@ def test_points_are_stored_once(store: Store) -> None:
 def test_equal_log_ids_of_two_runs_are_two_points(store: Store) -> None:
     other = LoggedRun(owner="ann", project="gsm8k", key="a2", name="first")
     assert write(store, point(1)) == write(store, point(1), run=other) == 1
-    assert len(store.read(lambda tx: logged.list_runs(tx, "ann", project="gsm8k"))) == 2
+    assert len(store.read(lambda tx: logged_metrics.list_runs(tx, "ann", project="gsm8k"))) == 2
 
 
 def test_owners_are_apart(store: Store) -> None:
@@ -56,13 +58,13 @@ def test_owners_are_apart(store: Store) -> None:
 def test_a_reader_continues_after_its_cursor(store: Store) -> None:
     write(store, *map(point, range(7)))
     assert steps(store, limit=3) == [0, 1, 2]
-    (run,) = store.read(lambda tx: logged.list_runs(tx, "ann"))
-    first = store.read(lambda tx: logged.read_points(tx, [run.logged_run_id or 0], limit=3))
+    (run,) = store.read(lambda tx: logged_metrics.list_runs(tx, "ann"))
+    first = store.read(lambda tx: logged_metrics.read_points(tx, [run.logged_run_id or 0], limit=3))
     assert steps(store, after=first[-1].position) == [3, 4, 5, 6]
 
 
 def test_a_long_run_loses_every_second_old_point(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logged, "MAX_POINTS", 8)
+    monkeypatch.setattr(logged_metrics, "MAX_POINTS", 8)
     write(store, *map(point, range(8)))
     assert steps(store) == [*range(8)]
     write(store, point(8))
@@ -71,21 +73,21 @@ def test_a_long_run_loses_every_second_old_point(store: Store, monkeypatch: pyte
         write(store, point(number))
     kept = steps(store)
     assert len(kept) <= 8 and kept[-4:] == [36, 37, 38, 39]
-    (run,) = store.read(lambda tx: logged.list_runs(tx, "ann"))
+    (run,) = store.read(lambda tx: logged_metrics.list_runs(tx, "ann"))
     assert run.num_points == len(kept)
 
 
 def test_a_large_run_is_thinned_by_its_bytes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logged, "MAX_BYTES", 2000)
+    monkeypatch.setattr(logged_metrics, "MAX_BYTES", 2000)
     for number in range(100):
         write(store, point(number, **{"x" * 60: 1.0}))
-    (run,) = store.read(lambda tx: logged.list_runs(tx, "ann"))
+    (run,) = store.read(lambda tx: logged_metrics.list_runs(tx, "ann"))
     assert 10 < run.num_points < 35 and run.num_bytes <= 2000
     assert steps(store)[-1] == 99
 
 
 def test_an_owner_has_a_limited_number_of_runs(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logged, "MAX_RUNS", 1)
+    monkeypatch.setattr(logged_metrics, "MAX_RUNS", 1)
     write(store, point(1))
     with pytest.raises(UserError, match="ann has logged 1 runs"):
         write(store, point(1), run=LoggedRun(owner="ann", project="p", key="k", name="n"))
@@ -95,11 +97,11 @@ def test_an_owner_has_a_limited_number_of_runs(store: Store, monkeypatch: pytest
 def test_old_runs_are_pruned_by_their_last_point(store: Store) -> None:
     write(store, *map(point, range(5)), now=10.0)
     write(store, point(1), run=LoggedRun(owner="ann", project="p", key="new", name="new"), now=100 * DAY)
-    before = 100 * DAY - logged.RETENTION_S
-    assert store.write(lambda tx: logged.prune(tx, before, limit=3)) == 3
-    assert store.write(lambda tx: logged.prune(tx, before, limit=3)) == 2
-    assert store.write(lambda tx: logged.prune(tx, before, limit=3)) == 0
-    assert [row.name for row in store.read(lambda tx: logged.list_runs(tx, None))] == ["new"]
+    before = 100 * DAY - logged_metrics.RETENTION_S
+    assert store.write(lambda tx: logged_metrics.prune(tx, before, limit=3)) == 3
+    assert store.write(lambda tx: logged_metrics.prune(tx, before, limit=3)) == 2
+    assert store.write(lambda tx: logged_metrics.prune(tx, before, limit=3)) == 0
+    assert [row.name for row in store.read(lambda tx: logged_metrics.list_runs(tx, None))] == ["new"]
 
 
 def test_points_of_a_model_are_those_of_all_its_runs(store: Store) -> None:
@@ -107,16 +109,16 @@ def test_points_of_a_model_are_those_of_all_its_runs(store: Store) -> None:
     write(store, point(1), model_id=model_id)
     write(store, point(2), run=LoggedRun(owner="ann", project="", key=model_id, name="m"), model_id=model_id)
     write(store, point(3), run=LoggedRun(owner="ann", project="", key="else", name="m"))
-    read = store.read(lambda tx: logged.read_points_of_model(tx, model_id))
+    read = store.read(lambda tx: logged_metrics.read_points_of_model(tx, model_id))
     assert [(found.project, found.run, found.step) for found in read] == [("gsm8k", "first", 1), ("", "m", 2)]
-    store.write(lambda tx: logged.forget_model(tx, model_id))
-    assert store.read(lambda tx: logged.read_points_of_model(tx, model_id)) == []
-    store.write(lambda tx: logged.prune(tx, 1.0, limit=100))
-    assert [run.key for run in store.read(lambda tx: logged.list_runs(tx, "ann"))] == ["else"]
+    store.write(lambda tx: logged_metrics.forget_model(tx, model_id))
+    assert store.read(lambda tx: logged_metrics.read_points_of_model(tx, model_id)) == []
+    store.write(lambda tx: logged_metrics.prune(tx, 1.0, limit=100))
+    assert [run.key for run in store.read(lambda tx: logged_metrics.list_runs(tx, "ann"))] == ["else"]
 
 
 def test_the_first_config_stays(store: Store) -> None:
     for config in (None, {"lora_rank": 8}, {"lora_rank": 16}):
-        store.write(lambda tx, config=config: logged.open_run(tx, RUN, 1.0, config=config))
-    (run,) = store.read(lambda tx: logged.list_runs(tx, "ann"))
+        store.write(lambda tx, config=config: logged_metrics.open_run(tx, RUN, 1.0, config=config))
+    (run,) = store.read(lambda tx: logged_metrics.list_runs(tx, "ann"))
     assert run.config == {"lora_rank": 8}

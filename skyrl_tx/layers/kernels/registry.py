@@ -123,51 +123,51 @@ class ExpertsKernel:
 
 
 def _attend_splash(*arrays: Any, window: int | None, interpret: bool) -> jax.Array:
-    from skyrl_tx.layers.kernels import splash
+    from skyrl_tx.layers.kernels import tpu_splash_attention
 
-    return splash.attend(*arrays, window=window, interpret=interpret)
+    return tpu_splash_attention.attend(*arrays, window=window, interpret=interpret)
 
 
 def _attend_triton(*arrays: Any, window: int | None, interpret: bool) -> jax.Array:
-    from skyrl_tx.layers.kernels import triton
+    from skyrl_tx.layers.kernels import gpu_flash_attention
 
-    return triton.attend(*arrays, window=window, interpret=interpret)
+    return gpu_flash_attention.attend(*arrays, window=window, interpret=interpret)
 
 
 def _normalize_and_rotate(*arrays: Any, epsilon: float, interpret: bool) -> jax.Array:
-    from skyrl_tx.layers.kernels import normed_rotation
+    from skyrl_tx.layers.kernels import gpu_norm_rope
 
-    return normed_rotation.normalize_and_rotate(*arrays, epsilon=epsilon, interpret=interpret)
+    return gpu_norm_rope.normalize_and_rotate(*arrays, epsilon=epsilon, interpret=interpret)
 
 
 def _multiply_tiles_triton(*arrays: Any, **settings: Any) -> jax.Array:
-    from skyrl_tx.layers.kernels import gpu_grouped
+    from skyrl_tx.layers.kernels import gpu_grouped_matmul
 
-    return gpu_grouped.multiply_tiles(*arrays, **settings)
+    return gpu_grouped_matmul.multiply_tiles(*arrays, **settings)
 
 
 def _multiply_tiles_mosaic(*arrays: Any, **settings: Any) -> jax.Array:
-    from skyrl_tx.layers.kernels import tpu_grouped
+    from skyrl_tx.layers.kernels import tpu_grouped_matmul
 
-    return tpu_grouped.multiply_tiles(*arrays, **settings)
+    return tpu_grouped_matmul.multiply_tiles(*arrays, **settings)
 
 
 def _attend_past_mosaic(*arrays: Any, window: int | None, interpret: bool) -> SoftmaxStats:
-    from skyrl_tx.layers.kernels import tpu_pages
+    from skyrl_tx.layers.kernels import tpu_paged_attention
 
-    return tpu_pages.attend_past(*arrays, window=window, interpret=interpret)
+    return tpu_paged_attention.attend_past(*arrays, window=window, interpret=interpret)
 
 
 def _attend_past_triton(*arrays: Any, window: int | None, interpret: bool) -> SoftmaxStats:
-    from skyrl_tx.layers.kernels import gpu_pages
+    from skyrl_tx.layers.kernels import gpu_paged_attention
 
-    return gpu_pages.attend_past(*arrays, window=window, interpret=interpret)
+    return gpu_paged_attention.attend_past(*arrays, window=window, interpret=interpret)
 
 
 def _attend_step_triton(*arrays: Any, window: int | None, interpret: bool) -> SoftmaxStats:
-    from skyrl_tx.layers.kernels import gpu_pages
+    from skyrl_tx.layers.kernels import gpu_paged_attention
 
-    return gpu_pages.attend_step(*arrays, window=window, interpret=interpret)
+    return gpu_paged_attention.attend_step(*arrays, window=window, interpret=interpret)
 
 
 SPLASH = AttentionKernel(name="splash", attend=_attend_splash, max_dim=576)

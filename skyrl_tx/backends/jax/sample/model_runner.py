@@ -23,15 +23,15 @@ from skyrl_tx.backends.jax.distributed import fetch
 from skyrl_tx.backends.jax.memory import choose_adapter_slots, plan_sample_memory
 from skyrl_tx.backends.jax.mesh import count_replicas
 from skyrl_tx.backends.jax.sample import programs
-from skyrl_tx.backends.jax.sample.adapter_pool import SamplerPool
+from skyrl_tx.backends.jax.sample.block_table import BlockTableRow
 from skyrl_tx.backends.jax.sample.draw import DrawnTokens
 from skyrl_tx.backends.jax.sample.layer_views import separate_layers, should_separate_layers
-from skyrl_tx.backends.jax.sample.pages import BlockTableRow
 from skyrl_tx.backends.jax.sample.programs import RowBatch, SliceResult
 from skyrl_tx.backends.jax.sample.prompt_scores import PromptScores
 from skyrl_tx.backends.jax.sample.row_inputs import RowInputs, make_block_table, make_draw_params
-from skyrl_tx.backends.jax.sample.rows import DispatchedSlice, RowCounts, SlicePart, SliceRows, group_by_length
-from skyrl_tx.backends.jax.sample.running import BASE_SLOT, RunningSample, get_max_tokens
+from skyrl_tx.backends.jax.sample.running_sample import BASE_SLOT, RunningSample, get_max_tokens
+from skyrl_tx.backends.jax.sample.sampler_pool import SamplerPool
+from skyrl_tx.backends.jax.sample.slice_rows import DispatchedSlice, RowCounts, SlicePart, SliceRows, group_by_length
 from skyrl_tx.backends.jax.shapes import (
     MAX_PROMPTS_TOGETHER,
     PrefillShapes,

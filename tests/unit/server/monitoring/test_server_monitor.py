@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlmodel import Session
 
-from skyrl_tx.server.monitoring.server_sampler import EngineReading, combine_engines, compute_rates, read_gauges
+from skyrl_tx.server.monitoring.server_monitor import EngineReading, combine_engines, compute_rates, read_gauges
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import engine_state, server_points
 from skyrl_tx.store.tables import EngineStateRow

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from skyrl_tx.layers.kernels.triton import SMALL_MEMORY
+from skyrl_tx.layers.kernels.gpu_flash_attention import SMALL_MEMORY
 from skyrl_tx.layers.tiles import AddedProducts
 
 MOST_OUTPUTS, MOST_INPUTS = 128, 64
