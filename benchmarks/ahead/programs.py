@@ -26,12 +26,11 @@ from skyrl_tx.backends.jax.sample.row_inputs import RowInputs
 from skyrl_tx.backends.jax.sample.running_sample import BASE_SLOT
 from skyrl_tx.backends.jax.sample.slice_rows import SliceRows
 from skyrl_tx.backends.jax.shapes import MAX_PROMPTS_TOGETHER, PrefillShapes
-from skyrl_tx.backends.jax.start_plan import StartPlan
+from skyrl_tx.backends.jax.start_plan import WARM_UP_ID, StartPlan, make_training_batch
 from skyrl_tx.backends.jax.train import forward_backward, optimizer, packing
 from skyrl_tx.backends.jax.train.training_programs import make_adapter_shapes, make_param_shapes
 from skyrl_tx.backends.jax.train.training_state import pad_rank
 from skyrl_tx.backends.jax.training_costs import DEFAULT_RANK, count_adapter_bytes
-from skyrl_tx.backends.jax.warmup import WARM_UP_ID, make_training_batch
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.contract.requests import OptimizerParams
 from skyrl_tx.layers.cache_state import BlockTable, Cache

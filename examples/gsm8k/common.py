@@ -9,7 +9,7 @@ from typing import Any
 
 import tinker
 
-from skyrl_tx.tools.quickstart.questions import Question, QuestionSet, load_excerpt, load_questions
+from skyrl_tx.tools.quickstart.training import Question, QuestionSet, load_excerpt, load_questions
 
 INSTRUCTION = " Work it out step by step. End with a line of the form '#### <number>'."
 NUMBER = re.compile(r"#### (-?[\d,]*\.?\d+)")

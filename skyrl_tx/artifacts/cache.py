@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from skyrl_tx.artifacts.files import ARTIFACT_ID, check_free_space, compute_size_bytes
-from skyrl_tx.artifacts.folders import TEMPORARY, create_locked, lock_folder, remove_interrupted
+from skyrl_tx.artifacts.local import TEMPORARY, create_locked, lock_folder, remove_interrupted
 from skyrl_tx.contract.ids import ArtifactId
 
 

@@ -1,6 +1,6 @@
 """The files of an artifact: written once, hashed, listed in a manifest, and checked by it.
 
-Files may be encrypted, see `skyrl_tx.artifacts.encryption`.
+Files may be encrypted, see `skyrl_tx.artifacts.objects`.
 """
 
 import errno
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from skyrl_tx.artifacts.encryption import ENCRYPTED_SUFFIX
+from skyrl_tx.artifacts.objects import ENCRYPTED_SUFFIX
 from skyrl_tx.contract.errors import CapacityError
 from skyrl_tx.contract.ids import ArtifactId
 from skyrl_tx.process.failpoints import failpoint

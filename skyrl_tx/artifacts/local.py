@@ -27,7 +27,6 @@ from skyrl_tx.artifacts.files import (
     read_manifest,
     seal,
 )
-from skyrl_tx.artifacts.folders import TEMPORARY, create_locked, lock_folder, remove_interrupted
 from skyrl_tx.contract.ids import ArtifactId
 from skyrl_tx.process.failpoints import failpoint
 
@@ -268,3 +267,52 @@ def _describe_artifact(path: Path) -> str:
 
 def _get_modification_time(path: Path) -> float:
     return path.stat().st_mtime
+
+
+TEMPORARY = ".tmp-"
+"""Start of the names of directories that are being written or removed."""
+
+
+@contextmanager
+def lock_folder(folder: Path, how: int) -> Generator[int]:
+    """Lock a directory, and yield its descriptor. Raises BlockingIOError if `how` says not to wait."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, how)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def create_locked(folder: Path) -> Generator[None]:
+    """Create and lock a directory, so that garbage collection does not take it for an interrupted creation."""
+    while True:
+        folder.mkdir(mode=0o700)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:  # garbage collection removed it before it was opened
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if folder.is_dir():  # not removed before the lock was taken
+                yield
+                return
+        finally:
+            os.close(descriptor)
+
+
+def remove_interrupted(folder: Path) -> None:
+    """Remove a directory that no process has locked."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:  # its creation has finished
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(descriptor)

@@ -22,7 +22,7 @@ from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.engine.sample_output import SampleAssembler
 from skyrl_tx.engine.sample_queue import OwnerKey, SampleQueue, get_owner_key, get_sample
 from skyrl_tx.process.failpoints import failpoint
-from skyrl_tx.store import completions, partials, recorded_logprobs, sampling_sessions
+from skyrl_tx.store import completions, recorded_logprobs, sampling_sessions
 from skyrl_tx.store.engine_state import REQUEST_BYTES
 
 _log = logging.getLogger(__name__)
@@ -53,11 +53,11 @@ class _Running:
         """Number of samples that have started and not ended."""
         return self.assembler.num_open - self.num_left
 
-    def take_partial(self, delta: SampleDelta) -> partials.Partial:
+    def take_partial(self, delta: SampleDelta) -> completions.Partial:
         """Return the new tokens of a streamed sample."""
         start = self.num_streamed[delta.index]
         self.num_streamed[delta.index] += delta.tokens.size
-        return partials.Partial(
+        return completions.Partial(
             request_id=delta.request_id,
             sample_index=delta.index,
             start=start,
@@ -332,7 +332,7 @@ class SamplingExecutor:
             self.num_bytes += running.queued.num_bytes
 
     def _process_deltas(self, deltas: Sequence[SampleDelta]) -> None:
-        streamed: list[partials.Partial] = []
+        streamed: list[completions.Partial] = []
         for delta in deltas:
             running = self._running.get(delta.request_id)
             if running is None:
@@ -356,7 +356,7 @@ class SamplingExecutor:
             except Exception as error:
                 self._finish(running, error)
         if streamed:
-            self._context.store.write_soon(lambda tx: partials.add(tx, streamed)).add_done_callback(_log_failure)
+            self._context.store.write_soon(lambda tx: completions.add(tx, streamed)).add_done_callback(_log_failure)
         for running in [running for running in self._running.values() if not running.assembler.num_open]:
             self._finish(running)
 
@@ -383,7 +383,7 @@ class SamplingExecutor:
             if name is not None:
                 sampling_sessions.record_use(tx, name, now)
             if queued.is_streamed:
-                partials.delete_by_request(tx, queued.request_id)
+                completions.delete_by_request(tx, queued.request_id)
             if request.is_recorded:
                 recorded_logprobs.record(tx, queued.session_id, request.prompt.size, logprobs, now)
 

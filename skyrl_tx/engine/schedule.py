@@ -9,14 +9,68 @@ barrier only after all earlier requests were acknowledged.
 
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
+from typing import NamedTuple
 
 from skyrl_tx.contract.ids import ModelId, SessionId
-from skyrl_tx.engine.admission import START, Admission, Fail, Wait
-from skyrl_tx.engine.fair_share import FairShare, VirtualTime
+from skyrl_tx.engine.extension import START, Admission, Fail, Wait
 from skyrl_tx.engine.request_log import QueuedRequest
+
+_MAX_OWNERS = 1024
+
+
+class VirtualTime(NamedTuple):
+    """The work that an owner has got, divided by its weight. That of an owner of weight 0 is after all others."""
+
+    is_last: bool
+    at: float
+
+
+class FairShare:
+    """The virtual time of each owner, for one kind of capacity. Without weights every owner has weight 1."""
+
+    def __init__(self, weights: Callable[[], Mapping[str, int]] = dict) -> None:
+        self._weights = weights
+        self._times: dict[str, VirtualTime] = {}
+        # Virtual times of the work that started last: of owners with a weight, and of those of weight 0.
+        self._started = {False: 0.0, True: 0.0}
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether any owner has another share than the others."""
+        return any(weight != 1 for weight in self._weights().values())
+
+    def get_weight(self, owner: str) -> int:
+        """Return the weight of an owner."""
+        return self._weights().get(owner, 1)
+
+    def get_virtual_time(self, owner: str) -> VirtualTime:
+        """Return the virtual time of an owner."""
+        is_last, found = self.get_weight(owner) == 0, self._times.get(owner)
+        if found is None or found.is_last != is_last:  # new, or its weight has changed from 0 or to it
+            return VirtualTime(is_last, self._started[is_last])
+        return found
+
+    def reset(self) -> None:
+        """Forget what owners got."""
+        self._times.clear()
+        self._started = {False: 0.0, True: 0.0}
+
+    def record_arrival(self, owner: str) -> None:
+        """Note that an owner has work, and had none that could start."""
+        if len(self._times) >= _MAX_OWNERS:
+            self._times = {name: time for name, time in self._times.items() if time.at > self._started[time.is_last]}
+        is_last, at = self.get_virtual_time(owner)
+        self._times[owner] = VirtualTime(is_last, max(at, self._started[is_last]))
+
+    def charge(self, owner: str, amount: float) -> None:
+        """Count work that starts now."""
+        is_last, start = self.get_virtual_time(owner)
+        self._started[is_last] = max(self._started[is_last], start)
+        self._times[owner] = VirtualTime(is_last, start + amount / (self.get_weight(owner) or 1))
+
 
 MAX_RUNNING_BATCHES = 4
 """Running batches of passes, each with its own gradients in memory.
@@ -25,9 +79,15 @@ The last place is reserved for batches within the token budget. One place each b
 long passes of owners without a running long pass, if there are several owners, and of sessions without one, so that
 neither an owner nor a session can occupy the device alone.
 """
+
+
 ReadBodies = Callable[[Sequence[QueuedRequest]], Sequence[QueuedRequest]]
 """Reads the deferred bodies of requests."""
+
+
 _MAX_BATCH_REQUESTS = 32
+
+
 _NON_PASS_TOKENS = 256
 """The tokens for which a request counts that is no pass, such as an optimizer step."""
 

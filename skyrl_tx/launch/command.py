@@ -1,11 +1,13 @@
 """A command of the command line, as a tool or an app declares it, and the parser of its arguments."""
 
+from __future__ import annotations
+
 import argparse
 import pkgutil
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 Group = Literal["run", "weights", "administration", "diagnosis"]
 """The heading of a command in `skyrl-tx --help`."""
@@ -41,11 +43,11 @@ class Command:
     arguments which returns the exit status, or None for 0.
     """
 
-    def add_arguments(self, parser: "CommandParser") -> None:
+    def add_arguments(self, parser: CommandParser) -> None:
         """Import the command's code, and add the arguments and the default `run` to a parser."""
         pkgutil.resolve_name(self.code)(parser)
 
-    def make_parser(self, given: Sequence[str]) -> "CommandParser":
+    def make_parser(self, given: Sequence[str]) -> CommandParser:
         """Return the parser for a command line."""
         description = f"{self.help[0].upper()}{self.help[1:]}."
         parser = CommandParser(given, prog=f"skyrl-tx {self.name}", description=description)
@@ -80,3 +82,39 @@ class _HelpFormatter(argparse.HelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         # Without a default value to print, the description states what happens.
         return _NO_DEFAULT.sub("", action.help) if action.help else action.help
+
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from skyrl_tx.engine.extension import EngineExtension
+    from skyrl_tx.launch.command import Command
+    from skyrl_tx.server.context import ServerExtension
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class App:
+    """An optional feature. Each part is loaded only in the process that uses it.
+
+    For example, `server` is called in the API process, so that an engine never imports FastAPI.
+    """
+
+    name: str
+    settings: type[BaseModel] | None = None
+    """Its fields are settings of the server. `ApiSettings.get_app_settings` returns an instance."""
+    server: Callable[[], ServerExtension] | None = None
+    """Returns routers, pages and error forms for the API process."""
+    engine: Callable[[], EngineExtension] | None = None
+    """Returns result observers, retention rules and admission for the engine process."""
+    commands: Sequence[Command] = ()
+    """Commands for the command line; their code is imported when they are used."""
+
+
+def load_server_extensions(apps: Sequence[App]) -> dict[str, ServerExtension]:
+    """Load the parts of optional features for the API process, by the name of each feature."""
+    return {app.name: app.server() for app in apps if app.server is not None}
+
+
+def load_engine_extensions(apps: Sequence[App]) -> list[EngineExtension]:
+    """Return what these features add to an engine process."""
+    return [app.engine() for app in apps if app.engine is not None]

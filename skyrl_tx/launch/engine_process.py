@@ -34,7 +34,7 @@ from skyrl_tx.contract.errors import BackendLost, RequestError
 from skyrl_tx.engine.engine import Engine
 from skyrl_tx.engine.metrics import EngineMetrics
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.launch.app import App, load_engine_extensions
+from skyrl_tx.launch.command import App, load_engine_extensions
 from skyrl_tx.process.exposition import MetricsSocket, get_socket_path, render, serve_http
 from skyrl_tx.process.setup import (
     CannotServe,
@@ -44,11 +44,15 @@ from skyrl_tx.process.setup import (
     enable_huge_pages,
     tune_garbage_collection,
 )
-from skyrl_tx.process.signals import enable_stack_dumps, handle_signals
-from skyrl_tx.process.threads import EXIT_STATUS, ServiceThread, end_process_on_failure
+from skyrl_tx.process.signals import (
+    EXIT_STATUS,
+    ServiceThread,
+    enable_stack_dumps,
+    end_process_on_failure,
+    handle_signals,
+)
 from skyrl_tx.store import engine_state, futures
-from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreInUse, StoreUnreachable
+from skyrl_tx.store.database import Store, StoreBlocked, StoreError, StoreInUse, StoreUnreachable
 from skyrl_tx.store.notices import record_notices
 from skyrl_tx.store.writer import RetryPolicy
 

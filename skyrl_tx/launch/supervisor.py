@@ -19,8 +19,7 @@ from skyrl_tx import __version__
 from skyrl_tx.artifacts import ArtifactsUnreachable, InvalidLocation, open_artifacts
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.launch.app import App, load_server_extensions
-from skyrl_tx.launch.device_shares import assign_devices
+from skyrl_tx.launch.command import App, load_server_extensions
 from skyrl_tx.launch.engine_process import (
     EngineEnd,
     EngineLaunch,
@@ -29,14 +28,13 @@ from skyrl_tx.launch.engine_process import (
     record_end,
     run_in_foreground,
 )
-from skyrl_tx.launch.launcher import EngineStarts, RunningEngine, find_launcher
+from skyrl_tx.launch.launcher import EngineStarts, RunningEngine, assign_devices, find_launcher
 from skyrl_tx.launch.settings import ServerSettings, SettingsError
 from skyrl_tx.process.setup import CannotServe, check_certificate, get_url, listen, tune_garbage_collection
 from skyrl_tx.process.signals import handle_signals
 from skyrl_tx.server.app import ApiServer
 from skyrl_tx.store import checkpoints, futures, keys, models
-from skyrl_tx.store.database import Store, StoreError, StoreInUse
-from skyrl_tx.store.errors import StoreBlocked, StoreUnreachable
+from skyrl_tx.store.database import Store, StoreBlocked, StoreError, StoreInUse, StoreUnreachable
 from skyrl_tx.store.notices import record_notices
 
 _log = logging.getLogger(__name__)

@@ -21,7 +21,17 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from skyrl_tx.layers import grouped_experts
-from skyrl_tx.layers.grouped_experts import TiledMap
+from skyrl_tx.layers.grouped_experts import (
+    TILES_AT_ONCE,
+    Routing,
+    TiledMap,
+    Tiling,
+    get_tile_shape,
+    map_tiles,
+    route,
+    sort_into_tiles,
+    sum_by_index,
+)
 from skyrl_tx.layers.kernels.registry import NO_KERNELS, Kernels, MultiplyTiles
 from skyrl_tx.layers.lora import (
     Adapter,
@@ -34,10 +44,8 @@ from skyrl_tx.layers.lora import (
 )
 from skyrl_tx.layers.parameter import Axis
 from skyrl_tx.layers.remat import mark_matmul
-from skyrl_tx.layers.router import Routing, route
 from skyrl_tx.layers.sharding import UNSHARDED, Layout
 from skyrl_tx.layers.stable_bits import apply_batch_invariant
-from skyrl_tx.layers.tiles import TILES_AT_ONCE, Tiling, get_tile_shape, map_tiles, sort_into_tiles, sum_by_index
 
 MAP_NAMES = ("gate_proj", "up_proj", "down_proj")
 MAP_AXES: Mapping[str, tuple[Axis | None, Axis | None]] = {

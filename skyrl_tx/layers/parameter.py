@@ -7,6 +7,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from skyrl_tx.layers.stable_bits import apply_batch_invariant
+
 Axis = Literal[
     "layers",
     "embed",
@@ -79,3 +81,11 @@ def pseudo_random(shape: tuple[int, ...], seed: int, dtype: jnp.dtype) -> jax.Ar
         bits = bits ^ (bits >> 16)
     uniform = (bits >> 8).astype(jnp.float32) * (2.0 / (1 << 24)) - 1.0
     return (uniform * (INITIAL_STD * 3**0.5)).astype(dtype)  # a uniform on [-a, a] has deviation a / sqrt(3)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+    """Return `x` scaled to unit mean square over its last dim, times `weight`, in float32."""
+    x = x.astype(jnp.float32)
+    mean = apply_batch_invariant(lambda x: jnp.mean(jnp.square(x), axis=-1, keepdims=True), x)
+    scale = jax.lax.rsqrt(mean + epsilon)
+    return x * scale * weight.astype(jnp.float32)

@@ -3,7 +3,10 @@
 from collections.abc import Mapping
 
 from skyrl_tx.models.adapters import (
+    CutAdapter,
+    GroupPairs,
     choose_expert_lora,
+    cut_pairs,
     describe_adapter,
     fit_adapter,
     get_adapter_axes,
@@ -11,6 +14,7 @@ from skyrl_tx.models.adapters import (
     get_targets,
     get_trained_targets,
     init_adapter,
+    join_pairs,
     make_adapter_format,
 )
 from skyrl_tx.models.config import HfConfig, ModelConfig
@@ -30,7 +34,6 @@ from skyrl_tx.models.gemma3 import GEMMA3
 from skyrl_tx.models.glm4_moe import GLM4_MOE
 from skyrl_tx.models.glm4_moe_lite import GLM4_MOE_LITE
 from skyrl_tx.models.gpt_oss import GPT_OSS
-from skyrl_tx.models.layer_adapters import CutAdapter, GroupPairs, cut_pairs, join_pairs
 from skyrl_tx.models.llama import LLAMA
 from skyrl_tx.models.mistral import MISTRAL
 from skyrl_tx.models.nemotron_h import NEMOTRON_H

@@ -28,13 +28,12 @@ from skyrl_tx.layers.cache_state import (
 )
 from skyrl_tx.layers.kv_cache import Pages
 from skyrl_tx.layers.lora import Adapter, LoraPair, RowAdapter, RowSlots, select_rows
-from skyrl_tx.layers.norm import rms_norm
-from skyrl_tx.layers.parameter import Parameter
+from skyrl_tx.layers.parameter import Parameter, rms_norm
 from skyrl_tx.layers.remat import RematPolicy, with_remat
 from skyrl_tx.layers.sharding import Layout, gather_weight
 from skyrl_tx.layers.stable_bits import add_unfused
+from skyrl_tx.models.adapters import CutAdapter, GroupAdapters, GroupPairs
 from skyrl_tx.models.config import Block, Group, ModelConfig
-from skyrl_tx.models.layer_adapters import CutAdapter, GroupAdapters, GroupPairs
 from skyrl_tx.models.params import OUTPUT_NORMS, DecoderParams, transpose_layer
 from skyrl_tx.models.parts.base import LayerAdapters, LayerContext, LayerParams, Mixer, StackedParam
 

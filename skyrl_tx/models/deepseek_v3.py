@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_tx.layers.router import Routing
+from skyrl_tx.layers.grouped_experts import Routing
 from skyrl_tx.models.config import Block, HfConfig, check_values, read_required, read_rope, read_size
 from skyrl_tx.models.family import ModelFamily, read_dense
 from skyrl_tx.models.parts.base import FeedForward

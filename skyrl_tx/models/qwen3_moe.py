@@ -1,6 +1,6 @@
 """Qwen3-MoE: Qwen3 with a mixture of experts in place of most feed-forwards. Qwen Team 2025, arXiv:2505.09388."""
 
-from skyrl_tx.layers.router import Routing
+from skyrl_tx.layers.grouped_experts import Routing
 from skyrl_tx.models.config import Block, HfConfig, read_size
 from skyrl_tx.models.family import ModelFamily, read_attention, read_dense
 from skyrl_tx.models.parts.base import FeedForward

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, disable_created_metrics, start_
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
 
-from skyrl_tx.process.threads import ServiceThread
+from skyrl_tx.process.signals import ServiceThread
 
 disable_created_metrics()  # a series of its own for each counter, which no query of ours reads
 

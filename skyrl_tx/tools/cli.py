@@ -108,7 +108,7 @@ TOOLS = (
         name="plan",
         help="say whether a model fits devices that are not here, and how fast it can be",
         group="diagnosis",
-        code="skyrl_tx.tools.plan.command:add_arguments",
+        code="skyrl_tx.tools.plan.report:add_arguments",
     ),
 )
 COMMANDS = {command.name: command for command in (*TOOLS, *(command for app in APPS for command in app.commands))}

@@ -31,8 +31,7 @@ from skyrl_tx.launch.settings import (
     read_config_file,
 )
 from skyrl_tx.process.setup import CannotServe, configure_logging, raise_file_limit, restart_with_huge_pages
-from skyrl_tx.process.signals import enable_stack_dumps
-from skyrl_tx.process.threads import end_process_on_failure
+from skyrl_tx.process.signals import enable_stack_dumps, end_process_on_failure
 from skyrl_tx.tools.quickstart.model import TINY_MODELS, write_tiny_model
 
 S = TypeVar("S", bound=BaseSettings)

@@ -32,7 +32,8 @@ from skyrl_tx.contract.state_files import (
     adapter_config,
 )
 from skyrl_tx.layers.lora import AdapterWeights, LoraPair
-from skyrl_tx.weights.expert_factors import (
+from skyrl_tx.weights.hf import locate_tensors
+from skyrl_tx.weights.packed import (
     Factors,
     convert_form,
     find_stack,
@@ -43,7 +44,6 @@ from skyrl_tx.weights.expert_factors import (
     suggest_expert_lora,
     unstack,
 )
-from skyrl_tx.weights.hf import locate_tensors
 from skyrl_tx.weights.weight_map import (
     FUSED_MAPS,
     FUSED_PARTS,

@@ -20,7 +20,7 @@ from skyrl_tx.contract import codec, requests, results
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.server.settings import ApiSettings
-from skyrl_tx.store import engine_state, futures, partials
+from skyrl_tx.store import completions, engine_state, futures
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.futures import PendingRequest
 from skyrl_tx.store.tables import EngineStateRow
@@ -98,14 +98,14 @@ def reply(text: str, size: int = 3) -> Play:
 
 def put(store: Store, request_id: RequestId, start: int, tokens: list[int]) -> None:
     """Write new tokens as the engine does, and give the API time to send them."""
-    row = partials.Partial(
+    row = completions.Partial(
         request_id=request_id,
         sample_index=0,
         start=start,
         tokens=np.array(tokens, np.int32),
         logprobs=np.full(len(tokens), -1.0, np.float32),
     )
-    store.write(lambda tx: partials.add(tx, [row]))
+    store.write(lambda tx: completions.add(tx, [row]))
     time.sleep(0.02)
 
 

@@ -19,7 +19,7 @@ from skyrl_tx.apps.history.points import Point
 from skyrl_tx.compose import APPS
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.engine.retention import Retention
-from skyrl_tx.launch.app import load_engine_extensions
+from skyrl_tx.launch.command import load_engine_extensions
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import keys, models
 from skyrl_tx.store.tables import KeyScope, ModelRow

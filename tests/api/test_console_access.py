@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from sqlmodel import Session
 
-from skyrl_tx.apps.console.guard import CONTENT_SECURITY_POLICY
+from skyrl_tx.apps.console.login import CONTENT_SECURITY_POLICY
 from skyrl_tx.apps.console.site import TABLES
 from skyrl_tx.apps.history import kept_samples, logged_metrics, points
 from skyrl_tx.apps.history.kept_samples import NewGroup, NewSample

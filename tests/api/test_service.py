@@ -13,14 +13,13 @@ import pytest
 from skyrl_tx.contract import codec, results
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import RequestId
-from skyrl_tx.process import threads
+from skyrl_tx.process import signals
 from skyrl_tx.server.identity import authentication
 from skyrl_tx.server.monitoring import engine_status
 from skyrl_tx.server.monitoring.engine_status import EngineHealth, EngineReport
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import engine_state, futures
-from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreError
+from skyrl_tx.store.database import Store, StoreError
 from skyrl_tx.store.tables import EngineStateRow, EngineStatus
 from tests.support.live_api import Server, live_api
 
@@ -235,8 +234,8 @@ def test_livez_does_not_wait_for_the_database(server: Server, monkeypatch: pytes
 
 
 def test_death_of_a_thread_turns_health_red(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    failures = threads._Failures()
-    monkeypatch.setattr(threads, "_failures", failures)
+    failures = signals._Failures()
+    monkeypatch.setattr(signals, "_failures", failures)
     failures.report("result-watcher", ValueError("no such row"))
     publish_status(server, "ready")
     for probe in ("healthz", "livez"):

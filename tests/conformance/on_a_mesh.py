@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from skyrl_tx.backends.jax import distributed
+from skyrl_tx.backends.jax import devices
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.contract.backend import HostRank, StatePart
@@ -155,7 +155,7 @@ def main() -> None:
     directory, output, last, expert_lora, *meshes = arguments.split(" ")
     if host:
         rank, coordinator = host.split(" ")
-        distributed.join(HostRank(rank=int(rank), size=2, coordinator=coordinator))
+        devices.join(HostRank(rank=int(rank), size=2, coordinator=coordinator))
     for mesh in meshes:
         config = JaxConfig(
             compile_cache_dir=None,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from skyrl_tx.tools.quickstart.model import write_tiny_model
-from skyrl_tx.tools.quickstart.questions import Question, load_excerpt
+from skyrl_tx.tools.quickstart.training import Question, load_excerpt
 from tests.support.client_environments import COOKBOOK, PreparedEnvironment
 from tests.support.live_server import LiveServer
 

@@ -8,7 +8,7 @@ import pytest
 
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.tools.quickstart.model import write_tiny_model
-from skyrl_tx.tools.quickstart.questions import load_excerpt
+from skyrl_tx.tools.quickstart.training import load_excerpt
 from tests.support.client_environments import COOKBOOK_WITH_TRACKIO
 from tests.support.live_server import LiveServer
 

@@ -11,7 +11,7 @@ from skyrl_tx.apps.history import logged_metrics
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store.database import Store
 from skyrl_tx.tools.quickstart.model import write_tiny_model
-from skyrl_tx.tools.quickstart.questions import load_excerpt
+from skyrl_tx.tools.quickstart.training import load_excerpt
 
 CURVES = ("train_nll", "held_out_nll", "reward", "held_out_reward")
 pytestmark = pytest.mark.slow

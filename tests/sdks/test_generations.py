@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from skyrl_tx.server.http.body import PROTOBUF, Body, BodyLimits
-from skyrl_tx.server.schemas import sampling, service, training, weights
+from skyrl_tx.server.schemas import service, training, weights
 from skyrl_tx.server.submission import wire_pb2
 from tests.support.client_environments import SDKS, ClientEnvironment, PreparedEnvironment
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
@@ -46,7 +46,7 @@ OWN = ("version", "fields", "image", "image_step", "recovered", "closed", "links
 SCHEMAS = {
     "AdamParams": training.AdamParams,
     "CreateModelRequest": training.CreateModelRequest,
-    "CreateSamplingSessionRequest": sampling.CreateSamplingSessionRequest,
+    "CreateSamplingSessionRequest": training.CreateSamplingSessionRequest,
     "CreateSessionRequest": service.CreateSessionRequest,
     "Datum": training.WireDatum,
     "EncodedTextChunk": training.InputChunk,
@@ -55,8 +55,8 @@ SCHEMAS = {
     "ImageChunk": training.InputChunk,
     "LoadWeightsRequest": weights.LoadWeightsRequest,
     "LoraConfig": training.LoraConfig,
-    "SampleRequest": sampling.AsampleRequest,
-    "SamplingParams": sampling.WireSamplingParams,
+    "SampleRequest": training.AsampleRequest,
+    "SamplingParams": training.WireSamplingParams,
     "SaveWeightsForSamplerRequest": weights.SaveWeightsForSamplerRequest,
     "SaveWeightsRequest": weights.SaveWeightsRequest,
     "TensorData": training.TensorData,

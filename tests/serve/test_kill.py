@@ -12,7 +12,7 @@ import tinker
 from tinker import types
 
 from skyrl_tx.tools.quickstart.model import write_tiny_model
-from skyrl_tx.tools.quickstart.questions import load_excerpt
+from skyrl_tx.tools.quickstart.training import load_excerpt
 from tests.support.live_server import LiveServer
 from tests.support.torch_example import torch_environment
 from tests.support.with_constants import constants

@@ -22,7 +22,7 @@ from skyrl_tx.contract.results import Metrics, SampleDelta
 from skyrl_tx.engine.engine import Engine
 from skyrl_tx.engine.extension import EngineExtension
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.launch.app import load_engine_extensions
+from skyrl_tx.launch.command import load_engine_extensions
 from skyrl_tx.launch.engine_process import open_store, run_engine
 from skyrl_tx.store import futures, models, placement, sampling_sessions, sessions
 from skyrl_tx.store.database import Store

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 
 from skyrl_tx.compose import APPS
 from skyrl_tx.contract import codec, requests
-from skyrl_tx.launch.app import App, load_server_extensions
+from skyrl_tx.launch.command import App, load_server_extensions
 from skyrl_tx.server.app import ApiServer
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import futures

@@ -9,7 +9,7 @@ from skyrl_tx.compose import APPS
 from skyrl_tx.contract.backend import AbstractBackend
 from skyrl_tx.engine.engine import Engine
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.launch.app import load_engine_extensions
+from skyrl_tx.launch.command import load_engine_extensions
 from skyrl_tx.store.database import Store
 
 

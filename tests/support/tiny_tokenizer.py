@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from skyrl_tx.tools.quickstart import model
-from skyrl_tx.tools.quickstart.questions import load_excerpt
+from skyrl_tx.tools.quickstart.training import load_excerpt
 
 PACKAGED = Path(model.__file__).parent / "tiny_model"
 VOCAB_SIZE: int = json.loads((PACKAGED / "config.json").read_text())["vocab_size"]

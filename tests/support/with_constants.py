@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from skyrl_tx.backends.jax.config import JaxConfig, JaxFlags
 from skyrl_tx.integrations.vllm.config import VllmConfig, VllmFlags
 from skyrl_tx.launch import supervisor
-from skyrl_tx.launch.app import App
+from skyrl_tx.launch.command import App
 from skyrl_tx.launch.settings import ServerSettings
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.tools import cli

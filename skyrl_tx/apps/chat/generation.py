@@ -23,13 +23,12 @@ from skyrl_tx.contract.arrays import Float32Array, Int32Array
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.contract.results import Failure, PromptResult, SampledSequence, SampleOutput, TopK
-from skyrl_tx.server.context import ApiContext
-from skyrl_tx.server.errors import ApiError
+from skyrl_tx.server.context import ApiContext, ApiError
 from skyrl_tx.server.http.long_poll import Notification
 from skyrl_tx.server.identity.authentication import Principal
-from skyrl_tx.store import completions, futures, partials
+from skyrl_tx.store import completions, futures
+from skyrl_tx.store.completions import Partial
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.partials import Partial
 
 _PAGE = 1000
 _LOOK_EVERY_S = 20.0
@@ -88,7 +87,7 @@ class PartialStreams:
             return
         is_full = True
         while is_full:
-            page = self._store.read(lambda tx: partials.list_since(tx, self._position, _PAGE))
+            page = self._store.read(lambda tx: completions.list_since(tx, self._position, _PAGE))
             is_full = len(page) == _PAGE
             new: dict[RequestId, list[Partial]] = {}
             for position, partial in page:
@@ -267,7 +266,7 @@ class Generation:
         def cancel(tx: Session) -> None:
             completions.cancel(tx, self.request_id, owner, failure, time.time())
             futures.mark_fetched(tx, [self.request_id], time.time())  # no one will
-            partials.delete_by_request(tx, self.request_id)
+            completions.delete_by_request(tx, self.request_id)
 
         store.write_soon(cancel)
 

@@ -9,7 +9,7 @@ from typing import Literal, cast
 import sqlalchemy
 
 from skyrl_tx import __version__
-from skyrl_tx.apps.console.format import shorten_id
+from skyrl_tx.apps.console.rendering import shorten_id
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit
 from skyrl_tx.store import engine_state, notices, placement
 from skyrl_tx.store.dialect import DATABASE_NAME

@@ -1,18 +1,20 @@
 """Console sessions: who looks at a page, proven by a cookie that is good for pages alone."""
 
+import hmac
 import secrets
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
+from urllib.parse import urlsplit
 
 import jwt
 from sqlmodel import Session
 from starlette.requests import Request
 from starlette.responses import Response
 
-from skyrl_tx.server.errors import ApiError
+from skyrl_tx.server.context import ApiError
 from skyrl_tx.server.identity.authentication import Authenticator, Principal, SigningKey
 from skyrl_tx.store import audit
 from skyrl_tx.store.audit import Actor
@@ -161,3 +163,43 @@ class FailedLogins:
 
 def _is_secure(request: Request) -> bool:
     return request.url.scheme == "https"
+
+
+CONTENT_SECURITY_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' data:",
+        "connect-src 'self'",
+        "font-src 'self'",
+        "form-action 'self'",
+        "frame-ancestors 'none'",
+        "base-uri 'none'",
+    )
+)
+SECURITY_HEADERS = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    # Not `no-referrer`: with it browsers send the forms of our own pages with `Origin: null` (Fetch, section 4.6).
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+}
+NO_STORE = {**SECURITY_HEADERS, "Cache-Control": "no-store"}
+"""The headers of everything but scripts and styles."""
+FORM_TOKEN = "form_token"
+"""The name of the field with the token of a form."""
+
+
+def check_form(request: Request, sent_token: str, token: str) -> None:
+    """Raise ApiError 403 unless a page of this server sent the form, to the session that the page was made for."""
+    site = request.headers.get("sec-fetch-site")
+    origin = request.headers.get("origin")
+    is_own_site = site == "same-origin"
+    is_own_origin = origin is not None and urlsplit(origin).netloc.lower() == request.headers.get("host", "").lower()
+    if not (is_own_site if site is not None else is_own_origin) or (origin is not None and not is_own_origin):
+        raise ApiError(HTTPStatus.FORBIDDEN, "this form was not sent by a page of this server")
+    if not hmac.compare_digest(sent_token.encode(), token.encode()):
+        raise ApiError(HTTPStatus.FORBIDDEN, "this form is too old: reload the page and send it again")

@@ -9,15 +9,15 @@ from itertools import pairwise
 from typing import Generic, TypeVar, cast
 
 from skyrl_tx.apps.console import queries
-from skyrl_tx.apps.console.format import format_count, format_duration, format_size, shorten_id
 from skyrl_tx.apps.console.health import describe_engine
 from skyrl_tx.apps.console.queries import OpenGroup
+from skyrl_tx.apps.console.rendering import format_count, format_duration, format_size, shorten_id
 from skyrl_tx.apps.console.runs import describe_request
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit
 from skyrl_tx.apps.history.curves import draw_spark
 from skyrl_tx.apps.teams import usage
 from skyrl_tx.apps.teams.usage import BUCKET_S, Total
-from skyrl_tx.store import engine_state, server_points
+from skyrl_tx.store import engine_state
 
 V = TypeVar("V")
 pages = PageTable()
@@ -93,7 +93,7 @@ def _collect(visit: Visit) -> Mapping[str, object]:
     oldest = min((group.first_position for group in groups), default=None)
     oldest_at = None if oldest is None else visit.read(lambda tx: queries.get_arrival_time(tx, oldest))
     buckets = visit.read(lambda tx: queries.read_usage_by_bucket(tx, int(now) - _HISTORY_S - BUCKET_S))
-    history = visit.read(lambda tx: server_points.list_since(tx, now - _HISTORY_S, _MAX_HISTORY))
+    history = visit.read(lambda tx: engine_state.list_since(tx, now - _HISTORY_S, _MAX_HISTORY))
     recent = visit.read(lambda tx: usage.read_totals(tx, owner, now - BUCKET_S, ("owner",)))
     today = visit.read(lambda tx: usage.read_totals(tx, owner, int(now) // _DAY_S * _DAY_S, ("owner",)))
     failed = visit.read(lambda tx: queries.list_failed_requests(tx, owner, _FAILURES))

@@ -1,8 +1,11 @@
 """How pages become HTML: templates with their filters, and the style sheets and scripts that pages load."""
 
 import hashlib
+import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -14,23 +17,23 @@ from markupsafe import Markup
 from starlette.requests import Request
 from starlette.responses import Response
 
-from skyrl_tx.apps.console import format
-from skyrl_tx.apps.console.guard import SECURITY_HEADERS
+from skyrl_tx.apps.console import rendering
+from skyrl_tx.apps.console.login import SECURITY_HEADERS
 
 STATIC = Path(__file__).parent / "static"
 _TEMPLATES = Path(__file__).parent / "templates"
 _TYPES = {".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml"}
 _FOREVER = "public, max-age=31536000, immutable"
 _FILTERS: dict[str, Callable[..., object]] = {
-    "count": format.format_count,
-    "number": format.format_number,
-    "size": format.format_size,
-    "duration": format.format_duration,
-    "ago": format.format_age,
-    "moment": format.format_time,
-    "iso": format.format_iso,
-    "short_id": format.shorten_id,
-    "clip": format.make_visible,
+    "count": rendering.format_count,
+    "number": rendering.format_number,
+    "size": rendering.format_size,
+    "duration": rendering.format_duration,
+    "ago": rendering.format_age,
+    "moment": rendering.format_time,
+    "iso": rendering.format_iso,
+    "short_id": rendering.shorten_id,
+    "clip": rendering.make_visible,
     "segment": partial(quote, safe=":"),  # text as one part of a path
 }
 
@@ -86,4 +89,115 @@ def load_templates(static: StaticFiles) -> Environment:
 
 
 def _make_visible(value: object) -> object:
-    return format.make_visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    return rendering.make_visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+_DASH = "–"
+_MINUTE, _HOUR, _DAY = 60, 3600, 86_400
+_UNITS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_MAX_CHARS = 20_000
+# Control characters but tab and newline, and the marks that change the direction of text or have no width
+# (Unicode Standard Annex #9; "Trojan Source", CVE-2021-42574).
+_HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
+    "\U000e0000-\U000e007f]"
+)
+
+
+def format_count(value: float | None) -> str:
+    """Return a count in at most four digits, such as 48.1M."""
+    if value is None or not math.isfinite(value):
+        return _DASH
+    for unit, size in _UNITS:
+        if abs(value) >= size * 0.9995:
+            scaled = value / size
+            return f"{scaled:.1f}{unit}" if abs(scaled) < 99.95 else f"{scaled:.0f}{unit}"
+    return f"{value:.0f}" if value == int(value) or abs(value) >= 10 else f"{value:.1f}"
+
+
+def format_number(value: float | None) -> str:
+    """Return a measured number in four significant digits."""
+    if value is None or not math.isfinite(value):
+        return _DASH
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return f"{value:.4g}"
+    mantissa, _, exponent = f"{value:.2e}".partition("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def format_size(num_bytes: float | None) -> str:
+    """Return a number of bytes with a binary unit."""
+    if num_bytes is None:
+        return _DASH
+    left = float(num_bytes)
+    for unit in _BINARY[:-1]:
+        if abs(left) < 1023.95:
+            return f"{left:.0f} {unit}" if unit == "B" or left >= 99.95 else f"{left:.1f} {unit}"
+        left /= 1024
+    return f"{left:.1f} {_BINARY[-1]}"
+
+
+def format_duration(seconds: float | None) -> str:
+    """Return a length of time in its one or two largest units."""
+    if seconds is None or not math.isfinite(seconds):
+        return _DASH
+    if seconds < 0.9995:
+        return f"{max(seconds, 0) * 1000:.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for unit, length, small, small_length in (
+        ("d", _DAY, "h", _HOUR),
+        ("h", _HOUR, "min", _MINUTE),
+        ("min", _MINUTE, "s", 1),
+    ):
+        if whole >= length:
+            rest = whole % length // small_length
+            return f"{whole // length} {unit} {rest} {small}" if rest else f"{whole // length} {unit}"
+    return f"{whole} s"
+
+
+def format_age(at: float | None, now: float) -> str:
+    """Return how long ago a time was, or in how long it will be."""
+    if at is None:
+        return _DASH
+    seconds = now - at
+    if abs(seconds) < 2:
+        return "now"
+    rough = _round_duration(abs(seconds))
+    return f"{rough} ago" if seconds > 0 else f"in {rough}"
+
+
+def _round_duration(seconds: float) -> str:
+    for unit, length in (("d", _DAY), ("h", _HOUR), ("min", _MINUTE)):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def format_time(at: float | None) -> str:
+    """Return a time in UTC, to the second."""
+    return _DASH if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def format_iso(at: float) -> str:
+    """Return a time as the `datetime` attribute of HTML has it."""
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def shorten_id(identifier: str) -> str:
+    """Return the distinguishing part of a session, run or sampler id, such as 3f9a2c1b:train:0."""
+    head, colon, rest = identifier.removeprefix("session-").partition(":")
+    return head[:8] + colon + rest
+
+
+def make_visible(text: str, max_chars: int = _MAX_CHARS) -> str:
+    r"""Return text with control and direction characters as escapes such as `\u202e`, cut to a length."""
+    cut = _HIDDEN.sub(_escape, text[:max_chars])
+    return cut if len(text) <= max_chars else f"{cut}… ({len(text):,} characters)"
+
+
+def _escape(found: re.Match[str]) -> str:
+    code = ord(found.group())
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -1,17 +1,18 @@
 """The pages of runs: list, one run with its tabs, compare; and the forms that join logged runs to a run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sqlmodel import Session
 from starlette.responses import JSONResponse, Response
 
-from skyrl_tx.apps.console import curves, queries, samples
-from skyrl_tx.apps.console.format import shorten_id
+from skyrl_tx.apps.console import queries, runs, samples
 from skyrl_tx.apps.console.queries import RequestLine, RunLine
+from skyrl_tx.apps.console.rendering import shorten_id
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit, make_csv_response, see_other
-from skyrl_tx.apps.history import kept_samples, logged_metrics, logged_runs, points
-from skyrl_tx.apps.history.curves import CURVES, OptimizerStep, draw_spark, fold_newest_points, thin_steps
+from skyrl_tx.apps.history import kept_samples, logged_metrics, points
+from skyrl_tx.apps.history.curves import CURVES, CurveCache, OptimizerStep, draw_spark, fold_newest_points, thin_steps
 from skyrl_tx.apps.history.hints import Hint, find_device_users, find_hints, find_slow_since
 from skyrl_tx.apps.history.tables import LoggedRunRow
 from skyrl_tx.apps.teams import usage
@@ -19,7 +20,7 @@ from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import CheckpointKind, ModelId
 from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.contract.results import Failure
-from skyrl_tx.server.errors import bad_request, not_found
+from skyrl_tx.server.context import bad_request, not_found
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.submission.validation import quote_value
 from skyrl_tx.store import sessions
@@ -68,7 +69,7 @@ def show_run(visit: Visit) -> Page:
         raise bad_request(f"tab: {tab!r} is not one of {', '.join(_TABS)}")
 
     # The heading is the same on all tabs.
-    steps = curves.read_steps(visit, line.model_id, line.owner)
+    steps = runs.read_steps(visit, line.model_id, line.owner)
     (run,) = describe_runs(visit, [line])
     saved = visit.read(lambda tx: queries.list_checkpoints_of_runs(tx, [line.model_id], _CHECKPOINTS, visit.now))
     values: dict[str, object] = {
@@ -142,14 +143,14 @@ def _list_curves(steps: Sequence[OptimizerStep]) -> list[tuple[str, str]]:
 def send_curves(visit: Visit) -> Response:
     """Send the steps of a run for charts and programs, with `since` only those from that step on."""
     line = _find_run(visit)
-    return JSONResponse(curves.make_columns(visit, line.model_id, line.owner, visit.get_whole("since", 0)))
+    return JSONResponse(runs.make_columns(visit, line.model_id, line.owner, visit.get_whole("since", 0)))
 
 
 @pages.get("/training_runs/{run_id}/curves.csv")
 def send_table(visit: Visit) -> Response:
     """Send all steps of a run as a table."""
     line = _find_run(visit)
-    return make_csv_response("curves.csv", curves.make_rows(visit, line.model_id, line.owner))
+    return make_csv_response("curves.csv", make_rows(visit, line.model_id, line.owner))
 
 
 @pages.get("/compare")
@@ -175,9 +176,9 @@ def join_logged(visit: Visit) -> Response:
 
     def work(tx: Session) -> None:
         logged_run_id = int(text)
-        if act == "separate" and logged_runs.find_logged_run(tx, visit.caller, logged_run_id).model_id != run_id:
+        if act == "separate" and logged_metrics.find_logged_run(tx, visit.caller, logged_run_id).model_id != run_id:
             raise not_found(f"logged run {logged_run_id} is not shown in this run")
-        logged_runs.join_logged_run(tx, visit.caller, logged_run_id, run_id if act == "join" else None)
+        logged_metrics.join_logged_run(tx, visit.caller, logged_run_id, run_id if act == "join" else None)
 
     visit.write(work)
     return see_other(f"/training_runs/{run_id}?tab=config#logged")
@@ -220,7 +221,7 @@ def _describe_run(visit: Visit, line: RunLine, logged_name: str | None, tokens: 
 
     # The curves of the loss and of the reward that the client logged, if it did.
     if line.num_steps <= _WHOLE_STEPS:
-        steps = thin_steps(curves.read_steps(visit, line.model_id, line.owner), ("loss",), _SPARK_BUCKETS)
+        steps = thin_steps(runs.read_steps(visit, line.model_id, line.owner), ("loss",), _SPARK_BUCKETS)
     else:
         steps = fold_newest_points(visit.read(lambda tx: points.read_newest(tx, line.model_id, _SPARK_POINTS)))
     losses = [step.values["loss"] for step in steps if "loss" in step.values]
@@ -294,3 +295,78 @@ def describe_request(line: RequestLine) -> RequestView:
         queue_s=None if started is None else started - line.created_at,
         run_s=None if started is None or line.completed_at is None else line.completed_at - started,
     )
+
+
+_CURVES = CurveCache()
+"""One for each process, like its store."""
+_MAX_LOGGED = 5000
+_MAX_LOGGED_NAMES = 60
+_MAX_MARKS = 500
+_NAMES = [curve.name for curve in CURVES]
+
+
+def read_steps(visit: Visit, model_id: ModelId, owner: str) -> Sequence[OptimizerStep]:
+    """Return all steps of a run that the visitor may see, with its owner's samples from its weights."""
+    return _CURVES.read_steps(
+        f"{id(visit.context)} {model_id}",
+        lambda after, limit: visit.read(lambda tx: points.read_points(tx, model_id, after, limit)),
+        lambda after: visit.read(lambda tx: points.read_sampled(tx, model_id, owner, after_step=after)),
+    )
+
+
+def read_logged(visit: Visit, model_id: ModelId, since: int = 0) -> dict[str, dict[str, list[Any]]]:
+    """Return the metrics that the client logged itself, from a step on: for each name its steps, times and values."""
+    logged = visit.read(lambda tx: queries.list_logged_steps(tx, model_id, _MAX_LOGGED))
+    curves: dict[str, dict[str, list[Any]]] = {}
+    for point in logged:
+        for name, value in point.values.items() if point.step >= since else ():
+            if name not in curves and len(curves) >= _MAX_LOGGED_NAMES:
+                continue
+            curve = curves.setdefault(name, {"step": [], "time": [], "value": []})
+            curve["step"].append(point.step)
+            curve["time"].append(point.at)
+            curve["value"].append(value)
+    return curves
+
+
+def make_columns(visit: Visit, model_id: ModelId, owner: str, since: int) -> dict[str, Any]:
+    """Return the steps from `since` on as columns. A reader replaces its own steps from there on."""
+    steps = read_steps(visit, model_id, owner)
+    total = len(steps)
+    if since:
+        steps = [step for step in steps if step.step >= since]
+    kept = thin_steps(steps, _NAMES)
+
+    # Curves that no step has are left out.
+    there = {name for step in kept for name in step.values}
+    marks = visit.read(lambda tx: queries.list_checkpoints_of_runs(tx, [model_id], _MAX_MARKS, visit.now))
+
+    return {
+        "run": model_id,
+        "since": since,
+        "total": total,
+        "step": [step.step for step in kept],
+        "time": [step.at for step in kept],
+        "curves": {name: [step.values.get(name) for step in kept] for name in _NAMES if name in there},
+        "titles": {
+            curve.name: {"title": curve.title, "help": curve.help, "unit": curve.unit}
+            for curve in CURVES
+            if curve.name in there
+        },
+        "logged": read_logged(visit, model_id, since),
+        "checkpoints": [
+            {"name": row.name, "kind": row.kind, "step": row.step, "time": row.created_at}
+            for row in marks
+            if row.kind != CheckpointKind.EXTERNAL
+        ],
+    }
+
+
+def make_rows(visit: Visit, model_id: ModelId, owner: str) -> Iterator[list[object]]:
+    """Yield the heads of a table of all steps, then a row for each step."""
+    logged = read_logged(visit, model_id)
+    yield ["step", "time", *_NAMES, *(f"logged/{name}" for name in logged)]
+    by_step = [dict(zip(curve["step"], curve["value"], strict=True)) for curve in logged.values()]
+    for step in read_steps(visit, model_id, owner):
+        measured = [step.values.get(name) for name in _NAMES]
+        yield [step.step, f"{step.at:.3f}", *measured, *(values.get(step.step) for values in by_step)]

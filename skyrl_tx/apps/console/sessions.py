@@ -7,7 +7,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from skyrl_tx.apps.console import queries
-from skyrl_tx.apps.console.format import format_count, shorten_id
+from skyrl_tx.apps.console.rendering import format_count, shorten_id
 from skyrl_tx.apps.console.runs import describe_runs
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit, see_other
 from skyrl_tx.apps.history.curves import get_displayed_step

@@ -16,29 +16,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from skyrl_tx import __version__
-from skyrl_tx.apps.console import (
-    checkpoints,
-    health,
-    keys,
-    overview,
-    playground,
-    runs,
-    sessions,
-    teams,
-    usage,
-)
-from skyrl_tx.apps.console.guard import FORM_TOKEN, NO_STORE, check_form
-from skyrl_tx.apps.console.login import ConsoleSessions, FailedLogins, Visitor
+from skyrl_tx.apps.console import checkpoints, health, keys, overview, playground, runs, sessions, teams
+from skyrl_tx.apps.console.login import FORM_TOKEN, NO_STORE, ConsoleSessions, FailedLogins, Visitor, check_form
 from skyrl_tx.apps.console.rendering import StaticFiles, load_templates
 from skyrl_tx.apps.console.visit import Handler, Page, PageTable, Visit, see_other
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import SessionId
-from skyrl_tx.server.context import ApiCall, ApiContext, get_base_url
-from skyrl_tx.server.errors import ApiError, bad_request
+from skyrl_tx.server.context import ApiCall, ApiContext, ApiError, bad_request, get_base_url
 from skyrl_tx.server.http.body import BodyLimits, read_body
 from skyrl_tx.server.identity.authentication import OWNER
 from skyrl_tx.store import audit
-from skyrl_tx.store.errors import StoreError, ValueRefused
+from skyrl_tx.store.database import StoreError, ValueRefused
 
 Form = Mapping[str, list[str]]
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -50,7 +38,6 @@ TABLES: tuple[PageTable, ...] = (
     checkpoints.pages,
     playground.pages,
     sessions.pages,
-    usage.pages,
     teams.pages,
     keys.pages,
     health.pages,

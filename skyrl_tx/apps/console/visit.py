@@ -12,11 +12,9 @@ from sqlmodel import Session
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from skyrl_tx.apps.console.guard import NO_STORE
-from skyrl_tx.apps.console.login import ConsoleSessions, Visitor
+from skyrl_tx.apps.console.login import NO_STORE, ConsoleSessions, Visitor
 from skyrl_tx.apps.console.queries import ListQuery
-from skyrl_tx.server.context import ApiContext
-from skyrl_tx.server.errors import ApiError, bad_request
+from skyrl_tx.server.context import ApiContext, ApiError, bad_request
 from skyrl_tx.server.identity.authentication import Principal
 
 T = TypeVar("T")

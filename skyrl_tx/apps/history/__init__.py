@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from skyrl_tx.launch.app import App
+from skyrl_tx.launch.command import App
 
 if TYPE_CHECKING:
     from skyrl_tx.engine.extension import EngineExtension
-    from skyrl_tx.server.extension import ServerExtension
+    from skyrl_tx.server.context import ServerExtension
 
 
 def _extend_server() -> ServerExtension:
     from skyrl_tx.apps.history import client_metrics, routes, trackio
-    from skyrl_tx.server.extension import ServerExtension
+    from skyrl_tx.server.context import ServerExtension
 
     return ServerExtension(routers=(routes.router, trackio.router), on_telemetry=client_metrics.keep_telemetry)
 

@@ -12,9 +12,14 @@ from sqlalchemy import Executable, Label, bindparam, delete, exists, func, inser
 from sqlmodel import Session, col
 from sqlmodel import select as select_rows
 
+from skyrl_tx.apps.history import logged_metrics
 from skyrl_tx.apps.history.tables import LoggedPointRow, LoggedRunRow
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.server.context import bad_request, not_found
+from skyrl_tx.server.identity import access
+from skyrl_tx.server.identity.authentication import Principal
+from skyrl_tx.store import models
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
 
 RETENTION_S = 90 * 86_400.0
@@ -228,3 +233,23 @@ def prune(tx: Session, before: float, *, limit: int) -> int:
     runs = old.where(is_empty).limit(limit)
     num_runs = execute(tx, delete(LoggedRunRow).where(col(LoggedRunRow.logged_run_id).in_(runs))).rowcount
     return max(num_points, num_runs)
+
+
+def find_logged_run(tx: Session, caller: Principal, logged_run_id: int) -> LoggedRunRow:
+    """Find a logged run. Raises ApiError 404 if the caller has none of this id."""
+    row = logged_metrics.get_run(tx, logged_run_id)
+    if row is None or not caller.can_act_for(row.owner):
+        raise not_found(f"logged run {logged_run_id} does not exist")
+    return row
+
+
+def join_logged_run(tx: Session, caller: Principal, logged_run_id: int, run_id: str | None) -> None:
+    """Join a logged run to a training run of the same owner, or with None to none. Raises ApiError 400 or 404."""
+    row = find_logged_run(tx, caller, logged_run_id)
+    if run_id is None:
+        logged_metrics.set_model(tx, row, None)
+        return
+    model_id = access.find_model(tx, caller, ModelId(run_id)).model_id
+    if models.get_owner(tx, model_id) != row.owner:
+        raise bad_request(f"training_run_id {model_id!r}: it belongs to another owner than the logged run")
+    logged_metrics.set_model(tx, row, model_id)

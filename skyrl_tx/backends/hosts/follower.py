@@ -18,7 +18,7 @@ from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.backends.registry import find_backend
 from skyrl_tx.contract.backend import AbstractBackend, Pass, Snapshot
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.process.threads import ServiceThread
+from skyrl_tx.process.signals import ServiceThread
 
 _MAX_QUEUED_FRAMES = 8
 """Frames that wait to be read, at most: those of files are large."""

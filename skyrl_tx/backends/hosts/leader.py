@@ -27,7 +27,7 @@ from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import BackendLost, MemoryExhausted
 from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.results import PassResult
-from skyrl_tx.process.threads import ServiceThread
+from skyrl_tx.process.signals import ServiceThread
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax import checkpoint, distributed, mesh
+from skyrl_tx.backends.jax import checkpoint, devices, mesh
 from skyrl_tx.backends.jax.compiler import Compiler, set_cpu_options
 from skyrl_tx.backends.jax.config import JaxConfig, JaxFlags, count_compile_threads
 from skyrl_tx.backends.jax.devices import (
@@ -42,7 +42,7 @@ from skyrl_tx.backends.jax.memory import (
 from skyrl_tx.backends.jax.sample.model_runner import ModelRunner
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.shapes import SampleMemory
-from skyrl_tx.backends.jax.start_plan import plan_start
+from skyrl_tx.backends.jax.start_plan import plan_start, warm_up
 from skyrl_tx.backends.jax.train.optimizer import global_norm
 from skyrl_tx.backends.jax.train.passes import DispatchLimit, JaxPass
 from skyrl_tx.backends.jax.train.training_programs import MicroBatchShapes, TrainingPrograms, make_param_shapes
@@ -54,7 +54,6 @@ from skyrl_tx.backends.jax.train.training_state import (
     put_on_devices,
 )
 from skyrl_tx.backends.jax.training_costs import DEFAULT_RANK
-from skyrl_tx.backends.jax.warmup import warm_up
 from skyrl_tx.contract.backend import AbstractBackend, HostRank, Pass, Snapshot, StatePart
 from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatch
 from skyrl_tx.contract.capabilities import Capabilities
@@ -114,7 +113,7 @@ class JaxBackend(AbstractBackend):
 
     def join_hosts(self, rank: HostRank) -> None:
         """See AbstractBackend."""
-        distributed.join(rank)
+        devices.join(rank)
 
     def start(self) -> Capabilities:
         """See AbstractBackend. Raises UserError for a model or mesh that is not supported."""
@@ -225,7 +224,7 @@ class JaxBackend(AbstractBackend):
     ) -> TrainingPrograms | None:
         """Begin to compile programs of training, which run while weights are read; None if that is not wanted."""
         in_training = mesh.make_training_layout(layout)
-        if not config.compile_threads or distributed.is_distributed():
+        if not config.compile_threads or devices.is_distributed():
             return None
         passes, limit = make_default_memory_plan(config), read_memory_limit(layout)
         if limit is not None:
@@ -249,7 +248,7 @@ class JaxBackend(AbstractBackend):
 
     def _start_sample_compiler(self, layout: Layout) -> Compiler[Hashable] | None:
         """Return what compiles programs of sampling at the same time; None on CPU, whose cores compute too."""
-        if mesh.get_platform(layout) == "cpu" or distributed.is_distributed():
+        if mesh.get_platform(layout) == "cpu" or devices.is_distributed():
             return None
         return Compiler(count_compile_threads(MAX_SAMPLE_COMPILE_THREADS), self._compilation)
 
@@ -266,7 +265,7 @@ class JaxBackend(AbstractBackend):
         if self._is_started:
             del self._params, self._training_params, self._pool, self._scheduler
             self._is_started = False
-            distributed.leave()
+            devices.leave()
 
     def check_devices(self) -> None:
         """See AbstractBackend."""
@@ -444,7 +443,7 @@ class JaxBackend(AbstractBackend):
                 "device": device.device_kind,
                 "dtype": self._dtype.name,
                 "mesh": str(config.mesh),
-                **distributed.make_fingerprint(),
+                **devices.make_fingerprint(),
                 "attention_kernel": self._kernels.attention_name,
                 "pages_kernel": self._kernels.pages_name,
                 **({"experts_kernel": self._kernels.experts_name} if count_moe_layers(self._model) else {}),

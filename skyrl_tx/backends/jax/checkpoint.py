@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from skyrl_tx.backends.jax.distributed import fetch_one_by_one, is_distributed
+from skyrl_tx.backends.jax.devices import fetch_one_by_one, is_distributed
 from skyrl_tx.backends.jax.train.optimizer import OptimizerState
 from skyrl_tx.backends.jax.train.training_state import TrainingState, pad_rank, resize_rank
 from skyrl_tx.contract.backend import Snapshot, StatePart

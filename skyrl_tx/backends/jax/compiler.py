@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from skyrl_tx.backends.jax.devices import CompilationMonitor
-from skyrl_tx.process.threads import ServiceThread
+from skyrl_tx.process.signals import ServiceThread
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -11,7 +11,7 @@ import jax
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.distributed import agree_on_minimum, list_local_devices
+from skyrl_tx.backends.jax.devices import agree_on_minimum, list_local_devices
 from skyrl_tx.backends.jax.mesh import count_replicas
 from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.backends.jax.train.training_state import pad_rank

@@ -17,8 +17,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.backends.jax.distributed import is_distributed
-from skyrl_tx.backends.jax.distributed import put as put_on
+from skyrl_tx.backends.jax.devices import is_distributed
+from skyrl_tx.backends.jax.devices import put as put_on
 from skyrl_tx.layers.lora import AdapterWeights, LoraPair
 from skyrl_tx.layers.parameter import Axis, Parameter, map_named
 from skyrl_tx.layers.sharding import Layout

@@ -21,7 +21,7 @@ from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.integrations.vllm import guard
 from skyrl_tx.integrations.vllm.config import VllmConfig
-from skyrl_tx.process.threads import ServiceThread
+from skyrl_tx.process.signals import ServiceThread
 
 _log = logging.getLogger(__name__)
 _HOST = "127.0.0.1"

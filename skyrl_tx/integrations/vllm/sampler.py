@@ -20,14 +20,14 @@ from skyrl_tx.contract.ids import RequestId, SamplerId
 from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.results import SampleDelta
 from skyrl_tx.contract.sampler import Sampler
-from skyrl_tx.integrations.vllm import wire
+from skyrl_tx.integrations.vllm import streams
 from skyrl_tx.integrations.vllm.adapter_files import AdapterDirectory, SamplerAdapter
 from skyrl_tx.integrations.vllm.config import VllmConfig, VllmFlags
 from skyrl_tx.integrations.vllm.managed_server import ManagedServer, find_command
 from skyrl_tx.integrations.vllm.probe import probe
 from skyrl_tx.integrations.vllm.server import Refused, ServerLost, ServerWatch, VllmServer
 from skyrl_tx.integrations.vllm.streams import RemoteSample, Streams
-from skyrl_tx.process.threads import ServiceThread
+from skyrl_tx.process.signals import ServiceThread
 
 _log = logging.getLogger(__name__)
 _WAIT_S = 0.02
@@ -129,7 +129,7 @@ class VllmSampler(Sampler):
     def begin_sample(self, batch: PreparedSampleBatch) -> None:
         """See SamplingBackend. Raises UserError for what vLLM cannot sample."""
         for request in batch.requests:
-            wire.check_sample(request, renormalizes=self._config.filtered_logprobs == "renormalized")
+            streams.check_sample(request, renormalizes=self._config.filtered_logprobs == "renormalized")
         for request in batch.requests:
             adapter = None if request.sampler is None else self._adapters[request.sampler]
             for index in range(request.first_index, request.first_index + request.num_samples):

@@ -16,8 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from skyrl_tx.layers.grouped_experts import AddedProducts
 from skyrl_tx.layers.kernels.gpu_flash_attention import SMALL_MEMORY
-from skyrl_tx.layers.tiles import AddedProducts
 
 MOST_OUTPUTS, MOST_INPUTS = 128, 64
 """Outputs of a program, and inputs of one of its steps."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from skyrl_tx.layers.tiles import AddedProducts
+from skyrl_tx.layers.grouped_experts import AddedProducts
 
 MATRIX_BYTES = 2**21
 """Bytes of the block of a matrix, at most, unless WIDTH outputs take more. Two are in memory at a time."""

@@ -17,8 +17,7 @@ from skyrl_tx.layers.cache_state import DecodeLayerCache, LayerCache, PrefillLay
 from skyrl_tx.layers.kernels.registry import Heads
 from skyrl_tx.layers.kv_cache import KeyValues
 from skyrl_tx.layers.lora import linear
-from skyrl_tx.layers.norm import rms_norm
-from skyrl_tx.layers.parameter import Parameter
+from skyrl_tx.layers.parameter import Parameter, rms_norm
 from skyrl_tx.layers.rope import Rope, rotate
 from skyrl_tx.layers.sharding import shard_before_exchange
 from skyrl_tx.models.parts.base import (

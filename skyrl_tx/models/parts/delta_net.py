@@ -14,24 +14,20 @@ import jax
 import jax.numpy as jnp
 
 from skyrl_tx.layers.cache_state import DecodeLayerCache, LayerCache, PrefillLayerCache
-from skyrl_tx.layers.delta_rule import delta_rule, delta_step
 from skyrl_tx.layers.lora import linear, multiply
-from skyrl_tx.layers.norm import rms_norm
-from skyrl_tx.layers.parameter import Parameter
-from skyrl_tx.layers.recurrence import get_last_inputs, short_conv, short_conv_step
+from skyrl_tx.layers.parameter import Parameter, rms_norm
+from skyrl_tx.layers.recurrence import delta_rule, delta_step, get_last_inputs, short_conv, short_conv_step
 from skyrl_tx.layers.stable_bits import sum_last_dim
 from skyrl_tx.models.parts.base import (
     CacheSpec,
     LayerAdapters,
     LayerContext,
     LayerParams,
+    Masks,
     Rotation,
     ShardedSize,
     Target,
     UnsupportedModel,
-)
-from skyrl_tx.models.parts.recurrence import (
-    Masks,
     describe_recurrent_cache,
     gather_rows,
     get_conv_kernel,

@@ -20,10 +20,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId
-from skyrl_tx.process.threads import ServiceThread
+from skyrl_tx.process.signals import ServiceThread
 from skyrl_tx.store import completions, futures, keys, sessions
-from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreError, ValueRefused
+from skyrl_tx.store.database import Store, StoreError, ValueRefused
 
 _log = logging.getLogger(__name__)
 _WAIT_S = 1.0

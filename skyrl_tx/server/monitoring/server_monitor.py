@@ -10,14 +10,13 @@ from typing import Any, cast
 
 from sqlmodel import Session
 
-from skyrl_tx.process.threads import ServiceThread
+from skyrl_tx.process.signals import ServiceThread
 from skyrl_tx.server.http.long_poll import ResultWatcher
-from skyrl_tx.server.monitoring.metrics import ApiMetrics
+from skyrl_tx.server.monitoring.engine_status import ApiMetrics
 from skyrl_tx.server.settings import ApiSettings
-from skyrl_tx.store import engine_state, server_points, totals
-from skyrl_tx.store.database import Store
+from skyrl_tx.store import engine_state, totals
+from skyrl_tx.store.database import Store, StoreError
 from skyrl_tx.store.dialect import DATABASE_NAME
-from skyrl_tx.store.errors import StoreError
 from skyrl_tx.store.pauses import collect_pauses
 from skyrl_tx.store.tables import EngineStateRow
 from skyrl_tx.store.totals import StoreTotals
@@ -131,7 +130,7 @@ class ServerMonitor:
     def _repeat(self) -> None:
         self._try_collect(None)
         while True:
-            next_at = (int(time.time()) // server_points.PERIOD_S + 1) * server_points.PERIOD_S
+            next_at = (int(time.time()) // engine_state.PERIOD_S + 1) * engine_state.PERIOD_S
             if self._ended.wait(max(next_at - time.time(), 0.0)):
                 return
             self._try_collect(next_at)
@@ -193,5 +192,5 @@ class ServerMonitor:
 
 
 def _write(tx: Session, at: int, values: Mapping[str, float]) -> None:
-    server_points.add(tx, at, values)
-    server_points.thin(tx, at)
+    engine_state.add(tx, at, values)
+    engine_state.thin(tx, at)

@@ -9,9 +9,8 @@ from fastapi import APIRouter, Depends, Header, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from sqlmodel import Session
 
-from skyrl_tx.process import exposition, threads
-from skyrl_tx.server.context import ApiContext, Incoming, get_context
-from skyrl_tx.server.errors import ApiError, not_found
+from skyrl_tx.process import exposition, signals
+from skyrl_tx.server.context import ApiContext, ApiError, Incoming, get_context, not_found
 from skyrl_tx.server.http.connections import normalize_address
 from skyrl_tx.server.http.request_guard import UNTRUSTED
 from skyrl_tx.server.identity.authentication import ORGANIZATION
@@ -82,7 +81,7 @@ def get_health(context: Annotated[ApiContext, Depends(get_context)], response: R
     are samplers on other servers that are lost, because training goes on.
     """
     report = context.engine.read_report()
-    problem = threads.get_failure() or report.problem
+    problem = signals.get_failure() or report.problem
     if problem is not None:
         response.status_code = HTTPStatus.SERVICE_UNAVAILABLE
         return {"status": "waiting", "detail": problem}
@@ -92,7 +91,7 @@ def get_health(context: Annotated[ApiContext, Depends(get_context)], response: R
 @router.get("/livez")
 async def get_liveness(context: Annotated[ApiContext, Depends(get_context)], response: Response) -> dict[str, str]:
     """Report whether this process works: 200 unless one of its threads has died, whatever the engine does."""
-    failure = threads.get_failure()
+    failure = signals.get_failure()
     if failure is not None:
         response.status_code = HTTPStatus.SERVICE_UNAVAILABLE
         return {"status": "failed", "detail": failure}

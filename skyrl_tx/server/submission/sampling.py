@@ -8,8 +8,7 @@ import numpy as np
 from skyrl_tx.contract import requests
 from skyrl_tx.contract.arrays import Int64Array
 from skyrl_tx.contract.ids import SamplerId
-from skyrl_tx.server.schemas.sampling import AsampleRequest, WireSamplingParams
-from skyrl_tx.server.schemas.training import TensorData
+from skyrl_tx.server.schemas.training import AsampleRequest, TensorData, WireSamplingParams
 from skyrl_tx.server.submission.submission import Submission
 from skyrl_tx.server.submission.tensors import DenseBudget, cells_from_json, from_json
 from skyrl_tx.server.submission.training import tokens_from_json

@@ -15,8 +15,7 @@ from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId
 from skyrl_tx.contract.requests import ModelSpec, UnloadModel
 from skyrl_tx.engine.retention import Retention
-from skyrl_tx.launch.app import load_engine_extensions
-from skyrl_tx.launch.command import CommandError
+from skyrl_tx.launch.command import CommandError, load_engine_extensions
 from skyrl_tx.launch.command_line import (
     Record,
     confirm,
@@ -29,9 +28,8 @@ from skyrl_tx.launch.command_line import (
     record_audit,
 )
 from skyrl_tx.store import audit, checkpoints, futures, identity, models
-from skyrl_tx.store.database import Store
+from skyrl_tx.store.database import Store, StoreInUse
 from skyrl_tx.store.dialect import lock_role
-from skyrl_tx.store.errors import StoreInUse
 from skyrl_tx.store.futures import NewRequest
 from skyrl_tx.store.tables import CheckpointRow, ModelRow, SessionRow
 

@@ -5,11 +5,14 @@ The database alone is read, so that a server that is dead is described, too.
 
 import argparse
 import json
+import os
+import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -22,11 +25,10 @@ from skyrl_tx.contract import codec
 from skyrl_tx.contract.results import Failure
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.command_line import finish_parser, format_bytes, open_database
-from skyrl_tx.store import engine_state, server_points, totals
-from skyrl_tx.store.errors import StoreError
+from skyrl_tx.store import engine_state, totals
+from skyrl_tx.store.database import StoreError
 from skyrl_tx.store.pauses import collect_pauses
 from skyrl_tx.store.tables import EngineStateRow
-from skyrl_tx.tools.commands.stacks import write_stacks
 
 _SILENCE_S = 10.0
 """Time without a published status after which an engine counts as not running."""
@@ -139,7 +141,7 @@ def read_status(tx: Session, host: str | None = None) -> ServerStatus:
     rows = [row for row in engine_state.list_engines(tx) if host in (None, row.host)]
     row = engine_state.choose_main_engine(rows)
     found = totals.read_totals(tx, now, collect_pauses(*rows))
-    points = server_points.list_since(tx, now - _HISTORY_S)
+    points = engine_state.list_since(tx, now - _HISTORY_S)
     recent = [values for at, values in points if at > now - _MEAN_OVER_S]
     return ServerStatus(
         engine=_describe_engine(row, shared_now),
@@ -308,3 +310,63 @@ def _format_age(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+_ROLES = "api", "engine"
+_PROCESSES = Path("/proc")
+
+
+def write_stacks(data_dir: Path) -> None:
+    """Make the processes that run on a data directory write their stacks. Raises CommandError if that fails."""
+    pids = {role: pid for role in _ROLES if (pid := find_process(data_dir / f"{role}.lock")) is not None}
+    if not pids:
+        raise CommandError(f"--data-dir {data_dir}: no server runs there")
+    for role, pid in pids.items():
+        if not _has_sigquit_handler(pid):
+            raise CommandError(
+                f"process {pid} ({role}) would be ended by the signal: it is starting, or an old release"
+            )
+        os.kill(pid, signal.SIGQUIT)
+        print(f"process {pid} ({role}) writes its stacks to its log")
+
+
+def find_process(lock: Path) -> int | None:
+    """Return the running process that has a role's lock file open, or None."""
+    try:
+        pid = int(lock.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    if not _PROCESSES.is_dir():  # not Linux: the number may be that of another process since
+        return pid if _is_running(pid) else None
+    try:
+        descriptors = list((_PROCESSES / str(pid) / "fd").iterdir())
+    except FileNotFoundError:
+        return None
+    except PermissionError as error:
+        raise CommandError(f"process {pid} belongs to another user: {error.strerror}") from error
+    return pid if lock.resolve() in map(_read_target, descriptors) else None
+
+
+def _read_target(descriptor: Path) -> Path | None:
+    """Return the file of an open descriptor; None if it has been closed since."""
+    try:
+        return descriptor.readlink()
+    except FileNotFoundError:
+        return None
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _has_sigquit_handler(pid: int) -> bool:
+    """Return whether a process handles the signal, which ends others; True where that cannot be read."""
+    status = _PROCESSES / str(pid) / "status"
+    if not status.is_file():
+        return True
+    caught = next(line for line in status.read_text().splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (signal.SIGQUIT - 1) & 1)

@@ -2,35 +2,95 @@
 
 import argparse
 import json
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from skyrl_tx.artifacts import ArtifactStore, ArtifactsUnreachable, InvalidLocation, open_artifacts
 from skyrl_tx.launch.command import CommandError, CommandParser
 from skyrl_tx.launch.command_line import format_table
 from skyrl_tx.launch.settings import ServerSettings
-from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreError
-from skyrl_tx.tools.commands.stacks import find_process
-from skyrl_tx.tools.doctor import artifacts, database, devices, machine, model, storage
-from skyrl_tx.tools.doctor.findings import STATUS, ExaminedServer, Finding, error, format_findings, get_worst_level
+from skyrl_tx.store.database import Store, StoreError
+from skyrl_tx.tools.commands.status import find_process
+from skyrl_tx.tools.doctor import database, machine, storage
 from skyrl_tx.tools.quickstart.model import open_built_in_model
 from skyrl_tx.tools.serve import add_settings
 
+Level = Literal["ok", "warning", "error"]
+
+
+STATUS: dict[Level, int] = {"ok": 0, "warning": 1, "error": 2}
+"""The exit status for the worst level."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One finding of a check, with what to do about it."""
+
+    check: str
+    level: Level
+    message: str
+    advice: str = ""
+
+
+class ExaminedServer(NamedTuple):
+    """The server that is examined."""
+
+    settings: ServerSettings
+    """`base_model` is empty if none was named."""
+    server_pids: dict[str, int]
+    """The running processes of the data directory by role, `api` and `engine`."""
+
+
+def ok(check: str, message: str) -> Finding:
+    """Return a finding that needs no action."""
+    return Finding(check, "ok", message)
+
+
+def warning(check: str, message: str, advice: str) -> Finding:
+    """Return a finding about something that works, but not well or not for long."""
+    return Finding(check, "warning", message, advice)
+
+
+def error(check: str, message: str, advice: str) -> Finding:
+    """Return a finding about something that does not work."""
+    return Finding(check, "error", message, advice)
+
+
+def get_worst_level(findings: Iterable[Finding]) -> Level:
+    """Return the worst level."""
+    levels = {finding.level for finding in findings}
+    return "error" if "error" in levels else "warning" if "warning" in levels else "ok"
+
+
+def format_findings(findings: Iterable[Finding]) -> Iterator[str]:
+    """Yield the findings as text."""
+    for finding in findings:
+        yield f"{finding.level:<8} {finding.check:<9} {finding.message}"
+        if finding.advice:
+            yield f"{'':<18} → {finding.advice}"
+
+
 Check = Callable[[ExaminedServer], Iterator[Finding]]
+
+
 _CHECKS: dict[str, Check] = {
     "packages": machine.check_packages,
     "limits": machine.check_limits,
     "disk": storage.check_data_dir,
     "cache": storage.check_compile_cache,
     "storage": storage.check_object_store,
-    "devices": devices.check_devices,
-    "tokenizer": model.check_text,
+    "devices": machine.check_devices,
+    "tokenizer": machine.check_text,
     "database": database.check_database,
 }
+
+
 _NEED_MODEL = frozenset({"tokenizer"})
+
+
 _REPORT = "this is an error of skyrl-tx: please report it with this text"
 
 
@@ -64,7 +124,7 @@ def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
         subject = ExaminedServer(examined, _find_server_pids(settings.data_dir))
         checks = [(name, check) for name, check in _CHECKS.items() if name not in _NEED_MODEL or _has_text(settings)]
         findings = [finding for name, check in checks for finding in _run_check(name, check, subject)]
-    report: artifacts.ArtifactReport | None = None
+    report: storage.ArtifactReport | None = None
     with ExitStack() as stack:
         store = None
         if database.is_current(settings):  # opening another one would migrate it
@@ -75,10 +135,10 @@ def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
         findings += database.check_access(settings, store)
         if store is not None:
             try:
-                report = artifacts.examine_artifacts(
+                report = storage.examine_artifacts(
                     store, _open_artifacts(settings), with_hashes=not arguments.no_hashes
                 )
-                findings += artifacts.check_artifacts(report)
+                findings += storage.check_artifacts(report)
             except (ArtifactsUnreachable, InvalidLocation):
                 pass  # an error of "storage" says so
     level = get_worst_level(findings)
@@ -124,7 +184,7 @@ def _run_check(name: str, check: Check, subject: ExaminedServer) -> list[Finding
     return findings
 
 
-def _print(findings: list[Finding], report: artifacts.ArtifactReport | None) -> None:
+def _print(findings: list[Finding], report: storage.ArtifactReport | None) -> None:
     print("\n".join(format_findings(findings)))
     notable = [] if report is None else [record for record in report.records if record["state"] != "ok"]
     if notable:
@@ -146,6 +206,6 @@ def _remove_unclaimed(settings: ServerSettings, *, is_confirmed: bool) -> int:
         raise CommandError(f"--data-dir {settings.data_dir}: no database of this release", STATUS["error"])
     try:
         with closing(_open_store(settings)) as store:
-            return artifacts.remove_unclaimed(store, _open_artifacts(settings), is_confirmed=is_confirmed)
+            return storage.remove_unclaimed(store, _open_artifacts(settings), is_confirmed=is_confirmed)
     except (CommandError, StoreError, ArtifactsUnreachable, InvalidLocation) as problem:
         raise CommandError(str(problem), STATUS["error"]) from problem

@@ -19,7 +19,7 @@ from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.start_plan import plan_start
 from skyrl_tx.layers.sharding import Layout
-from skyrl_tx.tools.doctor.devices import Device, Plan, ProbeAnswer, ProbeQuestion
+from skyrl_tx.tools.doctor.machine import Device, Plan, ProbeAnswer, ProbeQuestion
 from skyrl_tx.weights import hf
 
 

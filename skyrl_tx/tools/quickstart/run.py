@@ -18,7 +18,7 @@ from tinker import SamplingClient, ServiceClient, TinkerError, TrainingClient
 from skyrl_tx.launch.settings import QuickstartSettings
 from skyrl_tx.tools.quickstart import training
 from skyrl_tx.tools.quickstart.model import TINY_MODELS, TITLES, find_architecture, write_tiny_model
-from skyrl_tx.tools.quickstart.questions import QuestionFileError, QuestionSet, load_excerpt, load_questions
+from skyrl_tx.tools.quickstart.training import QuestionFileError, QuestionSet, load_excerpt, load_questions
 
 ANY_KEY = "tml-local"  # the SDK requires a key of this form; the server on loopback requires none
 

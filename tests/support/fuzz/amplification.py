@@ -24,7 +24,7 @@ import numpy as np
 import zstandard
 
 from skyrl_tx.compose import APPS
-from skyrl_tx.launch.app import load_server_extensions
+from skyrl_tx.launch.command import load_server_extensions
 from skyrl_tx.server.app import create_app
 from skyrl_tx.server.http.body import PROTOBUF
 from skyrl_tx.server.settings import ApiSettings

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 import anyio.to_thread
 from fastapi import concurrency
 
-from skyrl_tx.process import threads
+from skyrl_tx.process import signals
 from tests.support.simulation import scheduler as fibers
 from tests.support.simulation.scheduler import Scheduler
 
@@ -173,7 +173,7 @@ def install_substitutes(
         sleep=scheduler.sleep,
     )
     stand_ins: dict[int, object] = {
-        id(threads.ServiceThread): AnyServiceThread,
+        id(signals.ServiceThread): AnyServiceThread,
         id(time): clock,
         id(threading): Standing(
             threading,

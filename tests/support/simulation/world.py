@@ -21,7 +21,7 @@ from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.engine.engine import Engine
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.launch import engine_process, supervisor
-from skyrl_tx.launch.app import load_engine_extensions
+from skyrl_tx.launch.command import load_engine_extensions
 from skyrl_tx.launch.engine_process import EngineEnd, EngineLost
 from skyrl_tx.process import failpoints
 from skyrl_tx.server import app
@@ -32,8 +32,7 @@ from skyrl_tx.server.identity.authentication import authenticate_request
 from skyrl_tx.server.routes import futures as future_routes
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import futures
-from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreError
+from skyrl_tx.store.database import Store, StoreError
 from tests.support.simulation.database import Database, Dialect, Notifiers
 from tests.support.simulation.device import CONFIG, Device
 from tests.support.simulation.disk import Disk
@@ -47,8 +46,8 @@ _MAX_STARTS = 1_000
 _IDLE_S = 5.0
 """Period of the product's idle loops, which wait for a notification anyway."""
 IDLE_PERIODS = {
-    ("skyrl_tx.engine.status_publisher", "_PERIOD_S"): _IDLE_S,
-    ("skyrl_tx.engine.watchdog", "_PERIOD_S"): _IDLE_S,
+    ("skyrl_tx.engine.metrics", "_PERIOD_S"): _IDLE_S,
+    ("skyrl_tx.engine.activity", "_PERIOD_S"): _IDLE_S,
     ("skyrl_tx.engine.engine", "_MAX_WAIT_S"): _IDLE_S,
     ("skyrl_tx.engine.engine", "_PRUNE_PERIOD_S"): _IDLE_S,
     ("skyrl_tx.server.http.long_poll", "_WAIT_S"): _IDLE_S,

@@ -16,7 +16,7 @@ from skyrl_tx.engine.extension import EngineExtension, ResultObserver, Retention
 from skyrl_tx.engine.request_log import ObserverRows, QueuedRequest
 from skyrl_tx.engine.retention import Retention
 from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.launch.app import load_engine_extensions
+from skyrl_tx.launch.command import load_engine_extensions
 from skyrl_tx.store.database import Store
 from tests.support.engine_harness import OWNER, EngineHarness, forward_backward, optim_step, sample
 

@@ -17,7 +17,7 @@ from skyrl_tx.contract.backend import BackendSpec
 from skyrl_tx.contract.errors import BackendLost, UserError
 from skyrl_tx.launch import engine_process
 from skyrl_tx.launch.engine_process import EngineEnd, EngineLaunch, EngineLost, EngineProcess, run_engine
-from skyrl_tx.process import threads
+from skyrl_tx.process import signals
 from skyrl_tx.process.setup import CannotServe
 from skyrl_tx.store import engine_state, futures, models
 from skyrl_tx.store.database import Store, StoreInUse
@@ -112,7 +112,7 @@ def test_only_a_signal_that_the_engine_caused_is_a_crash(harness, monkeypatch, n
 
 
 def test_death_of_a_thread_is_no_crash_of_a_request():
-    end = engine_process._end_from_exit_code(threads.EXIT_STATUS, False)
+    end = engine_process._end_from_exit_code(signals.EXIT_STATUS, False)
     assert not end.is_crash and not end.was_killed and "one of its threads" in end.message
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from skyrl_tx.engine.status_publisher import StatusPublisher
+from skyrl_tx.engine.metrics import StatusPublisher
 from skyrl_tx.server.monitoring.engine_status import EngineHealth
 from skyrl_tx.store.database import Store
 

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from skyrl_tx.engine import activity as activity_module
-from skyrl_tx.engine import status_publisher, watchdog
-from skyrl_tx.engine.activity import LoopActivity, monitor_backend
-from skyrl_tx.engine.watchdog import Watchdog
+from skyrl_tx.engine import metrics
+from skyrl_tx.engine.activity import LoopActivity, Watchdog, monitor_backend
 from skyrl_tx.server.monitoring.engine_status import EngineHealth
 from skyrl_tx.store import engine_state
 from skyrl_tx.testing.fake.backend import FakeBackend
@@ -55,8 +54,7 @@ def guard(harness, slow, activity, stuck):
 
 def replace_clock(monkeypatch, monotonic):
     """Give the modules under test another clock. Event loops of other tests in this process keep theirs."""
-    for module in (watchdog, activity_module):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(activity_module, "time", SimpleNamespace(monotonic=monotonic))
 
 
 @pytest.fixture
@@ -130,7 +128,7 @@ def test_suspended_time_does_not_count(slow, activity, guard, stuck, monkeypatch
 
 
 def test_hung_call_is_published_and_ends_the_engine(tmp_path, monkeypatch):
-    monkeypatch.setattr(status_publisher, "_PERIOD_S", 0.02)
+    monkeypatch.setattr(metrics, "_PERIOD_S", 0.02)
     harness = EngineHarness(tmp_path, step_timeout_s=0.2)
     released = threading.Event()
     reasons, reports = [], []

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tx.launch.device_shares import assign_devices
+from skyrl_tx.launch.launcher import assign_devices
 from skyrl_tx.process.setup import CannotServe
 
 

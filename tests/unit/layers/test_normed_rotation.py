@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from skyrl_tx.layers.kernels.registry import TRITON, Kernels
-from skyrl_tx.layers.norm import rms_norm
+from skyrl_tx.layers.parameter import rms_norm
 from skyrl_tx.layers.rope import Rope, rotate
 from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.models.parts.attention import Attention

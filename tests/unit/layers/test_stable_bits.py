@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from skyrl_tx.layers.norm import rms_norm
+from skyrl_tx.layers.parameter import rms_norm
 from skyrl_tx.layers.stable_bits import add_unfused
 
 

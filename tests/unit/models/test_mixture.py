@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+from skyrl_tx.layers.grouped_experts import Routing
 from skyrl_tx.layers.lora import LoraPair, RowAdapter
-from skyrl_tx.layers.router import Routing
 from skyrl_tx.layers.sharding import UNSHARDED
 from skyrl_tx.models.parts.base import LayerAdapters, LayerContext
 from skyrl_tx.models.parts.feed_forward import SHARED_PREFIX, Mixture

@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from skyrl_tx.process import threads
-from skyrl_tx.process.threads import EXIT_STATUS, ServiceThread
+from skyrl_tx.process import signals
+from skyrl_tx.process.signals import EXIT_STATUS, ServiceThread
 
 DYING = """
 import logging, time
-from skyrl_tx.process.threads import ServiceThread, end_process_on_failure
+from skyrl_tx.process.signals import ServiceThread, end_process_on_failure
 
 def work():
     raise OSError(5, "Input/output error")
@@ -30,7 +30,7 @@ def test_death_of_a_thread_ends_the_process_with_its_traceback() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_death_of_a_thread_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(threads, "_failures", threads._Failures())
+    monkeypatch.setattr(signals, "_failures", signals._Failures())
 
     def work() -> None:
         raise ValueError("no such row")
@@ -39,5 +39,5 @@ def test_death_of_a_thread_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: 
         thread = ServiceThread(name, target)
         thread.start()
         thread.join()
-    assert threads.get_failure() == "the thread 'first' ended: ValueError: no such row"
+    assert signals.get_failure() == "the thread 'first' ended: ValueError: no such row"
     assert caplog.text.count("Traceback") == 2

@@ -15,10 +15,10 @@ from tinker.types._pydantic_types import datum, model_input, sampling_params, te
 
 import skyrl_tx.server.schemas
 from skyrl_tx.compose import APPS
-from skyrl_tx.launch.app import load_server_extensions
+from skyrl_tx.launch.command import load_server_extensions
 from skyrl_tx.server.app import create_app
-from skyrl_tx.server.schemas import sampling, training
-from skyrl_tx.server.schemas.base import WireModel
+from skyrl_tx.server.schemas import training
+from skyrl_tx.server.schemas.service import WireModel
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store.database import Store
 
@@ -44,7 +44,7 @@ INSIDE: list[tuple[type, type[WireModel]]] = [
     (types.AdamOptimizerConfig, training.OptimizerConfig),
     (types.AdamParams, training.AdamParams),
     (types.ForwardBackwardInput, training.PassInput),
-    (sampling_params.SamplingParams, sampling.WireSamplingParams),
+    (sampling_params.SamplingParams, training.WireSamplingParams),
     (model_input.ModelInput, training.ModelInput),
     (tensor_data.TensorData, training.TensorData),
     (datum.Datum, training.WireDatum),

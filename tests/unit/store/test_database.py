@@ -9,7 +9,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 from sqlmodel import Session
 
-from skyrl_tx.process import threads
+from skyrl_tx.process import signals
 from skyrl_tx.store import sessions
 from skyrl_tx.store.database import Store, StoreError, StoreInUse
 
@@ -194,7 +194,7 @@ def test_error_names_a_data_directory_that_cannot_be_created(tmp_path: Path) -> 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_work_fails_when_the_writing_thread_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_failures", threads._Failures())
+    monkeypatch.setattr(signals, "_failures", signals._Failures())
     store = Store.open(tmp_path, role="api")
 
     def die(_: object) -> int:
@@ -204,5 +204,5 @@ def test_work_fails_when_the_writing_thread_dies(tmp_path: Path, monkeypatch: py
     for _ in range(2):
         with pytest.raises(StoreError, match=r"the thread that writes to the database ended: MemoryError"):
             store.write(lambda tx: None)
-    assert "'store-writer' ended" in str(threads.get_failure())
+    assert "'store-writer' ended" in str(signals.get_failure())
     store.close()

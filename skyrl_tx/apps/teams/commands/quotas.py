@@ -7,9 +7,8 @@ from typing import get_args
 from sqlmodel import Session
 
 from skyrl_tx.apps.teams import quotas
-from skyrl_tx.apps.teams.amounts import format_amount, parse_amount
-from skyrl_tx.apps.teams.quota_use import read_quota_uses
-from skyrl_tx.apps.teams.quotas import DAY_LIMITS, LIMITS, WEIGHT, Subject
+from skyrl_tx.apps.teams.admission import read_quota_uses
+from skyrl_tx.apps.teams.quotas import DAY_LIMITS, LIMITS, WEIGHT, Subject, format_amount, parse_amount
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.command_line import Record, finish_list_parser, finish_parser, get_os_user, open_database
 from skyrl_tx.store import audit

@@ -18,8 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from skyrl_tx.backends.jax.compiler import Compiler, Program
 from skyrl_tx.backends.jax.config import JaxConfig
-from skyrl_tx.backends.jax.devices import check_single_host, is_out_of_memory
-from skyrl_tx.backends.jax.distributed import fetch
+from skyrl_tx.backends.jax.devices import check_single_host, fetch, is_out_of_memory
 from skyrl_tx.backends.jax.memory import choose_adapter_slots, plan_sample_memory
 from skyrl_tx.backends.jax.mesh import count_replicas
 from skyrl_tx.backends.jax.sample import programs

@@ -14,7 +14,7 @@ import numpy as np
 from flax import struct
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax.distributed import fetch
+from skyrl_tx.backends.jax.devices import fetch
 from skyrl_tx.backends.jax.sample import draw
 from skyrl_tx.backends.jax.sample.logit_blocks import LogitBlocks
 from skyrl_tx.backends.jax.sample.programs import take_adapter

@@ -20,7 +20,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from skyrl_tx.backends.jax.distributed import fetch
+from skyrl_tx.backends.jax.devices import fetch
 from skyrl_tx.backends.jax.sample.programs import SliceResult
 from skyrl_tx.backends.jax.sample.running_sample import BASE_SLOT, RunningSample
 from skyrl_tx.backends.jax.shapes import make_tiles, next_power_of_two

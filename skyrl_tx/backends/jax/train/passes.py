@@ -15,8 +15,7 @@ from typing import Any
 import jax
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax.devices import drain_devices, is_out_of_memory, make_capacity_error
-from skyrl_tx.backends.jax.distributed import fetch, is_distributed
+from skyrl_tx.backends.jax.devices import drain_devices, fetch, is_distributed, is_out_of_memory, make_capacity_error
 from skyrl_tx.backends.jax.memory import ActiveMemoryPlan, MemoryPlan
 from skyrl_tx.backends.jax.train import custom_losses, packing
 from skyrl_tx.backends.jax.train import forward_backward as training

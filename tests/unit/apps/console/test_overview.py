@@ -3,9 +3,10 @@ from typing import Any
 
 import pytest
 
-from skyrl_tx.apps.console.health import EngineView, describe_engine
 from skyrl_tx.apps.console.overview import (
+    EngineView,
     RecentCache,
+    describe_engine,
     flatten_meters,
     make_gauge_tiles,
     make_rate_tiles,

@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as perfetto
 
-from skyrl_tx.apps.history import session_trace, trace_pb2
+from skyrl_tx.apps.history import timeline, trace_pb2
 from skyrl_tx.apps.history.logged_metrics import LoggedPoint
 from skyrl_tx.apps.history.points import Point
-from skyrl_tx.apps.history.session_trace import encode_trace
 from skyrl_tx.apps.history.tables import PointKind
-from skyrl_tx.apps.history.timeline import RequestTimes, TimelineGroup, TimelineSpan, make_model_group
+from skyrl_tx.apps.history.timeline import RequestTimes, TimelineGroup, TimelineSpan, encode_trace, make_model_group
 from skyrl_tx.contract.ids import ModelId, RequestId
 
 BEGIN, END, COUNTER = 1, 2, 4
@@ -162,7 +161,7 @@ def test_slices_are_nested_whatever_the_clocks_say(times: list[tuple[float, floa
 
 def test_the_largest_trace_is_bounded_and_quick() -> None:
     values = {f"metric_{number}": math.pi * number for number in range(20)}
-    points = [point(number, **values) for number in range(session_trace.MAX_SLICES)]
+    points = [point(number, **values) for number in range(timeline.MAX_SLICES)]
     started = time.perf_counter()
     sizes = [len(part) for part in encode_trace("t", [make_model_group("m", "run-1", [], points, [], NOW)])]
     assert sum(sizes) < 120 * 2**20 and max(sizes) < 2**20

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_tx.apps.teams.amounts import format_amount, parse_amount
+from skyrl_tx.apps.teams.quotas import format_amount, parse_amount
 from skyrl_tx.contract.errors import UserError
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from skyrl_tx.apps.teams import quota_use, quotas, usage
+from skyrl_tx.apps.teams import admission, quotas, usage
 from skyrl_tx.apps.teams.quotas import Account, Subject
 from skyrl_tx.apps.teams.usage import Work
 from skyrl_tx.contract.ids import ArtifactId, CheckpointKind, ModelId, SessionId
@@ -72,16 +72,16 @@ def test_tokens_of_the_day_by_owner_key_and_project(store: Store, team: dict[str
         usage.add(tx, "bob", team["bob"], "m", NOON, work)
 
     store.write(fill)
-    assert store.read(lambda tx: quota_use.count_tokens_today(tx, NOON)) == {
+    assert store.read(lambda tx: admission.count_tokens_today(tx, NOON)) == {
         (ANN, "training_tokens_per_day"): 15,
         (KEY, "training_tokens_per_day"): 15,
         (MATH, "training_tokens_per_day"): 30,
         (ANN, "sample_tokens_per_day"): 10,
         (Subject("owner", "bob"), "training_tokens_per_day"): 15,
     }
-    assert store.read(lambda tx: quota_use.count_tokens_today(tx, DAY + 86_400)) == {}
-    assert store.read(lambda tx: quota_use.find_account(tx, team["keyed"])) == Account("ann", 4, "math")
-    assert store.read(lambda tx: quota_use.find_account(tx, SessionId("none"))) is None
+    assert store.read(lambda tx: admission.count_tokens_today(tx, DAY + 86_400)) == {}
+    assert store.read(lambda tx: admission.find_account(tx, team["keyed"])) == Account("ann", 4, "math")
+    assert store.read(lambda tx: admission.find_account(tx, SessionId("none"))) is None
 
 
 def test_models_in_training_are_those_that_have_not_ended(store: Store, team: dict[str, SessionId]) -> None:
@@ -92,10 +92,10 @@ def test_models_in_training_are_those_that_have_not_ended(store: Store, team: di
     finished = add_model(store, team["plain"], "0")
     store.write(lambda tx: sessions.finish(tx, team["plain"], "success", NOON))
     found = {
-        subject: store.read(lambda tx, s=subject: quota_use.list_models_in_training(tx, s)) for subject in (ANN, KEY)
+        subject: store.read(lambda tx, s=subject: admission.list_models_in_training(tx, s)) for subject in (ANN, KEY)
     }
     assert found == {ANN: [(ready, "ann")], KEY: [(ready, "ann")]}
-    of_math = store.read(lambda tx: quota_use.list_models_in_training(tx, MATH))
+    of_math = store.read(lambda tx: admission.list_models_in_training(tx, MATH))
     assert set(of_math) == {(ready, "ann"), (of_bob, "bob")} and finished not in dict(of_math)
 
 
@@ -105,7 +105,7 @@ def test_bytes_of_checkpoints_that_exist(store: Store, team: dict[str, SessionId
     add_checkpoint(store, model_id, "gone", 1000, expires_at=NOON - 1)
     add_checkpoint(store, model_id, "deleted", 1000, deleted_at=NOON - 1)
     add_checkpoint(store, add_model(store, team["bob"], "0"), "b", 7)
-    sizes = [store.read(lambda tx, s=each: quota_use.count_checkpoint_bytes(tx, s, NOON)) for each in (ANN, KEY, MATH)]
+    sizes = [store.read(lambda tx, s=each: admission.count_checkpoint_bytes(tx, s, NOON)) for each in (ANN, KEY, MATH)]
     assert sizes == [100, 100, 107]
 
 
@@ -124,7 +124,7 @@ def test_an_owner_sees_its_own_quotas_and_those_of_its_keys_and_projects(
         put(store, subject, name, value)
 
     def shown(owner: str | None) -> list[tuple[str, str, int, int]]:
-        found = store.read(lambda tx: quota_use.read_quota_uses(tx, quotas.read_rules(tx), owner, NOON))
+        found = store.read(lambda tx: admission.read_quota_uses(tx, quotas.read_rules(tx), owner, NOON))
         return [(str(each.quota.subject), each.quota.limit, each.used, each.quota.value) for each in found]
 
     assert shown("ann") == [

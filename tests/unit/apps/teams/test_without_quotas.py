@@ -11,10 +11,10 @@ from typing import Any
 
 from sqlalchemy import Engine, event
 
-from skyrl_tx.apps.teams import admission, quota_use, quotas
+from skyrl_tx.apps.teams import admission, quotas
 from tests.support.live_stack import PUBLIC_NAME, live_stack
 
-MODULES = {module.__file__ for module in (admission, quota_use, quotas)}
+MODULES = {module.__file__ for module in (admission, quotas)}
 REQUESTS = 3
 TOKENS = list(range(1, 33))
 DATUM = {

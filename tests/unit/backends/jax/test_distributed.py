@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from skyrl_tx.backends.jax import devices, distributed, mesh
+from skyrl_tx.backends.jax import devices, mesh
 from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.backends.jax.devices import convert_memory_errors
 from skyrl_tx.backends.jax.sample.model_runner import ModelRunner
@@ -20,17 +20,17 @@ from skyrl_tx.contract.errors import BackendLost, CapacityError
 
 def test_on_one_host_arrays_and_numbers_are_its_own():
     whole = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",)), PartitionSpec())
-    tree = {"a": distributed.put(np.arange(3), whole), "b": np.float32(2)}
-    assert distributed.fetch(tree)["a"].tolist() == distributed.fetch_one_by_one(tree)["a"].tolist() == [0, 1, 2]
-    assert distributed.agree_on_minimum(3 * 2**20 + 1) == 3 * 2**20 + 1
-    assert not distributed.is_distributed() and distributed.make_fingerprint() == {}
+    tree = {"a": devices.put(np.arange(3), whole), "b": np.float32(2)}
+    assert devices.fetch(tree)["a"].tolist() == devices.fetch_one_by_one(tree)["a"].tolist() == [0, 1, 2]
+    assert devices.agree_on_minimum(3 * 2**20 + 1) == 3 * 2**20 + 1
+    assert not devices.is_distributed() and devices.make_fingerprint() == {}
 
 
 def test_devices_are_in_order_of_their_ids_and_those_of_this_host(monkeypatch):
     devices = [SimpleNamespace(id=number, process_index=number % 2) for number in (3, 0, 2, 1)]
-    assert [each.id for each in distributed.list_local_devices(devices)] == [0, 1, 2, 3]
-    monkeypatch.setattr(distributed, "is_distributed", lambda: True)
-    assert [each.id for each in distributed.list_local_devices(devices)] == [0, 2]
+    assert [each.id for each in devices.list_local_devices(devices)] == [0, 1, 2, 3]
+    monkeypatch.setattr(devices, "is_distributed", lambda: True)
+    assert [each.id for each in devices.list_local_devices(devices)] == [0, 2]
 
 
 def test_with_several_hosts_an_exhausted_device_loses_the_backend(monkeypatch, caplog):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from skyrl_tx import models
-from skyrl_tx.backends.jax import mesh
+from skyrl_tx.backends.jax import mesh, training_costs
 from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.backends.jax.start_plan import make_abstract_layout
 from skyrl_tx.backends.jax.train import forward_backward as training

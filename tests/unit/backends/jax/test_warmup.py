@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tx.backends.jax import warmup
+from skyrl_tx.backends.jax import start_plan
 from tests.support.fast_jit import FAST_COMPILE_FLAGS
 from tests.support.tiny import tiny_directory
 
 
 def test_training_lengths_are_those_of_the_micro_batch_plan():
-    assert list(warmup.iter_training_lengths(64, 32)) == [64]
-    assert list(warmup.iter_training_lengths(128, 512)) == [64, 128, 256, 384, 512]
+    assert list(start_plan.iter_training_lengths(64, 32)) == [64]
+    assert list(start_plan.iter_training_lengths(128, 512)) == [64, 128, 256, 384, 512]
 
 
 @pytest.mark.slow

@@ -14,10 +14,9 @@ import pytest
 from skyrl_tx.backends.hosts.channel import listen
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.integrations.ray import RaySettings, host
+from skyrl_tx.integrations.ray import RaySettings, engine
 from skyrl_tx.integrations.ray import engine as engine_module
-from skyrl_tx.integrations.ray.engine import EndedHost, RayEngine, connect, find_cause
-from skyrl_tx.integrations.ray.host import RayHost, reserve_ports
+from skyrl_tx.integrations.ray.engine import EndedHost, RayEngine, RayHost, connect, find_cause, reserve_ports
 from skyrl_tx.launch.engine_process import EngineEnd, EngineLaunch, EngineLocation
 from skyrl_tx.launch.settings import SettingsError
 from skyrl_tx.launch.supervisor import make_engine_launch
@@ -215,10 +214,10 @@ def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_host_ends_when_the_command_does_not_call_it(launch: EngineLaunch, monkeypatch: pytest.MonkeyPatch) -> None:
     now, exits = [100.0], asyncio.Queue[int]()
-    monkeypatch.setattr(host, "_LOOK_S", 0.0)
-    monkeypatch.setattr(host, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(host, "os", SimpleNamespace(_exit=exits.put_nowait, chdir=os.chdir))
-    monkeypatch.setattr(host, "EngineProcess", StubProcess)
+    monkeypatch.setattr(engine_module, "_LOOK_S", 0.0)
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(engine_module, "os", SimpleNamespace(_exit=exits.put_nowait, chdir=os.chdir))
+    monkeypatch.setattr(engine_module, "EngineProcess", StubProcess)
     context = SimpleNamespace(gcs_address="10.0.0.9:6379")
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get_runtime_context=lambda: context))
 

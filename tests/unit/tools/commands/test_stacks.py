@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tx.tools.commands.stacks import find_process
+from skyrl_tx.tools.commands.status import find_process
 
 
 def test_the_process_that_has_the_lock_file_open_holds_it(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from sqlmodel import Session
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.results import Failure
-from skyrl_tx.store import engine_state, futures, server_points, sessions
+from skyrl_tx.store import engine_state, futures, sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.futures import NewRequest
 from skyrl_tx.store.tables import EngineStateRow
@@ -60,7 +60,7 @@ def fill(data_dir: Path, *, age_s: float) -> None:
                 futures.complete(tx, submitted.request_id, failure, failed=True, effect_order=None, now=now - 30)
         at = int(now) // 10 * 10
         for step in range(3):
-            server_points.add(tx, at - 10 * step, {"training_tokens_per_s": 100.0 * step})
+            engine_state.add(tx, at - 10 * step, {"training_tokens_per_s": 100.0 * step})
 
     store = Store.open(data_dir, role="api")
     try:

@@ -12,9 +12,9 @@ from skyrl_tx.backends.jax import start_plan
 from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.testing.tiny_models import write_model
-from skyrl_tx.tools.doctor import devices, probe
-from skyrl_tx.tools.doctor.devices import Device, Plan, ProbeAnswer, ProbeQuestion
-from skyrl_tx.tools.doctor.findings import Finding
+from skyrl_tx.tools.doctor import machine, probe
+from skyrl_tx.tools.doctor.command import Finding
+from skyrl_tx.tools.doctor.machine import Device, Plan, ProbeAnswer, ProbeQuestion
 from skyrl_tx.tools.quickstart.model import write_tiny_model
 from tests.support.published import QWEN3_8B
 
@@ -39,19 +39,19 @@ CPU = Device(kind="cpu", platform="cpu", limit_bytes=None)
 
 def answered(monkeypatch: pytest.MonkeyPatch, answer: ProbeAnswer | Finding, *gpus: list[str]) -> None:
     """Let the probe and the driver's program answer this."""
-    monkeypatch.setattr(devices, "_ask", lambda *_: answer)
-    monkeypatch.setattr(devices, "_list_nvidia_gpus", lambda: iter(gpus))
+    monkeypatch.setattr(machine, "_ask", lambda *_: answer)
+    monkeypatch.setattr(machine, "_list_nvidia_gpus", lambda: iter(gpus))
 
 
 def problems(subject, *flags: str, **more: object) -> list[Finding]:
-    return [finding for finding in devices.check_devices(subject(*flags, **more)) if finding.level != "ok"]
+    return [finding for finding in machine.check_devices(subject(*flags, **more)) if finding.level != "ok"]
 
 
 def test_the_probe_plans_as_the_backend_does(tmp_path: Path) -> None:
     """In a process of its own, without loading the weights."""
     model = write_tiny_model(tmp_path / "tiny")
     config = JaxConfig(compile_cache_dir=None, max_lora_rank=8)
-    answer = devices._ask(str(model), config)
+    answer = machine._ask(str(model), config)
     assert isinstance(answer, ProbeAnswer) and answer.plan is not None, answer
     backend = JaxBackend(str(model), config)
     found = backend.start()
@@ -88,7 +88,7 @@ def test_a_mesh_without_its_devices(tmp_path: Path) -> None:
 
 def test_a_fitting_model_is_fine(subject, monkeypatch) -> None:
     answered(monkeypatch, ProbeAnswer(devices=[GPU, GPU], plan=PLAN), ["NVIDIA H100", "570.1", "81559", "0"])
-    findings = list(devices.check_devices(subject("--base-model", "m")))
+    findings = list(machine.check_devices(subject("--base-model", "m")))
     text = "\n".join(finding.message for finding in findings)
     assert {finding.level for finding in findings} == {"ok"}
     assert "driver 570.1" in text and "2 × NVIDIA H100 (gpu)" in text and "KV cache of 100000 tokens" in text
@@ -113,8 +113,8 @@ def test_plans_that_are_too_small(subject, monkeypatch, device, change, level: s
 def test_a_plan_for_more_memory_than_a_container_may_use(subject, monkeypatch) -> None:
     plan = msgspec.structs.replace(PLAN, weight_bytes=2**20)
     answered(monkeypatch, ProbeAnswer(devices=[CPU], plan=plan))
-    monkeypatch.setattr(devices, "get_physical_memory", lambda: 100 * GIB)
-    monkeypatch.setattr(devices, "read_memory_limit", lambda: 10 * GIB)
+    monkeypatch.setattr(machine, "get_physical_memory", lambda: 100 * GIB)
+    monkeypatch.setattr(machine, "read_memory_limit", lambda: 10 * GIB)
     (found,) = problems(subject, "--base-model", "m")
     assert found.level == "warning" and "only 10.0 GiB" in found.message
 
@@ -143,7 +143,7 @@ def test_a_probe_without_an_answer(subject, monkeypatch, platform: str, text: st
     if platform:
         monkeypatch.setenv("JAX_PLATFORMS", platform)
     else:
-        monkeypatch.setattr(devices, "_TIMEOUT_S", 0.01)
+        monkeypatch.setattr(machine, "_TIMEOUT_S", 0.01)
     (found,) = problems(subject)
     assert found.level == "error" and text in found.message
 
@@ -153,13 +153,13 @@ def test_the_program_of_the_driver_is_read(monkeypatch, tmp_path) -> None:
     program.write_text('#!/bin/sh\necho "NVIDIA H100 80GB HBM3, 570.124.06, 81559, 4"\necho "broken, [N/A]"\n')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert list(devices._list_nvidia_gpus()) == [["NVIDIA H100 80GB HBM3", "570.124.06", "81559", "4"]]
+    assert list(machine._list_nvidia_gpus()) == [["NVIDIA H100 80GB HBM3", "570.124.06", "81559", "4"]]
     program.write_text("#!/bin/sh\nexit 9\n")
-    assert list(devices._list_nvidia_gpus()) == []
+    assert list(machine._list_nvidia_gpus()) == []
 
 
 def test_other_backends_are_not_examined(subject) -> None:
-    (found,) = devices.check_devices(subject("--backend", "fake"))
+    (found,) = machine.check_devices(subject("--backend", "fake"))
     assert found.level == "ok"
 
 

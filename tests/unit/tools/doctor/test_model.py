@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tx.tools.doctor.findings import Finding
-from skyrl_tx.tools.doctor.model import check_text
+from skyrl_tx.tools.doctor.command import Finding
+from skyrl_tx.tools.doctor.machine import check_text
 from skyrl_tx.tools.quickstart.model import write_tiny_model
 
 

@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from skyrl_tx.tools.quickstart.questions import QuestionFileError, load_excerpt, load_questions
+from skyrl_tx.tools.quickstart.training import QuestionFileError, load_excerpt, load_questions
 
 
 def write(path, *rows):

@@ -10,9 +10,8 @@ from transformers import AutoTokenizer
 
 from skyrl_tx.tools.quickstart import training
 from skyrl_tx.tools.quickstart.model import write_tiny_model
-from skyrl_tx.tools.quickstart.questions import Question
 from skyrl_tx.tools.quickstart.run import MetricCurve, draw_curves
-from skyrl_tx.tools.quickstart.training import Chat, shuffle_forever
+from skyrl_tx.tools.quickstart.training import Chat, Question, shuffle_forever
 
 
 @pytest.fixture(scope="module")
