@@ -22,7 +22,8 @@ from skyrl_tx.engine.request_log import DeliveryAttempts, QueuedRequest, Request
 from skyrl_tx.engine.retention import EphemeralSamplers, Retention
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.store import models
-from skyrl_tx.store.database import Store, StoreError
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreError
 
 _log = logging.getLogger(__name__)
 FATAL_ERRORS = (BackendLost, StoreError)

@@ -27,7 +27,8 @@ from skyrl_tx.engine.schedule import Schedule, SequenceCursor
 from skyrl_tx.engine.training import TrainingExecutor
 from skyrl_tx.process.failpoints import failpoint
 from skyrl_tx.store import futures, models
-from skyrl_tx.store.database import Store, StoreUnreachable
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreUnreachable
 from skyrl_tx.store.tables import SnapshotRow
 
 _log = logging.getLogger(__name__)

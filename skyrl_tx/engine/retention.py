@@ -23,7 +23,8 @@ from skyrl_tx.store import (
     sampling_sessions,
     sessions,
 )
-from skyrl_tx.store.database import Store, StoreUnreachable
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreUnreachable
 
 
 def _expire_checkpoints(tx: Session, clock: RetentionClock) -> None:

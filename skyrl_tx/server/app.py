@@ -43,7 +43,8 @@ from skyrl_tx.server.routes import (
 )
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.submission.validation import quote_value
-from skyrl_tx.store.database import Store, StoreError, ValueRefused
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreError, ValueRefused
 
 _log = logging.getLogger(__name__)
 _KEEP_ALIVE_S = 75

@@ -26,7 +26,7 @@ from skyrl_tx.server.context import ApiCall, ApiContext, ApiError, bad_request, 
 from skyrl_tx.server.http.body import BodyLimits, read_body
 from skyrl_tx.server.identity.authentication import OWNER
 from skyrl_tx.store import audit
-from skyrl_tx.store.database import StoreError, ValueRefused
+from skyrl_tx.store.errors import StoreError, ValueRefused
 
 Form = Mapping[str, list[str]]
 Endpoint = Callable[[Request], Awaitable[Response]]

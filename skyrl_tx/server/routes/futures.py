@@ -22,7 +22,7 @@ from skyrl_tx.server.identity.authentication import authenticate_request
 from skyrl_tx.server.schemas import service as schemas
 from skyrl_tx.server.submission.validation import quote_value
 from skyrl_tx.store import completions, futures, pauses
-from skyrl_tx.store.database import StoreError
+from skyrl_tx.store.errors import StoreError
 
 _log = logging.getLogger(__name__)
 _ERROR_PAUSE_S = 1.0
