@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from fastapi import Request, Response
 
-from skyrl_tx.apps.chat import prompts, schemas
+from skyrl_tx.apps.chat import prompts, sampling_fields
 from skyrl_tx.apps.chat.generation import Delta, Finish
 from skyrl_tx.apps.chat.message import Part, Piece
 from skyrl_tx.apps.chat.models import find_weights
@@ -63,7 +63,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Message":
             raise ContextTooLong(len(prompt.tokens), None, limit)
         max_tokens = min(max_tokens, limit - len(prompt.tokens))
 
-    params = schemas.make_params(
+    params = sampling_fields.make_params(
         max_tokens=max_tokens,
         temperature=request.temperature,
         top_p=request.top_p,

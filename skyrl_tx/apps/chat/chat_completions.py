@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from fastapi import Request, Response
 
-from skyrl_tx.apps.chat import logprobs, prompts, schemas
+from skyrl_tx.apps.chat import logprobs, prompts, sampling_fields
 from skyrl_tx.apps.chat.generation import Delta
 from skyrl_tx.apps.chat.logprobs import TokenLogprob
 from skyrl_tx.apps.chat.message import MessageParser, Part, Piece, ToolCall
@@ -32,10 +32,10 @@ def _prepare(service: ChatService, call: ApiCall) -> "_ChatCompletion":
     weights = find_weights(call, request.model)
 
     # Log-probabilities and sampling parameters
-    top = schemas.check_top_k(request.top_logprobs, "top_logprobs", service.limits)
-    prompt_top = schemas.check_top_k(request.prompt_logprobs, "prompt_logprobs", service.limits)
+    top = sampling_fields.check_top_k(request.top_logprobs, "top_logprobs", service.limits)
+    prompt_top = sampling_fields.check_top_k(request.prompt_logprobs, "prompt_logprobs", service.limits)
     limit_name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-    params = schemas.convert_openai_fields(request, getattr(request, limit_name), limit_name)
+    params = sampling_fields.convert_openai_fields(request, getattr(request, limit_name), limit_name)
 
     # The prompt
     continues = bool(request.continue_final_message)
@@ -59,7 +59,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_ChatCompletion":
         options=PromptOptions(
             logprobs=request.prompt_logprobs is not None, topk=prompt_top, sample_topk=top if request.logprobs else 0
         ),
-        num_samples=schemas.check_num_samples(request.n),
+        num_samples=sampling_fields.check_num_samples(request.n),
         is_streamed=bool(request.stream),
         keep_stop=bool(request.include_stop_str_in_output),
         skip_special=request.skip_special_tokens is not False,

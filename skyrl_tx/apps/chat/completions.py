@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from fastapi import Request, Response
 
-from skyrl_tx.apps.chat import logprobs, schemas
+from skyrl_tx.apps.chat import logprobs, sampling_fields
 from skyrl_tx.apps.chat.generation import Delta
 from skyrl_tx.apps.chat.logprobs import TokenLogprob
 from skyrl_tx.apps.chat.models import find_weights
@@ -43,11 +43,11 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Completion":
     require(max_tokens != 0 or bool(request.echo), "max_tokens 0: needs echo")
 
     # Log-probabilities and sampling parameters
-    top = schemas.check_top_k(request.logprobs, "logprobs", service.limits)
-    prompt_top = schemas.check_top_k(request.prompt_logprobs, "prompt_logprobs", service.limits)
+    top = sampling_fields.check_top_k(request.logprobs, "logprobs", service.limits)
+    prompt_top = sampling_fields.check_top_k(request.prompt_logprobs, "prompt_logprobs", service.limits)
     scores_prompt = request.prompt_logprobs is not None or bool(request.echo and request.logprobs is not None)
-    params = schemas.convert_openai_fields(request, max_tokens or 1, "max_tokens")
-    num_samples = schemas.check_num_samples(request.n)
+    params = sampling_fields.convert_openai_fields(request, max_tokens or 1, "max_tokens")
+    num_samples = sampling_fields.check_num_samples(request.n)
     options = PromptOptions(
         logprobs=scores_prompt,
         topk=max(prompt_top, top if request.echo else 0) if scores_prompt else 0,

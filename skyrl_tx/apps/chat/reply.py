@@ -19,12 +19,13 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import AppStatus, SendTimeoutError
 from starlette.types import Receive, Scope, Send
 
+from skyrl_tx.apps.chat.errors import Form, describe_stream_error
 from skyrl_tx.apps.chat.generation import Delta, Generation, merge_deltas
-from skyrl_tx.apps.chat.routes import Form, describe_stream_error
 from skyrl_tx.apps.chat.schemas import GenerationFields
 from skyrl_tx.apps.chat.service import ChatRequest, ChatService
 from skyrl_tx.contract.errors import RequestError
-from skyrl_tx.server.context import ApiCall, ApiError, receive_data_call
+from skyrl_tx.server.context import ApiCall, receive_data_call
+from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.identity.authentication import OWNER, authenticate_request
 
 _log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from sqlmodel import Session
 
 from skyrl_tx.process.signals import ServiceThread
 from skyrl_tx.server.http.long_poll import ResultWatcher
-from skyrl_tx.server.monitoring.engine_status import ApiMetrics
+from skyrl_tx.server.monitoring.metrics import ApiMetrics
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import engine_state, totals
 from skyrl_tx.store.database import Store

@@ -14,7 +14,8 @@ from sqlmodel import Session
 from skyrl_tx.contract import codec, results
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId
-from skyrl_tx.server.context import ApiCall, ApiError, Incoming, bad_request, not_found, read_poll
+from skyrl_tx.server.context import ApiCall, Incoming, read_poll
+from skyrl_tx.server.errors import ApiError, bad_request, not_found
 from skyrl_tx.server.http.long_poll import wait_for
 from skyrl_tx.server.http.responses import make_result_response
 from skyrl_tx.server.identity import access
