@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 from skyrl_tx.store import completions, futures, keys, sessions
 from skyrl_tx.store.tables import KeyScope
 from tests.support.live_stack import CONTEXT, PUBLIC_NAME, LiveStack, live_stack
+from tests.support.polling import until
 from tests.support.tiny_tokenizer import PACKAGED
-from tests.support.waiting import until
 
 COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/oai/api/v1/chat/completions", "/anthropic/api/v1/messages"
 TALK = [{"role": "user", "content": "What is 2 + 2?"}]

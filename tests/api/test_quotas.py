@@ -15,7 +15,7 @@ from skyrl_tx.engine import engine
 from skyrl_tx.store import audit, keys
 from skyrl_tx.store.tables import OverQuota, RequestRow
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
-from tests.support.waiting import until
+from tests.support.polling import until
 
 PROMPT = tinker.ModelInput.from_ints([1, 2, 3])
 DATUM = tinker.Datum(

@@ -13,7 +13,7 @@ import tinker
 
 from tests.serve.test_postgresql import train
 from tests.support.live_server import LiveServer, ServerFailed
-from tests.support.waiting import until
+from tests.support.polling import until
 
 FAKE = ("--base-model", "fake", "--backend", "fake")
 NUM_ENGINES = 3

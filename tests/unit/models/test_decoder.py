@@ -20,7 +20,7 @@ from skyrl_tx.layers.sharding import UNSHARDED
 from skyrl_tx.models.config import Group, Stack, group_blocks
 from skyrl_tx.models.params import split_stacks
 from tests.support.fast_jit import fast_jit
-from tests.support.paged import get_positions, make_table
+from tests.support.paged_arrays import get_positions, make_table
 from tests.unit.models.conftest import LATENTS, read_back
 
 # Tests share the shapes of these programs: three rows of 40 tokens, three adapters, and two pages of each row.

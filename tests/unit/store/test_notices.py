@@ -9,7 +9,7 @@ import pytest
 from skyrl_tx.store import engine_state, notices
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.notices import MAX_NOTICES, Notice, record_notices
-from tests.support.waiting import until
+from tests.support.polling import until
 
 log = logging.getLogger("skyrl_tx.test_notices")
 

@@ -15,7 +15,7 @@ from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError, StoreInUse
 from skyrl_tx.store.futures import NewRequest
 from skyrl_tx.store.tables import EngineStateRow, ModelRow, SamplingSessionRow
-from tests.support.waiting import until
+from tests.support.polling import until
 
 
 @pytest.fixture

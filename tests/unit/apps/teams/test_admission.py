@@ -24,7 +24,7 @@ from skyrl_tx.store.database import Store
 from skyrl_tx.store.pauses import Pause, collect_pauses
 from skyrl_tx.store.tables import OverQuota, QuotaRow
 from tests.support.engine_harness import EngineHarness, forward_backward, optim_step, sample
-from tests.support.waiting import until
+from tests.support.polling import until
 from tests.unit.engine.test_schedule import queued
 
 DAY = 20_000 * 86_400.0

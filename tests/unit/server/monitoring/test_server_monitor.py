@@ -11,7 +11,7 @@ from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import engine_state
 from skyrl_tx.store.tables import EngineStateRow
 from tests.support.live_api import live_api
-from tests.support.waiting import until
+from tests.support.polling import until
 
 
 def word(at: float, tokens: int = 0, busy_s: float = 0.0, boot_id: str = "a", **backend: object) -> EngineReading:
