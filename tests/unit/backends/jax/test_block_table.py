@@ -49,7 +49,7 @@ def test_number_zero_has_no_holders_and_what_is_free_is_not_released():
 
 
 def test_what_a_prompt_takes_is_cleared(cache, programs):
-    table = cache.begin(17)
+    table = cache.allocate_table(17)
     assert len(table.pages) == 3 and table.state > 0
     assert programs.copied == [(0, page) for page in table.pages]
     cache.release(table)
@@ -57,7 +57,7 @@ def test_what_a_prompt_takes_is_cleared(cache, programs):
 
 
 def test_samples_share_full_pages_and_have_copies_of_the_last(cache, programs):
-    prompt = cache.begin(17)
+    prompt = cache.allocate_table(17)
     programs.copied.clear()
     first, second = cache.fork(prompt, 17, [18, 25])
     assert first.pages[:2] == second.pages[:2] == prompt.pages[:2]
@@ -73,14 +73,14 @@ def test_samples_share_full_pages_and_have_copies_of_the_last(cache, programs):
 
 
 def test_a_full_last_page_is_not_copied(cache, programs):
-    prompt = cache.begin(16)
+    prompt = cache.allocate_table(16)
     programs.copied.clear()
     (sample,) = cache.fork(prompt, 16, [20])
     assert sample.pages[:2] == prompt.pages and programs.copied == [(0, sample.pages[2])]
 
 
 def test_a_fork_within_a_prompt_has_the_pages_before_it(cache, programs):
-    prompt, kept = cache.begin(40), cache.allocate_state()
+    prompt, kept = cache.allocate_table(40), cache.allocate_state()
     programs.copied.clear()
     (longer,) = cache.fork(prompt, 12, [20], kept)
     assert longer.pages[0] == prompt.pages[0] and longer.pages[1] not in prompt.pages
@@ -88,7 +88,7 @@ def test_a_fork_within_a_prompt_has_the_pages_before_it(cache, programs):
 
 
 def test_a_table_grows_by_what_it_lacks(cache, programs):
-    table = cache.begin(8)
+    table = cache.allocate_table(8)
     programs.copied.clear()
     cache.grow([(table, 0), (table, 2)])
     assert len(table.pages) == 3 and programs.copied == [(0, page) for page in table.pages[1:]]
@@ -116,7 +116,7 @@ def test_a_running_sample_lacks_the_pages_of_its_next_slice_up_to_its_end(progra
 
 
 def test_a_shared_table_is_free_when_both_are_released(cache):
-    prompt = cache.begin(17)
+    prompt = cache.allocate_table(17)
     other = cache.share(prompt)
     cache.release(prompt)
     assert cache.pages.num_held == 3 and cache.states.num_held == 1
@@ -126,7 +126,7 @@ def test_a_shared_table_is_free_when_both_are_released(cache):
 
 def test_what_fits_is_free(cache):
     assert cache.fits(7, 6) and not cache.fits(8) and not cache.fits(0, 7)
-    table = cache.begin(30)
+    table = cache.allocate_table(30)
     assert cache.fits(3, 5) and not cache.fits(4) and not cache.fits(0, 6)
     assert cache.num_tokens == 56 and cache.num_tokens_used == 32
     cache.release(table)
