@@ -42,13 +42,13 @@ def separate_layers(params: DecoderParams) -> DecoderParams:
 
 
 def separate_shapes(params: DecoderParams) -> DecoderParams:
-    """Return the same of shapes with shardings, `jax.ShapeDtypeStruct`s."""
+    """Do the same as `separate_layers` for parameters of type `jax.ShapeDtypeStruct`."""
 
-    def shapes(stack: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def make_layer_shapes(stack: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
         sharding = _get_layer_sharding(stack.sharding)  # type: ignore[arg-type]
         return (jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=sharding),) * stack.shape[0]
 
-    return split_stacks(params, shapes)
+    return split_stacks(params, make_layer_shapes)
 
 
 def _make_views(stack: jax.Array) -> tuple[jax.Array, ...]:

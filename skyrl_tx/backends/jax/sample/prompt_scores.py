@@ -138,6 +138,8 @@ class PromptScores:
         """Score the rows of a chunk that starts at row `start`, in windows of a few shapes."""
         options, window = self._request.options, min(WINDOW, hidden_TD.shape[0])
         needed = 0 if _wants_every_row(options) else self._first
+        temperature, num_alt = np.float32(self._request.params.temperature), np.int32(options.alt_tokens_k)
+        requested = temperature, np.bool_(options.topk > 0), num_alt
 
         for begin in range(0, hidden_TD.shape[0], window):
             row = start + begin
@@ -145,6 +147,8 @@ class PromptScores:
                 continue
 
             target_PQ = self._target_TQ[row : row + window]
+            target_PQ = np.pad(target_PQ, ((0, window - target_PQ.shape[0]), (0, 0)))
+
             self._windows[row] = score_window(
                 self._params,
                 pool,
@@ -152,11 +156,9 @@ class PromptScores:
                 hidden_TD,
                 np.int32(begin),
                 np.int32(row),
-                np.pad(target_PQ, ((0, window - target_PQ.shape[0]), (0, 0))),
+                target_PQ,
                 self._seed_2,
-                np.float32(self._request.params.temperature),
-                np.bool_(options.topk > 0),
-                np.int32(options.alt_tokens_k),
+                *requested,
                 max_topk=self._max_topk,
                 max_alt=self._max_alt,
             )

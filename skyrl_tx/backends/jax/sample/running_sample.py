@@ -81,11 +81,6 @@ class RunningSample(OpenSample):
         return int(np.concatenate(self.drawn)[index])
 
     @property
-    def num_steps_left(self) -> int:
-        """The largest number of further steps that the sample can take."""
-        return self.end - self.position
-
-    @property
     def num_replayed(self) -> int:
         """How many of the next tokens were drawn before a preemption."""
         return max(self.num_drawn - 1 - (self.position - self.size), 0)

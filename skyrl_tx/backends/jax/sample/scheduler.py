@@ -193,7 +193,7 @@ class SampleScheduler:
 
             while budget > 0 and (chosen := self._find_next(queue, budget)) is not None:
                 prompts = [self._take_from_queue(queue, *chosen)]
-                # Add prompts to compute at the same time. Only a prompt that is alone may be computed partly.
+                # Add prompts to compute at the same time. Only a single prompt may be computed partly.
                 max_prompts = len(self._shards) * self._programs.prompts_of_shard
                 while len(prompts) < max_prompts and prompts[0][0].request.prompt.size <= budget:
                     chosen = self._find_next(queue, budget, batch=prompts)

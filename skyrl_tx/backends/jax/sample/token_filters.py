@@ -156,7 +156,7 @@ def _draw_in_rounds(
     mark = blocks.get_sort_position(token_S)
     is_out_S = ~end.is_after(mark.logit_S, mark.token_S)
 
-    # Accept tokens at once if an upper bound of the weight before them, from block sums, is low enough.
+    # Accept tokens at once if an upper bound of the weight before them, from block sums, is low.
     own_S = jnp.exp(scale_logits(mark.logit_S, blocks.highest_S, blocks.temperature_S))
     bound_S = sum_last_dim(jnp.where(blocks.highest_SN >= mark.logit_S[:, None], blocks.weight_SN, 0.0)) - own_S
     is_open_S = requested_S & (is_out_S | ~(bound_S < target_S))
