@@ -53,7 +53,7 @@ def test_what_a_prompt_takes_is_cleared(cache, programs):
     assert len(table.pages) == 3 and table.state > 0
     assert programs.copied == [(0, page) for page in table.pages]
     cache.release(table)
-    assert (cache.pages.num_held, cache.states.num_held) == (0, 0) and not table.pages
+    assert (cache.pages.num_used, cache.states.num_used) == (0, 0) and not table.pages
 
 
 def test_samples_share_full_pages_and_have_copies_of_the_last(cache, programs):
@@ -64,12 +64,12 @@ def test_samples_share_full_pages_and_have_copies_of_the_last(cache, programs):
     last = prompt.pages[2]
     assert programs.copied == [(last, first.pages[2]), (last, second.pages[2]), (0, second.pages[3])]
     assert len({prompt.state, first.state, second.state}) == 3
-    assert cache.pages.num_held == 6
+    assert cache.pages.num_used == 6
     cache.release(prompt)
-    assert cache.pages.num_held == 5, "its last page"
+    assert cache.pages.num_used == 5, "its last page"
     cache.release(first)
     cache.release(second)
-    assert (cache.pages.num_held, cache.states.num_held) == (0, 0)
+    assert (cache.pages.num_used, cache.states.num_used) == (0, 0)
 
 
 def test_a_full_last_page_is_not_copied(cache, programs):
@@ -119,9 +119,9 @@ def test_a_shared_table_is_free_when_both_are_released(cache):
     prompt = cache.allocate_table(17)
     other = cache.share(prompt)
     cache.release(prompt)
-    assert cache.pages.num_held == 3 and cache.states.num_held == 1
+    assert cache.pages.num_used == 3 and cache.states.num_used == 1
     cache.release(other)
-    assert cache.pages.num_held == cache.states.num_held == 0
+    assert cache.pages.num_used == cache.states.num_used == 0
 
 
 def test_what_fits_is_free(cache):

@@ -191,7 +191,7 @@ def test_a_failed_chunk_ends_its_request_alone(programs, scheduler):
     expected = run(scheduler, good).bits
     programs.fail_extend = True  # from the second chunk on
     results = run(scheduler, make_request("bad", make_prompt(200, seed=1)), good, into=Results(may_fail=True))
-    assert results.errors == {"bad": "the prompt could not be computed; the server's log has it under request bad"}
+    assert results.errors == {"bad": "the server could not compute the prompt; its log has the error under request bad"}
     assert {key: bits for key, bits in results.bits.items() if key[0] == "good"} == expected
 
 
