@@ -121,7 +121,10 @@ def test_a_loss_knows_the_fewest_sizes_and_its_elements() -> None:
         ([call("a", "torch.exp", {"ref": "b"}), call("b", "torch.exp", {"ref": "a"})], "reads node 'b'"),
         ([call("logprobs", "torch.exp", REF)], "has the name of an earlier node"),
         ([output(TOTAL), SUM], "reads node 'sum_1'"),
-        ([node("placeholder", "more", "more")], "is placeholder 'more'; placeholders must be those of `inputs`"),
+        (
+            [node("placeholder", "more", "more")],
+            "is placeholder 'more'; the placeholders must be the names in `inputs`",
+        ),
         # Arguments.
         ([call("e", "torch.exp")], "function 'torch.exp': argument input is missing"),
         ([call("e", "torch.exp", REF, REF)], "has 2 arguments; it takes at most 1 here: input"),
