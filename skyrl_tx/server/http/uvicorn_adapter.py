@@ -6,40 +6,9 @@ renames an attribute that this module uses, `tests/unit/server/http/test_uvicorn
 and names the attribute, and only this module must change.
 """
 
-from collections.abc import Mapping
 from operator import attrgetter
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
-USED_NAMES: Mapping[str, tuple[str, ...]] = {
-    "HttpToolsProtocol": (
-        "_unset_keepalive_if_required",
-        "cycle",
-        "flow",
-        "headers",
-        "loop",
-        "parser",
-        "pipeline",
-        "timeout_keep_alive",
-        "timeout_keep_alive_handler",
-        "timeout_keep_alive_task",
-        "transport",
-    ),
-    "FlowControl": ("read_paused",),
-    "RequestResponseCycle": ("response_complete",),
-}
-"""The attributes of uvicorn's classes that this module uses. asyncio and httptools are public."""
-OVERRIDDEN_NAMES = (
-    "connection_made",
-    "data_received",
-    "on_body",
-    "on_header",
-    "on_headers_complete",
-    "on_message_begin",
-    "on_message_complete",
-    "on_response_complete",
-)
-"""The methods of `HttpToolsProtocol` that `HttpProtocol` extends, so uvicorn must call them."""
 
 
 class UvicornConnection(HttpToolsProtocol):
