@@ -187,9 +187,9 @@ class Arguments:
         """Return a tensor or a number as float32."""
         return self.builder.to_float32(self.get_value(name))
 
-    def get_flag(self, name: str, default: bool = False) -> bool:
-        """Return True or False."""
-        given = self.get(name, default)
+    def get_flag(self, name: str) -> bool:
+        """Return True or False. False if the argument is absent."""
+        given = self.get(name, False)
         if not isinstance(given, bool):
             raise UserError(f"argument {name} must be True or False, not {_describe_kind(given)}")
         return given
