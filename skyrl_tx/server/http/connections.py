@@ -75,14 +75,18 @@ def normalize_address(host: str) -> str:
     return host if mapped is None else str(mapped)
 
 
-def _get_client_network(address: str) -> str:
+def get_client_network(address: str) -> str:
     """Return the network that counts as one client: an IPv4 address, or the /64 of an IPv6 address.
 
-    A single host usually owns a whole IPv6 /64, so limits per IPv6 address would be useless.
+    A single host usually owns a whole IPv6 /64, so limits per IPv6 address would be useless. Other
+    texts, such as "" for a Unix socket, are returned unchanged.
     """
     if ":" not in address:
         return address
-    return str(ipaddress.ip_network(f"{address}/{_IPV6_CLIENT_BITS}", strict=False))
+    try:
+        return str(ipaddress.ip_network(f"{address.partition('%')[0]}/{_IPV6_CLIENT_BITS}", strict=False))
+    except ValueError:  # not an IP address
+        return address
 
 
 class Connection(socket.socket):
@@ -91,7 +95,7 @@ class Connection(socket.socket):
     def __init__(self, accepted: socket.socket, address: str, connections: "Connections") -> None:
         super().__init__(accepted.family, accepted.type, accepted.proto, fileno=accepted.detach())
         self.address = address
-        self.site = _get_client_network(address)
+        self.network = get_client_network(address)
         self.protocol: HttpProtocol | None = None
         self.patience_s = connections.header_timeout_s
         """Seconds that the client has left to send the missing part of the head or body."""
@@ -143,7 +147,7 @@ class Connections:
         self._max_per_address = max_per_address
         self._is_exempt = is_exempt
         self._open: dict[int, Connection] = {}
-        self._sites: dict[str, _ClientConnections] = {}
+        self._by_network: dict[str, _ClientConnections] = {}
         self._idle: dict[Connection, None] = {}
         self._receiving: set[Connection] = set()
         self._closing: set[Connection] = set()
@@ -168,21 +172,23 @@ class Connections:
 
         Returns False if a limit is reached and no other connection is idle.
         """
-        site = self._sites.setdefault(connection.site, _ClientConnections())
-        if site.num_open >= self._max_per_address and not self._is_exempt(connection.address):
-            is_accepted = self._close_longest_idle(site.idle, f"{connection.site} has {site.num_open} open connections")
+        client = self._by_network.setdefault(connection.network, _ClientConnections())
+        if client.num_open >= self._max_per_address and not self._is_exempt(connection.address):
+            is_accepted = self._close_longest_idle(
+                client.idle, f"{connection.network} has {client.num_open} open connections"
+            )
         elif len(self._open) >= self._max_open:
             is_accepted = self._close_longest_idle(self._idle, f"{len(self._open)} connections are open")
         else:
             is_accepted = True
 
         if is_accepted:
-            site.num_open += 1
+            client.num_open += 1
             self._open[connection.fileno()] = connection
             self.mark_idle(connection)
             self._receiving.add(connection)
-        elif not site.num_open:
-            del self._sites[connection.site]
+        elif not client.num_open:
+            del self._by_network[connection.network]
         return is_accepted
 
     def remove(self, connection: Connection) -> None:
@@ -194,22 +200,22 @@ class Connections:
         self.mark_active(connection)
         self._receiving.discard(connection)
         self._closing.discard(connection)
-        site = self._sites[connection.site]
-        site.num_open -= 1
-        if not site.num_open:
-            del self._sites[connection.site]
+        client = self._by_network[connection.network]
+        client.num_open -= 1
+        if not client.num_open:
+            del self._by_network[connection.network]
 
     def mark_idle(self, connection: Connection) -> None:
         """Mark a connection as idle.
 
         It becomes the last one to be closed when a limit is reached.
         """
-        self._idle[connection] = self._sites[connection.site].idle[connection] = None
+        self._idle[connection] = self._by_network[connection.network].idle[connection] = None
 
     def mark_active(self, connection: Connection) -> None:
         """Mark a connection as having a request in progress."""
         self._idle.pop(connection, None)
-        self._sites[connection.site].idle.pop(connection, None)
+        self._by_network[connection.network].idle.pop(connection, None)
 
     def start_timeout(self, connection: Connection, within_s: float) -> None:
         """Give the client `within_s` seconds to send the next bytes."""

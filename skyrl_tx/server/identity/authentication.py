@@ -6,7 +6,6 @@ an owner. All queries are limited to the rows of that owner.
 
 import hashlib
 import hmac
-import ipaddress
 import logging
 import math
 import os
@@ -30,6 +29,7 @@ from fastapi.concurrency import run_in_threadpool
 from sqlmodel import Session
 
 from skyrl_tx.server.errors import ApiError, Refusal
+from skyrl_tx.server.http.connections import get_client_network
 from skyrl_tx.server.identity.scopes import ADMIN_ONLY, FULL_SCOPES, check_scope
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import keys
@@ -55,8 +55,7 @@ _ALGORITHM = "HS256"
 _FORGIVE_S = 3.0
 """Seconds after which one wrong key is forgiven."""
 _MAX_NETWORKS = 10_000
-_IPV6_PREFIX = 64
-"""Internet providers assign at least a /64 network to each customer."""
+
 OWNER = "skyrl_tx.owner"
 """Key of the caller's owner in the ASGI scope of an authenticated request. Used for logging."""
 USER_URN = "tml:user:"
@@ -172,25 +171,16 @@ class FailedKeys:
         if not self._limit:
             return 0.0
         with self._lock:
-            left_s = self._forgiven_at.get(_get_network(address), 0.0) - self._clock()
+            left_s = self._forgiven_at.get(get_client_network(address), 0.0) - self._clock()
         return max(0.0, left_s - (self._limit - 1) * _FORGIVE_S)
 
     def record(self, address: str) -> None:
         """Record a wrong key."""
-        network, now = _get_network(address), self._clock()
+        network, now = get_client_network(address), self._clock()
         with self._lock:
             self._forgiven_at[network] = max(now, self._forgiven_at.pop(network, now)) + _FORGIVE_S
             if len(self._forgiven_at) > _MAX_NETWORKS:
                 self._forgiven_at.popitem(last=False)
-
-
-def _get_network(address: str) -> str:
-    """Return the address itself for IPv4, and its /64 network for IPv6."""
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:  # a Unix socket, or no address
-        return address
-    return address if parsed.version == 4 else str(ipaddress.ip_network((parsed, _IPV6_PREFIX), strict=False))
 
 
 class Authenticator:
@@ -392,9 +382,7 @@ async def authenticate_request(request: Request) -> Principal:
         ApiError: 401 or 429 as in `Authenticator.authenticate`. 403 if the scope of the key does
             not allow the route.
     """
-    return await authenticate_credential(
-        request, request.headers.get("x-api-key") or _read_bearer_token(request.headers.get("authorization", ""))
-    )
+    return await authenticate_credential(request, read_credential(request))
 
 
 async def authenticate_credential(request: Request, credential: str) -> Principal:
@@ -410,10 +398,13 @@ async def authenticate_credential(request: Request, credential: str) -> Principa
     return principal
 
 
-def _read_bearer_token(authorization: str) -> str:
-    """Return the bearer token of an Authorization header, as OpenAI clients send it. "" if none."""
-    scheme, _, credential = authorization.partition(" ")
-    return credential.strip() if scheme.lower() == "bearer" else ""
+def read_credential(request: Request) -> str:
+    """Return the credential of a request. "" if there is none.
+
+    The SDK sends it as X-API-Key, and OpenAI clients send it as a bearer token.
+    """
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return request.headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")
 
 
 Caller = Annotated[Principal, Depends(authenticate_request)]

@@ -14,7 +14,7 @@ from skyrl_tx.server.context import ApiContext, Incoming, get_context
 from skyrl_tx.server.errors import ApiError, not_found
 from skyrl_tx.server.http.connections import normalize_address
 from skyrl_tx.server.http.request_guard import UNTRUSTED
-from skyrl_tx.server.identity.authentication import ORGANIZATION
+from skyrl_tx.server.identity.authentication import ORGANIZATION, read_credential
 from skyrl_tx.server.routes.training import has_custom_losses
 from skyrl_tx.server.schemas import service as schemas
 from skyrl_tx.store import audit, engine_state, keys
@@ -184,8 +184,7 @@ async def _check_metrics_access(request: Request, context: ApiContext) -> None:
     """
     if context.settings.metrics_open:
         return
-    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-    credential = request.headers.get("x-api-key", "") or (bearer.strip() if scheme.lower() == "bearer" else "")
+    credential = read_credential(request)
     address = "" if request.client is None else request.client.host
     if not credential and _is_loopback(address) and UNTRUSTED not in request.scope:
         return
