@@ -97,7 +97,7 @@ def create_custom_loss(call: Incoming) -> schemas.FutureHandle:
     """
     if not has_custom_losses(call):
         raise not_found(
-            "custom losses on the server are not offered; forward_backward_custom with a Python function runs the loss "
+            "this server does not evaluate custom losses; forward_backward_custom with a Python function runs the loss "
             "in the client, with the same gradients"
         )
     request = call.body.parse_model(schemas.CreateCustomLossRequest)

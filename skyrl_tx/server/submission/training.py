@@ -212,7 +212,7 @@ def _get_chunk_kind(chunk: InputChunk) -> str:
 
 
 def _make_unsupported_error(kind: str, where: str) -> UserError:
-    return UserError(f"{where}: chunks of type {quote_value(kind)} are not offered, this server reads text only")
+    return UserError(f"{where}: chunks of type {quote_value(kind)} are not supported: this server reads text only")
 
 
 def _join_tokens(runs: Sequence[NumberArray], where: str) -> Int32Array:

@@ -106,7 +106,7 @@ def read_argument(sent: object, find: Callable[[str], Argument], depth: int = 0)
         case "float", "nan":
             raise UserError("a constant is NaN")
 
-        # Everything else
+        # Dtypes and dicts
         case "dtype", str():
             return DtypeArgument(content)
         case "dict", dict():
@@ -155,7 +155,7 @@ class Arguments:
         for name, value in (*zip(names, args, strict=False), *kwargs.items()):
             plain = name.removesuffix("?")
             if plain not in {parameter.removesuffix("?") for parameter in names}:
-                raise UserError(f"argument {quote_value(name)} is not offered; it takes {_join_names(names)}")
+                raise UserError(f"argument {quote_value(name)} is not supported; it takes {_join_names(names)}")
             if plain in self._given:
                 raise UserError(f"argument {plain} is given twice")
             self._given[plain] = value
@@ -219,13 +219,13 @@ class Arguments:
         """Raise UserError unless an argument is absent or has one of the allowed values."""
         given = self.get(name, allowed[0])
         if not any(given is value or (type(given) is type(value) and given == value) for value in allowed):
-            raise UserError(f"argument {name} {_describe_kind(given)} is not offered")
+            raise UserError(f"argument {name} {_describe_kind(given)} is not supported")
 
     def check_float32(self, name: str) -> None:
         """Raise UserError unless a dtype is absent or float32."""
         given = self.get(name)
         if given is not None and given != DtypeArgument("float32"):
-            raise UserError(f"argument {name} {_describe_kind(given)} is not offered: losses are computed in float32")
+            raise UserError(f"argument {name} {_describe_kind(given)} is not supported: losses are computed in float32")
 
 
 def resolve_axis(given: Argument, name: str, rank: int) -> int:

@@ -99,13 +99,13 @@ def _call_function(
 ) -> Argument:
     if node.op not in ("call_function", "call_method"):
         raise UserError(
-            f"op {quote_value(node.op)} is not offered: a custom loss calls functions and methods of tensors"
+            f"op {quote_value(node.op)} is not supported: a custom loss calls functions and methods of tensors"
         )
     entry = (FUNCTIONS if node.op == "call_function" else METHODS).get(node.target)
     kind = "function" if node.op == "call_function" else "method"
     if entry is None:
         raise UserError(
-            f"{kind} {quote_value(node.target)} is not offered in custom losses on this server; {_IN_THE_CLIENT}"
+            f"{kind} {quote_value(node.target)} is not supported in custom losses on this server; {_IN_THE_CLIENT}"
         )
     try:
         return entry.function(Arguments(builder, entry.parameters, args, kwargs))

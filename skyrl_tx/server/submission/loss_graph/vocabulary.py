@@ -50,7 +50,7 @@ def _bitwise(operation: str) -> _Function:
     def function(x: Arguments) -> Value:
         values = [x.get_value("input"), x.get_value("other")]
         if not all(value.is_bool for value in values):
-            raise UserError("`&`, `|` and `^` are offered for bool tensors only, such as comparisons and x.bool()")
+            raise UserError("`&`, `|` and `^` need bool tensors, such as comparisons and x.bool()")
         return x.builder.emit(operation, *values)
 
     return function
@@ -58,7 +58,7 @@ def _bitwise(operation: str) -> _Function:
 
 def _invert(x: Arguments) -> Value:
     if not (value := x.get_tensor("input")).is_bool:
-        raise UserError("`~` is offered for bool tensors only, such as comparisons and x.bool()")
+        raise UserError("`~` needs a bool tensor, such as a comparison or x.bool()")
     return x.builder.emit("logical_not", value)
 
 
@@ -133,7 +133,9 @@ def _extreme(reduction: str, binary: str) -> _Function:
         if isinstance(other, Value):
             return x.builder.emit(binary, x.get_number("input"), x.builder.to_float32(other))
         if other is not None:
-            raise UserError(f"a dimension, which also gives indices, is not offered; use {reduction}")
+            raise UserError(
+                f"max and min over a dimension, which also return indices, are not supported; use {reduction}"
+            )
         return _reduce(x, reduction, x.get_number("input"), keeps=False)
 
     return function
@@ -205,7 +207,7 @@ def _to(x: Arguments) -> Value:
         case DtypeArgument("bool"):
             return x.builder.to_bool(x.get_tensor("input"))
         case _:
-            raise UserError("only the dtypes torch.float32 and torch.bool are offered")
+            raise UserError("only the dtypes torch.float32 and torch.bool are supported")
 
 
 def _unsqueeze(x: Arguments) -> Value:
@@ -239,7 +241,7 @@ def _attribute(x: Arguments) -> Argument:
         return ShapeArgument(value)
     if name == "ndim":
         return len(value.shape)
-    raise UserError("the attributes of a tensor that are offered are shape and ndim")
+    raise UserError("the supported attributes of a tensor are shape and ndim")
 
 
 def _item(x: Arguments) -> Argument:
@@ -288,7 +290,7 @@ def _index(builder: Builder, value: Value, index: Argument) -> Value:
 
 def _slice(builder: Builder, value: Value, axis: int, part: SliceArgument) -> Value:
     if part.step not in (None, 1):
-        raise UserError("slices with a step are not offered")
+        raise UserError("slices with a step are not supported")
     start, stop = part.start or 0, part.stop
     if not isinstance(start, int) or isinstance(start, bool) or start < 0:
         raise UserError("a slice must start at a whole number, 0 or more")
