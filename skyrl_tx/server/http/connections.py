@@ -140,7 +140,7 @@ class Connections:
         body_timeout_s: float,
         is_exempt: Callable[[str], bool],
     ) -> None:
-        """`is_exempt(address)`: whether an address has no limit, for example a trusted proxy."""
+        """`is_exempt(address)`: whether the limit per address does not apply, as for a proxy."""
         self.header_timeout_s = header_timeout_s
         self.body_timeout_s = body_timeout_s
         self._max_open = max_open
