@@ -103,7 +103,7 @@ def can_edit_run(tx: Session, caller: Principal, model_id: ModelId) -> bool:
 
 
 def _find_role(tx: Session, caller: Principal, model_id: ModelId) -> ProjectRole | None:
-    """Return the caller's role in a run. The owner of a run has the role "editor"."""
+    """Return the caller's role in a run. The owner and admins have the role "editor"."""
     if caller.can_act_for(models.get_owner(tx, model_id)):
         return "editor"
     return projects.get_role_in_run(tx, model_id, caller.owner)
@@ -119,10 +119,10 @@ def find_visible_run(tx: Session, caller: Principal, model_id: ModelId) -> Model
 
 def find_editable_run(tx: Session, caller: Principal, model_id: ModelId) -> ModelRow:
     """Find a run whose checkpoints the caller may change. Raises ApiError 403 for a viewer."""
-    row, rights = models.get(tx, model_id), _find_role(tx, caller, model_id)
-    if row is None or rights is None:
+    row, role = models.get(tx, model_id), _find_role(tx, caller, model_id)
+    if row is None or role is None:
         raise not_found(f"model {quote_value(model_id)} does not exist")
-    if rights != "editor":
+    if role != "editor":
         raise ApiError(
             HTTPStatus.FORBIDDEN,
             f"model {quote_value(model_id)}: {caller.owner} is a viewer of its project; its owner and the project's "
