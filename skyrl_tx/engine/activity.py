@@ -1,4 +1,4 @@
-"""Track what the engine's loop is doing, measure the device's time, and detect calls that are stuck.
+"""Track the engine's loop, measure the device's time, and detect calls that are stuck.
 
 `monitor_backend` wraps the backend, so every backend call is recorded in `LoopActivity`. The
 watchdog thread compares the current activity with its time limit. `DeviceClock` divides the
@@ -112,7 +112,10 @@ class _MonitoredProxy:
         check_devices: Callable[[], None],
         started_by: Activity | None = None,
     ) -> None:
-        """`started_by` is the `begin_pass` call that returned the pass. Calls of the pass have its name."""
+        """`started_by` is the `begin_pass` call that returned the pass.
+
+        Calls of the pass have its name.
+        """
         self._target = target
         self._activity = activity
         self._check_devices = check_devices
@@ -136,8 +139,8 @@ class _MonitoredProxy:
             activity = Activity(call_name, time.monotonic(), is_limited=True, arguments=subjects)
             return self._call(activity, method, arguments, named)
 
-        # Store the wrapper, so that later calls skip __getattr__. A pass must not refer to itself: then its arrays
-        # would stay in memory until the next garbage collection.
+        # Store the wrapper, so that later calls skip __getattr__. A pass must not refer to itself:
+        # then its arrays would stay in memory until the next garbage collection.
         if self._started_by is None:
             setattr(self, name, call)
         return call
@@ -171,7 +174,8 @@ class _MonitoredProxy:
 class DeviceTime:
     """When a request's work first reached the device, and how many seconds of device time it used.
 
-    `kind` groups work that takes about equally long each time, for example `step` for optimizer steps.
+    `kind` groups work that takes about equally long each time, for example `step` for optimizer
+    steps.
     """
 
     kind: str
@@ -241,11 +245,11 @@ class DeviceClock:
 
 
 class Watchdog:
-    """Reports when an activity exceeds its time limit, and calls `on_stuck` if the engine must restart.
+    """Reports an activity that exceeds its time limit, and calls `on_stuck` to end the engine.
 
-    The limits are `--step-timeout-s` and, while the backend starts or compiles, `--compile-timeout-s`.
-    Time during which this process did not run does not count, for example while the machine was
-    suspended.
+    The limits are `--step-timeout-s` and, while the backend starts or compiles,
+    `--compile-timeout-s`. Time during which this process did not run does not count, for example
+    while the machine was suspended.
     """
 
     def __init__(
@@ -280,11 +284,17 @@ class Watchdog:
 
     @property
     def overdue(self) -> str:
-        """A message for clients about an activity that exceeds its limit. Empty if there is none."""
+        """A message for clients about an activity that exceeds its limit.
+
+        Empty if there is none.
+        """
         return self._overdue if self._activity.current is self._watched else ""
 
     def describe_activity(self) -> tuple[str, float] | None:
-        """Return the name of the current activity and its age in seconds. None while the loop is idle."""
+        """Return the name of the current activity and its age in seconds.
+
+        None while the loop is idle.
+        """
         current = self._activity.current
         if current is None:
             return None
@@ -292,7 +302,7 @@ class Watchdog:
         return current.name + " (compiling)" * is_compiling, time.monotonic() - current.started_at
 
     def check(self, elapsed_s: float) -> None:
-        """Add the time since the last check to the current activity, and compare it with its limit."""
+        """Add the time since the last check to the current activity, and check its limit."""
         current = self._activity.current
         if current is not self._watched:
             self._watched, self._spent_s, self._overdue = current, _NOTHING_SPENT, ""

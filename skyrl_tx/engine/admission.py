@@ -44,7 +44,10 @@ class Admission:
     """
 
     weights: Mapping[str, int] = MappingProxyType({})
-    """Owners with a weight other than 1, and their weights in fair sharing. An owner without a weight has 1."""
+    """Owners with a weight other than 1, and their weights in fair sharing.
+
+    An owner without a weight has 1.
+    """
     is_counting = False
     """Whether quotas are active.
 
@@ -53,7 +56,10 @@ class Admission:
     """
 
     def refresh(self) -> None:
-        """Read settings again if they have changed. Called before the first request, and about once a second."""
+        """Read settings again if they have changed.
+
+        Called before the first request, and about once a second.
+        """
 
     def may_start(self, queued: QueuedRequest) -> Decision:
         """Decide whether a request starts. There is capacity for it."""
@@ -63,7 +69,10 @@ class Admission:
         """Count a request that is about to start."""
 
     def record_end(self, queued: QueuedRequest, result: Result) -> None:
-        """Count a result. The request may have failed before it started, or started in a previous engine."""
+        """Count a result.
+
+        The request may have failed before it started, or started in a previous engine.
+        """
 
     def list_pauses(self) -> Sequence[Pause]:
         """Return the pauses, for the status that clients and operators see."""
@@ -71,4 +80,7 @@ class Admission:
 
 
 MakeAdmission = Callable[[Store, Callable[[], None]], Admission]
-"""Makes the admission of a feature. Arguments: the database, and a function that waits until all results are in it."""
+"""Makes the admission of a feature.
+
+Arguments: the database, and a function that waits until all results are in it.
+"""

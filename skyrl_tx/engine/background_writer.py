@@ -24,10 +24,16 @@ class _Job:
 
 
 class BackgroundWriter:
-    """Runs jobs on one background thread, in order. `wait_for` moves the jobs of a model forward."""
+    """Runs jobs on one background thread, in order.
+
+    `wait_for` moves the jobs of a model forward.
+    """
 
     def __init__(self, wake: Callable[[], None], activity: LoopActivity) -> None:
-        """`wake` is called on the background thread after each job. It wakes the engine to run the callback."""
+        """`wake` is called on the background thread after each job.
+
+        It wakes the engine to run the callback.
+        """
         self._activity = activity
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="artifact-writer")
         self._wake = wake
@@ -67,7 +73,10 @@ class BackgroundWriter:
         return len(self._jobs) != num_before
 
     def wait_for(self, model_id: ModelId) -> None:
-        """Wait for the jobs of a model and run their callbacks. They overtake waiting jobs of other models."""
+        """Wait for the jobs of a model and run their callbacks.
+
+        They overtake waiting jobs of other models.
+        """
         with self._lock:
             self._jobs.sort(key=lambda job: not job.is_started and job.model_id != model_id)
         while any(job.model_id == model_id for job in self._jobs):
@@ -79,7 +88,10 @@ class BackgroundWriter:
             self._run_callback()
 
     def close(self) -> None:
-        """Wait for the running job and end the thread. Waiting jobs and all callbacks are dropped."""
+        """Wait for the running job and end the thread.
+
+        Waiting jobs and all callbacks are dropped.
+        """
         with self._activity.track(_WAITING, is_limited=True):  # on a lost device the job may never finish
             self._thread.shutdown(cancel_futures=True)
 

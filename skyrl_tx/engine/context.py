@@ -82,7 +82,8 @@ class EngineContext:
         if isinstance(error, FATAL_ERRORS):
             raise error
 
-        # Hide the details of unexpected errors. Errors of the background thread may come from a lost device.
+        # Hide the details of unexpected errors. Errors of the background thread may come from a
+        # lost device.
         if not isinstance(error, RequestError):
             self.backend.check_devices()
             error = report_internal_error(f"{queued.kind} request {queued.request_id}", error, queued)

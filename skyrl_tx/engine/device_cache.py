@@ -63,7 +63,10 @@ class LiveModel:
     """Log sequence number of the newest snapshot, on disk or being written."""
     snapshot_at: float = field(default_factory=lambda: time.monotonic())
     snapshot_took_s: float = 0.0
-    """Seconds that the newest snapshot took. Infinite if it failed, so that the next one starts by age only."""
+    """Seconds that the newest snapshot took.
+
+    Infinite if it failed, so that the next one starts by age only.
+    """
     last_used: float = 0.0
 
     def assign_effect_order(self) -> int:
@@ -148,7 +151,7 @@ class ModelCache:
         return [model for model in self._models.values() if model.is_resident]
 
     def start_due_snapshots(self, settings: EngineSettings) -> None:
-        """Start snapshots of models whose newest snapshot is too old, or too many requests behind."""
+        """Start snapshots of models whose snapshot is too old, or too many requests behind."""
         now = time.monotonic()
         for model in self.list_resident():
             num_behind, age_s = model.effect_order - model.snapshot_order, now - model.snapshot_at
@@ -223,8 +226,8 @@ class ModelCache:
                 on_failure(error)
                 return
 
-            # Do not use the snapshot if an earlier ephemeral sampler is not on disk: only a replay from the previous
-            # snapshot could create the sampler again.
+            # Do not use the snapshot if an earlier ephemeral sampler is not on disk: only a replay
+            # from the previous snapshot could create the sampler again.
             if self.ephemeral_samplers.has_unwritten(model_id, effect_order):
                 model.snapshot_order = min(before, model.snapshot_order)
                 return
@@ -260,7 +263,10 @@ class ModelCache:
 
 @dataclass(slots=True)
 class _SamplerSlot:
-    """A slot with a sampler. `used_by` are the client sessions that loaded it or sampled from it."""
+    """A slot with a sampler.
+
+    `used_by` are the client sessions that loaded it or sampled from it.
+    """
 
     is_loaded: bool = False
     used_by: set[SessionId] = field(default_factory=set[SessionId])
@@ -323,7 +329,10 @@ class SamplerCache:
                 del self._slots[sampler]
 
     def preload(self, sampler: SamplerId, snapshot: Snapshot, session_id: SessionId) -> None:
-        """Load weights that were just saved, if a slot is free or can be freed. A failure is only logged."""
+        """Load weights that were just saved, if a slot is free or can be freed.
+
+        A failure is only logged.
+        """
         if sampler in self._slots or not self._free_slot():
             return
         try:

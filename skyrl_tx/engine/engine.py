@@ -98,7 +98,7 @@ class Engine:
         membership.reassign_last_run(self.store)
         status.start()
 
-        # Start the thread that writes files, and the one that undoes delivery attempts on a stop.
+        # Start the threads that write files, and that undo delivery attempts on a stop.
         background_writer = BackgroundWriter(self.store.wake, activity)
         attempts = DeliveryAttempts(self.store)
         undoing = ServiceThread("undo-attempts", lambda: attempts.undo_all_on_stop(stop))
@@ -124,7 +124,7 @@ class Engine:
             replay_quarantined(context, loop.training, loop.sampling, is_stopping)
             attempts.is_alone = False
 
-            # Execute requests until the engine is told to stop.
+            # Execute requests until the stop.
             status.set_status("ready", capabilities)
             self._run_turns(loop, status, activity, is_stopping)
 
@@ -236,11 +236,13 @@ class Engine:
             store=store,
             attempts=attempts,
             request_log=request_log,
+            # What changes and restores models.
             background_writer=background_writer,
             recovery=recovery,
             models=models,
             samplers=SamplerCache(backend, capabilities.max_samplers, recovery, ephemeral_samplers, models),
             ephemeral_samplers=ephemeral_samplers,
+            # What features add.
             observers=ResultObservers(store, observers),
             retention=Retention.collect(self.extensions),
             admission=make_admission(store, request_log.wait_for_commits) if make_admission else Admission(),
@@ -362,6 +364,7 @@ class _Loop:
         return context.request_log.meters.update_gauges(
             backend_meters,
             activity.call_seconds,
+            # Requests and their memory.
             queues={
                 "training": {
                     "waiting": schedule.num_waiting,
@@ -378,6 +381,7 @@ class _Loop:
                     "backlog_limit_bytes": context.settings.max_queued_sample_bytes,
                 },
             },
+            # Models and samplers on the device, and their maximum numbers.
             places={
                 "models_resident": len(resident),
                 "models_places": context.capabilities.max_models,

@@ -23,13 +23,19 @@ _log = logging.getLogger(__name__)
 
 
 def make_sampler_id(request_id: RequestId) -> SamplerId:
-    """Return the id of the sampler that an ephemeral save creates. A replay of the save has the same id."""
+    """Return the id of the sampler that an ephemeral save creates.
+
+    A replay of the save has the same id.
+    """
     return SamplerId(make_artifact_id(request_id))
 
 
 @dataclass(slots=True, kw_only=True)
 class _UnwrittenSampler:
-    """A sampler without files. `error` is the error of the last write, or None while it is being written."""
+    """A sampler without files.
+
+    `error` is the error of the last write, or None while it is being written.
+    """
 
     model_id: ModelId
     effect_order: int
@@ -39,7 +45,7 @@ class _UnwrittenSampler:
 
 @dataclass(slots=True)
 class EphemeralSamplers:
-    """Writes ephemeral samplers to disk, and keeps their weights in memory until they are written."""
+    """Writes ephemeral samplers to disk, and keeps their weights in memory until then."""
 
     background_writer: BackgroundWriter
     store: Store
@@ -61,7 +67,7 @@ class EphemeralSamplers:
             )
 
     def add(self, sampler: SamplerId, model_id: ModelId, effect_order: int, snapshot: Snapshot) -> None:
-        """Start to write the sampler that the log record `effect_order` created, unless it is pending."""
+        """Start to write the sampler of log record `effect_order`, unless it is pending."""
         if sampler in self._unwritten:
             return
         self._lost.pop(sampler, None)
@@ -74,7 +80,7 @@ class EphemeralSamplers:
         return row is not None and row.sampler_id is not None and not self._has_files(sampler)
 
     def find_lost(self) -> dict[ModelId, dict[RequestId, SamplerId]]:
-        """Return samplers that a crash prevented from being written, by model and by the save that created them."""
+        """Return samplers without files after a crash, by model and by the save that made them."""
         lost: dict[ModelId, dict[RequestId, SamplerId]] = {}
         ephemeral = self.store.read(lambda tx: sampling_sessions.list_ephemeral(tx, self.store.engine_number))
         present = set(self.artifacts.list_ids()) if ephemeral else set[ArtifactId]()
@@ -94,22 +100,31 @@ class EphemeralSamplers:
         return self.store.read(lambda tx: sampling_sessions.find_model(tx, sampler))
 
     def mark_lost(self, lost: Iterable[SamplerId], reason: str) -> None:
-        """Record why samplers cannot be used. If their model is restored, they can be used again."""
+        """Record why samplers cannot be used.
+
+        If their model is restored, they can be used again.
+        """
         self._lost.update(dict.fromkeys(lost, reason))
 
     def get_pending_snapshot(self, sampler: SamplerId) -> Snapshot | None:
-        """Return the weights of a sampler that is not written yet, else None. Raises ServerError if it is lost."""
+        """Return the weights of a sampler that is not written yet, else None.
+
+        Raises ServerError if it is lost.
+        """
         if sampler in self._lost:
             raise ServerError(self._lost[sampler])
         unwritten = self._unwritten.get(sampler)
         return None if unwritten is None else unwritten.snapshot
 
     def is_written(self, sampler: SamplerId) -> bool:
-        """Whether the sampler is on disk, so that it does not depend on the memory of this engine."""
+        """Whether the sampler is on disk, and not only in the memory of this engine."""
         return sampler not in self._unwritten and sampler not in self._lost
 
     def has_unwritten(self, model_id: ModelId, up_to: int | None = None) -> bool:
-        """Whether a sampler of this model is not written yet. `up_to` limits this to log records up to that number."""
+        """Whether a sampler of this model is not written yet.
+
+        `up_to` limits this to log records up to that number.
+        """
         by_model = [unwritten for unwritten in self._unwritten.values() if unwritten.model_id == model_id]
         return any(up_to is None or unwritten.effect_order <= up_to for unwritten in by_model)
 

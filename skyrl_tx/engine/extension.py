@@ -1,4 +1,4 @@
-"""Interfaces of optional features in the engine process: observers of results and retention rules."""
+"""Interfaces of optional features in the engine process: result observers and retention."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,14 +22,20 @@ Key = TypeVar("Key")
 
 @dataclass(slots=True, kw_only=True)
 class RowLimit(Generic[Key]):
-    """A limit for groups of rows, for example for the points of one run. Housekeeping removes the excess."""
+    """A limit for groups of rows, for example for the points of one run.
+
+    Housekeeping removes the excess.
+    """
 
     find_superfluous: Callable[[Session, Key], Sequence[Any]]
     """Returns the keys of the rows of a group to remove."""
     remove: Callable[[Session, Sequence[Any]], object]
     """Removes rows by their keys. Called with a limited number of keys."""
     grown: set[Key] = field(default_factory=set[Key])
-    """Groups with new rows, for example runs. The observer adds groups, housekeeping removes them."""
+    """Groups with new rows, for example runs.
+
+    The observer adds groups, housekeeping removes them.
+    """
 
 
 class ResultObserver:
@@ -59,7 +65,10 @@ class ResultObserver:
     def observe_sample(
         self, queued: QueuedRequest, request: Sample, output: SampleOutput, origin: Origin, now: float, device_s: float
     ) -> ObserverRows | None:
-        """Observe a sample request. `origin` is the model and the optimizer step of the sampled weights."""
+        """Observe a sample request.
+
+        `origin` is the model and the optimizer step of the sampled weights.
+        """
 
     def observe_save(self, queued: QueuedRequest, model_id: ModelId) -> ObserverRows | None:
         """Observe a save of a named checkpoint."""
@@ -78,7 +87,10 @@ class RetentionClock:
     """
 
     def compute_cutoff(self, retention_s: float) -> float:
-        """Return the age limit as a time, for a retention that clients can renew. Older rows may be removed."""
+        """Return the age limit as a time, for a retention that clients can renew.
+
+        Older rows may be removed.
+        """
         return self.now - self.extend(retention_s)
 
 
@@ -89,7 +101,10 @@ class RetentionRule:
     name: str
     """The table or the kind of its rows, for example `usage`."""
     expire: Callable[[Session, RetentionClock], object] | None = None
-    """Removes all rows past their retention. Runs at each housekeeping, in the engine that is the keeper."""
+    """Removes all rows past their retention.
+
+    Runs at each housekeeping, in the engine that is the keeper.
+    """
     prune: Callable[[Session, RetentionClock], int] | None = None
     """Removes up to about `pruning.MAX_ROWS` rows past their retention and returns their number.
 

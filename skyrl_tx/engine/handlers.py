@@ -57,7 +57,10 @@ def handle(context: EngineContext, queued: QueuedRequest) -> None:
 
 
 def replay(recovery: Recovery, logged: LoggedRequest) -> None:
-    """Repeat the effect of a request on a restored model. The result of the request exists already."""
+    """Repeat the effect of a request on a restored model.
+
+    The result of the request exists already.
+    """
     kind = KINDS.get(type(logged.queued.request))
     if kind is None or kind.replay is None:
         raise ServerError(f"cannot replay the {logged.queued.kind} request {logged.queued.request_id}")
@@ -65,7 +68,10 @@ def replay(recovery: Recovery, logged: LoggedRequest) -> None:
 
 
 def refuse(context: EngineContext, queued: QueuedRequest, reason: str) -> None:
-    """Fail a request that admission rejected. If it should have created a model, discard the model."""
+    """Fail a request that admission rejected.
+
+    If it should have created a model, discard the model.
+    """
     error, request = UserError(reason), queued.request
     is_creating = isinstance(request, CreateModel) or (isinstance(request, LoadWeights) and request.create)
     if is_creating and queued.model_id is not None:
@@ -82,6 +88,7 @@ def _create_model(context: EngineContext, queued: QueuedRequest, model_id: Model
     except Exception as error:
         _discard_uncreated(context, model_id, error)
         raise
+
     model.is_resident = True
     context.models.mark_used(model)
     context.request_log.commit(
@@ -192,7 +199,10 @@ def _replay_pass(recovery: Recovery, logged: LoggedRequest, request: ModelPass) 
 
 
 def _drop_gradient(context: EngineContext, queued: QueuedRequest, model: LiveModel, message: str) -> None:
-    """Fail an optimizer step and clear the gradient. The failure has a log record, so replay clears it too."""
+    """Fail an optimizer step and clear the gradient.
+
+    The failure has a log record, so replay clears it too.
+    """
     context.backend.clear_gradient(model.model_id)
     model.gradient_error = None
     context.request_log.commit(
@@ -246,15 +256,15 @@ def _save_weights(context: EngineContext, queued: QueuedRequest, model_id: Model
         expires_at=None if request.ttl_s is None else now + request.ttl_s,
         user_metadata=request.user_metadata,
     )
-    # Write the files. Later requests of the model wait: if they were committed before this save, a crash would repeat
-    # the save with the later weights.
+    # Write the files. Later requests of the model wait: if they were committed before this save, a
+    # crash would repeat the save with the later weights.
     context.background_writer.submit(
         context.recovery.make_writer(write, {**run, **saved}), on_written, model_id=model_id, blocks=True
     )
 
 
 def _save_ephemeral(context: EngineContext, queued: QueuedRequest, model_id: ModelId, request: SaveWeights) -> None:
-    """Make a sampler of a model's current weights, commit the result, and start to write the files."""
+    """Make a sampler of a model's weights, commit the result, and start to write the files."""
     name = request.sampling_session_id
     assert name is not None
     if context.store.read(lambda tx: sampling_sessions.get(tx, name)) is not None:
@@ -285,6 +295,7 @@ def _save_ephemeral(context: EngineContext, queued: QueuedRequest, model_id: Mod
             is_inflight=request.is_inflight,
             step=step,
         )
+
         sampling_sessions.create_session(tx, session)
         if request.is_inflight:
             sampling_sessions.update_inflight(tx, model_id, sampler, step)
@@ -296,7 +307,10 @@ def _save_ephemeral(context: EngineContext, queued: QueuedRequest, model_id: Mod
 
 
 def _replay_save_weights(recovery: Recovery, logged: LoggedRequest, request: SaveWeights) -> None:
-    """Make the sampler of an ephemeral save again if its files are missing. Named saves are not in the log."""
+    """Make the sampler of an ephemeral save again if its files are missing.
+
+    Named saves are not in the log.
+    """
     name, sampler = request.sampling_session_id, make_sampler_id(logged.queued.request_id)
     assert request.name is None
     if name is not None and recovery.ephemeral_samplers.is_missing(name, sampler):
@@ -305,7 +319,10 @@ def _replay_save_weights(recovery: Recovery, logged: LoggedRequest, request: Sav
 
 
 def _write_external(snapshot: Snapshot, base_model: str, age_recipients: Collection[str], directory: Path) -> None:
-    """Write a snapshot for use outside this server: with the public model name, and encrypted for `age_recipients`."""
+    """Write a snapshot for use outside this server.
+
+    It has the public name of the base model, and is encrypted if there are `age_recipients`.
+    """
     snapshot.write(directory)
     path = directory / CONFIG_FILE
     config: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
@@ -368,9 +385,15 @@ class RequestKind:
     """How the engine executes and replays the requests of one kind."""
 
     execute: Callable[[EngineContext, QueuedRequest, ModelId, Any], None] | None
-    """Checks a request, changes the model and commits the result. None for passes, which `training` executes."""
+    """Checks a request, changes the model and commits the result.
+
+    None for passes, which `training` executes.
+    """
     replay: Callable[[Recovery, LoggedRequest, Any], None] | None
-    """Repeats the change on a restored model. None if the model is never restored after such a request."""
+    """Repeats the change on a restored model.
+
+    None if the model is never restored after such a request.
+    """
 
 
 KINDS: dict[type, RequestKind] = {

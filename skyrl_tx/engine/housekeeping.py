@@ -31,11 +31,14 @@ _log = logging.getLogger(__name__)
 _NOTHING_REMOVED = "no artifact is removed now"
 _CHECK_PERIOD_S = 0.05
 _MAX_CLOCK_STEP_S = 5.0
-"""Difference between the two clocks that is a suspended machine or a set clock, not an adjustment by NTP."""
+"""Difference between the two clocks that counts as a set clock or a suspended machine."""
 _BATCH_ROWS = 500
 """Rows that one transaction removes beyond a limit, for example points of a run."""
 _MAX_CHECK_GAP_S = 60.0
-"""Maximum uptime that one check adds to `get_continuous_s`. A busy engine cannot know what happened in between."""
+"""Maximum uptime that one check adds to `get_continuous_s`.
+
+A busy engine cannot know what happened in between.
+"""
 
 
 def _split_batches(keys: Sequence[T]) -> Iterator[Sequence[T]]:
@@ -43,7 +46,9 @@ def _split_batches(keys: Sequence[T]) -> Iterator[Sequence[T]]:
 
 
 class ApiUptime:
-    """How long the API has been up, as seen by the engine. Clients can send requests only during this time.
+    """How long the API has been up, as seen by the engine.
+
+    Clients can send requests only during this time.
 
     Heartbeats have the time of day. It also advances while the machine is suspended, and jumps when
     somebody sets the clock. Both count as an outage. They are detected by comparison with the
@@ -66,7 +71,8 @@ class ApiUptime:
         return self._continuous_s
 
     def _check(self) -> None:
-        # Compare the two clocks. Checks are limited, because looking for the API takes a system call.
+        # Compare the two clocks. Checks are limited, because looking for the API takes a system
+        # call.
         elapsed = time.monotonic() - self._checked_at
         jump = time.time() - self._checked_time_of_day - elapsed
         has_jumped = abs(jump) > _MAX_CLOCK_STEP_S
@@ -124,7 +130,7 @@ class Housekeeping:
                 self.sampling.end_session(session_id, f"its session {how}; begin a new one to sample again")
 
     def expire(self, now: float) -> None:
-        """Remove models and other data past their retention, and close sessions without heartbeats."""
+        """Remove data past its retention, for example models, and close silent sessions."""
         clock, retention = self._make_clock(now), self.context.retention
 
         def drop(tx: Session) -> list[ModelId]:
@@ -149,8 +155,8 @@ class Housekeeping:
             unread = futures.list_pending(tx, read_position, 1, engine=self.context.store.engine_number)
             return bool(unread), checkpoints.find_referenced_artifacts(tx)
 
-        # Decide whether anything may be removed. This is one transaction: requests that arrive after it can only refer
-        # to artifacts that are referenced or young.
+        # Decide whether anything may be removed. This is one transaction: requests that arrive
+        # after it can only refer to artifacts that are referenced or young.
         claim = self._claim() if is_keeper else None
         if is_keeper and claim is None:
             return
@@ -207,13 +213,16 @@ class Housekeeping:
         return self.claims.pop() if self.claims else None
 
     def prune(self, now: float) -> bool:
-        """Remove some rows past their retention, for example old results. Returns True if more are left."""
+        """Remove some rows past their retention, for example old results.
+
+        Returns True if more are left.
+        """
         clock, retention = self._make_clock(now), self.context.retention
         is_full = self.context.store.write(lambda tx: retention.prune(tx, clock)) >= pruning.MAX_ROWS
         return self.context.store.vacuum() or is_full
 
     def trim_tables(self) -> None:
-        """Start to remove rows that exceed the limits of features, for example old points of long runs."""
+        """Start to remove rows beyond limits of features, for example old points of long runs."""
         store = self.context.store
         grown = [(limit, limit.grown) for limit in self.context.observers.list_row_limits() if limit.grown]
         for limit, _ in grown:
@@ -247,7 +256,10 @@ class Housekeeping:
         return f"sent no heartbeat for {timeout_s:.0f} s" if row.last_heartbeat_at < now - timeout_s else None
 
     def _extend_timeout_s(self, limit_s: float) -> float:
-        """Extend a timeout or retention after an outage: it is infinite until clients have had time to return."""
+        """Extend a timeout or retention after an outage.
+
+        It is infinite until clients have had time to return.
+        """
         settings = self.context.settings
         enough_s = min(settings.session_timeout_s, settings.session_retention_s)
         return limit_s if self.api_uptime.get_continuous_s() >= min(limit_s, enough_s) else math.inf

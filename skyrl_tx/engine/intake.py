@@ -15,7 +15,10 @@ from skyrl_tx.store import futures
 _PAGE_REQUESTS = 256
 _MAX_READ_TIME_S = 0.1
 _DEFERRED_BODY_BYTES = 65_536
-"""Size of a body that is read later. Such a pass takes much longer than the additional statement for its body."""
+"""Size of a body that is read later.
+
+Such a pass takes much longer than the additional statement for its body.
+"""
 
 
 class Intake:
@@ -32,16 +35,19 @@ class Intake:
         self._sampling = sampling
         self._engine = context.store.engine_number
         self.position = 0
-        """Position up to which all requests were read, except those of owners that are behind."""
-        self._behind: dict[str, int] = {}  # for each owner that is behind, the position up to which it was read
+        """Position of the last request that was read or skipped because its owner is behind."""
+        self._behind: dict[str, int] = {}  # owners that are behind, and the position of the last request that was read
 
     @property
     def complete_position(self) -> int:
-        """Position up to which the requests of all owners were read."""
+        """All requests up to this position were read, for every owner."""
         return min(self._behind.values(), default=self.position)
 
     def read(self, is_busy: bool) -> bool:
-        """Read new requests, for a limited time if the device is busy. Returns True if there were any."""
+        """Read new requests, for a limited time if the device is busy.
+
+        Returns True if there were any.
+        """
         end = time.monotonic() + _MAX_READ_TIME_S
         worked = False
         while self._read_page(is_busy):

@@ -1,8 +1,8 @@
 """Share the work with the other engines of the same database: failover and load balancing.
 
-An engine that stops, crashes or is stuck loses its lease. Another engine then distributes its models
-and open requests among the running engines. The new owner of a model restores it from its snapshot
-and the log when the next request to it arrives, as after a crash.
+An engine that stops, crashes or is stuck loses its lease. Another engine then distributes its
+models and open requests among the running engines. The new owner of a model restores it from its
+snapshot and the log when the next request to it arrives, as after a crash.
 
 Waiting samples move to idle engines. The API assigns each sample to an engine when it arrives, by
 the number of open requests, but samples take different times. An engine gives away only samples
@@ -31,12 +31,15 @@ PERIOD_S = 0.5
 """Seconds between two checks of the other engines."""
 _BALANCE_PERIOD_S = 5.0
 _MIN_DIFFERENCE = 2
-"""An engine gives a model away if it has at least this many models more than the engine that receives it."""
+"""An engine that has this many models more than another engine gives one away."""
 STUCK_S = 60.0
 """Seconds without a published status after which a connected engine loses its lease."""
 _MAX_GAP_S = 5.0
 _MAX_GIVEN = 256
-"""Samples that one transaction gives to an engine. The loop waits for the transaction, so it must be short."""
+"""Samples that one transaction gives to an engine.
+
+The loop waits for the transaction, so it must be short.
+"""
 _ENDED = ("failed", "unloaded", "left", "expired")
 
 
@@ -57,7 +60,10 @@ def reassign_last_run(store: Store) -> None:
 
 
 def check_same_base(store: Store, base_model_hash: str) -> None:
-    """Raise UserError if another engine serves other base weights, because models move between engines."""
+    """Raise UserError if another engine serves other base weights.
+
+    Models move between engines, so all of them must have the same weights.
+    """
     if not store.is_shared:
         return
 
@@ -70,7 +76,8 @@ def check_same_base(store: Store, base_model_hash: str) -> None:
         if theirs and base_model_hash and theirs != base_model_hash:
             raise UserError(
                 f"engine {row.number} on {row.host} serves other base weights than this engine; engines that share a "
-                "database must have the same --base-model and the same --backend-config.expert-lora"
+                "database must have the same --base-model and the same adapter settings, for example "
+                "--backend-config.expert-lora"
             )
 
 
@@ -88,7 +95,7 @@ def _log_move(number: int, moved: placement.MoveResult) -> None:
 
 @dataclass(slots=True)
 class _LastStatus:
-    """The last status of another engine, and when this engine first saw it, by its monotonic clock."""
+    """The last status of another engine, and when this engine first saw it (monotonic clock)."""
 
     updated_at: float
     since: float
@@ -101,10 +108,13 @@ class SampleBalancer:
     context: EngineContext
     sampling: SamplingExecutor
     _newest: int = 0
-    """Position of the newest sample at the last check. Samples up to it have waited for a whole period."""
+    """Position of the newest sample at the last check.
+
+    Samples up to it have waited for a whole period.
+    """
 
     def balance(self, rows: Collection[EngineStateRow], running: Collection[int]) -> None:
-        """Distribute the samples that have waited since the last check among this engine and the idle engines."""
+        """Share the samples that have waited since the last check with idle engines."""
         own, waited_up_to, self._newest = self.context.store.engine_number, self._newest, self.sampling.newest
         idle = [row.number for row in rows if row.number in running and row.number != own and _is_idle(row)]
         if not idle or not self.sampling.num_waiting:
@@ -133,7 +143,10 @@ def _is_idle(row: EngineStateRow) -> bool:
 
 @dataclass(slots=True)
 class Membership:
-    """Checks the other engines of the database. Does nothing if this engine does not share its database."""
+    """Checks the other engines of the database.
+
+    Does nothing if this engine does not share its database.
+    """
 
     context: EngineContext
     schedule: Schedule
@@ -159,8 +172,8 @@ class Membership:
         for number in sorted(ended - {store.engine_number}):
             if now >= self._waiting_until.get(number, 0.0):
                 self._take_over(number)
-        # End engines that are stuck. After a long gap between two checks, this engine cannot know how long the other
-        # engines were silent.
+        # End engines that are stuck. After a long gap between two checks, this engine cannot know
+        # how long the other engines were silent.
         if gap_s > _MAX_GAP_S:
             self._seen.clear()
         for row in rows:
@@ -174,7 +187,10 @@ class Membership:
             self._balance_models()
 
     def is_keeper(self) -> bool:
-        """Whether this engine removes expired data for all engines. The first engine that asks keeps this role."""
+        """Whether this engine removes expired data for all engines.
+
+        The first engine that asks keeps this role.
+        """
         if not self._is_keeper:
             self._is_keeper = not self.context.store.is_shared or self.context.store.write(leases.become_keeper)
         return self._is_keeper
@@ -191,7 +207,10 @@ class Membership:
                 context.models.discard(model.model_id)
 
     def _take_over(self, number: int) -> None:
-        """Distribute the work of an ended engine, unless it has started again or another engine was faster."""
+        """Distribute the work of an ended engine.
+
+        Does nothing if it has started again, or if another engine was faster.
+        """
 
         def work(tx: Session) -> placement.MoveResult:
             ready = _find_ready_engines(tx) | {self.context.store.engine_number}
@@ -215,7 +234,7 @@ class Membership:
             self.context.store.write(lambda tx: leases.revoke(tx, pid))
 
     def _balance_models(self) -> None:
-        """Give one idle model to an engine that has fewer models, for example to one that has just started."""
+        """Give one idle model to an engine that has fewer models, for example to a new engine."""
         store = self.context.store
         own = store.engine_number
 
@@ -230,7 +249,8 @@ class Membership:
         if to is None:
             return
 
-        # Choose an idle model. A model that is not on the device is free to move, else take the least recently used.
+        # Choose an idle model. A model that is not on the device is free to move, else take the
+        # least recently used.
         resident = {model.model_id: model for model in self.context.models.list_resident()}
         is_busy = self.context.models.busy | self.context.background_writer.blocked_models
         idle = [name for name in mine if name not in is_busy and not self.schedule.is_waiting(name)]

@@ -55,11 +55,17 @@ _WORK_BY_CALL: Mapping[str, Work] = {
     **dict.fromkeys(("begin_sample", "step_sample", "cancel_sample", "end_sample"), "sample"),
     **dict.fromkeys(("create_model", "restore", "capture", "load_sampler"), "state"),
 }
-"""The kind of work of each backend call, by its name in `LoopActivity`. Other calls take no noticeable time."""
+"""The kind of work of each backend call, by its name in `LoopActivity`.
+
+Other calls take no noticeable time.
+"""
 
 
 class _BackendMeters(Collector):
-    """Exports the last `Meters` of the backend. A meter that the backend does not report has no sample."""
+    """Exports the last `Meters` of the backend.
+
+    A meter that the backend does not report has no sample.
+    """
 
     _GAUGES: Mapping[str, str] = {
         "decode_slots": "Samples that can decode at the same time.",
@@ -117,7 +123,7 @@ class _BackendMeters(Collector):
 
 
 class _ResidentMemory(Collector):
-    """Exports the resident memory of the engine process, one of the metrics of `ProcessCollector`."""
+    """Exports the resident memory of the engine process, as `ProcessCollector` reports it."""
 
     def __init__(self) -> None:
         self._process = ProcessCollector(namespace="skyrl_tx_engine", registry=None)
@@ -190,7 +196,8 @@ class EngineMetrics:
         self.store_write_s = histogram("engine_store_write_seconds", "Time of a database commit.", _WRITES_S)
         self._owner_tokens = counter("owner_tokens", "Tokens by owner (--metrics-owners).", "owner", "kind")
 
-        # Create these series now: a rate does not see the first event of a series that starts with it.
+        # Create these series now: a rate does not see the first event of a series that starts with
+        # it.
         for child in "loss", "gradient":
             self._nonfinite.labels(child)
         for child in "ok", "failed":
@@ -252,7 +259,7 @@ class EngineMetrics:
         self._owner_tokens.labels(owner if owner in owners else _OTHERS, kind).inc(num_tokens)
 
     def observe_sample_latency(self, *, created_at: float, first_token_at: float, num_steps: int) -> None:
-        """Observe the latencies of a completed sample request, whose longest sample has `num_steps` tokens."""
+        """Observe the latencies of a sample request whose longest sample has `num_steps` tokens."""
         if created_at:
             self._first_token_s.observe(max(first_token_at - created_at, 0.0))
         if num_steps > 1:
@@ -356,7 +363,7 @@ class StatusPublisher:
         self._thread.start()
 
     def set_status(self, status: EngineStatus, capabilities: Capabilities) -> None:
-        """Change the status and publish it, with the capabilities that clients and operators see."""
+        """Change the status and publish it, with the capabilities that clients can see."""
         self._status = status
 
         self._capabilities = {
@@ -381,7 +388,7 @@ class StatusPublisher:
         self._thread.join()
 
     def check(self) -> None:
-        """Raise StoreUnreachable if the database connection is lost, because this process cannot write any more."""
+        """Raise StoreUnreachable if the database is lost, so that the engine ends."""
         if self._failure is not None:
             raise self._failure
 
@@ -397,18 +404,20 @@ class StatusPublisher:
                 _log.error("cannot write the engine's status; retrying: %s", error)
 
     def _publish(self) -> None:
+        """Write the status to the database."""
         # Read the fields now: the loop may change them before the transaction runs.
         status, capabilities, load, meters = self._status, self._capabilities, self.sample_load, self.meters
         pauses, activity, detail = self.pauses, self._watchdog.describe_activity(), self._watchdog.overdue
 
         def work(tx: Session) -> None:
             now = engine_state.get_shared_time(tx)
-
             row = EngineStateRow(
+                # The engine and its process.
                 number=self._store.engine_number,
                 host=socket.gethostname(),
                 boot_id=self._boot_id,
                 pid=os.getpid(),
+                # Its state.
                 status=status,
                 capabilities=capabilities,
                 base_models=self._base_models,

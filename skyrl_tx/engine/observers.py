@@ -1,4 +1,4 @@
-"""Call the observers of all features for each completed request, and find the origin of sampled weights."""
+"""Call the observers of all features, and find the origin of sampled weights."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -65,7 +65,10 @@ class ResultObservers:
         return _combine_rows(observer.observe_save(queued, model_id) for observer in self.observers)
 
     def note_sampler(self, sampler: SamplerId, model: LiveModel) -> None:
-        """Remember the optimizer step of an ephemeral sampler: in-flight sessions forget it at the next save."""
+        """Remember the optimizer step of an ephemeral sampler.
+
+        In-flight sessions forget it at the next save.
+        """
         self._remember_origin(None, sampler, Origin(model.model_id, model.num_steps))
 
     def _find_origin(self, name: SamplingSessionId | None, sampler: SamplerId | None) -> Origin:

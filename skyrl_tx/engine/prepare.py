@@ -101,7 +101,7 @@ def _make_custom_examples(
 
 
 def _fill_loss_inputs(datum: Datum, spec: LossSpec) -> Mapping[str, NumberArray]:
-    # Missing inputs get the shape of the others. Targets are never missing.
+    # A missing input gets the shape of another input. Targets are never missing.
     shape = next((array.shape for array in datum.loss_inputs.values()), datum.tokens.shape)
     inputs: dict[str, NumberArray] = {}
     for name, expected in spec.inputs.items():
@@ -150,7 +150,10 @@ def combine_pass_results(results: Sequence[PassResult], num_tokens: int) -> Forw
 def make_sample_request(
     request_id: RequestId, request: Sample, capabilities: Capabilities, cache_scope: str = ""
 ) -> SampleRequest:
-    """Convert a valid sample request. If `max_tokens` is null, it becomes the rest of the context."""
+    """Convert a valid sample request.
+
+    If `max_tokens` is null, it becomes the rest of the context.
+    """
     max_tokens = request.params.max_tokens
     if max_tokens is None:
         max_tokens = capabilities.max_context_length - request.prompt.size
@@ -166,7 +169,10 @@ def make_sample_request(
 
 
 def slice_sample_request(request: SampleRequest, first: int, end: int) -> SampleRequest:
-    """Return a request for the samples `first` to `end` (exclusive). Only the first part has the prompt options."""
+    """Return a request for the samples `first` to `end` (exclusive).
+
+    Only the first part has the prompt options.
+    """
     options = PromptOptions(sample_topk=request.options.sample_topk) if first else request.options
     return replace(request, first_index=first, num_samples=end - first, options=options)
 
@@ -180,7 +186,10 @@ def check_create(request: CreateModel, capabilities: Capabilities, base_models: 
 def check_load(
     request: LoadWeights, capabilities: Capabilities, base_models: Collection[str], current: ModelSpec | None
 ) -> None:
-    """Check `load_weights`. `current` is the spec of the model, or None if the request creates the model."""
+    """Check `load_weights`.
+
+    `current` is the spec of the model, or None if the request creates the model.
+    """
     if request.base_model is not None:
         _check_base_model(request.base_model, base_models)
     _check_spec(request.spec, capabilities)
@@ -253,6 +262,8 @@ def check_sample(request: Sample, capabilities: Capabilities) -> None:
                 "(sampling_params.max_tokens is null, which means the rest of the context)"
             )
         max_tokens = limit - length
+
+    # They must fit into the context and the KV cache.
     if max_tokens <= 0:
         raise UserError(f"sampling_params.max_tokens {max_tokens} must be 1 or more")
     num_tokens, capacity = length + max_tokens, capabilities.max_sample_tokens
@@ -283,7 +294,7 @@ def _check_custom_pass(request: ModelPass, loss: CustomLoss, capabilities: Capab
 
 
 def _check_custom_inputs(field: str, datum: Datum, loss: CustomLoss, needs: Needs) -> None:
-    """Check the inputs of one datum except its targets, and that the loss can be computed for its size."""
+    """Check the inputs of a datum except its targets, and that its size fits the loss."""
     length = datum.tokens.size
 
     # Each input is present.

@@ -36,7 +36,7 @@ _BASE_MODEL_HASH = "base_model_hash"
 
 
 def make_artifact_metadata(capabilities: Capabilities) -> Mapping[str, str]:
-    """Return the metadata of all artifacts: the base model, and the software and hardware that compute."""
+    """Return the metadata of all artifacts: the base model, the software and the hardware."""
     return {**_make_fingerprint_metadata(capabilities.fingerprint), _BASE_MODEL_HASH: capabilities.base_model_hash}
 
 
@@ -76,6 +76,8 @@ class Recovery:
         incompatible = self.store.read(lambda tx: models.list_on_other_base(tx, here)) if here else []
         if not incompatible:
             return
+
+        # The base weights or the adapters differ: say which, and what to do.
         subject = f"{len(incompatible)} models in this data directory, for example {incompatible[0].model_id}, "
         theirs = incompatible[0].base_model_hash or ""
         if forms := _compare_adapter_forms(theirs, here):
@@ -153,7 +155,9 @@ class Recovery:
         return SequenceCursor(last + 1, barrier)
 
     def _open_newest(self, row: SnapshotRow, files: ExitStack) -> tuple[Snapshot | None, int]:
-        """Open a snapshot. Returns it with its log sequence number, or (None, 0) to replay from the beginning.
+        """Open a snapshot.
+
+        Returns it with its log sequence number, or (None, 0) to replay from the beginning.
 
         Raises ServerError if the files are damaged and the first records of the log are gone.
         """
@@ -214,7 +218,10 @@ class Recovery:
         return snapshot
 
     def load(self, model_id: ModelId, request: requests.LoadWeights, spec: ModelSpec) -> None:
-        """Load a training checkpoint into a model. Raises UserError with the path if it does not fit."""
+        """Load a training checkpoint into a model.
+
+        Raises UserError with the path if it does not fit.
+        """
         parts = {StatePart.WEIGHTS, StatePart.OPTIMIZER} if request.optimizer else {StatePart.WEIGHTS}
         with ExitStack() as files:
             source = self.open_weights(request.artifact_id, files)

@@ -1,4 +1,4 @@
-"""The engine's view of a request: the decoded request, its delivery attempts and the commit of its result.
+"""Requests in the engine: decoded requests, delivery attempts and commits of results.
 
 Each result is committed in its own transaction. Commits keep the order in which the engine calls
 `RequestLog.commit`.
@@ -35,7 +35,10 @@ DEFERRED_BYTES = 1024
 Rows = Callable[[Session], object]
 """Writes additional rows in the transaction of a result."""
 ObserverRows = Callable[[Session, float], object]
-"""Writes the rows of observers in the transaction of a result. The second argument is the time of the commit."""
+"""Writes the rows of observers in the transaction of a result.
+
+The second argument is the time of the commit.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +46,10 @@ class QueuedRequest(StoredRequest):
     """A decoded request."""
 
     request: Request | None
-    """None for a pass whose body has not been read, and a `Rejected` with the reason for a damaged request."""
+    """The decoded request.
+
+    None for a pass whose body has not been read. A damaged request is a `Rejected` with the reason.
+    """
     num_bytes: int = 0
     """Estimated memory of this request."""
     num_deferred_bytes: int = 0
@@ -51,7 +57,10 @@ class QueuedRequest(StoredRequest):
 
     @classmethod
     def from_row(cls, pending: PendingRequest) -> "QueuedRequest":
-        """Decode a stored request. A request that cannot be decoded becomes a `Rejected` with the reason."""
+        """Decode a stored request.
+
+        A request that cannot be decoded becomes a `Rejected` with the reason.
+        """
         request: Request | None = None
         try:
             if pending.is_damaged:
@@ -71,13 +80,13 @@ class QueuedRequest(StoredRequest):
         )
 
     def check_crashes(self, max_attempts: int) -> None:
-        """Raise ServerError if the engine crashed `max_attempts` times while it ran this request alone."""
+        """Raise ServerError if this request, running alone, crashed the engine too often."""
         if self.crashes >= max_attempts:
             raise ServerError(f"given up: the engine crashed {self.crashes} times while it ran this request alone")
 
     @property
     def is_barrier(self) -> bool:
-        """Whether the client sends this request only after the server acknowledged all earlier requests."""
+        """Whether the client sends this only after all earlier requests were acknowledged."""
         return self.kind in codec.BARRIER_KINDS
 
     @property
@@ -125,7 +134,7 @@ class DeliveryAttempts:
                 self._counted.pop(request_id, None)
 
     def get_start_time(self, request_id: RequestId) -> float:
-        """Return when the attempt of a request started, in seconds since the epoch. 0 if none is counted."""
+        """Return when the attempt of a request started (seconds since the epoch), or 0."""
         return self._counted.get(request_id, 0.0)
 
     def undo(self, request_ids: Collection[RequestId]) -> None:
@@ -181,7 +190,7 @@ class RequestLog:
         effect_order: int | None = None,
         observed: ObserverRows | None = None,
     ) -> None:
-        """Commit the result of a request and `rows` in one transaction, without waiting for the disk.
+        """Commit a result and `rows` in one transaction, without waiting for the disk.
 
         Args:
             queued: The request.
@@ -199,7 +208,10 @@ class RequestLog:
         failpoint("engine.answer")
 
     def commit_and_wait(self, queued: QueuedRequest, result: Result, rows: Rows, observed: ObserverRows | None) -> None:
-        """Like `commit`, but wait for the commit. If `rows` raises an error, nothing is committed."""
+        """Like `commit`, but wait for the commit.
+
+        If `rows` raises an error, nothing is committed.
+        """
         self.store.write(self._make_transaction(queued, result, rows, observed))
         self._count_result(queued, result)
         self.attempts.forget([queued.request_id])

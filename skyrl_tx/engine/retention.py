@@ -69,7 +69,8 @@ _CORE_RULES = (
     RetentionRule(name="requests", prune=_prune_requests),
     RetentionRule(name="audit", prune=lambda tx, clock: audit.expire(tx, clock.now - audit.RETENTION_S)),
 )
-"""Runs have no rule here: the engine must also discard an expired run, see `Housekeeping.expire`."""
+"""Runs have no rule here: the engine must also discard an expired run, see `Housekeeping.expire`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,10 @@ class Retention:
                 rule.expire(tx, clock)
 
     def prune(self, tx: Session, clock: RetentionClock) -> int:
-        """Remove some rows past their retention. Returns the largest number of rows that one rule removed."""
+        """Remove some rows past their retention.
+
+        Returns the largest number of rows that one rule removed.
+        """
         ended = pruning.delete_ended_models(tx, clock.compute_cutoff(clock.settings.run_retention_s), self.remove_runs)
         return max(ended, *(rule.prune(tx, clock) for rule in self.rules if rule.prune is not None))
 

@@ -1,4 +1,4 @@
-"""Assemble the output of a sample request from the backend's deltas, and find stop strings in it."""
+"""Assemble the output of a sample request from deltas, and find stop strings in it."""
 
 from collections.abc import Callable, Sequence
 
@@ -37,7 +37,9 @@ class SampleAssembler:
         self._prompt = PromptResult()
 
     def add(self, delta: SampleDelta) -> bool:
-        """Add a delta. Returns True if a stop string ends this sample, which the backend cannot know.
+        """Add a delta.
+
+        Returns True if a stop string ends this sample, which the backend cannot know.
 
         Deltas that arrive after the end of their sample are dropped.
         """
@@ -104,7 +106,7 @@ class _Sequence:
 
 
 class StopStringMatcher:
-    """Finds stop strings in the text of a growing sample, even if a stop string spans multiple tokens."""
+    """Finds stop strings in a growing sample, even if they span multiple tokens."""
 
     def __init__(self, stop_strings: Sequence[str], text_of: Callable[[list[int]], str]) -> None:
         self._stop_strings = tuple(stop_strings)
@@ -113,7 +115,9 @@ class StopStringMatcher:
         self._window: list[int] = []
 
     def feed(self, tokens: list[int]) -> int | None:
-        """Add tokens. If a stop string ends among them, returns how many of them to keep, else None.
+        """Add tokens.
+
+        If a stop string ends among them, returns how many of them to keep, else None.
 
         The token that completes the stop string is kept.
         """

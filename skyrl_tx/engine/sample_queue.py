@@ -1,4 +1,6 @@
-"""Decide which waiting sample request starts next: owners share by weight, the sessions of an owner take turns.
+"""Decide which sample request starts next.
+
+Owners share by weight, and the sessions of an owner take turns.
 
 This module uses no clock, database or backend. Owners with waiting samples share the KV cache
 slots by weight. An owner with more than its share starts no sample until the other waiting owners
@@ -24,7 +26,10 @@ from skyrl_tx.engine.schedule import FairShare, VirtualTime
 
 
 class OwnerKey(NamedTuple):
-    """One owner and kind of request: samples that decode, or single-token samples, which need no KV cache slot."""
+    """One owner and kind of request.
+
+    The kinds are samples that decode, and single-token samples, which need no KV cache slot.
+    """
 
     owner: str
     decodes: bool
@@ -58,7 +63,7 @@ def _needs_decoding(queued: QueuedRequest) -> bool:
 
 
 class _OwnerQueues:
-    """The queues of one owner and kind, least recently served first, with the number of the owner's last turn."""
+    """The queues of an owner and kind, least recently served first, and the owner's last turn."""
 
     def __init__(self, last_turn: int) -> None:
         self.last_turn = last_turn
@@ -66,7 +71,7 @@ class _OwnerQueues:
 
 
 class _OwnerRank(NamedTuple):
-    """Decides when an owner is next: by open samples relative to its weight, virtual time, and last turn."""
+    """The rank of an owner: open samples relative to its weight, virtual time, and last turn."""
 
     is_last: bool
     num_open: int
@@ -125,7 +130,7 @@ class SampleQueue:
         self._passed.clear()
 
     def block(self, queued: QueuedRequest) -> None:
-        """Skip the queue of this head for the rest of the round, because its sampler has no adapter slot."""
+        """Skip the queue of this head for the rest of the round: its sampler has no slot."""
         self._blocked.add(get_queue_key(queued))
         owner = get_owner_key(queued)
         if not self._fair_share[owner.decodes].get_virtual_time(owner.owner).is_last:
@@ -186,7 +191,9 @@ class SampleQueue:
         self._num_passed.update(self._passed)
 
     def end_turn(self, queued: QueuedRequest, *, has_more: bool, num_tokens: int = 1) -> None:
-        """Move the queue of a head behind the owner's other queues. Remove the head unless it `has_more` samples.
+        """Move the queue of a head behind the owner's other queues.
+
+        Remove the head unless it `has_more` samples.
 
         `num_tokens` is the maximum number of tokens of the samples that have started.
         """
@@ -240,7 +247,8 @@ class SampleQueue:
                     if key.decodes == decodes
                 ]
 
-                # Divide the open samples by the weight. One open sample of the owner with the smallest weight is 1.
+                # Divide the open samples by the weight. One open sample of the owner with the
+                # smallest weight is 1.
                 min_weight = min((weight for weight, _, _ in waiting if weight), default=1)
                 ranks = [
                     _OwnerRank(

@@ -27,7 +27,10 @@ from skyrl_tx.store.engine_state import REQUEST_BYTES
 
 _log = logging.getLogger(__name__)
 _SLOTS_PER_QUEUED = 8
-"""The backend may hold one waiting sample per this many KV cache slots, so that a free slot is filled at once."""
+"""The backend may hold one waiting sample for this many KV cache slots.
+
+So a free slot is filled at once.
+"""
 
 
 class _Running:
@@ -77,7 +80,8 @@ class SamplingExecutor:
         self._isolated: set[RequestId] = set()  # requests of a failed decode slice: each runs alone
         self._num_running_tokens = 0
 
-        # With KV cache slots: limits for samples in the backend, and for samples that one turn of a request starts.
+        # With KV cache slots: limits for samples in the backend, and for samples that one turn of a
+        # request starts.
         slots = context.capabilities.sample_slots
         self._max_open = slots + -(-slots // _SLOTS_PER_QUEUED) if slots else sys.maxsize
         self._max_per_turn = 1 if slots else sys.maxsize
@@ -100,8 +104,11 @@ class SamplingExecutor:
             if not isinstance(queued.request, Sample):
                 raise UserError(f"{queued.kind}: model_id is missing")
             prepare.check_sample(queued.request, self._context.capabilities)
+
+            # The request must fit into the memory for samples: otherwise the API could never admit
+            # it.
             size, limit = queued.num_bytes + REQUEST_BYTES, self._context.settings.max_queued_sample_bytes
-            if size > limit:  # the back-pressure of the API could never admit it
+            if size > limit:
                 raise UserError(
                     f"prompt: the request takes {size} bytes, but all waiting samples together may take {limit}: "
                     "shorten the prompt"
@@ -133,7 +140,7 @@ class SamplingExecutor:
         return len(self._running)
 
     def find_movable(self, position: int) -> list[QueuedRequest]:
-        """Return the requests up to a position that another engine could start instead, oldest first.
+        """Return requests up to a position that another engine could start, oldest first.
 
         None of their samples has started, no quota pauses them, and their weights are on disk.
         """
@@ -168,7 +175,10 @@ class SamplingExecutor:
         return {sampler for queued in self._list_requests() if (sampler := get_sample(queued).sampler) is not None}
 
     def run_slice(self) -> bool:
-        """Start samples if there is capacity, and decode one slice. Returns True if any sample was running."""
+        """Start samples if there is capacity, and decode one slice.
+
+        Returns True if any sample was running.
+        """
         self._remove_cancelled()
         self._admit()
         if not self._running:
@@ -194,7 +204,10 @@ class SamplingExecutor:
         return True
 
     def stop(self) -> None:
-        """Drop running requests without a result. The next engine runs them, and no attempt is counted."""
+        """Drop running requests without a result.
+
+        The next engine runs them, and no attempt is counted.
+        """
         request_ids = list(self._running)
         self._drop_all()
         self._context.attempts.undo(request_ids)
@@ -309,7 +322,7 @@ class SamplingExecutor:
         return running
 
     def _submit_samples(self, started: list[QueuedRequest], first_samples: Mapping[RequestId, int]) -> None:
-        """Count the attempts of `started`, and submit the new samples of each request to the backend."""
+        """Count the attempts of `started`, and submit the new samples to the backend."""
         if started:
             self._context.attempts.count([queued.request_id for queued in started])
         for request_id, first in first_samples.items():
@@ -335,7 +348,7 @@ class SamplingExecutor:
         running.clock_s -= num_new * self._clock_s
 
     def _on_slice_failure(self, error: Exception) -> None:
-        """Run each of the running requests again alone, with its recorded seed, so that only one fails."""
+        """Run each request again alone, with its recorded seed, so that only one fails."""
         failed = list(self._running.values())
         if len(failed) == 1:
             self._finish(failed[0], error)
@@ -354,7 +367,7 @@ class SamplingExecutor:
             self.num_bytes += running.queued.num_bytes
 
     def _process_deltas(self, deltas: Sequence[SampleDelta]) -> None:
-        """Add the tokens of a decode slice to their requests, and finish the requests that are complete."""
+        """Add the tokens of a decode slice to their requests, and finish complete requests."""
         streamed: list[completions.Partial] = []
         for delta in deltas:
             running = self._running.get(delta.request_id)

@@ -22,7 +22,7 @@ from skyrl_tx.engine.admission import START, Admission, Fail, Wait
 from skyrl_tx.engine.request_log import QueuedRequest
 
 _MAX_OWNERS = 1024
-"""Number of virtual times above which those that no longer matter are forgotten."""
+"""If there are this many virtual times, the ones without an effect are forgotten."""
 
 MAX_RUNNING_BATCHES = 4
 """How many batches of passes may run at the same time. Each keeps its gradients in memory.
@@ -35,7 +35,10 @@ other owners. So neither an owner nor a session can occupy the device with long 
 _MAX_BATCH_REQUESTS = 32
 
 _NON_PASS_TOKENS = 256
-"""Cost in tokens of a request that is no pass, for example an optimizer step. Used for fair sharing."""
+"""Cost in tokens of a request that is no pass, for example an optimizer step.
+
+Used for fair sharing.
+"""
 
 ReadBodies = Callable[[Sequence[QueuedRequest]], Sequence[QueuedRequest]]
 """Reads the deferred bodies of requests."""
@@ -52,12 +55,16 @@ class VirtualTime(NamedTuple):
 
 
 class FairShare:
-    """The virtual time of each owner, for one kind of capacity. An owner without a weight has weight 1."""
+    """The virtual time of each owner, for one kind of capacity.
+
+    An owner without a weight has weight 1.
+    """
 
     def __init__(self, weights: Callable[[], Mapping[str, int]] = dict) -> None:
         self._weights = weights
         self._times: dict[str, VirtualTime] = {}
-        # Virtual times at which work was last started, by `is_last`: False for owners with a weight above 0.
+        # Virtual times at which work was last started, by `is_last`: False for owners with a weight
+        # above 0.
         self._started = {False: 0.0, True: 0.0}
 
     @property
@@ -82,7 +89,10 @@ class FairShare:
         self._started = {False: 0.0, True: 0.0}
 
     def record_arrival(self, owner: str) -> None:
-        """Record that an owner has new work, or is blocked. Idle or blocked time earns no credit."""
+        """Record that an owner has new work, or is blocked.
+
+        Idle or blocked time earns no credit.
+        """
         if len(self._times) >= _MAX_OWNERS:
             self._times = {name: time for name, time in self._times.items() if time.at > self._started[time.is_last]}
         is_last, at = self.get_virtual_time(owner)
@@ -97,7 +107,7 @@ class FairShare:
 
 @dataclass(frozen=True, slots=True)
 class SequenceCursor:
-    """A model's position in its sequence: the next expected number, and the number of the last barrier."""
+    """A model's position in its sequence: the next expected number, and the last barrier."""
 
     next_seq: int = 1
     barrier_seq: int = 0
@@ -144,7 +154,7 @@ class Schedule:
     fair_share: FairShare = field(default_factory=FairShare)
     """The tokens charged to each owner. Unused while there is only one owner."""
     on_arrival: Callable[[str], None] = lambda owner: None
-    """Called with an owner's name when its first request is added, and while it waits for a quota or a gap.
+    """Called with an owner when it has its first request, and while it waits for a quota or gap.
 
     Only if there are other owners. Fair sharing then gives the owner no credit for the past.
     """
@@ -255,7 +265,7 @@ class Schedule:
             if first.model_pass is None:
                 return ScheduledBatch((self._start_request(queue, first),))
 
-            # Add passes of the same direction, from this model and from others.
+            # Add passes of the same direction, from all models.
             requests = self._fill_batch(queue, first, turns, now, self.max_models - len(busy))
             return ScheduledBatch(tuple(requests), is_long=is_long)
         return None
@@ -272,14 +282,14 @@ class Schedule:
 
     @property
     def num_paused(self) -> int:
-        """Number of requests that wait because of a quota, or behind such a request of their model."""
+        """Number of requests that wait because of a quota, or behind such a request."""
         if not self.admission.is_counting:
             return 0
         firsts = ((queue.first, len(queue)) for queue in self._waiting.values())
         return sum(count for first, count in firsts if first is not None and self._is_paused(first))
 
     def get_next_deadline(self) -> float | None:
-        """Return the time at which the next gap timeout ends, or None if no request waits behind a gap."""
+        """Return when the next gap timeout ends, or None if no request waits behind a gap."""
         return min(
             (queue.gap_since + self.gap_timeout_s for queue in self._waiting.values() if queue.gap_since is not None),
             default=None,
@@ -299,7 +309,7 @@ class Schedule:
         self.on_arrival(owner)
 
     def _order_queues(self, excluded: Collection[ModelId]) -> list["_ModelQueue"]:
-        """Return the queues that have requests: one queue of each owner, then a second one of each, and so on.
+        """Return the queues with requests: one of each owner, then a second one, and so on.
 
         Owners come in the order of their virtual times. Among the queues of one owner, the least
         recently served queue comes first. All queues of owners of weight 0 come last.
@@ -308,7 +318,8 @@ class Schedule:
         waiting.sort(key=lambda queue: queue.last_served)
         if not self.is_shared:
             return waiting
-        # Sort by weight 0, the queue's number among the queues of its owner, virtual time, and last turn of the owner.
+        # Sort by weight 0, the queue's number among the queues of its owner, virtual time, and last
+        # turn of the owner.
         num_before: Counter[str] = Counter()
         ranks: list[tuple[bool, int, VirtualTime, int]] = []
         for queue in waiting:
@@ -371,7 +382,7 @@ class Schedule:
 
     def _take_request(self, queue: "_ModelQueue", queued: QueuedRequest) -> QueuedRequest:
         self._num_served += 1
-        queue.last_served = self._owners[queue.owner] = self._num_served
+        queue.last_served = self._last_served_by_owner[queue.owner] = self._num_served
         queue.remove_head(queued)
         assert queued.model_id is not None
         if not queue.is_waiting:
@@ -405,7 +416,10 @@ class _ModelQueue:
 
     @property
     def first(self) -> QueuedRequest | None:
-        """The waiting request with the lowest number, which may not be runnable yet. If there is none, the oldest."""
+        """The waiting request with the lowest number, which may not be runnable yet.
+
+        If there is none, the oldest.
+        """
         return next(chain(self._numbered, self._unnumbered), None)
 
     @property
@@ -421,7 +435,10 @@ class _ModelQueue:
             self._unnumbered.append(queued)
 
     def find_runnable(self, now: float, gap_timeout_s: float) -> QueuedRequest | None:
-        """Return the first request that may run. Requests without a number run in order of arrival."""
+        """Return the first request that may run.
+
+        Requests without a number run in order of arrival.
+        """
         numbered = self._numbered[0] if self._numbered else None
         if numbered is not None and not self._can_run(numbered, now, gap_timeout_s):
             numbered = None
@@ -451,7 +468,7 @@ class _ModelQueue:
                     return
 
     def explain_refusal(self, queued: QueuedRequest) -> str | None:
-        """Return the error message for a request that arrived too late, or None if it is in time."""
+        """Return the error message for a request that arrived too late, else None."""
         if not queued.seq_id or queued.seq_id > self._cursor.barrier_seq:
             return None
         return (
@@ -471,7 +488,8 @@ class _ModelQueue:
 
     def _can_run(self, queued: QueuedRequest, now: float, gap_timeout_s: float) -> bool:
         assert queued.seq_id is not None
-        # The client sent the barrier after all earlier requests were acknowledged: the missing numbers will not arrive.
+        # The client sent the barrier after all earlier requests were acknowledged: the missing
+        # numbers will not arrive.
         if queued.seq_id <= self._cursor.next_seq or self._num_barriers:
             return True
         if self.gap_since is None:

@@ -3,8 +3,8 @@
 A request without a result that has a counted delivery attempt was running when an engine ended, so
 it may have caused the crash. Such a request is quarantined: it runs alone, while no file is being
 written. If the engine crashes again, its supervisor counts the crash for this request
-(`futures.record_engine_end`). After `max_attempts` crashes the request fails. A kill from outside, a
-power loss or a lost database is no crash, so it is not counted.
+(`futures.record_engine_end`). After `max_attempts` crashes the request fails. A kill from outside,
+a power loss or a lost database is no crash, so it is not counted.
 """
 
 import logging
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 def recreate_lost_samplers(context: EngineContext) -> None:
-    """Create ephemeral samplers that a crash prevented from being written, by replaying their models.
+    """Create ephemeral samplers whose files a crash prevented, by replaying their models.
 
     The replay counts as a delivery attempt of the saves. So the engine gives up a save whose replay
     crashes the engine again and again.
@@ -58,7 +58,9 @@ def _replay_saves(context: EngineContext, model_id: ModelId, saves: Collection[R
 def replay_quarantined(
     context: EngineContext, training: TrainingExecutor, sampling: SamplingExecutor, is_stopping: Callable[[], bool]
 ) -> None:
-    """Execute the quarantined requests one at a time: samples first, then each model's requests by `seq_id`.
+    """Execute the quarantined requests one at a time.
+
+    Samples come first, then the requests of each model in `seq_id` order.
 
     Returns early if the engine must stop.
     """
@@ -86,8 +88,8 @@ def replay_quarantined(
         _wait_for_writes(context)
 
     # Requests to models.
-    for model_id, its_requests in by_model.items():
-        schedule = _make_schedule(context, model_id, its_requests)
+    for model_id, requests in by_model.items():
+        schedule = _make_schedule(context, model_id, requests)
         while not is_stopping() and (batch := schedule.take(0.0)) is not None:
             training.start_scheduled(batch)
             while training.run_micro_batch():
@@ -96,7 +98,7 @@ def replay_quarantined(
 
 
 def _make_schedule(context: EngineContext, model_id: ModelId, requests: list[QueuedRequest]) -> Schedule:
-    """Make a schedule of a model's quarantined requests, and of earlier requests that have arrived since.
+    """Make a schedule of a model's quarantined requests, and of earlier requests that have not started.
 
     It runs one request at a time. A sequence gap does not delay a request, because the engine that
     crashed has already waited for it.
@@ -111,6 +113,9 @@ def _make_schedule(context: EngineContext, model_id: ModelId, requests: list[Que
 
 
 def _wait_for_writes(context: EngineContext) -> None:
-    """Wait until files and results are on disk. A crash while writing then counts for one request only."""
+    """Wait until files and results are on disk.
+
+    A crash while writing then counts for one request only.
+    """
     context.background_writer.drain()
     context.request_log.wait_for_commits()

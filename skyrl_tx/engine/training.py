@@ -21,7 +21,10 @@ from skyrl_tx.process.failpoints import failpoint
 
 _log = logging.getLogger(__name__)
 _NON_PASS_COST = 0.25
-"""Cost in micro-batches of a request that is no pass. An optimizer step does not read the base weights."""
+"""Cost in micro-batches of a request that is no pass.
+
+An optimizer step does not read the base weights.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,10 @@ class TrainingExecutor:
         self._is_shared = False
 
     def set_shared(self, is_shared: bool) -> None:
-        """Set whether multiple owners use the device. Work of a single owner is not charged to it later."""
+        """Set whether multiple owners use the device.
+
+        Work of a single owner is not charged to it later.
+        """
         if self._is_shared and not is_shared:
             self._fair_share.reset()
         self._is_shared = is_shared
@@ -168,11 +174,14 @@ class TrainingExecutor:
         return True
 
     def _find_runnable_batch(self, owner: str) -> _Batch | None:
-        """Return the owner's next batch that does not wait for the compiler, or None if there is none."""
+        """Return an owner's next batch that does not wait for the compiler, or None."""
         return next((batch for batch in self._batches[owner] if not batch.is_waiting), None)
 
     def _start_batch(self, requests: Sequence[QueuedRequest], *, is_long: bool) -> None:
-        """Start a batch of requests whose models have no running batch. Invalid requests fail at once."""
+        """Start a batch of requests whose models have no running batch.
+
+        Invalid requests fail at once.
+        """
         group = [prepared for prepared in map(self._prepare, requests) if prepared is not None]
         if group:
             self._context.attempts.count([prepared.queued.request_id for prepared in group])
@@ -183,11 +192,15 @@ class TrainingExecutor:
             self._batches.setdefault(first.owner, deque()).append(batch)
 
     def _advance_batch(self, batch: _Batch) -> None:
-        """Dispatch the next micro-batch of the first group. If it was the last one, finish the group."""
+        """Dispatch the next micro-batch of the first group.
+
+        If it was the last one, finish the group.
+        """
         requests, clock = batch.groups[0], self._context.device_clock
         results: list[PassResult] | Exception
         try:
-            # Start the group. Its attempts are counted already, because restoring a model may crash the engine.
+            # Start the group. Its attempts are counted already, because restoring a model may crash
+            # the engine.
             if batch.running_pass is None:
                 batch.taken = DeviceTime("pass")
                 self._context.models.ensure_resident({request.model_id for request in requests})
@@ -250,7 +263,8 @@ class TrainingExecutor:
             effect_order = model.assign_effect_order() if request.backward else None
             share = replace(taken, device_s=per_token_s * num_tokens)
             observed = self._context.observers.observe_pass(request.queued, model, output, num_tokens, share)
-            # One transaction per request: otherwise the first client would wait for the last result.
+            # One transaction per request: otherwise the first client would wait for the last
+            # result.
             self._context.request_log.commit(request.queued, output, effect_order=effect_order, observed=observed)
             start = end
         assert start == len(results), f"the backend gave {len(results)} results for {start} examples"
