@@ -170,6 +170,7 @@ class SampleQueue:
                 head = queue[0]
                 if head.request_id in running:
                     return Turn(head)
+
                 # A new request must pass the starvation bound and admission.
                 can_start = can_start and may_join(head)
                 if not can_start:

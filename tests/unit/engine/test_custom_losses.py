@@ -88,7 +88,7 @@ def test_a_loss_that_takes_too_much_memory_is_refused() -> None:
     large = replace(WIDE, operations=(Operation(name="exp", values=(0,)), *chain))
     wide = datum(512, target_tokens=np.ones((512, 64), np.int64), a=np.ones(512), scale=np.ones(1))
     prepare.check_pass(model_pass(wide, loss=replace(large, operations=large.operations[:1000])), OFFERED)
-    with pytest.raises(UserError, match="of its 512 tokens; must be at most"):
+    with pytest.raises(UserError, match="for its 512 tokens; must be at most"):
         prepare.check_pass(model_pass(wide, loss=replace(large, operations=large.operations * 3)), OFFERED)
 
 
