@@ -48,7 +48,7 @@ def test_a_rolling_restart_and_a_kill_change_no_result_and_fail_no_request(tmp_p
                 server.wait_for(STARTED, times=NUM_ENGINES + number + 1, within_s=120)
             results = [run.result(240) for run in runs]
         assert results == calm, server.log
-        holders = re.findall(r"engine \d+ has ended: the others go on with its (\d+) models", server.log)
+        holders = re.findall(r"engine \d+ has ended: other engines take over its (\d+) models", server.log)
         assert holders, server.log
         service = tinker.ServiceClient(base_url=server.url)
         assert service.create_lora_training_client("fake", rank=4).result().model_id

@@ -37,7 +37,7 @@ def test_damaged_request_fails_alone(harness: EngineHarness, make: Any) -> None:
     harness.run(damaged, intact)
     failure = harness.result(damaged)
     assert failure.category == ErrorCategory.SERVER
-    assert failure.message == "the stored request is damaged: its checksum is not that of what was written"
+    assert failure.message == "the stored request is damaged: its checksum does not match"
     assert harness.result(intact).sequences
 
 

@@ -128,7 +128,7 @@ def test_suspended_time_does_not_count(slow, activity, guard, stuck, monkeypatch
 
 
 def test_hung_call_is_published_and_ends_the_engine(tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics, "_PERIOD_S", 0.02)
+    monkeypatch.setattr(metrics, "_STATUS_PERIOD_S", 0.02)
     harness = EngineHarness(tmp_path, step_timeout_s=0.2)
     released = threading.Event()
     reasons, reports = [], []
