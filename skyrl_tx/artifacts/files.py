@@ -1,6 +1,6 @@
 """The files of an artifact: written once, hashed, listed in a manifest, and checked by it.
 
-Files may be encrypted, see `skyrl_tx.artifacts.objects`.
+Files may be encrypted, see `skyrl_tx.artifacts.encryption`.
 """
 
 import errno

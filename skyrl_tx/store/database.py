@@ -44,7 +44,7 @@ class Store:
         self, *, dialect: Dialect, reader: Engine, writer: GroupWriter, notifier: Notifier, resources: ExitStack
     ) -> None:
         """Use `open` instead. `resources` closes everything else, in reverse order of opening."""
-        self._make_dialect = dialect
+        self._dialect = dialect
         self._reader = reader
         self._writer = writer
         self._notifier = notifier
@@ -136,17 +136,17 @@ class Store:
             yield
         except DataError as error:
             raise translate_refusal(error) from error
-        except (DBAPIError, *self._make_dialect.errors) as error:
-            raise self._make_dialect.explain(error) from error
+        except (DBAPIError, *self._dialect.errors) as error:
+            raise self._dialect.explain(error) from error
 
     def vacuum(self) -> bool:
         """Return some free space of the database to the file system; return whether more is left."""
-        return self.write(lambda tx: self._make_dialect.vacuum(tx.connection()))
+        return self.write(lambda tx: self._dialect.vacuum(tx.connection()))
 
     def find_damage(self) -> str | None:
         """Check the database's own structure; return its first damage, or None. Takes some milliseconds per MiB."""
         with self._explain_errors():
-            return self._make_dialect.find_damage()
+            return self._dialect.find_damage()
 
     def copy(self, target: Path, look: Callable[[Session], T]) -> T:
         """Write a consistent copy of the database to a file, while others use it; return what `look` reads in it.
@@ -154,7 +154,7 @@ class Store:
         Raises StoreError.
         """
         with self._explain_errors():
-            return self._make_dialect.copy(target, look)
+            return self._dialect.copy(target, look)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for a commit of the other process or for `wake`; return False on timeout.
@@ -180,12 +180,12 @@ class Store:
     @property
     def engine_number(self) -> int:
         """The number of the engine that this process is; 1 in other roles."""
-        return self._make_dialect.engine_number
+        return self._dialect.engine_number
 
     @property
     def is_shared(self) -> bool:
         """Whether several engines may share the database."""
-        return self._make_dialect.is_shared
+        return self._dialect.is_shared
 
     def wake(self) -> None:
         """End this process's current or next `wait`."""

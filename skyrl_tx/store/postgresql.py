@@ -188,7 +188,7 @@ class Postgresql(Dialect):
             (holder,) = connection.execute(_HOLDER, lock).fetchone() or ("another process",)
             advice = "; engines that share a database are all started with --engines" if self.is_shared else ""
             raise StoreInUse(f"database {self.label} is in use by {holder}{advice}") from None
-        self.engine = self._take_lease(connection, timeout_s)
+        self.engine_number = self._take_lease(connection, timeout_s)
 
     def _take_lease(self, connection: psycopg.Connection, timeout_s: float) -> int:
         """Take the lease of the lowest number that is free; see `leases`. Raises StoreInUse if there is none."""

@@ -1,4 +1,4 @@
-"""The database tables. Columns that end in `_scale_to_temperature` hold seconds since the epoch.
+"""The database tables. Columns that end in `_at` hold seconds since the epoch.
 
 Every session has an owner; other rows belong to an owner through their session.
 """

@@ -1,4 +1,4 @@
-"""The tables of usage and of storage. Columns that end in `_scale_to_temperature` hold seconds since the epoch."""
+"""The tables of usage and of storage. Columns that end in `_at` hold seconds since the epoch."""
 
 # pyright: reportAssignmentType=false
 # sqlmodel declares __tablename__ as a descriptor and documents that it be assigned a string.
