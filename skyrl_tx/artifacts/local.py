@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
+from typing_extensions import override
 
 from skyrl_tx.artifacts.base import IDENTITY_DECODER, ArtifactStore, Identity
 from skyrl_tx.artifacts.files import (
@@ -89,16 +90,16 @@ class LocalArtifacts(ArtifactStore):
                 raise
         return manifest.make_artifact(artifact_id, path)
 
+    @override
     def has(self, artifact_id: ArtifactId) -> bool:
-        """Return whether an artifact with this id exists."""
         return bool(ARTIFACT_ID.fullmatch(artifact_id)) and (self._root / artifact_id).is_dir()
 
     def open(self, artifact_id: ArtifactId) -> Artifact:
         """Return an artifact's description after checking all hashes."""
         return open_artifact(self._get_path(artifact_id))
 
+    @override
     def describe(self, artifact_id: ArtifactId, *, trashed: bool = False) -> Artifact:
-        """Return the description of an artifact, or of one in the trash, from its manifest."""
         path = self._get_path(artifact_id, trashed=trashed)
         return read_manifest(path).make_artifact(artifact_id, path)
 
@@ -143,8 +144,8 @@ class LocalArtifacts(ArtifactStore):
             self._remove(self._get_path(artifact_id, trashed=True))
         path.rename(self._root / _TRASH / artifact_id)
 
+    @override
     def restore(self, artifact_id: ArtifactId) -> None:
-        """Move an artifact out of the trash."""
         path = self._get_path(artifact_id, trashed=True)
         os.utime(path)
         path.rename(self._root / artifact_id)
@@ -175,8 +176,8 @@ class LocalArtifacts(ArtifactStore):
                 removed.append(artifact_id)
         return removed
 
+    @override
     def list_ids(self, *, trashed: bool = False) -> list[ArtifactId]:
-        """Return the ids of all artifacts outside the trash, or in the trash if `trashed`."""
         folder = self._root / _TRASH if trashed else self._root
         if not folder.is_dir():
             return []
@@ -201,8 +202,8 @@ class LocalArtifacts(ArtifactStore):
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
+    @override
     def read_identity(self) -> Identity | None:
-        """Return the recorded identity, or None if there is none or its file is damaged."""
         try:
             return IDENTITY_DECODER.decode((self._root / _IDENTITY).read_bytes())
         except (FileNotFoundError, msgspec.DecodeError):
@@ -233,8 +234,8 @@ class LocalArtifacts(ArtifactStore):
         os.utime(self._root / _IDENTITY)
         return (self._root / _IDENTITY).stat().st_mtime
 
+    @override
     def forget_identity(self) -> None:
-        """Delete the identity."""
         (self._root / _IDENTITY).unlink(missing_ok=True)
 
     @contextmanager

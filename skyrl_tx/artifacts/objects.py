@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 import msgspec
+from typing_extensions import override
 
 from skyrl_tx.artifacts.base import IDENTITY_DECODER, ArtifactStore, Identity
 from skyrl_tx.artifacts.bucket import Bucket, StoredObject
@@ -129,8 +130,8 @@ class ObjectArtifacts(ArtifactStore):
             self._cache.add(folder, artifact_id)
         return manifest.make_artifact(artifact_id, self._cache.get_path(artifact_id))
 
+    @override
     def has(self, artifact_id: ArtifactId) -> bool:
-        """Return whether an artifact with this id exists."""
         return bool(ARTIFACT_ID.fullmatch(artifact_id)) and self._list_objects(artifact_id).is_live
 
     def open(self, artifact_id: ArtifactId) -> Artifact:
@@ -166,8 +167,8 @@ class ObjectArtifacts(ArtifactStore):
                 self._fetch(artifact_id)
             yield
 
+    @override
     def list_ids(self, *, trashed: bool = False) -> list[ArtifactId]:
-        """Return the ids of all artifacts outside the trash, or in the trash if `trashed`."""
         return sorted(
             artifact_id
             for artifact_id, objects in self._list_all().items()
@@ -192,8 +193,8 @@ class ObjectArtifacts(ArtifactStore):
                 taken.append(artifact_id)
         return taken
 
+    @override
     def remove(self, artifact_id: ArtifactId) -> bool:
-        """Remove an artifact."""
         self._remove(artifact_id, self._find_objects(artifact_id))
         return True
 
@@ -215,11 +216,8 @@ class ObjectArtifacts(ArtifactStore):
         self._bucket.delete([f"{artifact_id}/{_TRASH}"])
         self._find_objects(artifact_id)
 
+    @override
     def empty_trash(self, *, retention_s: float, max_bytes: int) -> list[ArtifactId]:
-        """Remove artifacts that have been in the trash for `retention_s`, and return their ids.
-
-        While the trash takes more than `max_bytes`, the oldest artifacts are removed earlier.
-        """
         removed: list[ArtifactId] = []
         now = self._read_clock()
         trash = {artifact_id: objects for artifact_id, objects in self._list_all().items() if objects.is_trashed}
@@ -234,8 +232,8 @@ class ObjectArtifacts(ArtifactStore):
             total -= objects.size_bytes
         return removed
 
+    @override
     def read_identity(self) -> Identity | None:
-        """Return the recorded identity, or None if there is none or its object is damaged."""
         content = self._bucket.get(_IDENTITY)
         try:
             return None if content is None else IDENTITY_DECODER.decode(content)
@@ -255,8 +253,8 @@ class ObjectArtifacts(ArtifactStore):
             return None
         return self._read_clock()
 
+    @override
     def forget_identity(self) -> None:
-        """Delete the identity."""
         self._bucket.delete([_IDENTITY])
 
     def sign_url(

@@ -237,7 +237,7 @@ _COLUMNS_WITHOUT_BODY = (
     col(RequestRow.body_crc),
 )
 _COLUMNS = (*_COLUMNS_WITHOUT_BODY, col(RequestRow.body))
-_IS_OPEN = col(RequestRow.status) == literal_column("'open'")  # a literal, so that the partial index is used
+IS_OPEN = col(RequestRow.status) == literal_column("'open'")  # a literal, so that the partial index is used
 _IS_LEFT_OUT = and_(
     col(RequestRow.kind) == "model_pass", func.length(col(RequestRow.body)) > bindparam("max_pass_bytes")
 )
@@ -248,7 +248,7 @@ _OPEN_AFTER = (
         case((_IS_LEFT_OUT, None), else_=col(RequestRow.body)).label("body"),
         case((_IS_LEFT_OUT, func.length(col(RequestRow.body))), else_=0).label("num_left_out"),
     )
-    .where(_IS_OPEN, _IS_OF_ENGINE, col(RequestRow.position) > bindparam("after_position"))
+    .where(IS_OPEN, _IS_OF_ENGINE, col(RequestRow.position) > bindparam("after_position"))
     .order_by(col(RequestRow.position))
     .limit(bindparam("limit"))
 )
@@ -287,14 +287,14 @@ def list_pending_by_owner(
 
 def list_in_flight(tx: Session, engine: int = 1) -> list[PendingRequest]:
     """Return the open requests that an engine has started, in order of arrival."""
-    is_counted = _IS_OPEN, col(RequestRow.engine) == engine, col(RequestRow.attempts) > 0
+    is_counted = IS_OPEN, col(RequestRow.engine) == engine, col(RequestRow.attempts) > 0
     return _decode_rows(execute(tx, select(*_COLUMNS).where(*is_counted).order_by(col(RequestRow.position))))
 
 
 def list_not_started(tx: Session, model_id: ModelId, seq_id: int) -> list[PendingRequest]:
     """Return the open requests of a model before `seq_id` that no engine has started."""
     statement = select(*_COLUMNS).where(
-        _IS_OPEN,
+        IS_OPEN,
         col(RequestRow.model_id) == model_id,
         col(RequestRow.attempts) == 0,
         col(RequestRow.seq_id) > 0,
@@ -491,7 +491,7 @@ _OUTCOMES = select(col(RequestRow.request_id), col(RequestRow.status)).where(
 
 def is_open_sample(tx: Session, request_id: RequestId) -> bool:
     """Return whether a request is an open sample request."""
-    statement = select(col(RequestRow.kind)).where(col(RequestRow.request_id) == request_id, _IS_OPEN)
+    statement = select(col(RequestRow.kind)).where(col(RequestRow.request_id) == request_id, IS_OPEN)
     return execute(tx, statement).scalar() == "sample"
 
 

@@ -16,12 +16,12 @@ from skyrl_tx.artifacts import Artifact
 from skyrl_tx.contract import codec, ids
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId, SessionId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec
+from skyrl_tx.contract.state_files import CONFIG_FILE
 from skyrl_tx.store import checkpoints, models, sessions
 from skyrl_tx.store.keys import LOCAL_OWNER
 from skyrl_tx.store.tables import ApiKeyRow, CheckpointRow, ModelRow
 
 _CREATED_BY = {"created_by": "skyrl-tx recover"}
-_ADAPTER_CONFIG = "adapter_config.json"
 _GROUPS = {
     "train_attn": {"q_proj", "k_proj", "v_proj", "o_proj"},
     "train_mlp": {"gate_proj", "up_proj", "down_proj"},
@@ -186,7 +186,7 @@ def _choose_owner(tx: Session, recorded: str | None) -> str:
 
 def _read_adapter_config(artifact: Artifact) -> dict[str, Any]:
     try:
-        config = json.loads((artifact.path / _ADAPTER_CONFIG).read_text())
+        config = json.loads((artifact.path / CONFIG_FILE).read_text())
     except (OSError, ValueError):  # for example because the files are encrypted
         return {}
     return cast(dict[str, Any], config) if isinstance(config, dict) else {}

@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sqlalchemy import bindparam, func, literal_column, select, text, update
+from sqlalchemy import bindparam, func, select, text, update
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.store import engine_state, leases, models
 from skyrl_tx.store.database import execute
+from skyrl_tx.store.futures import IS_OPEN
 from skyrl_tx.store.tables import EngineStateRow, ModelRow, RequestRow, SamplingSessionRow, SessionRow
 
 RECENT_S = 600.0
@@ -27,7 +28,6 @@ Then they move as well.
 """
 _MAX_MOVED_ATTEMPTS = 1
 _LIVE = ("creating", "ready")
-_IS_OPEN = col(RequestRow.status) == literal_column("'open'")  # a literal, so that the partial index is used
 
 
 def choose_engine(tx: Session) -> int:
@@ -68,7 +68,7 @@ def count_models(tx: Session, now: float) -> Counter[int]:
 _ADDRESSED = (
     select(col(ModelRow.engine))
     .where(col(ModelRow.status).in_(_LIVE))
-    .union(select(col(RequestRow.engine)).where(_IS_OPEN))
+    .union(select(col(RequestRow.engine)).where(IS_OPEN))
 )
 
 
@@ -102,11 +102,11 @@ _OPEN_OF = (
         col(RequestRow.attempts),
         col(RequestRow.is_alone),
     )
-    .where(_IS_OPEN, col(RequestRow.engine) == bindparam("engine"))
+    .where(IS_OPEN, col(RequestRow.engine) == bindparam("engine"))
     .order_by(col(RequestRow.position))
 )
-_ANY_OPEN_OF = select(col(RequestRow.position)).where(_IS_OPEN, col(RequestRow.engine) == bindparam("engine")).limit(1)
-_NUM_OPEN = select(col(RequestRow.engine), func.count()).where(_IS_OPEN).group_by(col(RequestRow.engine))
+_ANY_OPEN_OF = select(col(RequestRow.position)).where(IS_OPEN, col(RequestRow.engine) == bindparam("engine")).limit(1)
+_NUM_OPEN = select(col(RequestRow.engine), func.count()).where(IS_OPEN).group_by(col(RequestRow.engine))
 _UNWRITTEN = select(col(SamplingSessionRow.sampling_session_id), col(SamplingSessionRow.model_id)).where(
     col(SamplingSessionRow.model_id).is_not(None),
     col(SamplingSessionRow.sampler_id).is_not(None),
@@ -222,7 +222,7 @@ def _distribute_models(
 
 _OPEN_OF_MODEL = (
     select(col(RequestRow.position))
-    .where(_IS_OPEN, col(RequestRow.model_id) == bindparam("model_id"))
+    .where(IS_OPEN, col(RequestRow.model_id) == bindparam("model_id"))
     .order_by(col(RequestRow.position))
 )
 
@@ -252,7 +252,7 @@ _OPEN_REQUESTS = (
         func.count(),
         func.count().filter(col(RequestRow.attempts) > 0),
     )
-    .where(_IS_OPEN)
+    .where(IS_OPEN)
     .group_by(col(RequestRow.engine))
 )
 

@@ -68,23 +68,6 @@ def add_clone(tx: Session, sampling_session_id: SamplingSessionId) -> int:
     return row.num_clones
 
 
-_TOUCH = (
-    update(SamplingSessionRow)
-    .where(
-        col(SamplingSessionRow.sampling_session_id) == bindparam("name"),
-        col(SamplingSessionRow.last_used_at) < bindparam("now"),
-    )
-    .values(last_used_at=bindparam("now"))
-)
-
-
-def touch(tx: Session, sampling_session_id: SamplingSessionId, now: float) -> None:
-    """Record a use of a sampling session. Raises LookupError if it does not exist."""
-    if execute(tx, _TOUCH, {"name": sampling_session_id, "now": now}).rowcount == 0:
-        # The session must exist, and have a later time.
-        get_existing(tx, SamplingSessionRow, sampling_session_id)
-
-
 _NOW = bindparam("now", type_=Float())
 _USE = (
     update(SamplingSessionRow)

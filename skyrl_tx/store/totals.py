@@ -4,11 +4,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Select, bindparam, case, func, literal_column, or_, select
+from sqlalchemy import Select, bindparam, case, func, or_, select
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store.database import execute
+from skyrl_tx.store.futures import IS_OPEN
 from skyrl_tx.store.pauses import Pause, is_paused
 from skyrl_tx.store.tables import RequestRow, SessionRow
 
@@ -17,9 +18,8 @@ ACTIVE_S = 60.0
 
 Clients send a heartbeat every ten seconds.
 """
-_IS_OPEN = col(RequestRow.status) == literal_column("'open'")  # a literal, so that the partial index is used
-_NUM_OPEN = select(func.count()).select_from(RequestRow).where(_IS_OPEN)
-_OLDEST = select(col(RequestRow.created_at)).where(_IS_OPEN).order_by(col(RequestRow.position)).limit(1)
+_NUM_OPEN = select(func.count()).select_from(RequestRow).where(IS_OPEN)
+_OLDEST = select(col(RequestRow.created_at)).where(IS_OPEN).order_by(col(RequestRow.position)).limit(1)
 _ACTIVE = (
     select(func.count())
     .select_from(SessionRow)
@@ -90,7 +90,7 @@ _OPEN_WORK = (
         func.sum(_IS_RUNNING),
         func.min(col(RequestRow.created_at)),
     )
-    .where(_IS_OPEN)
+    .where(IS_OPEN)
     .group_by(col(RequestRow.owner), col(RequestRow.model_id), col(RequestRow.kind))
     .order_by(func.sum(_IS_RUNNING).desc(), func.count().desc())
     .limit(bindparam("limit"))

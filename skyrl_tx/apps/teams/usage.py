@@ -171,7 +171,7 @@ _BUCKET_ROWS = select(*(getattr(UsageRow, name) for name in (*_KEY, "owner", *_S
 _DELETE_BUCKETS = delete(UsageRow).where(_IS_FINE, is_in_batch(col(UsageRow.bucket_at)))
 
 
-def prune(tx: Session, now: float, *, retention_s: float = RETENTION_S, limit: int = MAX_ROWS) -> int:
+def prune(tx: Session, now: float, *, limit: int = MAX_ROWS) -> int:
     """Merge old buckets into hours, and delete buckets past their retention.
 
     At least one complete bucket is merged, so slightly more than `limit` rows may change. Returns
@@ -189,7 +189,7 @@ def prune(tx: Session, now: float, *, retention_s: float = RETENTION_S, limit: i
     execute_in_batches(tx, _DELETE_BUCKETS, buckets)
 
     # Delete expired buckets.
-    expired = select(col(UsageRow.bucket_at)).where(col(UsageRow.bucket_at) < int(now - retention_s)).limit(limit)
+    expired = select(col(UsageRow.bucket_at)).where(col(UsageRow.bucket_at) < int(now - RETENTION_S)).limit(limit)
     last = max(execute(tx, expired.order_by(col(UsageRow.bucket_at))).scalars(), default=None)
     removed = 0
     if last is not None:

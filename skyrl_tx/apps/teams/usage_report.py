@@ -64,15 +64,13 @@ _FIELDS: Mapping[str, str] = {
 }
 
 
-def read_usage_lines(
-    tx: Session, owner: str | None, by: Subject, since: float, prices: Prices, *, until: float | None = None
-) -> Sequence[UsageLine]:
+def read_usage_lines(tx: Session, owner: str | None, by: Subject, since: float, prices: Prices) -> Sequence[UsageLine]:
     """Return a line for each subject with usage since a time.
 
     Subjects with the most tokens come first. Days are in order. `owner` None means all owners.
     """
     lines: dict[str, UsageLine] = {}
-    for total in usage.read_totals(tx, owner, since, (_COLUMNS[by],), until=until, limit=MAX_LINES):
+    for total in usage.read_totals(tx, owner, since, (_COLUMNS[by],), limit=MAX_LINES):
         name = _format_name(by, total.group[0])
         line = lines.get(name, UsageLine(subject=name))
         cost = compute_token_cost(prices, total.kind, total.tokens)
@@ -83,7 +81,7 @@ def read_usage_lines(
             line = replace(line, **{field: getattr(line, field) + total.tokens})
         lines[name] = replace(line, device_s=line.device_s + total.device_s, cost_usd=_add_costs(line.cost_usd, cost))
 
-    _add_storage(tx, lines, owner, by, since, until, prices)
+    _add_storage(tx, lines, owner, by, since, prices)
     if by == "day":
         return sorted(lines.values(), key=lambda line: line.subject)
     return sorted(lines.values(), key=lambda line: (-line.tokens, line.subject))
@@ -95,12 +93,11 @@ def _add_storage(
     owner: str | None,
     by: Subject,
     since: float,
-    until: float | None,
     prices: Prices,
 ) -> None:
     if by in ("key", "run"):  # storage is recorded by session only
         return
-    for hour in storage_hours.read_hours(tx, owner, since, until, limit=MAX_LINES):
+    for hour in storage_hours.read_hours(tx, owner, since, limit=MAX_LINES):
         values = {"owner": hour.owner, "project": hour.project_id, "session": hour.session_id, "day": hour.hour_at}
         name, stored = _format_name(by, values[by]), hour.num_bytes / GIGABYTE
         line = lines.get(name, UsageLine(subject=name))
