@@ -52,27 +52,29 @@ def skip_seen_positions(tx: Session, now: float) -> None:
     execute(tx, _RAISE_COUNTER, {"at_least": int(now * 1000)})
 
 
-_ORDER = col(RequestRow.answer_order)
+_COMPLETION_ORDER = col(RequestRow.answer_order)
 _LAST_COMPLETION = select(col(AnswerCounterRow.value))
 _COMPLETED_SINCE = (
-    select(_ORDER, col(RequestRow.request_id), col(RequestRow.sampling_session_id), col(RequestRow.completed_at))
-    .where(bindparam("after") < _ORDER)
-    .order_by(_ORDER)
+    select(
+        _COMPLETION_ORDER, col(RequestRow.request_id), col(RequestRow.sampling_session_id), col(RequestRow.completed_at)
+    )
+    .where(bindparam("after") < _COMPLETION_ORDER)
+    .order_by(_COMPLETION_ORDER)
     .limit(bindparam("limit"))
 )
-_COMPLETIONS_OF_CLIENT = (
+_COMPLETIONS_BY_CLIENT = (
     select(
-        _ORDER,
+        _COMPLETION_ORDER,
         col(RequestRow.request_id),
         col(RequestRow.status) == "failed",
         func.coalesce(func.length(col(RequestRow.result)), 0),
     )
     .where(
         col(RequestRow.sampling_session_id) == bindparam("sampling_session_id"),
-        bindparam("after") < _ORDER,
+        bindparam("after") < _COMPLETION_ORDER,
         func.coalesce(col(RequestRow.seq_id), 0).between(bindparam("first"), bindparam("last")),
     )
-    .order_by(_ORDER)
+    .order_by(_COMPLETION_ORDER)
     .limit(bindparam("limit"))
 )
 
@@ -100,7 +102,7 @@ def list_by_client(
     """
     seq_ids = {"first": clone * CLONE_STRIDE, "last": (clone + 1) * CLONE_STRIDE - 1}
     parameters = {"sampling_session_id": sampling_session_id, "after": after, "limit": limit, **seq_ids}
-    rows = execute(tx, _COMPLETIONS_OF_CLIENT, parameters)
+    rows = execute(tx, _COMPLETIONS_BY_CLIENT, parameters)
     return [SampleCompletion(*row) for row in rows]
 
 
@@ -169,12 +171,12 @@ class Partial:
     topk: TopK | None = None
 
 
-_ADD = insert(PartialRow)
+_INSERT_PARTIALS = insert(PartialRow)
 
 
 def add_partials(tx: Session, partials: Sequence[Partial]) -> None:
     """Insert the new tokens of one decode slice, with one statement for all samples."""
-    execute(tx, _ADD, [_encode_partial(partial) for partial in partials])
+    execute(tx, _INSERT_PARTIALS, [_encode_partial(partial) for partial in partials])
 
 
 def _encode_partial(partial: Partial) -> dict[str, object]:
@@ -190,23 +192,23 @@ def _encode_partial(partial: Partial) -> dict[str, object]:
     }
 
 
-_POSITION = col(PartialRow.position)
-_SINCE = (
+_PARTIAL_POSITION = col(PartialRow.position)
+_PARTIALS_SINCE = (
     select(
-        _POSITION,
+        _PARTIAL_POSITION,
         *(col(PartialRow.request_id), col(PartialRow.sample_index), col(PartialRow.start)),
         *(col(PartialRow.tokens), col(PartialRow.logprobs)),
         *(col(PartialRow.topk_token_ids), col(PartialRow.topk_logprobs)),
     )
-    .where(bindparam("after") < _POSITION)
-    .order_by(_POSITION)
+    .where(bindparam("after") < _PARTIAL_POSITION)
+    .order_by(_PARTIAL_POSITION)
     .limit(bindparam("limit"))
 )
 
 
 def list_partials(tx: Session, after: int, limit: int = 1000) -> list[tuple[int, Partial]]:
     """Return the partial results after a position, each with its position, in written order."""
-    rows = execute(tx, _SINCE, {"after": after, "limit": limit})
+    rows = execute(tx, _PARTIALS_SINCE, {"after": after, "limit": limit})
     return [(int(row[0] or 0), _decode_partial(*row[1:])) for row in rows]
 
 
@@ -236,14 +238,14 @@ def _decode_partial(
     )
 
 
-_DELETE = delete(PartialRow).where(col(PartialRow.request_id) == bindparam("request_id"))
-_OPEN = select(col(RequestRow.request_id)).where(col(RequestRow.status) == "open")
-_PRUNE = delete(PartialRow).where(col(PartialRow.request_id).not_in(_OPEN))
+_DELETE_PARTIALS = delete(PartialRow).where(col(PartialRow.request_id) == bindparam("request_id"))
+_OPEN_REQUESTS = select(col(RequestRow.request_id)).where(col(RequestRow.status) == "open")
+_PRUNE_PARTIALS = delete(PartialRow).where(col(PartialRow.request_id).not_in(_OPEN_REQUESTS))
 
 
 def delete_partials(tx: Session, request_id: RequestId) -> None:
     """Delete the partial results of a request. Called when the request gets its result."""
-    execute(tx, _DELETE, {"request_id": request_id})
+    execute(tx, _DELETE_PARTIALS, {"request_id": request_id})
 
 
 def prune_partials(tx: Session) -> int:
@@ -251,4 +253,4 @@ def prune_partials(tx: Session) -> int:
 
     A cancelled sample may leave such rows.
     """
-    return execute(tx, _PRUNE).rowcount
+    return execute(tx, _PRUNE_PARTIALS).rowcount

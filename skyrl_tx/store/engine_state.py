@@ -172,9 +172,9 @@ PERIOD_S = 10
 """Times of the gauges are multiples of this, so that multiple API processes write a single row."""
 _FINE_S, _COARSE_S = 86_400, 30 * 86_400
 _MINUTE_S = 60
-_AT = col(ServerPointRow.at)
-_INSERT_SQLITE = sqlite.insert(ServerPointRow).on_conflict_do_nothing()
-_INSERT_POSTGRESQL = postgresql.insert(ServerPointRow).on_conflict_do_nothing()
+_GAUGES_AT = col(ServerPointRow.at)
+_INSERT_GAUGES_SQLITE = sqlite.insert(ServerPointRow).on_conflict_do_nothing()
+_INSERT_GAUGES_POSTGRESQL = postgresql.insert(ServerPointRow).on_conflict_do_nothing()
 
 
 def add_gauges(tx: Session, at: int, values: Mapping[str, float]) -> None:
@@ -184,7 +184,7 @@ def add_gauges(tx: Session, at: int, values: Mapping[str, float]) -> None:
     """
     assert at % PERIOD_S == 0, at
     is_postgresql = tx.connection().dialect.name == "postgresql"
-    insert = _INSERT_POSTGRESQL if is_postgresql else _INSERT_SQLITE
+    insert = _INSERT_GAUGES_POSTGRESQL if is_postgresql else _INSERT_GAUGES_SQLITE
     execute(tx, insert, {"at": at, "values": values})
 
 
@@ -193,11 +193,13 @@ def thin_gauges(tx: Session, now: float) -> int:
 
     After a day one row per minute is kept, and after 30 days none.
     """
-    is_fine = (int(now) - _FINE_S > _AT) & (_AT % _MINUTE_S != 0)
-    return execute(tx, delete(ServerPointRow).where(or_(is_fine, int(now) - _COARSE_S > _AT))).rowcount
+    is_fine = (int(now) - _FINE_S > _GAUGES_AT) & (_GAUGES_AT % _MINUTE_S != 0)
+    return execute(tx, delete(ServerPointRow).where(or_(is_fine, int(now) - _COARSE_S > _GAUGES_AT))).rowcount
 
 
 def list_gauges(tx: Session, after: float, limit: int = 10_000) -> list[tuple[int, Mapping[str, float]]]:
     """Return the gauges after a time, each with its time, in order."""
-    statement = select(_AT, col(ServerPointRow.values)).where(int(after) < _AT).order_by(_AT).limit(limit)
+    statement = (
+        select(_GAUGES_AT, col(ServerPointRow.values)).where(int(after) < _GAUGES_AT).order_by(_GAUGES_AT).limit(limit)
+    )
     return [(at, values) for at, values in execute(tx, statement)]

@@ -169,12 +169,12 @@ def get_sequence_scope(
     return f"model/{model_id}" if model_id is not None and seq_id else None
 
 
-_MARK = select(col(PrunedRow.up_to)).where(col(PrunedRow.numbered_by) == bindparam("scope"))
+_HIGH_WATER_MARK = select(col(PrunedRow.up_to)).where(col(PrunedRow.numbered_by) == bindparam("scope"))
 
 
 def get_high_water_mark(tx: Session, scope: str) -> int:
     """Return the highest deleted sequence number of a scope, or -1 if none was deleted."""
-    up_to = execute(tx, _MARK, {"scope": scope}).scalar_one_or_none()
+    up_to = execute(tx, _HIGH_WATER_MARK, {"scope": scope}).scalar_one_or_none()
     return -1 if up_to is None else up_to
 
 
@@ -241,14 +241,14 @@ IS_OPEN = col(RequestRow.status) == literal_column("'open'")  # a literal, so th
 _IS_LEFT_OUT = and_(
     col(RequestRow.kind) == "model_pass", func.length(col(RequestRow.body)) > bindparam("max_pass_bytes")
 )
-_IS_OF_ENGINE = col(RequestRow.engine) == bindparam("engine")
+_IS_FOR_ENGINE = col(RequestRow.engine) == bindparam("engine")
 _OPEN_AFTER = (
     select(
         *_COLUMNS_WITHOUT_BODY,
         case((_IS_LEFT_OUT, None), else_=col(RequestRow.body)).label("body"),
         case((_IS_LEFT_OUT, func.length(col(RequestRow.body))), else_=0).label("num_left_out"),
     )
-    .where(IS_OPEN, _IS_OF_ENGINE, col(RequestRow.position) > bindparam("after_position"))
+    .where(IS_OPEN, _IS_FOR_ENGINE, col(RequestRow.position) > bindparam("after_position"))
     .order_by(col(RequestRow.position))
     .limit(bindparam("limit"))
 )
@@ -266,7 +266,7 @@ def list_pending(
     return _decode_rows(execute(tx, _OPEN_AFTER, {**parameters, "engine": engine}))
 
 
-_OPEN_OF_OWNER = _OPEN_AFTER.where(
+_OPEN_BY_OWNER = _OPEN_AFTER.where(
     col(RequestRow.owner) == bindparam("owner"),
     col(RequestRow.model_id).is_not(None),
     col(RequestRow.position) <= bindparam("up_to"),
@@ -282,7 +282,7 @@ def list_pending_by_owner(
     """
     positions = {"after_position": after_position, "up_to": up_to, "limit": limit}
     parameters = {"owner": owner, "max_pass_bytes": max_pass_bytes, "engine": engine, **positions}
-    return _decode_rows(execute(tx, _OPEN_OF_OWNER, parameters))
+    return _decode_rows(execute(tx, _OPEN_BY_OWNER, parameters))
 
 
 def list_in_flight(tx: Session, engine: int = 1) -> list[PendingRequest]:
@@ -407,7 +407,7 @@ def undo_delivery_attempt(tx: Session, request_ids: Iterable[RequestId]) -> None
 _LAST_ANSWERED = select(func.max(col(RequestRow.seq_id))).where(
     col(RequestRow.model_id) == bindparam("model_id"), col(RequestRow.status) != "open"
 )
-_LAST_ANSWERED_OF_KINDS = _LAST_ANSWERED.where(col(RequestRow.kind).in_(bindparam("kinds", expanding=True)))
+_LAST_ANSWERED_BY_KIND = _LAST_ANSWERED.where(col(RequestRow.kind).in_(bindparam("kinds", expanding=True)))
 
 
 def get_last_answered_seq(tx: Session, model_id: ModelId, kinds: Collection[str] | None = None) -> int:
@@ -419,7 +419,7 @@ def get_last_answered_seq(tx: Session, model_id: ModelId, kinds: Collection[str]
     if kinds is None:
         highest = execute(tx, _LAST_ANSWERED, {"model_id": model_id})
     else:
-        highest = execute(tx, _LAST_ANSWERED_OF_KINDS, {"model_id": model_id, "kinds": list(kinds)})
+        highest = execute(tx, _LAST_ANSWERED_BY_KIND, {"model_id": model_id, "kinds": list(kinds)})
     deleted = get_high_water_mark(tx, f"model/{model_id}")
     return max(highest.scalar_one() or 0, deleted, 0)
 
@@ -500,14 +500,14 @@ def get_outcomes(tx: Session, request_ids: Iterable[RequestId]) -> dict[RequestI
     return dict(execute_in_batches(tx, _OUTCOMES, request_ids))
 
 
-_OWNERS_OF_OPEN = select(col(RequestRow.request_id), col(RequestRow.owner)).where(
+_OPEN_OWNERS = select(col(RequestRow.request_id), col(RequestRow.owner)).where(
     is_in_batch(col(RequestRow.request_id)), col(RequestRow.status) == "open"
 )
 
 
 def get_open_owners(tx: Session, request_ids: Iterable[RequestId]) -> dict[RequestId, str]:
     """Return the owners of the requests that are open."""
-    return dict(execute_in_batches(tx, _OWNERS_OF_OPEN, request_ids))
+    return dict(execute_in_batches(tx, _OPEN_OWNERS, request_ids))
 
 
 def has_answered_since(tx: Session, since: float) -> bool:

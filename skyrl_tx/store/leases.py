@@ -19,19 +19,19 @@ ENGINE_CHANNEL = "skyrl_tx_engine"
 _KEEPER_LOCK = 4
 """Second key of the lock of the keeper, the engine that removes old data for all engines."""
 
-_HELD = text(
+_HOLDERS = text(
     "SELECT objid::int, pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 2 AND classid = :class"
     " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
 )
 _TAKE = text("SELECT pg_try_advisory_xact_lock(:class, :number)")
 _BECOME_KEEPER = text("SELECT pg_try_advisory_lock(:class, :number)")
-_END = text("SELECT pg_terminate_backend(:pid)")
-_RING = text(f"NOTIFY {ENGINE_CHANNEL}")
+_TERMINATE = text("SELECT pg_terminate_backend(:pid)")
+_NOTIFY_ENGINES = text(f"NOTIFY {ENGINE_CHANNEL}")
 
 
 def get_holders(tx: Session) -> dict[int, int]:
     """Return the running engines: number and PostgreSQL process id of the connection."""
-    return dict(tx.connection().execute(_HELD, {"class": ENGINE_CLASS}).all())
+    return dict(tx.connection().execute(_HOLDERS, {"class": ENGINE_CLASS}).all())
 
 
 def take(tx: Session, number: int) -> bool:
@@ -59,7 +59,7 @@ def revoke(tx: Session, pid: int) -> None:
 
     It loses its lease and cannot commit anything afterwards.
     """
-    tx.connection().execute(_END, {"pid": pid})
+    tx.connection().execute(_TERMINATE, {"pid": pid})
 
 
 def notify_engines(tx: Session) -> None:
@@ -67,4 +67,4 @@ def notify_engines(tx: Session) -> None:
 
     Other commits of an engine wake only the API processes.
     """
-    tx.connection().execute(_RING)
+    tx.connection().execute(_NOTIFY_ENGINES)

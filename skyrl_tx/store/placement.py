@@ -53,7 +53,7 @@ def get_max_models(row: EngineStateRow) -> int:
     return number if isinstance(number, int) else 1
 
 
-_NUM_MODELS = (
+_MODEL_COUNTS = (
     select(col(ModelRow.engine), func.count())
     .where(col(ModelRow.status).in_(_LIVE), col(ModelRow.last_request_at) > bindparam("after"))
     .group_by(col(ModelRow.engine))
@@ -62,7 +62,7 @@ _NUM_MODELS = (
 
 def count_models(tx: Session, now: float) -> Counter[int]:
     """Return for each engine how many models in training had a request in the last `RECENT_S`."""
-    return Counter(dict(execute(tx, _NUM_MODELS, {"after": now - RECENT_S}).all()))
+    return Counter(dict(execute(tx, _MODEL_COUNTS, {"after": now - RECENT_S}).all()))
 
 
 _ADDRESSED = (
@@ -89,12 +89,12 @@ class MoveResult:
     """Number of requests that were not moved because they may have ended the engine."""
 
 
-_LIVE_OF = (
+_LIVE_MODELS = (
     select(col(ModelRow.model_id))
     .where(col(ModelRow.engine) == bindparam("engine"), col(ModelRow.status).in_(_LIVE))
     .order_by(col(ModelRow.last_request_at).desc(), col(ModelRow.model_id))
 )
-_OPEN_OF = (
+_OPEN_BY_ENGINE = (
     select(
         col(RequestRow.position),
         col(RequestRow.model_id),
@@ -105,9 +105,11 @@ _OPEN_OF = (
     .where(IS_OPEN, col(RequestRow.engine) == bindparam("engine"))
     .order_by(col(RequestRow.position))
 )
-_ANY_OPEN_OF = select(col(RequestRow.position)).where(IS_OPEN, col(RequestRow.engine) == bindparam("engine")).limit(1)
-_NUM_OPEN = select(col(RequestRow.engine), func.count()).where(IS_OPEN).group_by(col(RequestRow.engine))
-_UNWRITTEN = select(col(SamplingSessionRow.sampling_session_id), col(SamplingSessionRow.model_id)).where(
+_ANY_OPEN_BY_ENGINE = (
+    select(col(RequestRow.position)).where(IS_OPEN, col(RequestRow.engine) == bindparam("engine")).limit(1)
+)
+_OPEN_COUNTS = select(col(RequestRow.engine), func.count()).where(IS_OPEN).group_by(col(RequestRow.engine))
+_UNWRITTEN_SAMPLERS = select(col(SamplingSessionRow.sampling_session_id), col(SamplingSessionRow.model_id)).where(
     col(SamplingSessionRow.model_id).is_not(None),
     col(SamplingSessionRow.sampler_id).is_not(None),
     col(SamplingSessionRow.size_bytes).is_(None),
@@ -126,7 +128,7 @@ _SET_REQUEST = text(
 
 def list_models(tx: Session, number: int) -> list[ModelId]:
     """Return the models in training of an engine. The model with the newest request comes first."""
-    return [ModelId(name) for (name,) in execute(tx, _LIVE_OF, {"engine": number})]
+    return [ModelId(name) for (name,) in execute(tx, _LIVE_MODELS, {"engine": number})]
 
 
 def move(tx: Session, number: int, to: Sequence[int], *, quarantine: bool | None = None) -> MoveResult:
@@ -144,7 +146,7 @@ def move(tx: Session, number: int, to: Sequence[int], *, quarantine: bool | None
         row.status = "stopping"  # so that no process chooses it for new work
 
     # Find the requests that may have caused the end of the engine, and their models.
-    requests = execute(tx, _OPEN_OF, {"engine": number}).all()
+    requests = execute(tx, _OPEN_BY_ENGINE, {"engine": number}).all()
     quarantined_models: set[ModelId | None] = set()
     quarantined_positions: set[int] = set()
     if quarantine:
@@ -161,8 +163,8 @@ def move(tx: Session, number: int, to: Sequence[int], *, quarantine: bool | None
         execute(tx, _SET_MODEL, {"name": model_id, "to": engine})
 
     # Move the requests: to the engine of their model, or to the least loaded engine.
-    in_memory = {name: ModelId(str(model_id)) for name, model_id in execute(tx, _UNWRITTEN)}
-    loads = Counter(dict(execute(tx, _NUM_OPEN).all()))
+    in_memory = {name: ModelId(str(model_id)) for name, model_id in execute(tx, _UNWRITTEN_SAMPLERS)}
+    loads = Counter(dict(execute(tx, _OPEN_COUNTS).all()))
     for request in requests:
         model_id = request.model_id or in_memory.get(request.sampling_session_id)
         if request.position in quarantined_positions or model_id in quarantined_models:
@@ -180,7 +182,7 @@ def move(tx: Session, number: int, to: Sequence[int], *, quarantine: bool | None
     return moved
 
 
-_GIVE = text(
+_GIVE_REQUESTS = text(
     "UPDATE requests SET engine = :to, position = nextval(pg_get_serial_sequence('requests', 'position'))"
     " WHERE position = ANY(:positions) AND engine = :own AND status = 'open' RETURNING request_id"
 )
@@ -201,9 +203,9 @@ def give_samples(tx: Session, own: int, to: int, positions: Sequence[int]) -> li
     row, now = tx.get(EngineStateRow, to), engine_state.get_shared_time(tx)
     if row is None or not engine_state.is_ready(row, now) or to not in leases.get_holders(tx):
         return []
-    if execute(tx, _ANY_OPEN_OF, {"engine": to}).first() is not None:
+    if execute(tx, _ANY_OPEN_BY_ENGINE, {"engine": to}).first() is not None:
         return []
-    given = execute(tx, _GIVE, {"own": own, "to": to, "positions": list(positions)})
+    given = execute(tx, _GIVE_REQUESTS, {"own": own, "to": to, "positions": list(positions)})
     leases.notify_engines(tx)
     return [RequestId(name) for (name,) in given]
 
@@ -220,7 +222,7 @@ def _distribute_models(
     return engines
 
 
-_OPEN_OF_MODEL = (
+_OPEN_BY_MODEL = (
     select(col(RequestRow.position))
     .where(IS_OPEN, col(RequestRow.model_id) == bindparam("model_id"))
     .order_by(col(RequestRow.position))
@@ -233,20 +235,20 @@ def hand_over(tx: Session, model_id: ModelId, to: int) -> None:
     The current engine must have unloaded the model.
     """
     execute(tx, _SET_MODEL, {"name": model_id, "to": to})
-    for (position,) in execute(tx, _OPEN_OF_MODEL, {"model_id": model_id}).all():
+    for (position,) in execute(tx, _OPEN_BY_MODEL, {"model_id": model_id}).all():
         execute(tx, _SET_REQUEST, {"old": position, "to": to})
     leases.notify_engines(tx)
 
 
 _MAX_MODELS = 1000
-_MODELS_IN_TRAINING = (
+_MODELS_WITH_OWNERS = (
     select(col(ModelRow.engine), col(ModelRow.model_id), col(SessionRow.owner))
     .join(SessionRow)
     .where(col(ModelRow.status).in_(_LIVE), col(ModelRow.deleted_at).is_(None))
     .order_by(col(ModelRow.last_request_at).desc())
     .limit(_MAX_MODELS)
 )
-_OPEN_REQUESTS = (
+_REQUEST_COUNTS = (
     select(
         col(RequestRow.engine),
         func.count(),
@@ -277,9 +279,9 @@ def list_engine_work(tx: Session) -> list[EngineWork]:
     """
     now = engine_state.get_shared_time(tx)
     models: dict[int, list[tuple[ModelId, str]]] = {}
-    for number, model_id, owner in execute(tx, _MODELS_IN_TRAINING):
+    for number, model_id, owner in execute(tx, _MODELS_WITH_OWNERS):
         models.setdefault(number, []).append((model_id, owner))
-    counts = {number: (count, started) for number, count, started in execute(tx, _OPEN_REQUESTS)}
+    counts = {number: (count, started) for number, count, started in execute(tx, _REQUEST_COUNTS)}
     work: list[EngineWork] = []
     for row in engine_state.list_engines(tx):
         count, started = counts.get(row.number, (0, 0))

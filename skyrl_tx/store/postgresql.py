@@ -82,7 +82,7 @@ WHERE locktype = 'advisory' AND granted AND database = (SELECT oid FROM pg_datab
       AND classid = %s AND objid = %s AND objsubid = 2
 LIMIT 1
 """
-_HOLDS = text(_HOLDER.replace("%s", ":class", 1).replace("%s", ":lock", 1))
+_HAS_HOLDER = text(_HOLDER.replace("%s", ":class", 1).replace("%s", ":lock", 1))
 
 _FAILURES: dict[str | None, Failure] = {
     "53100": NO_SPACE,
@@ -98,7 +98,7 @@ _FAILURES: dict[str | None, Failure] = {
     ),
 }
 """Failures by error code, see postgresql.org/docs/current/errcodes-appendix."""
-_GONE = {"57P01", "57P02", "57P03", "25P03", "57P05"}
+_UNREACHABLE_STATES = {"57P01", "57P02", "57P03", "25P03", "57P05"}
 
 
 class Postgresql(Dialect):
@@ -305,7 +305,7 @@ class Postgresql(Dialect):
         is_unreachable = isinstance(cause, psycopg.OperationalError) and (
             state is None or state.startswith(("08", "533"))
         )
-        if is_unreachable or state in _GONE:
+        if is_unreachable or state in _UNREACHABLE_STATES:
             return StoreUnreachable, "it cannot be reached"
         return _FAILURES.get(state, FAILED)
 
@@ -383,7 +383,7 @@ class _PostgresqlNotifier(Notifier):
     def is_peer_running(self) -> bool:
         with self._reader.connect() as connection:
             parameters = {"class": LOCK_CLASS, "lock": _ROLE_LOCKS[PEER[self._role]]}
-            return connection.execute(_HOLDS, parameters).first() is not None
+            return connection.execute(_HAS_HOLDER, parameters).first() is not None
 
     def close(self) -> None:
         if self._connection is not None:

@@ -51,7 +51,7 @@ class SessionRef:
 
 # These statements run for every request and heartbeat: they are built once and load no ORM objects.
 _NOW = bindparam("now", type_=Float())
-_NAMED = col(SessionRow.session_id) == bindparam("name")
+_HAS_ID = col(SessionRow.session_id) == bindparam("name")
 _FIND = select_columns(
     col(SessionRow.session_id),
     col(SessionRow.owner),
@@ -60,10 +60,10 @@ _FIND = select_columns(
     col(SessionRow.last_heartbeat_at),
     col(SessionRow.finished_at),
     col(SessionRow.finish_reason),
-).where(_NAMED)
+).where(_HAS_ID)
 _HEARTBEAT = (
     update(SessionRow)
-    .where(_NAMED)
+    .where(_HAS_ID)
     .values(
         last_heartbeat_at=case(
             (col(SessionRow.last_heartbeat_at) < _NOW, _NOW),
@@ -73,13 +73,13 @@ _HEARTBEAT = (
 )
 _FINISH = (
     update(SessionRow)
-    .where(_NAMED)
+    .where(_HAS_ID)
     .values(
         finished_at=func.coalesce(col(SessionRow.finished_at), bindparam("now")),
         finish_reason=func.coalesce(col(SessionRow.finish_reason), bindparam("reason")),
     )
 )
-_SET_PROJECT = update(SessionRow).where(_NAMED).values(project_id=bindparam("project"))
+_SET_PROJECT = update(SessionRow).where(_HAS_ID).values(project_id=bindparam("project"))
 
 
 def make_id() -> SessionId:

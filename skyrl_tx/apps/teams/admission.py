@@ -39,7 +39,7 @@ _SHARED_RELOAD_S = 5.0
 _MAX_PAUSES = 256
 _NAMES: dict[Limit, str] = {"training_tokens_per_day": "training", "sample_tokens_per_day": "sample"}
 DAY_S = 86_400
-_DAY_LIMIT_OF_KIND: dict[usage.UsageKind, Limit] = {
+_DAY_LIMIT_BY_KIND: dict[usage.UsageKind, Limit] = {
     "training": "training_tokens_per_day",
     "forward": "training_tokens_per_day",
     "prefill": "sample_tokens_per_day",
@@ -234,7 +234,7 @@ def count_tokens_today(tx: Session, now: float) -> Counter[tuple[Subject, Limit]
     tokens: Counter[tuple[Subject, Limit]] = Counter()
     groups = ("owner", "key_id", "project_id")
     for total in usage.read_totals(tx, None, get_day_start(now), groups, limit=_MAX_TOTALS):
-        limit = _DAY_LIMIT_OF_KIND.get(total.kind)
+        limit = _DAY_LIMIT_BY_KIND.get(total.kind)
         for subject in Account(*total.group).list_subjects() if limit else ():
             tokens[subject, limit] += total.tokens  # pyright: ignore[reportArgumentType]
     return tokens

@@ -22,7 +22,7 @@ _COLUMNS: Mapping[Subject, GroupColumn] = {
     "run": "model_id",
     "day": "day",
 }
-_NAMES_OF_NONE: Mapping[Subject, str] = {"project": "no project", "key": "no key"}
+_NAMES_FOR_NONE: Mapping[Subject, str] = {"project": "no project", "key": "no key"}
 _BASE_WEIGHTS = "base weights"
 
 
@@ -113,7 +113,7 @@ def _format_name(by: Subject, value: object) -> str:
         case "run":
             return str(value) or _BASE_WEIGHTS
         case _:
-            return _NAMES_OF_NONE.get(by, "none") if value is None else str(value)
+            return _NAMES_FOR_NONE.get(by, "none") if value is None else str(value)
 
 
 def _add_costs(total: float | None, more: float | None) -> float | None:
