@@ -91,7 +91,7 @@ def open_artifacts(
 
     # Record the URL, and forget the identity if `forget_identity` asked for it.
     if recorded is None:
-        _record_url(data_dir, bucket.name)
+        write_note(data_dir, _RECORD, bucket.name)
     if (data_dir / _FORGET).exists():
         artifacts.forget_identity()
         (data_dir / _FORGET).unlink(missing_ok=True)
@@ -126,11 +126,12 @@ def forget_identity(data_dir: Path) -> None:
         (data_dir / _FORGET).touch(mode=0o600)
 
 
-def _record_url(data_dir: Path, url: str) -> None:
-    """Record the URL of the object store in the data directory."""
-    # `mkstemp` chooses a unique name, also for containers that share a volume and have the same
-    # process id. The file is readable only by its owner.
-    descriptor, temporary = tempfile.mkstemp(dir=data_dir, prefix=f"{_RECORD}.")
+def write_note(data_dir: Path, name: str, text: str) -> None:
+    """Write a small text file into the data directory, readable only by its owner."""
+    # Write a temporary file and rename it, because other processes may start at the same time.
+    # `mkstemp` chooses a unique name even if containers that share a volume have the same process
+    # id.
+    descriptor, temporary = tempfile.mkstemp(dir=data_dir, prefix=f"{name}.")
     with os.fdopen(descriptor, "w") as file:
-        file.write(f"{url}\n")
-    Path(temporary).rename(data_dir / _RECORD)
+        file.write(f"{text}\n")
+    Path(temporary).rename(data_dir / name)

@@ -3,8 +3,6 @@
 `Store` is the entry point. All writes of a process go through the thread of its `GroupWriter`.
 """
 
-import os
-import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,6 +17,7 @@ from sqlalchemy.sql.selectable import TypedReturnsRows
 from sqlmodel import Session, SQLModel
 
 from skyrl_tx import DISTRIBUTION
+from skyrl_tx.artifacts.location import write_note
 from skyrl_tx.store.dialect import DATABASE_NAME, Dialect, Notifier, Role, lock_after_check, lock_file, lock_role
 from skyrl_tx.store.errors import StoreError, StoreInUse
 from skyrl_tx.store.private_files import make_private
@@ -105,7 +104,8 @@ class Store:
                 stack.callback(write_engine.dispose)
                 with lock_file(data_dir / "schema.lock"):
                     upgrade(write_engine)
-                _record_database(data_dir, dialect.name)
+                if dialect.name is not None and not (data_dir / _DATABASE_NOTE).is_file():
+                    write_note(data_dir, _DATABASE_NOTE, dialect.name)
 
                 if role != "tool":
                     stack.enter_context(lock_after_check(data_dir, dialect.check))
@@ -297,18 +297,6 @@ def _check_database(data_dir: Path, name: str | None) -> None:
             f"data directory {data_dir} belongs to the database {recorded}, not {name}: choose another data "
             f"directory, or remove {note} if both are names of the same database"
         )
-
-
-def _record_database(data_dir: Path, name: str | None) -> None:
-    """Write the name of an external database into the data directory."""
-    if name is None or (data_dir / _DATABASE_NOTE).is_file():
-        return
-    # Write a temporary file and rename it, because other processes may start at the same time.
-    # `mkstemp` creates a file that only its owner can read.
-    descriptor, temporary = tempfile.mkstemp(dir=data_dir, prefix=f"{_DATABASE_NOTE}.")
-    with os.fdopen(descriptor, "w") as file:
-        file.write(f"{name}\n")
-    Path(temporary).rename(data_dir / _DATABASE_NOTE)
 
 
 def upgrade(engine: Engine) -> None:
