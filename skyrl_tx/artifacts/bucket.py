@@ -220,12 +220,12 @@ def _check_bucket_exists(error: FileNotFoundError) -> None:
 def _describe_error(error: Exception) -> str:
     """Return why a request failed, using only known parts of the error's text."""
     text = str(error)
-    if found := _CODE.search(text):
-        return found[1]
+    if match := _CODE.search(text):
+        return match[1]
     if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError)):
         return _DENIED
-    if found := _KIND.search(text):
-        return _REASONS[found[1]]
-    if found := _STATUS.search(text):
-        return f"status {found[1]}"
+    if match := _KIND.search(text):
+        return _REASONS[match[1]]
+    if match := _STATUS.search(text):
+        return f"status {match[1]}"
     return type(error).__name__

@@ -121,6 +121,7 @@ def list_visible(tx: Session, owner: str | None, limit: int) -> list[Project]:
     """
     # Count sessions and runs by project.
     last = func.max(func.coalesce(col(ModelRow.last_request_at), col(SessionRow.created_at)))
+    is_run = (col(ModelRow.session_id) == col(SessionRow.session_id)) & col(ModelRow.deleted_at).is_(None)
 
     counted = (
         select(
@@ -129,10 +130,7 @@ def list_visible(tx: Session, owner: str | None, limit: int) -> list[Project]:
             func.count(col(ModelRow.model_id)),
             last,
         )
-        .outerjoin(
-            ModelRow,
-            (col(ModelRow.session_id) == col(SessionRow.session_id)) & col(ModelRow.deleted_at).is_(None),
-        )
+        .outerjoin(ModelRow, is_run)
         .where(sessions.is_visible_to(owner), col(SessionRow.project_id).is_not(None))
         .group_by(col(SessionRow.project_id))
         .order_by(last.desc(), col(SessionRow.project_id))
