@@ -105,7 +105,7 @@ def put(store: Store, request_id: RequestId, start: int, tokens: list[int]) -> N
         tokens=np.array(tokens, np.int32),
         logprobs=np.full(len(tokens), -1.0, np.float32),
     )
-    store.write(lambda tx: completions.add(tx, [row]))
+    store.write(lambda tx: completions.add_partials(tx, [row]))
     time.sleep(0.02)
 
 

@@ -207,5 +207,5 @@ class ServerMonitor:
 
 
 def _write(tx: Session, at: int, values: Mapping[str, float]) -> None:
-    engine_state.add(tx, at, values)
-    engine_state.thin(tx, at)
+    engine_state.add_gauges(tx, at, values)
+    engine_state.thin_gauges(tx, at)

@@ -349,7 +349,7 @@ def submit_to_sampler(
     )
 
     if row.last_used_at < now - _TOUCH_SAMPLER_EVERY_S:
-        sampling_sessions.touch(tx, name, now)
+        sampling_sessions.record_use(tx, name, now)
     return submitted
 
 
