@@ -1,4 +1,4 @@
-"""Usage and storage through the SDK's admin client: the work of a session to the token, by hour, with costs."""
+"""Usage and storage in the SDK's admin client: exact token counts, by session and hour, with costs."""
 
 import re
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def priced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
         yield stack
 
 
-def key_of(stack: LiveStack, owner: str) -> str:
+def create_key(stack: LiveStack, owner: str) -> str:
     scope = "admin" if owner == "root" else "user"
     made = stack.server.store.write(
         lambda tx: keys.create(tx, owner=owner, scope=scope, name=owner, note="", now=datetime.now(UTC).timestamp())
@@ -33,21 +33,28 @@ def key_of(stack: LiveStack, owner: str) -> str:
 
 @pytest.fixture(scope="module")
 def window() -> tuple[datetime, datetime]:
-    """The day around now: the hour may change during a test."""
+    """Return a day around the current time, because the hour may change during a test."""
     hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     return hour - timedelta(hours=12), hour + timedelta(hours=12)
 
 
 @pytest.fixture(scope="module")
 def work(priced: LiveStack) -> str:
-    """Train on 3 datums of 4 tokens, sample 2 times 5 tokens after a prompt of 3, and save; return the session."""
-    key_of(priced, "root")
-    with tinker.ServiceClient(base_url=priced.url, api_key=key_of(priced, "ann"), user_metadata={"a": "b"}) as service:
+    """Train on 3 datums of 4 tokens, sample 2 times 5 tokens from a prompt of 3, and save.
+
+    Returns the session.
+    """
+    create_key(priced, "root")
+
+    with tinker.ServiceClient(
+        base_url=priced.url, api_key=create_key(priced, "ann"), user_metadata={"a": "b"}
+    ) as service:
         training = service.create_lora_training_client(PUBLIC_NAME, rank=4).result()
         datum = tinker.Datum(
             model_input=tinker.ModelInput.from_ints([1, 2, 3, 4]),
             loss_fn_inputs={"target_tokens": [2, 3, 4, 5], "weights": [1.0] * 4},  # type: ignore
         )
+
         training.forward_backward([datum] * 2, "cross_entropy").result()
         training.forward([datum], "cross_entropy").result()
         training.optim_step(tinker.AdamParams()).result()
@@ -60,7 +67,7 @@ def work(priced: LiveStack) -> str:
 
 
 def admin_client(stack: LiveStack, owner: str) -> tinker.AdminClient:
-    return tinker.AdminClient(base_url=stack.url, api_key=key_of(stack, owner))
+    return tinker.AdminClient(base_url=stack.url, api_key=create_key(stack, owner))
 
 
 def test_events_have_each_kind_of_work_once(priced: LiveStack, work: str, window: tuple[datetime, datetime]) -> None:
@@ -73,6 +80,7 @@ def test_events_have_each_kind_of_work_once(priced: LiveStack, work: str, window
         amount = getattr(info, "token_count", getattr(info, "count", getattr(info, "gigabyte_hours", 0)))
         amounts[info.type] = amounts.get(info.type, 0) + amount
         assert event.base_model == (None if info.type == "storage" else PUBLIC_NAME)
+
     stored = amounts.pop("storage")
     assert amounts == {"training": 12, "sampling_prefill": 3, "sampling_sample": 10, "checkpoint": 1}
     assert 0 < stored < 1
@@ -116,7 +124,7 @@ def test_wrong_windows_are_refused_by_name(priced: LiveStack, start: str, end: s
     answer = httpx.get(
         f"{priced.url}/api/v1/billing/usage/events",
         params={"starting_on": start, "ending_before": end},
-        headers={"X-API-Key": key_of(priced, "ann")},
+        headers={"X-API-Key": create_key(priced, "ann")},
     )
     assert answer.status_code in (400, 422)
     assert re.search(problem, answer.text)
@@ -127,7 +135,7 @@ def test_a_window_without_a_zone_is_in_utc(priced: LiveStack, work: str, window:
     answer = httpx.get(
         f"{priced.url}/api/v1/billing/usage/events",
         params={name: at.replace(tzinfo=None).isoformat() for name, at in bounds.items()},
-        headers={"X-API-Key": key_of(priced, "ann")},
+        headers={"X-API-Key": create_key(priced, "ann")},
     )
     assert {event["session_id"] for event in answer.json()["data"]} == {work}
 

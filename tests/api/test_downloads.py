@@ -1,4 +1,4 @@
-"""Weights out, through the SDK and by hand: signed URLs, ranges, archives, encryption."""
+"""Downloads of weights with the SDK and plain HTTP: signed URLs, byte ranges, archives and encryption."""
 
 import io
 import json
@@ -31,7 +31,7 @@ def rest(stack: LiveStack) -> tinker.RestClient:
 
 @pytest.fixture
 def trained(training: tinker.TrainingClient) -> tinker.TrainingClient:
-    """One step from the start, so that no factor of the adapter is zero."""
+    """Return a client after one step, so that neither LoRA matrix is zero."""
     tokens = tinker.ModelInput.from_ints([5, 6, 7, 8])
     datum = tinker.Datum(model_input=tokens, loss_fn_inputs={"target_tokens": [6, 7, 8, 9], "weights": [1.0] * 4})
     training.forward_backward([datum], "cross_entropy")
@@ -40,7 +40,7 @@ def trained(training: tinker.TrainingClient) -> tinker.TrainingClient:
 
 
 def fetch(url: str) -> bytes:
-    """As the SDK's command line does: without any header of ours."""
+    """Download without headers of this project, as the SDK's command line does."""
     with urllib.request.urlopen(url, timeout=20) as response:
         return response.read()
 
@@ -54,6 +54,7 @@ def test_external_weights_are_downloaded_without_a_key(trained: tinker.TrainingC
     files = {name: fetch(url) for name, url in signed.urls.items()}
     config = json.loads(files["adapter_config.json"])
     assert config["base_model_name_or_path"] == PUBLIC_NAME and config["r"] == 8 and config["lora_alpha"] == 32
+
     tensors = load(files["adapter_model.safetensors"])
     assert all(name.startswith("base_model.model.") for name in tensors)
     assert any(np.any(array) for name, array in tensors.items() if ".lora_B." in name)
@@ -73,6 +74,7 @@ def test_download_url_serves_byte_ranges(trained: tinker.TrainingClient, rest: t
     assert whole.status_code == HTTPStatus.OK and int(whole.headers["content-length"]) == size
     head = httpx.head(url)
     assert head.headers["content-length"] == str(size) and head.headers["accept-ranges"] == "bytes"
+
     for header, expected in (
         ("bytes=0-99", whole.content[:100]),
         ("bytes=100-", whole.content[100:]),
@@ -83,6 +85,7 @@ def test_download_url_serves_byte_ranges(trained: tinker.TrainingClient, rest: t
         assert part.status_code == HTTPStatus.PARTIAL_CONTENT and part.content == expected
         first = size - len(expected) if header != "bytes=0-99" else 0
         assert part.headers["content-range"] == f"bytes {first}-{first + len(expected) - 1}/{size}"
+
     for ignored in ("bytes=5-2", "lines=1-2", "bytes=-", "bytes=0-1,5-6"):
         assert httpx.get(url, headers={"range": ignored}).content == whole.content
     outside = httpx.get(url, headers={"range": f"bytes={size}-"})
@@ -98,6 +101,7 @@ def test_signature_is_valid_for_one_file_and_expiry(
     path = trained.save_weights_external("signed").result().path
     url = httpx.URL(rest.get_external_weights_urls(path).result().urls["adapter_config.json"])
     assert httpx.get(url).status_code == HTTPStatus.OK
+
     expires = int(url.params["expires"])
     forged = (
         url.copy_set_param("expires", str(expires + 1)),
@@ -107,8 +111,9 @@ def test_signature_is_valid_for_one_file_and_expiry(
         url.copy_with(path=url.path.replace("/file/", "/archive/")),
         url.copy_with(path=url.path.replace("signed", "other")),
     )
-    for each in forged:
-        assert httpx.get(each).status_code == HTTPStatus.FORBIDDEN, each
+
+    for forged_url in forged:
+        assert httpx.get(forged_url).status_code == HTTPStatus.FORBIDDEN, forged_url
     assert httpx.get(url.copy_remove_param("signature")).status_code == HTTPStatus.BAD_REQUEST
 
 
@@ -165,7 +170,10 @@ def test_export_names_are_unique_and_retries_are_duplicates(trained: tinker.Trai
 def test_checkpoint_kinds_are_not_interchangeable(
     trained: tinker.TrainingClient, service: tinker.ServiceClient, rest: tinker.RestClient
 ) -> None:
-    """Training and sampler checkpoints have no URLs; external weights are for neither training nor sampling."""
+    """Training and sampler checkpoints have no URLs.
+
+    External weights can be used neither to train nor to sample.
+    """
     state, sampler = trained.save_state("state").result().path, trained.save_weights_for_sampler("b").result().path
     external = trained.save_weights_external("c").result().path
     for path in (state, sampler):
@@ -180,7 +188,7 @@ def test_checkpoint_kinds_are_not_interchangeable(
 def test_training_checkpoint_is_downloaded_through_an_export(
     trained: tinker.TrainingClient, service: tinker.ServiceClient, rest: tinker.RestClient
 ) -> None:
-    """The same bytes, whichever model wrote them."""
+    """An export contains the same bytes for the original model and for a model that was loaded from its checkpoint."""
     direct = trained.save_weights_external("direct").result().path
     state = trained.save_state("kept").result().path
     again = service.create_training_client_from_state(state).result().save_weights_external("download").result().path
@@ -202,6 +210,7 @@ def test_archive_is_a_tar_of_the_adapter(trained: tinker.TrainingClient, stack: 
     save("archived").result()
     answer = stack.server.client.get(f"/api/v1/training_runs/{trained.model_id}/checkpoints/{kind}/archived/archive")
     assert answer.status_code == HTTPStatus.FOUND and "GMT" in answer.headers["expires"]
+
     url = answer.headers["location"]
     content = fetch(url)
     with tarfile.open(fileobj=io.BytesIO(content)) as tar:
@@ -211,6 +220,7 @@ def test_archive_is_a_tar_of_the_adapter(trained: tinker.TrainingClient, stack: 
         weights = tar.extractfile("adapter_model.safetensors")
         assert config is not None and json.load(config)["r"] == 8
         assert weights is not None and load(weights.read())
+
     part = httpx.get(url, headers={"range": "bytes=700-1800"})
     assert part.status_code == HTTPStatus.PARTIAL_CONTENT and part.content == content[700:1801]
 

@@ -1,4 +1,4 @@
-"""Downloads of weights that are in an object store, through the API."""
+"""Downloads of weights from an object store through the API."""
 
 import io
 import shutil
@@ -26,6 +26,7 @@ def test_downloads_fetch_what_is_not_on_the_machine(stored: LiveStack, tmp_path:
     with tinker.ServiceClient(base_url=stored.url) as service:
         training = service.create_lora_training_client(PUBLIC_NAME, rank=8, seed=1).result()
         path = training.save_weights_external("out").result().path
+
     cache = tmp_path / "data" / "artifact-cache"
     (saved,) = [copy for copy in cache.glob("art-*") if "external" in (copy / "manifest.json").read_text()]
     weights = (saved / "adapter_model.safetensors").read_bytes()
@@ -34,6 +35,7 @@ def test_downloads_fetch_what_is_not_on_the_machine(stored: LiveStack, tmp_path:
     url = rest.get_external_weights_urls(path).result().urls["adapter_model.safetensors"]
     assert list(cache.iterdir()) == [], "the names of the files are in the manifest"
     assert httpx.get(url).content == weights
+
     part = httpx.get(url, headers={"range": "bytes=10-19"})
     assert part.status_code == HTTPStatus.PARTIAL_CONTENT and part.content == weights[10:20]
     run, kind, name = path.removeprefix("tinker://").split("/")

@@ -1,4 +1,4 @@
-"""Every route, unauthenticated, as another owner and as an admin; a new route must be classified here."""
+"""Every route without a key, as another owner and as an admin. A new route must be classified here."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -20,12 +20,12 @@ NO_SUCH_SESSION = "session-" + "0" * 32
 
 
 def address(path: str) -> str:
-    """Return where a route is served: those of other protocols have a prefix of their own."""
+    """Return the path of a route. Routes of other protocols have their own prefix."""
     return f"/{path}" if path.startswith(("openapi", "metrics", "trackio/")) else f"/api/v1/{path}"
 
 
 def window_of_now() -> str:
-    """Return the query of the usage from an hour ago until an hour after this one."""
+    """Return a query for the usage of the previous, the current and the next hour."""
     hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     start, end = hour - timedelta(hours=1), hour + timedelta(hours=2)
     return f"starting_on={start:%Y-%m-%dT%H:00:00Z}&ending_before={end:%Y-%m-%dT%H:00:00Z}"
@@ -62,13 +62,13 @@ class World:
 
 @dataclass(frozen=True)
 class Thing:
-    """A call that names a row of Ann's."""
+    """A request that names one of Ann's rows."""
 
     route: str
     path: str = ""
     body: dict[str, Any] = field(default_factory=dict)
     is_silent: bool = False
-    """The response does not show whether the row exists."""
+    """If true, the response does not show whether the row exists."""
     admin_status: int = 200
     missing_status: int = 404
 
@@ -78,8 +78,8 @@ class Thing:
 
 
 OPEN = {
-    "GET openapi.json",  # documentation of the software, no data of users
-    "GET metrics",  # from this machine; with a key otherwise, see tests/unit/server/monitoring/test_metrics.py
+    "GET openapi.json",  # describes the software, without user data
+    "GET metrics",  # needs no key from this machine, see tests/unit/server/monitoring/test_metrics.py
     "GET healthz",
     "GET livez",
     "GET trackio/version",
@@ -91,7 +91,7 @@ PAGES = {
     *(f"{method} {path}" for table in TABLES for method, path, _ in table.entries),
     *("POST /console/chat", "POST /console/render", "POST /console/score"),
 }
-"""The console, which `test_console_access` and `test_playground` walk."""
+"""Pages and routes of the console, which `test_console_access` and `test_playground` test."""
 COMMON = {
     *("POST auth/token", "GET auth/apikey/me", "DELETE auth/apikey/me"),
     *("POST client/config", "POST client/dynamic_config", "GET get_server_capabilities", "POST telemetry"),
@@ -99,14 +99,14 @@ COMMON = {
     *("GET {path:path}", "POST {path:path}", "PUT {path:path}"),
     *("DELETE {path:path}", "PATCH {path:path}", "POST trackio/api/{name}"),
 }
-"""Routes that give the same response to every caller with a key."""
+"""Routes that send the same response to every caller with a key."""
 FOR_ADMINS = {"GET audit"}
-"""Routes that refuse other keys; `tests/api/test_audit.py` tests them."""
+"""Routes for admins only; `tests/api/test_audit.py` tests them."""
 OTHER_APIS = {
     *("POST completions", "POST chat/completions", "GET models", "GET models/{model_id:path}"),
     *("POST messages", "POST messages/count_tokens"),
 }
-"""Routes of the OpenAI and Anthropic endpoints below other prefixes; `test_chat.py` tests whose rows they use."""
+"""Other prefixes of the OpenAI and Anthropic endpoints; `test_chat.py` tests the owners of the rows they use."""
 PREFIXES = "/oai/api/v1", "/anthropic/api/v1", "/api/v1", "/v1"
 LISTS = {
     "GET sessions": "sessions?access_scope=accessible",
@@ -150,7 +150,9 @@ THINGS = [
     Thing("POST join_sampling_session", body={"sampling_session_id": "{sampling}"}),
     Thing("GET samplers/{sampler_id}", "samplers/{sampling}"),
     Thing("POST asample", body={"sampling_session_id": "{sampling}", "seq_id": 9}),
-    Thing("POST retrieve_future", body={"request_id": "{request}"}, missing_status=410),  # as for a pruned future
+    Thing(
+        "POST retrieve_future", body={"request_id": "{request}"}, missing_status=410
+    ),  # the same status as for a pruned future
     Thing(
         "POST retrieve_futures",
         body={"target": {"type": "sampling_session", "sampling_session_id": "{sampling}"}, "timeout": 0},
@@ -185,6 +187,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         server.client.headers["X-API-Key"] = ann
         session = server.session()
         run = server.model(session)
+
         saved = server.post("save_weights", model_id=run, seq_id=1, path="state")
         state = str(server.result(saved)["path"])
         server.result(server.post("save_weights_for_sampler", model_id=run, seq_id=2, path="sampler"))
@@ -194,6 +197,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         )
         logged = server.post(f"training_runs/{run}/metrics", step=1, metrics={"reward": 0.5})
         assert logged.json() == {"is_new": True}
+
         del server.client.headers["X-API-Key"]
         world.names.update(
             session=session,
@@ -206,18 +210,22 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield world
 
 
-def routes_of(routes: Iterable[BaseRoute], *, is_included: bool = False) -> Iterator[str]:
-    """Yield all routes; some FastAPI releases keep included routers nested, others flatten them."""
+def list_routes(routes: Iterable[BaseRoute], *, is_included: bool = False) -> Iterator[str]:
+    """Yield the names of all routes.
+
+    Included routers are nested in some FastAPI releases and flattened in other releases.
+    """
     for route in routes:
         router = getattr(route, "original_router", None)
         if router is not None:
-            yield from routes_of(router.routes, is_included=True)
+            yield from list_routes(router.routes, is_included=True)
         else:
             assert isinstance(route, Route), f"what is {route}?"
             for method in (route.methods or set()) - {"HEAD"}:
-                prefix = next((each for each in PREFIXES if route.path.startswith(f"{each}/")), "")
+                prefix = next((candidate for candidate in PREFIXES if route.path.startswith(f"{candidate}/")), "")
                 name = f"{method} {route.path}"
-                # Pages have the paths of Tinker's console, so that some differ from routes by the prefix alone.
+                # Pages have the paths of Tinker's console; some differ from API routes only by the
+                # prefix.
                 yield (
                     name
                     if name in PAGES and not is_included
@@ -228,7 +236,7 @@ def routes_of(routes: Iterable[BaseRoute], *, is_included: bool = False) -> Iter
 def test_every_route_is_classified(world: World) -> None:
     classes = [OPEN, COMMON, FOR_ADMINS, OTHER_APIS, PAGES, set(LISTS), {thing.route for thing in THINGS}]
     assert sum(map(len, classes)) == len(set().union(*classes)), "a route has one class"
-    assert set(routes_of(world.server.api.app.routes)) == set().union(*classes)
+    assert set(list_routes(world.server.api.app.routes)) == set().union(*classes)
 
 
 @pytest.mark.parametrize("route", sorted(OPEN))

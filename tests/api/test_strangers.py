@@ -1,4 +1,4 @@
-"""Requests of web pages and through proxies, to servers with and without API keys."""
+"""Requests from web pages and through proxies, to servers with and without API keys."""
 
 import secrets
 from collections.abc import Iterator, Mapping
@@ -43,7 +43,7 @@ def create_key(server: Server) -> str:
 
 
 def get(server: Server, path: str, headers: Mapping[str, str]) -> httpx.Response:
-    """Call with the port of the server in place of PORT."""
+    """Send a GET request. PORT in a header stands for the server's port."""
     port = str(httpx.URL(server.url).port)
     return server.client.get(path, headers={name: value.replace("PORT", port) for name, value in headers.items()})
 
@@ -87,7 +87,7 @@ def test_clients_are_served_while_no_key_is_required(open_server: Server, header
 
 
 def test_web_page_cannot_sample_or_poll(open_server: Server) -> None:
-    """A browser sends such requests without asking the server first (no-cors)."""
+    """A browser sends such requests without a preflight request (no-cors)."""
     for endpoint in ("asample", "retrieve_future", "create_session"):
         refused = open_server.client.post(
             f"/api/v1/{endpoint}",
