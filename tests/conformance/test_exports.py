@@ -102,13 +102,11 @@ WITHOUT_EXPERTS = {"target_modules": ["q_proj", "lm_head"]}
 OF_PEFT: Mapping[str, dict[str, Any]] = {
     "experts": WITHOUT_EXPERTS,
     "gpt-oss": WITHOUT_EXPERTS,
-    "linear": {
-        "target_modules": ["q_proj", "in_proj_qkv", "out_proj"]
-    },  # the server splits `in_proj_qkv` into three maps
+    # The server splits `in_proj_qkv` into three maps.
+    "linear": {"target_modules": ["q_proj", "in_proj_qkv", "out_proj"]},
     "linear-experts": {"target_modules": ["q_proj", "in_proj_qkv", "lm_head"]},
-    "by-head": {
-        "target_modules": ["q_proj", "in_proj_qkvz", "lm_head"]
-    },  # the server splits `in_proj_qkvz` into four maps, head by head
+    # The server splits `in_proj_qkvz` into four maps, head by head.
+    "by-head": {"target_modules": ["q_proj", "in_proj_qkvz", "lm_head"]},
     "sigmoid": WITHOUT_EXPERTS,
     "latents": {"target_modules": ["q_a_proj", "kv_a_proj_with_mqa", "lm_head"]},
     "mamba": WITHOUT_EXPERTS,

@@ -64,17 +64,17 @@ BANNED = {
     "who waits": "a waiting client",
     "whoever": "name the actor",
 }
-"""Words of earlier versions, each with the standard term that replaced it, see docs/glossary.md."""
+"""Words of earlier versions and the standard terms that replaced them; see docs/glossary.md."""
 
 ALLOWED = {
     "CHANGELOG.md": ("--hole-wait-s",),
     "tests/recipes/conftest.py": ("Where is the house?",),
     "tests/support/postgresql_server.py": ('"nobody"', "`nobody`"),
 }
-"""Names and quotations of third parties: path from the root to the texts in it that are not checked."""
+"""Names and quotations of third parties: a path from the root, and the texts in that file that are not checked."""
 
 DOCSTRING_OPENINGS = re.compile(r"(What|Who|Whom|Whose|Where|Of|That)\b")
-"""First words that make a clause, rather than a thing or an action, the subject of a docstring."""
+"""First words that would make a clause the subject of a docstring, instead of a thing or an action."""
 
 MOST_CELL_CHARACTERS = 160
 
@@ -84,7 +84,7 @@ _BANNED_PATTERN = re.compile(
 _LINK_TARGET = re.compile(r"\]\([^)]*\)")
 
 
-def banned_words(text: str, allowed: tuple[str, ...] = ()) -> Iterator[tuple[int, str]]:
+def find_banned_words(text: str, allowed: tuple[str, ...] = ()) -> Iterator[tuple[int, str]]:
     """Yield line number and message of each banned word; words in snake_case identifiers count."""
     for quotation in allowed:
         text = text.replace(quotation, re.sub(r"\S", ".", quotation))
@@ -94,7 +94,7 @@ def banned_words(text: str, allowed: tuple[str, ...] = ()) -> Iterator[tuple[int
             yield number, f"{word!r}: use {BANNED[word]!r}"
 
 
-def long_cells(text: str) -> Iterator[tuple[int, str]]:
+def find_long_cells(text: str) -> Iterator[tuple[int, str]]:
     """Yield line number and message of each Markdown table cell that is too long; link targets do not count."""
     in_code = False
     for number, line in enumerate(text.splitlines(), 1):
@@ -106,7 +106,7 @@ def long_cells(text: str) -> Iterator[tuple[int, str]]:
             yield number, f"table cell of {longest} characters, at most {MOST_CELL_CHARACTERS}"
 
 
-def broken_links(text: str, directory: Path) -> Iterator[tuple[int, str]]:
+def find_broken_links(text: str, directory: Path) -> Iterator[tuple[int, str]]:
     """Yield line number and message of each relative Markdown link from `directory` whose file does not exist."""
     for number, line in enumerate(text.splitlines(), 1):
         for target in re.findall(r"\]\(([^)#?\s]+)[^)]*\)", line):
@@ -114,7 +114,7 @@ def broken_links(text: str, directory: Path) -> Iterator[tuple[int, str]]:
                 yield number, f"link to {target}, which does not exist"
 
 
-def docstrings(text: str) -> Iterator[tuple[int, str]]:
+def check_docstrings(text: str) -> Iterator[tuple[int, str]]:
     """Yield line number and message of each docstring, attribute docstrings included, with a poor first line."""
     for node in ast.walk(ast.parse(text)):
         for statement in getattr(node, "body", None) if isinstance(getattr(node, "body", None), list) else ():
@@ -132,20 +132,20 @@ def docstrings(text: str) -> Iterator[tuple[int, str]]:
                 yield statement.lineno, "first line of a docstring is not a sentence that ends with a period"
 
 
-def findings(path: Path) -> Iterator[str]:
+def check_file(path: Path) -> Iterator[str]:
     """Yield each finding of one file as PATH:LINE: MESSAGE."""
     name = path.relative_to(ROOT).as_posix()
     text = path.read_text(encoding="utf-8")
-    found = list(banned_words(text, ALLOWED.get(name, ())))
+    found = list(find_banned_words(text, ALLOWED.get(name, ())))
     if path.suffix == ".md":
-        found += [*long_cells(text), *broken_links(text, path.parent)]
+        found += [*find_long_cells(text), *find_broken_links(text, path.parent)]
     if path.suffix == ".py":
-        found += docstrings(text)
+        found += check_docstrings(text)
     for number, message in sorted(found):
         yield f"{name}:{number}: {message}"
 
 
-def files(paths: list[Path]) -> Iterator[Path]:
+def list_files(paths: list[Path]) -> Iterator[Path]:
     """Yield the files to check in `paths`, directories recursively."""
     for path in paths:
         candidates = sorted(path.rglob("*")) if path.is_dir() else [path]
@@ -158,7 +158,7 @@ def files(paths: list[Path]) -> Iterator[Path]:
 def main(arguments: list[str]) -> int:
     """Print all findings; return 1 if there is one."""
     paths = [Path(argument).resolve() for argument in arguments] or [ROOT / name for name in TREE]
-    lines = [line for file in files([path for path in paths if path.exists()]) for line in findings(file)]
+    lines = [line for file in list_files([path for path in paths if path.exists()]) for line in check_file(file)]
     print(*lines, sep="\n") if lines else print("prose: no findings")
     return 1 if lines else 0
 

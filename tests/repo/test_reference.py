@@ -1,4 +1,4 @@
-"""The committed reference pages are those that the generator makes of the code."""
+"""The committed reference pages equal the pages that the generator makes from the code."""
 
 import re
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_the_example_sets_the_model_only() -> None:
 
 
 def test_every_setting_of_the_example_is_valid_and_the_default(tmp_path: Path) -> None:
-    """Without its signs of comments the file sets everything, and changes nothing."""
+    """With all settings uncommented, the file sets everything and changes nothing."""
     text = re.sub(r"^( *)#(\w)", r"\1\2", example_config.PATH.read_text(), flags=re.MULTILINE)
     file = tmp_path / "config.yaml"
     file.write_text(text)
@@ -64,6 +64,7 @@ def test_every_setting_of_the_example_is_valid_and_the_default(tmp_path: Path) -
     }
     known -= set(list_short_flags())
     assert set(content) == known and set(content["backend_config"]) == set(JaxFlags.model_fields)
+
     settings = read_settings("serve", ["--config", str(file)])
     defaults = read_settings("serve", ["--base-model", settings.base_model])
     depends = {"config", "data_dir", "backend_config"}

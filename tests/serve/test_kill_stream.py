@@ -31,6 +31,7 @@ def pieces(path: str, data: dict[str, Any]) -> list[tuple[int, str]]:
 @pytest.mark.parametrize("path", BODIES)
 def test_text_arrives_once_although_the_engine_is_killed(tmp_path: Path, path: str) -> None:
     flags = ("--base-model", "tiny", *constants("backend", decode_slice_tokens=4))
+
     with (
         LiveServer(tmp_path / "data", flags=flags, ready_within_s=120.0) as server,
         httpx.Client(base_url=server.url, timeout=300) as client,
@@ -39,6 +40,7 @@ def test_text_arrives_once_although_the_engine_is_killed(tmp_path: Path, path: s
         whole = client.post(path, json=body).json()
         texts, num_events, is_killed = ["", ""], 0, False
         token_ids: list[list[int]] = [[], []]
+
         with client.stream("POST", path, json={**body, "stream": True}) as response:
             for line in response.iter_lines():
                 if not line.startswith("data: {"):
@@ -53,7 +55,9 @@ def test_text_arrives_once_although_the_engine_is_killed(tmp_path: Path, path: s
                 if num_events >= 10 and not is_killed:  # an event may have text of both samples
                     os.kill(server.engine_pid, signal.SIGKILL)
                     is_killed = True
+
         server.wait_for(ENGINE_STARTED, times=2)
+
     assert num_events > 20, "most of the text came after the kill"
     if path.startswith("/v1"):
         assert texts == [choice["text"] for choice in whole["choices"]]
