@@ -134,7 +134,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, S
         served_model_name="tiny",
         chat_template=TEMPLATE,
     )
-
     with live_api(settings) as server, run_player(settings.data_dir) as player:
         while server.client.get("/api/v1/healthz").status_code != HTTPStatus.OK:
             time.sleep(0.02)

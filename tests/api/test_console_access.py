@@ -163,7 +163,6 @@ def test_owner_and_admin_see_every_page(world: ConsoleWorld, names: dict[str, st
         "root": lambda: world.key("root", "admin"),
         "reader": lambda: world.key(OWNER, "read"),
     }
-
     with world.browser(key[who]()) as browser:
         for path in get_pages(names):
             answer = browser.get(path)
@@ -414,7 +413,7 @@ def test_a_logged_run_is_shown_in_a_run_and_removed(world: ConsoleWorld, names: 
 
         with world.browser(world.key("root", "admin")) as root:
             mixed = {"logged_run_id": str(other), "form_token": root.token()}
-            assert "another owner" in root.post(form, mixed).text, "also an admin mixes no owners"
+            assert "another owner" in root.post(form, mixed).text, "an admin cannot mix owners either"
         assert ann.post(form, {"logged_run_id": str(number), "act": "separate", **token}).status_code == 303
         assert "reward" not in ann.get(data).json()["logged"]
 
@@ -440,7 +439,7 @@ def test_keys_are_shown_once_and_revoked(world: ConsoleWorld, ann_key: str) -> N
         for fields in ({"scope": "admin"}, {"scope": "metrics"}, {"days": "0"}, {"days": "x"}, {"name": "x" * 101}):
             assert ann.post("/keys", {"scope": "user", "name": "n", **fields, **token}).status_code == 400
         assert ann.post("/keys", {"scope": "user", "owner": "bob", **token}).status_code == 200
-        assert "bob" not in ann.get("/keys").text, "keys are made for oneself, whatever the form says"
+        assert "bob" not in ann.get("/keys").text, "the form cannot name another owner"
 
 
 def test_log_out_ends_the_session(world: ConsoleWorld, ann_key: str) -> None:

@@ -71,7 +71,7 @@ def test_several_engines_are_listed_with_what_they_hold(world: ConsoleWorld) -> 
         assert ">Engines<" not in ann.get("/health").text, "one engine is described above"
         world.server.store.write(add_ended_engine)
         alone = ann.get("/health").text
-        assert ">Engines<" in alone and "gpu-8" not in alone, "what the last of several holds is still shown"
+        assert ">Engines<" in alone and "gpu-8" not in alone, "the models of the remaining engine are still shown"
         names = world.server.store.write(add_engine)
         pages = {"ann": ann.get("/health").text, "root": root.get("/health").text}
 

@@ -103,7 +103,7 @@ def test_a_pass_carries_its_loss_and_only_what_the_loss_reads(offering: Server) 
     assert isinstance(stored, ModelPass) and stored.custom == LOSS
     assert stored.data[0].loss_inputs.keys() == {"target_tokens", "advantages"}
     offering.store.write(lambda tx: custom_losses.expire(tx, time.time() + 2 * custom_losses.RETENTION_S))
-    assert submit_pass(offering, model, 1, loss_id=loss_id).custom == LOSS, "a repeated pass is the stored one"
+    assert submit_pass(offering, model, 1, loss_id=loss_id).custom == LOSS, "a repeated pass returns the stored request"
     later = submit_pass(offering, model, 2, loss_id=loss_id)
     assert isinstance(later, Rejected) and later.backward and "has no such custom loss" in later.message
 
@@ -124,7 +124,6 @@ def test_a_pass_without_a_loss_of_its_session_fails(offering: Server, config: di
 
 def test_a_loss_of_another_session_or_owner_does_not_exist(tmp_path) -> None:
     settings = ApiSettings(port=0, data_dir=tmp_path, base_model="Qwen/Qwen3-8B")
-
     with live_api(settings) as server:
         publish_engine(server)
         ann, bob = (create_key(server, owner) for owner in ("ann", "bob"))
@@ -196,5 +195,5 @@ def test_losses_of_a_session_are_bounded(offering: Server, monkeypatch: pytest.M
         assert upload(offering, session, seq_id).status_code == 200
     answer = upload(offering, session, 2)
     assert answer.status_code == 400 and "this session has 2 custom losses" in answer.json()["detail"]
-    assert upload(offering, session, 1).status_code == 200, "a retry needs no room"
+    assert upload(offering, session, 1).status_code == 200, "a retry does not count"
     assert upload(offering, offering.session()).status_code == 200

@@ -111,7 +111,6 @@ def test_signature_is_valid_for_one_file_and_expiry(
         url.copy_with(path=url.path.replace("/file/", "/archive/")),
         url.copy_with(path=url.path.replace("signed", "other")),
     )
-
     for forged_url in forged:
         assert httpx.get(forged_url).status_code == HTTPStatus.FORBIDDEN, forged_url
     assert httpx.get(url.copy_remove_param("signature")).status_code == HTTPStatus.BAD_REQUEST

@@ -184,7 +184,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> RestartResponses:
         sent = prepare(server)
         lives.before.send_all(server, sent)
         refused = sent["create_sampling_session"].post(server, sampling_session_seq_id=1)
-        assert refused.status_code == HTTPStatus.BAD_REQUEST, "an unnamed save made that one"
+        assert refused.status_code == HTTPStatus.BAD_REQUEST, "an unnamed save created this session"
         server.store.write(drop_unnamed)
     with run_server(directory) as server:
         lives.after.send_all(server, sent)
@@ -203,7 +203,9 @@ def test_idempotency_key_identifies_one_request(lives: RestartResponses, name: s
 
 def test_duplicates_are_stored_and_executed_once(lives: RestartResponses) -> None:
     with_future = [name for name, result in lives.before.results.items() if result is not None]
-    assert lives.before.num_requests == lives.after.num_requests == len(with_future) + 3, "and three to prepare"
+    assert lives.before.num_requests == lives.after.num_requests == len(with_future) + 3, (
+        "and three requests that prepare the test"
+    )
     assert lives.before.effects == lives.after.effects == {"0": EFFECTS_OF_ALL, "1": 1, "2": 1}
 
 

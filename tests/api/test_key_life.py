@@ -69,7 +69,6 @@ def test_held_poll_ends_with_its_key(stack: LiveStack, endpoint: str, end: Calla
         prompt=prompt,
         sampling_params=params,
     )
-
     assert queued.status_code == HTTPStatus.OK, queued.text
     body: dict[str, object] = {"request_id": queued.json()["request_id"]}
     if endpoint == "retrieve_futures":

@@ -220,7 +220,7 @@ def list_routes(routes: Iterable[BaseRoute], *, is_included: bool = False) -> It
         if router is not None:
             yield from list_routes(router.routes, is_included=True)
         else:
-            assert isinstance(route, Route), f"what is {route}?"
+            assert isinstance(route, Route), f"unknown kind of route: {route}"
             for method in (route.methods or set()) - {"HEAD"}:
                 prefix = next((candidate for candidate in PREFIXES if route.path.startswith(f"{candidate}/")), "")
                 name = f"{method} {route.path}"

@@ -91,7 +91,6 @@ def test_a_reply_is_the_sdks_sample_with_its_log_probabilities(
     world: ConsoleWorld, ann: Browser, ann_key: str, run: str
 ) -> None:
     path = f"tinker://{run}/sampler_weights/second"
-
     for model, named in ((PUBLIC_NAME, {"base_model": PUBLIC_NAME}), (path, {"model_path": path})):
         found = events(ann.call(CHAT, ASK | {"model": model, "n": 2, "temperature": 0.8, "top_p": 0.9}))
         prompt = found[0]
@@ -128,7 +127,6 @@ def test_thinking_is_a_variable_of_the_template_and_no_key_is_needed_where_none_
     settings = ApiSettings(
         port=0, data_dir=tmp_path / "data", base_model="fake", tokenizer_id=tokenizer, chat_template=TEMPLATE
     )
-
     with live_api(settings) as server, httpx.Client(base_url=server.url, timeout=30) as client:
         visitor = Browser(client)
         assert read_setup(visitor.get("/playground").text)["has_thinking"]

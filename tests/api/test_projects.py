@@ -117,7 +117,6 @@ def test_members_use_the_weights(scene: Scene) -> None:
             sampling_session_seq_id=0,
             model_path=f"tinker://{scene.run_id}/sampler_weights/sampler",
         )
-
         assert (made.status_code == 200) == (status == 200), made.text
         copy = {"source_path": scene.weights(), "session_id": session, "model_seq_id": 7}
         assert scene.call(who, "POST", "copy_weights", **copy).status_code == status
@@ -182,7 +181,6 @@ def test_only_editors_assign_sessions_to_a_project_with_members(scene: Scene) ->
 
 def test_a_member_that_is_removed_sees_nothing_from_then_on(scene: Scene) -> None:
     world = scene.world
-
     with world.browser(scene.keys["root"]) as root:
         fields = {"form_token": root.token(), "project": PROJECT, "owner": "bob"}
         assert scene.call("bob", "GET", f"sessions/{scene.session_id}").status_code == 404

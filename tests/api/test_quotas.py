@@ -155,7 +155,7 @@ def test_work_beyond_a_day_fails_if_the_quota_says_so(stack: LiveStack) -> None:
             training.optim_step(tinker.AdamParams()).result(timeout=60)
 
         path = training.save_state("kept").result(timeout=60).path
-        assert path.endswith("/weights/kept"), "what was trained can be saved"
+        assert path.endswith("/weights/kept"), "the trained weights can be saved"
         sampling = ivo.create_sampling_client(base_model=PUBLIC_NAME).result()
         params = tinker.SamplingParams(max_tokens=3, seed=1, stop=[])
         sampling.sample(PROMPT, 1, params).result()

@@ -235,9 +235,8 @@ def create_from_state(stack: LiveStack, service: tinker.ServiceClient, path: str
 
 def manage(stack: LiveStack, service: tinker.ServiceClient, model_id: str) -> None:
     with expect_calls(stack, *HELLO, "GET training_runs?limit=20&offset=0&access_scope=owned"):
-        rest = tinker.RestClient(
-            base_url=stack.url, api_key="tml-replay"
-        )  # the SDK keeps one client per key, and this key is new
+        # The SDK keeps one client per key, and this key is new.
+        rest = tinker.RestClient(base_url=stack.url, api_key="tml-replay")
         runs = rest.list_training_runs().result().training_runs
     assert model_id in {run.training_run_id for run in runs}
 

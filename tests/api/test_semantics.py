@@ -88,7 +88,6 @@ def test_every_field_of_adam_params_reaches_the_backend(tmp_path: Path) -> None:
 def test_sampling_and_training_logprobs_agree(training: tinker.TrainingClient) -> None:
     list(steps(training, range(2)))
     sampler = training.save_weights_and_get_sampling_client().result()
-
     for sequence in draw(sampler, num_samples=4):
         tokens = [*PROMPT, *sequence.tokens]
         data = types.Datum(

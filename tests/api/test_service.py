@@ -172,7 +172,6 @@ def test_large_result_is_announced_by_its_size(server: Server) -> None:
     )
     announced = server.post("retrieve_future", request_id=request_id, allow_metadata_only=True).json()
     whole = server.post("retrieve_future", request_id=request_id, allow_metadata_only=False)
-
     assert announced == {"status": "complete_metadata", "response_payload_size": len(whole.content)}
     assert whole.json()["metrics"] and len(whole.content) > size
     assert server.post("retrieve_future", request_id=request_id).content == whole.content, (

@@ -173,9 +173,8 @@ def checkpoint_delete(place: CliServer) -> None:
 def checkpoint_publish(place: CliServer) -> None:
     place.tinker("checkpoint", "publish", place.sampler)
     assert place.list_checkpoints()[place.sampler]["public"] is True
-    place.tinker(
-        "checkpoint", "publish", place.sampler
-    )  # publishing twice is not a conflict, which the client would retry
+    # Publishing twice is not a conflict, which the client would retry.
+    place.tinker("checkpoint", "publish", place.sampler)
 
 
 def checkpoint_unpublish(place: CliServer) -> None:

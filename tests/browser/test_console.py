@@ -150,7 +150,7 @@ def test_a_person_follows_a_run(world: ConsoleWorld, chromium: Any, screenshots:
     page.get_by_role("button", name="Create key").click()
     made = page.locator("#new-key").inner_text()
     runs = httpx.get(f"{base}/api/v1/training_runs", headers={"X-API-Key": made}).json()["training_runs"]
-    assert len(runs) == 2, "the new key is one of the API"
+    assert len(runs) == 2, "the new key works in the API"
 
     page.get_by_role("link", name="To the keys").click()
     page.on("dialog", lambda dialog: dialog.accept())
@@ -244,7 +244,6 @@ def test_pages_are_accessible_and_fit(
 def test_text_of_users_is_shown_and_never_run(world: ConsoleWorld, chromium: Any) -> None:
     """Covers markup, templates, direction marks and a line of 60,000 characters in names that a client chooses."""
     key = world.key("mallory", "admin")
-
     with httpx.Client(base_url=f"{world.server.url}/api/v1", headers={"X-API-Key": key}, timeout=60) as client:
 
         def post(path: str, **fields: object) -> dict[str, Any]:

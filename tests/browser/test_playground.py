@@ -298,7 +298,7 @@ def test_token_ids_need_no_tokenizer(tmp_path: Path, chromium: Any) -> None:
         page.get_by_label("Tokens", exact=True).check()
         assert page.locator(".tok.part").count() == 5
         page.get_by_label("Message").fill("5, 6")
-        assert "from_ints([1, 2, 3])" in code(page, "tinker"), "the code is that of the shown reply"
+        assert "from_ints([1, 2, 3])" in code(page, "tinker"), "the code belongs to the shown reply"
 
 
 def test_the_page_fits_a_narrow_screen(world: ConsoleWorld, chromium: Any, key: str) -> None:

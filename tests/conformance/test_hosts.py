@@ -42,7 +42,7 @@ def run_on_one_and_two_hosts(directory: Path, last: str, mesh: str, flags: str) 
     assert not any(process.returncode for process in running), "\n\n".join(text[-3000:] for text in outputs)
     alone, first, second = (dict(np.load(directory / name / f"{mesh}.npz")) for name in ("alone", "host-0", "host-1"))
     assert alone.pop("bytes").size == 4
-    assert first.pop("bytes").size == second.pop("bytes").size == 2, "each host has the weights of its own devices"
+    assert first.pop("bytes").size == second.pop("bytes").size == 2, "each host has only the weights of its devices"
     return alone, first, second
 
 

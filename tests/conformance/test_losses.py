@@ -345,7 +345,7 @@ def test_policy_gradients_report_ratio_clip_fraction_and_kl(name):
     assert output.totals.keys() == {"ratio", "clip_fraction", "kl_to_sampler"}
     assert output.count_BT.any() == output.totals["ratio"].any() == (name != "cross_entropy")
     if name in ("importance_sampling", "dro"):
-        assert not output.totals["clip_fraction"].any(), "there is nothing that clips"
+        assert not output.totals["clip_fraction"].any(), "nothing is clipped"
 
 
 def test_kl_to_sampler_is_not_bounded():

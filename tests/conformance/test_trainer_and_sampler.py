@@ -53,7 +53,7 @@ OWN_FACTORS = ("Qwen3MoeForCausalLM", "GptOssForCausalLM")
 
 PARTS = {
     ("Qwen3ForCausalLM", "shared"): "attention with norms of queries and keys, tied embeddings",
-    ("Qwen2ForCausalLM", "shared"): "biases, an unembedding of its own",
+    ("Qwen2ForCausalLM", "shared"): "biases, an untied unembedding",
     ("Qwen3MoeForCausalLM", "own"): "experts, and adapters of each",
     ("GptOssForCausalLM", "shared"): "sinks and windows, adapters that experts share",
     ("Qwen3_5ForCausalLM", "shared"): "delta nets",

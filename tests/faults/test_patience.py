@@ -86,7 +86,7 @@ def test_retried_create_session_honours_retry_after_and_creates_one_session(stac
     assert lost.headers["x-idempotency-key"] == answered.headers["x-idempotency-key"]
     assert list_sessions(stack) - before == {session_id}
     new_client(stack)
-    assert len(list_sessions(stack) - before) == 2, "another client has a session of its own"
+    assert len(list_sessions(stack) - before) == 2, "a second client has a second session"
 
 
 def list_sessions(stack: LiveStack) -> set[str]:

@@ -65,7 +65,6 @@ def test_models_built_by_the_cookbook_give_the_logprobs_of_the_server(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     model = write_model(tmp_path / "model", architecture, tied_embeddings=tied)
-
     with live_model(model, NAME, tmp_path / "data") as url, tinker.ServiceClient(base_url=url) as service:
         client = service.create_lora_training_client(NAME, rank=8, seed=1, train_unembed=not tied).result()
         datum = tinker.Datum(

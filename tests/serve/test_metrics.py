@@ -100,9 +100,8 @@ def test_metrics_of_both_processes(tmp_path: Path) -> None:
         try:
             scrapes = [scrape(server.url) for _ in range(3)]
             assert [found["skyrl_tx_engine_up"] for found, _ in scrapes] == [0, 0, 0]
-            assert (
-                min(seconds for _, seconds in scrapes) < 1
-            )  # the minimum, because a busy machine slows single requests
+            # The minimum, because a busy machine slows single requests.
+            assert min(seconds for _, seconds in scrapes) < 1
             woken = scrapes[-1][0]["skyrl_tx_poll_wakeup_seconds_count"]
             waiting = training.forward([DATUM], "cross_entropy")
             until(lambda: scrape(server.url)[0]["skyrl_tx_polls_waiting"] == 1, within_s=30)

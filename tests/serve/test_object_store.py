@@ -63,7 +63,6 @@ def train(url: str, after_step: Callable[[int], None] = lambda step: None) -> li
         seen.append(sequence.tokens)
         external = training.save_weights_external("out").result().path
         urls = tinker.RestClient(base_url=url).get_external_weights_urls(external).result().urls
-
         for name in sorted(urls):
             with urllib.request.urlopen(urls[name], timeout=60) as answer:
                 seen.append((name, answer.read()))

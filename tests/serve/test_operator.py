@@ -203,7 +203,7 @@ def test_tenants_notice_neither_a_killed_engine_nor_a_rolling_restart(
         assert sorted(map(len, held[0].values())) == [1, 2], "runs are shared out by load"
         metrics = httpx.get(f"{api.url}/metrics", timeout=30).text
         assert all(f'engine="{number}"' in metrics for number in (1, 2)), (
-            "of both engines, by the volume that all mount"
+            "both engines report metrics through the shared volume"
         )
         assert json.loads(site.cli(capsys, "status", "--here", "--json"))["failures"] == []
 

@@ -119,7 +119,6 @@ def test_two_apis_with_an_engine_that_is_killed(
 def test_database_outage_pauses_the_server(tmp_path: Path, undisturbed: list[list[float]]) -> None:
     with PostgresqlServer() as database:
         flags = (*FAKE, "--database-url", database.new_database())
-
         with LiveServer(tmp_path, flags=flags) as server:
             api = httpx.Client(base_url=f"{server.url}/api/v1", timeout=40, headers={"X-API-Key": "tml-local"})
             reached: list[int] = []
