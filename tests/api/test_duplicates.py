@@ -31,7 +31,7 @@ OTHER_PASS = {"data": [DATUM, DATUM], "loss_fn": "cross_entropy"}
 ASKED = {"prompt": PROMPT, "sampling_params": {"max_tokens": 4}, "num_samples": 2}  # the server draws the seed
 OTHER_PROMPT = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [4]}]}}
 KEYED = {"x-idempotency-key": "stainless-python-retry-1"}
-EFFECTS_OF_ALL = 7
+NUM_SHARED_EFFECTS = 7
 """Effects on the shared model: its creation, two passes, a step, an unnamed save and two loads."""
 
 
@@ -206,7 +206,7 @@ def test_duplicates_are_stored_and_executed_once(lives: RestartResponses) -> Non
     assert lives.before.num_requests == lives.after.num_requests == len(with_future) + 3, (
         "and three requests that prepare the test"
     )
-    assert lives.before.effects == lives.after.effects == {"0": EFFECTS_OF_ALL, "1": 1, "2": 1}
+    assert lives.before.effects == lives.after.effects == {"0": NUM_SHARED_EFFECTS, "1": 1, "2": 1}
 
 
 def test_only_the_expected_request_fails(lives: RestartResponses) -> None:

@@ -61,7 +61,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class Thing:
+class RowRequest:
     """A request that names one of Ann's rows."""
 
     route: str
@@ -119,11 +119,11 @@ LISTS = {
 }
 CHECKPOINT = "training_runs/{run_id}/checkpoints/{kind}/{name}"
 THINGS = [
-    Thing("POST session_heartbeat", body={"session_id": "{session}"}),
-    Thing("GET sessions/{session_id}", "sessions/{session}"),
-    Thing("GET sessions/{session_id}/trace_export", "sessions/{session}/trace_export"),
-    Thing("PUT sessions/{session_id}/project", "sessions/{session}/project", {"project_id": "p"}),
-    Thing(
+    RowRequest("POST session_heartbeat", body={"session_id": "{session}"}),
+    RowRequest("GET sessions/{session_id}", "sessions/{session}"),
+    RowRequest("GET sessions/{session_id}/trace_export", "sessions/{session}/trace_export"),
+    RowRequest("PUT sessions/{session_id}/project", "sessions/{session}/project", {"project_id": "p"}),
+    RowRequest(
         "POST create_model",
         body={
             "session_id": "{session}",
@@ -132,49 +132,51 @@ THINGS = [
             "lora_config": {"rank": 8},
         },
     ),
-    Thing("POST get_info", body={"model_id": "{run}"}),
-    Thing("POST forward_backward", body={"model_id": "{run}", "seq_id": 101}),
-    Thing("POST forward", body={"model_id": "{run}", "seq_id": 102}),
-    Thing("POST optim_step", body={"model_id": "{run}", "seq_id": 103}),
-    Thing("POST save_weights", body={"model_id": "{run}", "seq_id": 104, "path": "x"}),
-    Thing("POST save_weights_for_sampler", body={"model_id": "{run}", "seq_id": 105, "path": "x"}),
-    Thing("POST save_weights_external", body={"model_id": "{run}", "seq_id": 106, "path": "x"}),
-    Thing("POST load_weights", body={"model_id": "{run}", "seq_id": 107, "path": "{state}"}),
-    Thing("POST load_weights", body={"session_id": "{session}", "model_seq_id": 9, "path": "{state}"}),
-    Thing("POST weights_info", body={"tinker_path": "{state}"}),
-    Thing("POST copy_weights", body={"session_id": "{session}", "model_seq_id": 10, "source_path": "{state}"}),
-    Thing(
+    RowRequest("POST get_info", body={"model_id": "{run}"}),
+    RowRequest("POST forward_backward", body={"model_id": "{run}", "seq_id": 101}),
+    RowRequest("POST forward", body={"model_id": "{run}", "seq_id": 102}),
+    RowRequest("POST optim_step", body={"model_id": "{run}", "seq_id": 103}),
+    RowRequest("POST save_weights", body={"model_id": "{run}", "seq_id": 104, "path": "x"}),
+    RowRequest("POST save_weights_for_sampler", body={"model_id": "{run}", "seq_id": 105, "path": "x"}),
+    RowRequest("POST save_weights_external", body={"model_id": "{run}", "seq_id": 106, "path": "x"}),
+    RowRequest("POST load_weights", body={"model_id": "{run}", "seq_id": 107, "path": "{state}"}),
+    RowRequest("POST load_weights", body={"session_id": "{session}", "model_seq_id": 9, "path": "{state}"}),
+    RowRequest("POST weights_info", body={"tinker_path": "{state}"}),
+    RowRequest("POST copy_weights", body={"session_id": "{session}", "model_seq_id": 10, "source_path": "{state}"}),
+    RowRequest(
         "POST create_sampling_session",
         body={"session_id": "{session}", "sampling_session_seq_id": 9, "base_model": PUBLIC_NAME},
     ),
-    Thing("POST join_sampling_session", body={"sampling_session_id": "{sampling}"}),
-    Thing("GET samplers/{sampler_id}", "samplers/{sampling}"),
-    Thing("POST asample", body={"sampling_session_id": "{sampling}", "seq_id": 9}),
-    Thing(
+    RowRequest("POST join_sampling_session", body={"sampling_session_id": "{sampling}"}),
+    RowRequest("GET samplers/{sampler_id}", "samplers/{sampling}"),
+    RowRequest("POST asample", body={"sampling_session_id": "{sampling}", "seq_id": 9}),
+    RowRequest(
         "POST retrieve_future", body={"request_id": "{request}"}, missing_status=410
     ),  # the same status as for a pruned future
-    Thing(
+    RowRequest(
         "POST retrieve_futures",
         body={"target": {"type": "sampling_session", "sampling_session_id": "{sampling}"}, "timeout": 0},
     ),
-    Thing("POST cancel_future", body={"request_id": "{request}"}, is_silent=True, admin_status=400),
-    Thing("GET training_runs/{run_id}", "training_runs/{run}"),
-    Thing("GET training_runs/{run_id}/checkpoints", "training_runs/{run}/checkpoints"),
-    Thing("POST training_runs/{run_id}/metrics", "training_runs/{run}/metrics", {"step": 1, "metrics": {"a": 1}}),
-    Thing("GET training_runs/{run_id}/metrics", "training_runs/{run}/metrics"),
-    Thing("GET logged_runs/{logged_run_id}/metrics", "logged_runs/1/metrics"),
-    Thing("PUT logged_runs/{logged_run_id}/training_run", "logged_runs/1/training_run", {"training_run_id": "{run}"}),
-    Thing(f"POST {CHECKPOINT}/publish", "training_runs/{run}/checkpoints/weights/state/publish"),
-    Thing(f"DELETE {CHECKPOINT}/publish", "training_runs/{run}/checkpoints/weights/state/publish"),
-    Thing(f"PUT {CHECKPOINT}/ttl", "training_runs/{run}/checkpoints/weights/state/ttl", {"ttl_seconds": 7200}),
-    Thing(
+    RowRequest("POST cancel_future", body={"request_id": "{request}"}, is_silent=True, admin_status=400),
+    RowRequest("GET training_runs/{run_id}", "training_runs/{run}"),
+    RowRequest("GET training_runs/{run_id}/checkpoints", "training_runs/{run}/checkpoints"),
+    RowRequest("POST training_runs/{run_id}/metrics", "training_runs/{run}/metrics", {"step": 1, "metrics": {"a": 1}}),
+    RowRequest("GET training_runs/{run_id}/metrics", "training_runs/{run}/metrics"),
+    RowRequest("GET logged_runs/{logged_run_id}/metrics", "logged_runs/1/metrics"),
+    RowRequest(
+        "PUT logged_runs/{logged_run_id}/training_run", "logged_runs/1/training_run", {"training_run_id": "{run}"}
+    ),
+    RowRequest(f"POST {CHECKPOINT}/publish", "training_runs/{run}/checkpoints/weights/state/publish"),
+    RowRequest(f"DELETE {CHECKPOINT}/publish", "training_runs/{run}/checkpoints/weights/state/publish"),
+    RowRequest(f"PUT {CHECKPOINT}/ttl", "training_runs/{run}/checkpoints/weights/state/ttl", {"ttl_seconds": 7200}),
+    RowRequest(
         f"GET {CHECKPOINT}/external_weights_urls",
         "training_runs/{run}/checkpoints/external_weights/external/external_weights_urls",
     ),
-    Thing(f"GET {CHECKPOINT}/archive", "training_runs/{run}/checkpoints/weights/state/archive", admin_status=302),
-    Thing(f"DELETE {CHECKPOINT}", "training_runs/{run}/checkpoints/external_weights/external", admin_status=204),
-    Thing("POST unload_model", body={"model_id": "{run}", "seq_id": 110}),
-    Thing("POST sessions/{session_id}/finish", "sessions/{session}/finish", {"reason": {"type": "success"}}),
+    RowRequest(f"GET {CHECKPOINT}/archive", "training_runs/{run}/checkpoints/weights/state/archive", admin_status=302),
+    RowRequest(f"DELETE {CHECKPOINT}", "training_runs/{run}/checkpoints/external_weights/external", admin_status=204),
+    RowRequest("POST unload_model", body={"model_id": "{run}", "seq_id": 110}),
+    RowRequest("POST sessions/{session_id}/finish", "sessions/{session}/finish", {"reason": {"type": "success"}}),
 ]
 
 
@@ -276,7 +278,7 @@ def test_lists_contain_only_visible_rows(world: World, route: str) -> None:
 
 
 @pytest.mark.parametrize("thing", THINGS, ids=lambda thing: thing.route)
-def test_rows_of_another_owner_return_404(world: World, thing: Thing) -> None:
+def test_rows_of_another_owner_return_404(world: World, thing: RowRequest) -> None:
     ann, missing = world.names["session"], NO_SUCH_SESSION
     path = thing.path or thing.route.split()[1]
     body = world.about(thing.body, ann)

@@ -17,7 +17,7 @@ MEMBERS: dict[str, ProjectRole] = {"vera": "viewer", "ed": "editor"}
 
 
 @dataclass
-class Scene:
+class ProjectScenario:
     """Ann's run in the project, her run outside it, and a key for each user."""
 
     world: ConsoleWorld
@@ -39,9 +39,9 @@ class Scene:
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProjectScenario]:
     with console_world(tmp_path_factory.mktemp("projects")) as world:
-        scene = Scene(world)
+        scene = ProjectScenario(world)
         scene.keys = {who: world.key(who) for who in ("ann", "vera", "ed", "bob")} | {
             "root": world.key("root", "admin")
         }
@@ -76,7 +76,7 @@ READS = (
 
 
 @pytest.mark.parametrize("path", READS)
-def test_members_read_what_is_in_the_project_and_nothing_else(scene: Scene, path: str) -> None:
+def test_members_read_what_is_in_the_project_and_nothing_else(scene: ProjectScenario, path: str) -> None:
     inside = path.format(run_id=scene.run_id, session_id=scene.session_id)
     outside = path.format(run_id=scene.private_run, session_id=scene.private_session)
     for who in ("ann", "vera", "ed", "root"):
@@ -87,7 +87,7 @@ def test_members_read_what_is_in_the_project_and_nothing_else(scene: Scene, path
         assert scene.call(who, "GET", outside).status_code == 404, who
 
 
-def test_lists_have_the_project_under_accessible_only(scene: Scene) -> None:
+def test_lists_have_the_project_under_accessible_only(scene: ProjectScenario) -> None:
     for who, sees in (("vera", True), ("ed", True), ("bob", False)):
         assert scene.call(who, "GET", "sessions").json()["sessions"] == []
         wide = scene.call(who, "GET", "sessions?access_scope=accessible").json()["sessions"]
@@ -105,7 +105,7 @@ def test_lists_have_the_project_under_accessible_only(scene: Scene) -> None:
         }
 
 
-def test_members_use_the_weights(scene: Scene) -> None:
+def test_members_use_the_weights(scene: ProjectScenario) -> None:
     for who, status in (("vera", 200), ("ed", 200), ("bob", 404)):
         assert scene.call(who, "POST", "weights_info", tinker_path=scene.weights()).status_code == status
         session = scene.call(who, "POST", "create_session", tags=[], sdk_version="0.38.0").json()["session_id"]
@@ -122,7 +122,7 @@ def test_members_use_the_weights(scene: Scene) -> None:
         assert scene.call(who, "POST", "copy_weights", **copy).status_code == status
 
 
-def test_only_the_owner_trains(scene: Scene) -> None:
+def test_only_the_owner_trains(scene: ProjectScenario) -> None:
     for who in ("vera", "ed", "bob"):
         for path, body in (
             ("optim_step", {"adam_params": {"learning_rate": 0.1}}),
@@ -142,7 +142,7 @@ def test_only_the_owner_trains(scene: Scene) -> None:
         assert logged.status_code == 404
 
 
-def test_editors_change_checkpoints_and_viewers_do_not(scene: Scene) -> None:
+def test_editors_change_checkpoints_and_viewers_do_not(scene: ProjectScenario) -> None:
     one = f"training_runs/{scene.run_id}/checkpoints/weights/other"
     for method, path, body in (
         ("POST", f"{one}/publish", {}),
@@ -165,7 +165,7 @@ def test_editors_change_checkpoints_and_viewers_do_not(scene: Scene) -> None:
     ]
 
 
-def test_only_editors_assign_sessions_to_a_project_with_members(scene: Scene) -> None:
+def test_only_editors_assign_sessions_to_a_project_with_members(scene: ProjectScenario) -> None:
     for who, status in (("ann", 403), ("vera", 403), ("bob", 403), ("ed", 200), ("root", 200)):
         made = scene.call(who, "POST", "create_session", tags=[], sdk_version="0.38.0", project_id=PROJECT)
         assert made.status_code == status, (who, made.text)
@@ -179,7 +179,7 @@ def test_only_editors_assign_sessions_to_a_project_with_members(scene: Scene) ->
     assert scene.call("ed", "PUT", f"sessions/{scene.private_session}/project", project_id=PROJECT).status_code == 404
 
 
-def test_a_member_that_is_removed_sees_nothing_from_then_on(scene: Scene) -> None:
+def test_a_member_that_is_removed_sees_nothing_from_then_on(scene: ProjectScenario) -> None:
     world = scene.world
     with world.browser(scene.keys["root"]) as root:
         fields = {"form_token": root.token(), "project": PROJECT, "owner": "bob"}
@@ -204,14 +204,14 @@ def test_a_member_that_is_removed_sees_nothing_from_then_on(scene: Scene) -> Non
     ]
 
 
-def pages_about(scene: Scene) -> list[str]:
+def pages_about(scene: ProjectScenario) -> list[str]:
     names = {"run_id": scene.run_id, "session_id": scene.session_id, "kind": "weights", "name": "state"}
     paths = [path for table in TABLES for method, path, _ in table.entries if method == "GET" and "{" in path]
     tabs = [f"/training_runs/{scene.run_id}?tab={tab}" for tab in ("samples", "steps", "requests", "config")]
     return [*(re.sub(r"{(\w+)}", lambda found: names[found.group(1)], path) for path in paths), *tabs]
 
 
-def test_pages_of_the_console(scene: Scene) -> None:
+def test_pages_of_the_console(scene: ProjectScenario) -> None:
     for who, sees in (("vera", True), ("ed", True), ("root", True), ("bob", False)):
         with scene.world.browser(scene.keys[who]) as browser:
             for path in pages_about(scene):
@@ -241,7 +241,7 @@ def test_pages_of_the_console(scene: Scene) -> None:
         assert stranger.get("/projects").status_code == 303
 
 
-def test_pages_of_teams(scene: Scene) -> None:
+def test_pages_of_teams(scene: ProjectScenario) -> None:
     """All users see the pages. Only the admin sees the usage of other users and the audit log."""
     for who in ("vera", "ed", "bob", "root"):
         with scene.world.browser(scene.keys[who]) as browser:
@@ -256,7 +256,7 @@ def test_pages_of_teams(scene: Scene) -> None:
             assert stranger.get(path).status_code == 303
 
 
-def test_names_of_ann_s_other_logged_runs_are_not_shown_to_members(scene: Scene) -> None:
+def test_names_of_ann_s_other_logged_runs_are_not_shown_to_members(scene: ProjectScenario) -> None:
     logged = {"project": "p", "run": "secret-name", "metrics": {"reward": 1.0}, "step": 1}
     bulk = {"kwargs": {"logs": [{**logged, "run_id": "r1", "log_id": "l1"}]}}
     sent = httpx.post(

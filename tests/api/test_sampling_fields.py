@@ -210,7 +210,7 @@ def test_target_logprobs_have_the_layout_of_the_request(base: tinker.SamplingCli
     assert (dense.to_numpy()[skipped] == 0.0).all()
 
     listed = ~skipped
-    listed[0, 1] = True  # an explicit -1
+    listed[0, 1] = True  # lists one skipped target explicitly, as -1
     rows, columns = np.nonzero(listed)
     crow = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=len(ids)))]).tolist()
 

@@ -28,7 +28,7 @@ from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, Pro
 from skyrl_tx.losses import LOSSES
 
 MODEL, SAMPLER = ModelId("m"), SamplerId("s")
-LOSS_OF_STEP = ("cross_entropy", "ppo")
+STEP_LOSSES = ("cross_entropy", "ppo")
 STEP = OptimizerParams(learning_rate=0.25, eps=10.0)
 """This step moves B to values near 0.1.
 
@@ -95,7 +95,7 @@ def train(backend: JaxBackend) -> dict[str, np.ndarray]:
     found |= state(backend, "new")
     before = leaves(backend)
 
-    for step, loss in enumerate(LOSS_OF_STEP):
+    for step, loss in enumerate(STEP_LOSSES):
         results = backend.forward_backward(batch(step, loss))
         found[f"{step}.logprobs"] = np.concatenate([result.logprobs for result in results])
         found[f"{step}.loss"] = np.array([result.sums["loss"] for result in results])
@@ -113,7 +113,7 @@ def train(backend: JaxBackend) -> dict[str, np.ndarray]:
 def every_other_loss(backend: JaxBackend) -> dict[str, np.ndarray]:
     """Return the sums and the gradient of every other loss. The model does not change."""
     found: dict[str, np.ndarray] = {}
-    for loss in sorted(LOSSES.keys() - set(LOSS_OF_STEP)):
+    for loss in sorted(LOSSES.keys() - set(STEP_LOSSES)):
         results = backend.forward_backward(batch(1, loss))
         found[f"{loss}.loss"] = np.array([result.sums["loss"] for result in results])
         found |= state(backend, loss)

@@ -12,7 +12,7 @@ from tests.support.tiny import TINY_CONFIG
 
 pytestmark = pytest.mark.slow
 ADAPTER = SamplerId("adapter")
-COPIES = "abc"  # of each request
+COPIES = "abc"  # three copies of each request
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def import_train_export(folder: Path, data_dir: Path) -> dict[str, list[float]]:
 
 # peft adapts fused experts with `target_parameters`, which the server refuses.
 WITHOUT_EXPERTS = {"target_modules": ["q_proj", "lm_head"]}
-OF_PEFT: Mapping[str, dict[str, Any]] = {
+PEFT_CONFIGS: Mapping[str, dict[str, Any]] = {
     "experts": WITHOUT_EXPERTS,
     "gpt-oss": WITHOUT_EXPERTS,
     # The server splits `in_proj_qkv` into three maps.
@@ -159,7 +159,7 @@ def comparison(
     making = {
         name: {"model": model, "make": str(folder / name), "config": config | changes}
         for name, config in ADAPTERS.items()
-        for changes in [OF_PEFT.get(f"{request.param}/{name}", OF_PEFT.get(request.param, {}))]
+        for changes in [PEFT_CONFIGS.get(f"{request.param}/{name}", PEFT_CONFIGS.get(request.param, {}))]
     }
     expected = run_torch(environment, folder, making)
     data_dir = tmp_path_factory.mktemp("data")

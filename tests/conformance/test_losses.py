@@ -296,8 +296,8 @@ def test_huge_ratios_stay_finite(name, target):
 @pytest.mark.parametrize(
     ("logp", "sampling"),
     [
-        ([-1.0, -100.0], [-100.0, 0.0]),  # +99 and -100: their mean is -0.5
-        ([-101.0] + [-1.0] * 99, [-1.0] * 100),  # one of a hundred: -1
+        ([-1.0, -100.0], [-100.0, 0.0]),  # +99 and -100: the mean is -0.5
+        ([-101.0] + [-1.0] * 99, [-1.0] * 100),  # -100 at one of a hundred tokens: the mean is -1
         ([-1.0] * 3, [-90.0, -1.0, -1.0]),
     ],
 )

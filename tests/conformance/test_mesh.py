@@ -47,7 +47,9 @@ def assert_equal(found: Numbers, wanted: Numbers) -> None:
         if name.startswith("new") or name.endswith(".tokens"):
             np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
         else:
-            scale = np.abs(wanted[name]).max(initial=1e-30) * (2 if ".second" in name else 1)  # squares of gradients
+            scale = np.abs(wanted[name]).max(initial=1e-30) * (
+                2 if ".second" in name else 1
+            )  # second moments are squares
             np.testing.assert_allclose(found[name], wanted[name], rtol=0, atol=TOLERANCE * scale, err_msg=name)
 
 

@@ -88,7 +88,10 @@ def open_backend(files: tuple[Path, Path], **options) -> JaxBackend:
 
 
 def make_requests() -> list[SampleRequest]:
-    """Return requests with different first tokens and many lengths; every other one uses the adapter."""
+    """Return requests with different first tokens and many lengths.
+
+    Every second request uses the adapter.
+    """
     draw = np.random.default_rng(7)
     return [
         SampleRequest(

@@ -168,7 +168,7 @@ def test_sparse_tensor_with_an_index_outside_its_shape(server: Server, column: i
     assert "a column index is outside [0, 5)" in get_error(server, answer)
 
 
-class _Executes:
+class _DirectoryCreator:
     """An object whose unpickling creates a directory."""
 
     def __init__(self, path: Path) -> None:
@@ -185,7 +185,7 @@ def test_pickled_weights_are_not_read(tmp_path: Path, name: str) -> None:
     directory.mkdir()
     config = {"peft_type": "LORA", "r": 8, "lora_alpha": 32, "target_modules": ["q_proj"]}
     (directory / "adapter_config.json").write_text(json.dumps(config))
-    (directory / name).write_bytes(pickle.dumps(_Executes(proof)))
+    (directory / name).write_bytes(pickle.dumps(_DirectoryCreator(proof)))
     with pytest.raises(peft.AdapterError):
         peft.read_adapter(directory)
     assert not proof.exists()

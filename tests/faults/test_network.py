@@ -25,7 +25,7 @@ from tests.support.chaos.runs import Network, Outcome, fake_server, find_differe
 from tests.support.flaky_proxy import FAULTS, Fault, FlakyProxy, Schedule, flaky_proxy, make_random_schedule
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
 
-EACH = {
+FAULTS_BY_CALL = {
     ("create_session", 1): "lose answer",
     ("create_model", 1): "lose answer",
     ("forward_backward", 1): "lose answer",
@@ -73,7 +73,7 @@ def make_flaky_network(schedule: Schedule, proxies: list[FlakyProxy]) -> Network
 
 def test_each_kind_of_fault_changes_no_bit(undisturbed: Outcome) -> None:
     proxies: list[FlakyProxy] = []
-    found = run(fake_server(), 1, [], make_flaky_network(lambda path, nth: EACH.get((path, nth)), proxies))
+    found = run(fake_server(), 1, [], make_flaky_network(lambda path, nth: FAULTS_BY_CALL.get((path, nth)), proxies))
     assert find_differences(found, undisturbed) == []
     done = proxies[0].done
     assert {fault for fault, _ in done} == set(FAULTS), done

@@ -18,7 +18,7 @@ from skyrl_tx.store import sessions
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
 from tests.support.polling import until
 
-BEAT_S = 10  # between two heartbeats
+BEAT_S = 10  # the interval of the SDK's heartbeats
 HASTE = 100
 
 

@@ -158,7 +158,7 @@ def send_unusual_data(training: Any) -> None:
 
 def cause_errors(training: Any) -> None:
     """Send invalid requests, then a valid one."""
-    bad = datum(weights=np.ones(3, np.float32))  # one per token is required
+    bad = datum(weights=np.ones(3, np.float32))  # one weight per token is required
     results["bad_data"] = get_failure(lambda: training.forward_backward([bad], "cross_entropy").result())
     results["incomplete"] = get_failure(lambda: training.optim_step(ADAM).result())
     many = [bad, *(datum() for _ in range(NUM_MANY))]

@@ -36,7 +36,7 @@ def stub() -> Iterator[VllmStub]:
         yield stub
 
 
-def wait(is_met: Callable[[], object]) -> None:
+def wait_until(is_met: Callable[[], object]) -> None:
     end = time.monotonic() + 30
     while not is_met():
         assert time.monotonic() < end, "the condition was not met in 30 s"
@@ -74,9 +74,9 @@ def test_a_lost_sampler_is_reported_and_its_samples_wait_while_training_goes_on(
         [expected] = clients.sampling.sample(PROMPT, 1, PARAMS).result().sequences
         stub.options.is_paused, num_bodies = True, len(stub.bodies)
         running = clients.sampling.sample(PROMPT, 1, PARAMS)
-        wait(lambda: len(stub.bodies) > num_bodies)
+        wait_until(lambda: len(stub.bodies) > num_bodies)
         stub.stop()
-        wait(lambda: clients.health().get("detail", "").startswith(LOST))
+        wait_until(lambda: clients.health().get("detail", "").startswith(LOST))
         assert clients.health()["detail"].endswith("; samples wait")
 
         clients.train()
@@ -84,7 +84,7 @@ def test_a_lost_sampler_is_reported_and_its_samples_wait_while_training_goes_on(
         stub.start()
         [found] = running.result().sequences
         assert found.tokens == expected.tokens
-        wait(lambda: clients.health() == {"status": "ok"})
+        wait_until(lambda: clients.health() == {"status": "ok"})
 
 
 @pytest.mark.slow
@@ -102,12 +102,12 @@ def test_an_own_vllm_ends_with_its_engine_and_starts_with_the_next(tmp_path: Pat
             os.kill(server.engine_pid, signal.SIGKILL)
             second = int(server.wait_for(STARTED, times=2))
             assert second != first
-            wait(lambda: not Path(f"/proc/{first}").exists())
+            wait_until(lambda: not Path(f"/proc/{first}").exists())
             [after] = sampling.sample(PROMPT, 1, PARAMS).result().sequences
             assert after.tokens == before.tokens
         assert server.stop() == 0
 
-    wait(lambda: not Path(f"/proc/{second}").exists())
+    wait_until(lambda: not Path(f"/proc/{second}").exists())
 
 
 @pytest.mark.slow

@@ -83,11 +83,11 @@ def train(url: str, key: str, tenant: int, meet: Callable[[], object]) -> list[o
     return seen
 
 
-class Site:
+class Deployment:
     """An operator's processes, by the service names of the file."""
 
     def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
-        self._data_dir = directory / "data"  # in the file a volume that all containers mount
+        self._data_dir = directory / "data"  # a volume that all containers mount in the file
         self._environment = environment
         self._stack = ExitStack()
         self.engines: dict[str, LiveServer] = {}
@@ -117,7 +117,7 @@ class Site:
         assert main([*arguments, "--data-dir", str(self._data_dir)]) == 0
         return capsys.readouterr().out.strip()
 
-    def __enter__(self) -> "Site":
+    def __enter__(self) -> "Deployment":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -172,7 +172,7 @@ def environment(store: S3Server, postgresql_url: str, monkeypatch: pytest.Monkey
 def test_tenants_notice_neither_a_killed_engine_nor_a_rolling_restart(
     tmp_path: Path, calm: list[list[object]], environment: Mapping[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Site(tmp_path, environment) as site, ExitStack() as stack:
+    with Deployment(tmp_path, environment) as site, ExitStack() as stack:
         keys = {name: site.cli(capsys, "keys", "create", name) for name in TENANTS}
         root = site.cli(capsys, "keys", "create", "--admin", "root")
         api, first, second = (site.start(name) for name in ("server", "engine-1", "engine-2"))

@@ -21,7 +21,7 @@ WIDTH = 3
 
 Elementwise = Callable[..., torch.Tensor]
 
-OF_ONE: dict[str, Elementwise] = {
+SUMMED_LOSSES: dict[str, Elementwise] = {
     "neg": lambda x, a, m: -x,
     "abs": lambda x, a, m: abs(x + 1.0) + torch.abs(x) + x.absolute(),
     "sign": lambda x, a, m: torch.sign(x) * x,
@@ -69,7 +69,7 @@ OF_ONE: dict[str, Elementwise] = {
 The loss is the sum of the result.
 """
 
-OF_ALL: dict[str, Elementwise] = {
+WHOLE_LOSSES: dict[str, Elementwise] = {
     "mean": lambda x, a, m: x.mean() + torch.mean(x * a),
     "masked_mean": lambda x, a, m: (x * m).sum() / m.sum().clamp(min=1),
     "count": lambda x, a, m: (x * a).sum() / (a > 0.5).sum(),
@@ -86,7 +86,7 @@ OF_ALL: dict[str, Elementwise] = {
 }
 """Functions of the same arguments that return the loss itself."""
 
-OF_TARGETS: dict[str, Elementwise] = {
+TARGET_LOSSES: dict[str, Elementwise] = {
     "distillation": lambda x, p, s: -(p * x).sum() * s,
     "kl": lambda x, p, s: (p * (torch.log(p) - torch.log_softmax(x, dim=-1))).sum(-1).mean(),
     "entropy": lambda x, p, s: -(x.softmax(-1) * F.log_softmax(x, dim=1)).sum(dim=(0, 1)) * s,
@@ -154,7 +154,7 @@ def describe_loss(name: str, function: Elementwise, kind: str) -> dict[str, Any]
 
 def main() -> None:
     torch.set_num_threads(1)
-    kinds = {"one": OF_ONE, "all": OF_ALL, "targets": OF_TARGETS}
+    kinds = {"one": SUMMED_LOSSES, "all": WHOLE_LOSSES, "targets": TARGET_LOSSES}
     losses = {
         f"{kind}-{name}": describe_loss(name, function, kind)
         for kind, functions in kinds.items()
