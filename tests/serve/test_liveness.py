@@ -56,7 +56,9 @@ def test_hung_call_restarts_the_engine_and_fails_its_request_at_last(tmp_path: P
         )
         server.wait_for(re.compile(r"(engine exited: forward_backward .* has taken longer than --step-timeout-s)"))
         failure = result(url, passed)
-        assert failure["category"] == "server" and "crashed 1 times while it ran this alone" in str(failure["error"])
+        assert failure["category"] == "server" and "crashed 1 times while it ran this request alone" in str(
+            failure["error"]
+        )
         assert STACKS.search(server.log) and "time.sleep" not in server.log
         assert "in _compute" in server.log, "the stack names the function that does not return"
 

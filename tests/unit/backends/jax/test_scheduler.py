@@ -17,7 +17,7 @@ from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.errors import BackendLost, CapacityError, UserError
 from skyrl_tx.contract.ids import RequestId, SamplerId
 from skyrl_tx.contract.requests import PromptOptions
-from tests.support.fake_programs import FakeModelRunner
+from tests.support.fake_model_runner import FakeModelRunner
 from tests.support.sample_requests import BLUE, RED, Results, begin, make_prompt, make_request, run
 from tests.support.watched_samples import FEW, LONGEST, Watch, short
 

@@ -8,7 +8,7 @@ from skyrl_tx.backends.jax.sample.prefill import PrefillQueue
 from skyrl_tx.backends.jax.sample.running_sample import RunningSample
 from skyrl_tx.backends.jax.sample.shard import SampleShard
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
-from tests.support.fake_programs import FakeModelRunner
+from tests.support.fake_model_runner import FakeModelRunner
 from tests.support.sample_requests import make_prompt, make_request
 
 MEMORY = SampleMemory(num_slots=2, tokens=40, prefix_tokens=0, max_length=40, state_tokens=5, page=8)
