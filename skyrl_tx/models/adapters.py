@@ -18,8 +18,8 @@ from flax import struct
 
 from skyrl_tx.contract.requests import LoraSpec
 from skyrl_tx.contract.state_files import ALPHA
+from skyrl_tx.layers.experts import get_expert_adapters, get_pooled_expert_adapters
 from skyrl_tx.layers.lora import Adapter, AdapterWeights, LoraPair, RowAdapter, RowSlots, select_rows
-from skyrl_tx.layers.moe import get_expert_adapters, get_pooled_expert_adapters
 from skyrl_tx.layers.parameter import Axis, flatten
 from skyrl_tx.models.config import ExpertLora, Group, ModelConfig
 from skyrl_tx.models.params import describe_params

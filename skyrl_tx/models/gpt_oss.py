@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+from skyrl_tx.layers.experts import Clamp
 from skyrl_tx.layers.grouped_experts import Routing
-from skyrl_tx.layers.moe import Clamp
 from skyrl_tx.models.config import Block, HfConfig, read_size
 from skyrl_tx.models.family import ModelFamily, read_attention, read_window
 from skyrl_tx.models.parts.base import UnsupportedModel

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from skyrl_tx.layers.cache_state import DecodeLayerCache, LayerCache, PrefillLayerCache
+from skyrl_tx.layers.experts import ExpertAdapters
 from skyrl_tx.layers.kernels.registry import NO_KERNELS, Heads, Kernels
 from skyrl_tx.layers.lora import RowAdapter
-from skyrl_tx.layers.moe import ExpertAdapters
 from skyrl_tx.layers.parameter import Axis, Parameter
 from skyrl_tx.layers.recurrence import ChunkMasks, make_conv_masks
 from skyrl_tx.layers.rope import Rope

@@ -12,9 +12,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from skyrl_tx.layers.experts import BIAS_AXES, MAP_NAMES, Clamp, ExpertWeights
 from skyrl_tx.layers.grouped_experts import Routing
 from skyrl_tx.layers.lora import linear
-from skyrl_tx.layers.moe import BIAS_AXES, MAP_NAMES, Clamp, ExpertWeights, apply_mixture, estimate_backward_bytes
+from skyrl_tx.layers.moe import apply_mixture, estimate_backward_bytes
 from skyrl_tx.layers.parameter import Axis, Parameter
 from skyrl_tx.layers.stable_bits import add_unfused, sum_last_dim
 from skyrl_tx.models.parts.base import (
