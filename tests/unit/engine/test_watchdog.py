@@ -111,7 +111,7 @@ def test_wait_for_files_is_reported_and_ends_nothing(activity, guard, stuck, lat
         later(11.0, guard)
         assert guard.overdue.startswith("waiting for files to be written has taken longer")
     assert not stuck
-    activity.idle()
+    activity.mark_idle()
     later(1000.0, guard)
     assert not guard.overdue and guard.describe_activity() is None
 
