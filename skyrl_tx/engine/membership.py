@@ -54,7 +54,9 @@ def reassign_last_run(store: Store) -> None:
 
     def work(tx: Session) -> placement.MoveResult:
         ready = _find_ready_engines(tx) - {store.engine_number}
-        return placement.move(tx, store.engine_number, sorted(ready), hold=True) if ready else placement.MoveResult()
+        return (
+            placement.move(tx, store.engine_number, sorted(ready), quarantine=True) if ready else placement.MoveResult()
+        )
 
     _log_move(store.engine_number, store.write(work))
 

@@ -63,7 +63,7 @@ _CORE_RULES = (
     RetentionRule(name="ephemeral samplers", expire=_release_samplers, prune=_prune_sampling_sessions),
     RetentionRule(name="recorded logprobs", expire=lambda tx, clock: recorded_logprobs.expire(tx, clock.now)),
     RetentionRule(name="custom losses", expire=lambda tx, clock: custom_losses.expire(tx, clock.now)),
-    RetentionRule(name="partial results", expire=lambda tx, _: completions.prune(tx)),
+    RetentionRule(name="partial results", expire=lambda tx, _: completions.prune_partials(tx)),
     RetentionRule(name="sessions", expire=_finish_sessions, prune=_prune_sessions),
     RetentionRule(name="results", prune=_prune_results),
     RetentionRule(name="requests", prune=_prune_requests),

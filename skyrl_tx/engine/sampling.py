@@ -394,7 +394,9 @@ class SamplingExecutor:
                 self._finish(running, error)
 
         if streamed:
-            self._context.store.write_soon(lambda tx: completions.add(tx, streamed)).add_done_callback(_log_failure)
+            self._context.store.write_soon(lambda tx: completions.add_partials(tx, streamed)).add_done_callback(
+                _log_failure
+            )
         for running in [running for running in self._running.values() if not running.assembler.num_open]:
             self._finish(running)
 
@@ -421,7 +423,7 @@ class SamplingExecutor:
             if name is not None:
                 sampling_sessions.record_use(tx, name, now)
             if queued.is_streamed:
-                completions.delete_by_request(tx, queued.request_id)
+                completions.delete_partials(tx, queued.request_id)
             if request.is_recorded:
                 recorded_logprobs.record(tx, queued.session_id, request.prompt.size, logprobs, now)
 

@@ -18,8 +18,8 @@ from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.live_api import Server, live_api
 from tests.support.live_engine import live_engine
 from tests.support.live_stack import LiveStack
+from tests.support.polling import until
 from tests.support.recording_middleware import RecordingMiddleware
-from tests.support.waiting import until
 
 BASE_MODEL = "Qwen/Qwen3-8B"
 PROMPT = types.ModelInput.from_ints([5, 6, 7])

@@ -67,7 +67,7 @@ def test_damaged_snapshot_is_replayed_from_the_beginning(harness, caplog):
     damage(harness, model_id)
     with caplog.at_level(logging.ERROR):
         assert looked_at(harness, model_id).logprobs[0].tobytes() == expected
-    assert "is not as it was written; replaying all of its requests instead" in caplog.text
+    assert "does not match the manifest; replaying all of its requests instead" in caplog.text
 
 
 def test_missing_snapshot_is_replayed_from_the_beginning(harness):
@@ -83,7 +83,7 @@ def test_damaged_snapshot_without_its_log_reports_the_lost_model(harness):
     failure = looked_at(harness, model_id)
     assert failure.category == ErrorCategory.SERVER
     assert failure.message.startswith(f"model {model_id} is lost: its snapshot after request 7, written at ")
-    assert "is not as it was written" in failure.message
+    assert "does not match the manifest" in failure.message
     assert failure.message.endswith("have been removed; checkpoints that were saved by name can still be loaded")
 
 

@@ -12,7 +12,7 @@ from skyrl_tx.server.monitoring.engine_status import EngineHealth
 from skyrl_tx.store import engine_state
 from skyrl_tx.testing.fake.backend import FakeBackend
 from tests.support.engine_harness import EngineHarness, forward_backward
-from tests.support.waiting import until
+from tests.support.polling import until
 
 
 class Slow(FakeBackend):

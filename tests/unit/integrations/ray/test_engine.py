@@ -240,7 +240,7 @@ def test_a_host_ends_when_the_command_does_not_call_it(launch: EngineLaunch, mon
 class StubProcess:
     """An engine process that runs until it is killed."""
 
-    place = EngineLocation("node0", 100, "run0")
+    location = EngineLocation("node0", 100, "run0")
 
     environment: Mapping[str, str] = {}
     """The variables of the last one."""
