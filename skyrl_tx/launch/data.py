@@ -34,7 +34,7 @@ def open_api_database(settings: ServerSettings) -> Store:
     if not (api.is_loopback or api.no_auth or store.read(lambda tx: keys.has_usable(tx, time.time()))):
         store.close()
         raise CannotServe(
-            f"--host {settings.host} is reachable by others and there are no API keys: create one with\n"
+            f"--host {settings.host} is reachable from other machines and there are no API keys: create one with\n"
             f"    skyrl-tx keys create --admin NAME --data-dir {settings.data_dir}\n"
             "or add --no-auth to disable authentication, or use 127.0.0.1"
         )
