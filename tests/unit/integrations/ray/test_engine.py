@@ -17,7 +17,8 @@ from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.integrations.ray import RaySettings
 from skyrl_tx.integrations.ray import engine as engine_module
 from skyrl_tx.integrations.ray.engine import EndedHost, RayEngine, RayHost, connect, find_cause, reserve_ports
-from skyrl_tx.launch.engine_process import EngineEnd, EngineLaunch, EngineLocation
+from skyrl_tx.launch.engine_end import EngineEnd
+from skyrl_tx.launch.engine_process import EngineLaunch, EngineLocation
 from skyrl_tx.launch.settings import SettingsError
 from skyrl_tx.launch.supervisor import make_engine_launch
 from skyrl_tx.process.setup import CannotServe
