@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 def _extend_server() -> ServerExtension:
-    from skyrl_tx.apps.chat.routes import ANTHROPIC_PREFIX, OPENAI_PREFIXES, create_routers, give_form
+    from skyrl_tx.apps.chat.errors import give_form
+    from skyrl_tx.apps.chat.routes import ANTHROPIC_PREFIX, OPENAI_PREFIXES, create_routers
     from skyrl_tx.apps.chat.service import ChatService
     from skyrl_tx.server.context import ServerExtension
 

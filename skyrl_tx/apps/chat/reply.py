@@ -19,8 +19,8 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import AppStatus, SendTimeoutError
 from starlette.types import Receive, Scope, Send
 
+from skyrl_tx.apps.chat.errors import Form, describe_stream_error
 from skyrl_tx.apps.chat.generation import Delta, Generation, merge_deltas
-from skyrl_tx.apps.chat.routes import Form, describe_stream_error
 from skyrl_tx.apps.chat.schemas import GenerationFields
 from skyrl_tx.apps.chat.service import ChatRequest, ChatService
 from skyrl_tx.contract.errors import RequestError

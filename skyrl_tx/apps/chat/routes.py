@@ -1,24 +1,22 @@
 """Routes of the OpenAI and Anthropic endpoints, the list of models, and the refusal of all other paths."""
 
-import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import Literal
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from skyrl_tx.apps.chat.anthropic import count_tokens, create_message
 from skyrl_tx.apps.chat.chat_completions import create_chat_completion
 from skyrl_tx.apps.chat.completions import create_completion
 from skyrl_tx.apps.chat.models import find_weights, list_checkpoints
 from skyrl_tx.apps.chat.reply import make_json_response
-from skyrl_tx.apps.chat.service import ContextTooLong
-from skyrl_tx.contract.errors import RequestError
 from skyrl_tx.server.context import ApiCall, ApiError, Incoming
 from skyrl_tx.server.identity.authentication import Caller
 
+OPENAI_PREFIXES = ("/oai/api/v1", "/v1")
+ANTHROPIC_PREFIX = "/anthropic/api/v1"
 _METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH"]
 _STARTED_AT = int(time.time())
 """Shown as the creation time of the served model."""
@@ -80,69 +78,3 @@ def _create_refusal(prefix: str, router: APIRouter) -> Callable[[str, Request, C
         )
 
     return refuse
-
-
-OPENAI_PREFIXES = ("/oai/api/v1", "/v1")
-ANTHROPIC_PREFIX = "/anthropic/api/v1"
-_OVERLOADED = 529
-"""Anthropic's status for a server that cannot serve now."""
-Form = Literal["openai", "anthropic"]
-
-_KEPT_HEADERS = frozenset({"retry-after", "www-authenticate", "x-should-retry"})
-_OPENAI_TYPES: Mapping[int, tuple[str, str | None]] = {
-    HTTPStatus.BAD_REQUEST: ("invalid_request_error", None),
-    HTTPStatus.UNAUTHORIZED: ("invalid_request_error", "invalid_api_key"),
-    HTTPStatus.FORBIDDEN: ("invalid_request_error", "insufficient_permissions"),
-    HTTPStatus.NOT_FOUND: ("invalid_request_error", "model_not_found"),
-    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: ("invalid_request_error", None),
-    HTTPStatus.TOO_MANY_REQUESTS: ("rate_limit_error", "rate_limit_exceeded"),
-}
-_ANTHROPIC_TYPES: Mapping[int, str] = {
-    HTTPStatus.BAD_REQUEST: "invalid_request_error",
-    HTTPStatus.UNAUTHORIZED: "authentication_error",
-    HTTPStatus.FORBIDDEN: "permission_error",
-    HTTPStatus.NOT_FOUND: "not_found_error",
-    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
-    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
-    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
-}
-
-
-def give_form(form: Form, response: Response, error: Exception) -> Response:
-    """Return the response to an error in the form of an API."""
-    detail = str(json.loads(bytes(response.body)).get("detail", ""))
-    headers = {name: value for name, value in response.headers.items() if name in _KEPT_HEADERS}
-    if response.status_code in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
-        headers.setdefault("retry-after", "5")
-    status = response.status_code
-    is_away = form == "anthropic" and status == HTTPStatus.SERVICE_UNAVAILABLE
-    return JSONResponse(
-        describe_error(form, status, detail, error), status_code=_OVERLOADED if is_away else status, headers=headers
-    )
-
-
-def describe_error(form: Form, status: int, detail: str, error: Exception | None = None) -> dict[str, object]:
-    """Return the body of an error response."""
-    too_long = error if isinstance(error, ContextTooLong) else None
-    if form == "anthropic":
-        if too_long is not None:
-            detail = f"prompt is too long: {too_long.num_prompt} tokens > {too_long.limit} maximum"
-        kind = _ANTHROPIC_TYPES.get(status, "api_error")
-        return {"type": "error", "error": {"type": kind, "message": detail}}
-    kind, code = _OPENAI_TYPES.get(status, ("server_error", None))
-    if too_long is not None:
-        code = "context_length_exceeded"
-    if status == HTTPStatus.NOT_FOUND and "not offered" in detail:
-        code = None
-    field = detail.partition(":")[0].partition(" ")[0]
-    param = field if status == HTTPStatus.BAD_REQUEST and field.replace("_", "").replace(".", "").isalnum() else None
-    return {"error": {"message": detail, "type": kind, "param": param, "code": code}}
-
-
-def describe_stream_error(form: Form, error: Exception) -> dict[str, object]:
-    """Return the body of an error that occurs while a response is streamed."""
-    status = error.status if isinstance(error, ApiError) else HTTPStatus.INTERNAL_SERVER_ERROR
-    detail = error.detail if isinstance(error, ApiError) else "internal error"
-    if isinstance(error, RequestError):
-        status, detail = HTTPStatus.BAD_REQUEST, error.message
-    return describe_error(form, status, detail, error)

@@ -7,7 +7,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from skyrl_tx.apps.chat.prompts import ChatTemplate
+from skyrl_tx.apps.chat.template import ChatTemplate
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.server.settings import ApiSettings
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from skyrl_tx.apps.chat.prompts import ChatTemplate
+from skyrl_tx.apps.chat.template import ChatTemplate
 from skyrl_tx.apps.chat.text import ModelText
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.server.settings import ApiSettings
