@@ -35,8 +35,8 @@ from skyrl_tx.launch.command import load_server_extensions
 from skyrl_tx.losses import LOSSES, MEANS, Loss
 from skyrl_tx.models import FAMILIES, ModelFamily
 from skyrl_tx.server.app import ROUTERS, create_app
-from skyrl_tx.server.monitoring.engine_status import ApiMetrics
-from skyrl_tx.server.schemas.service import WireModel
+from skyrl_tx.server.monitoring.metrics import ApiMetrics
+from skyrl_tx.server.schemas.base import WireModel
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.submission.loss_graph.vocabulary import FUNCTIONS, METHODS
 from skyrl_tx.store.database import Store

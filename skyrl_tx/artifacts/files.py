@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from skyrl_tx.artifacts.objects import ENCRYPTED_SUFFIX
+from skyrl_tx.artifacts.encryption import ENCRYPTED_SUFFIX
 from skyrl_tx.contract.errors import CapacityError
 from skyrl_tx.contract.ids import ArtifactId
 from skyrl_tx.process.failpoints import failpoint

@@ -18,10 +18,9 @@ from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
-import pyrage
 
 from skyrl_tx.artifacts.base import IDENTITY_DECODER, ArtifactStore, Identity
 from skyrl_tx.artifacts.bucket import Bucket, StoredObject
@@ -40,7 +39,6 @@ from skyrl_tx.artifacts.files import (
     seal,
     verify,
 )
-from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ArtifactId
 from skyrl_tx.process.failpoints import failpoint
 
@@ -382,31 +380,3 @@ class ObjectArtifacts(ArtifactStore):
             kept = {self._read_manifest(artifact_id).upload, MANIFEST, _TRASH, _RESTORED}
         old = [name for name, stored in objects.by_name.items() if looked_at - stored.modified_at >= _UPLOAD_S]
         self._bucket.delete([f"{artifact_id}/{name}" for name in old if name.partition("/")[0] not in kept])
-
-
-ENCRYPTED_SUFFIX = ".age"
-_age: Any = pyrage  # the extension is untyped
-
-
-def encrypt_files(directory: Path, recipients: Collection[str]) -> None:
-    """Encrypt each file of a directory in place; the encrypted file has the suffix `.age`."""
-    keys = parse_recipients(recipients, "age_encryption_recipients")
-    for path in [path for path in directory.rglob("*") if path.is_file()]:
-        _age.encrypt_file(str(path), f"{path}{ENCRYPTED_SUFFIX}", keys)
-        path.unlink()
-
-
-def parse_recipients(recipients: Collection[str], field: str) -> list[Any]:
-    """Return age or SSH public keys. Raises UserError, naming the field, for other texts."""
-    keys: list[Any] = []
-    for text in recipients:
-        if text.upper().startswith("AGE-SECRET-KEY-"):  # not quoted in the error, because errors are stored
-            raise UserError(
-                f"{field}: contains a secret key; recipients are public keys (age1…), as `age-keygen -y` prints"
-            )
-        kind = _age.ssh.Recipient if text.startswith("ssh-") else _age.x25519.Recipient
-        try:
-            keys.append(kind.from_str(text))
-        except _age.RecipientError as error:
-            raise UserError(f"{field} {text[:100]!r}: neither an age1… nor an SSH public key ({error})") from error
-    return keys

@@ -12,19 +12,23 @@ from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.meters import Meters
 from skyrl_tx.engine import handlers, membership
 from skyrl_tx.engine.activity import HOST_WORK, LoopActivity, Watchdog, monitor_backend
+from skyrl_tx.engine.admission import Admission
 from skyrl_tx.engine.background_writer import BackgroundWriter
 from skyrl_tx.engine.context import EngineContext
 from skyrl_tx.engine.device_cache import ModelCache, SamplerCache
-from skyrl_tx.engine.extension import Admission, EngineExtension, ResultObservers
+from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
+from skyrl_tx.engine.extension import EngineExtension
 from skyrl_tx.engine.housekeeping import ApiUptime, Housekeeping
 from skyrl_tx.engine.intake import Intake
 from skyrl_tx.engine.metrics import EngineMetrics, StatusPublisher
-from skyrl_tx.engine.recovery import Recovery, make_artifact_metadata, recreate_lost_samplers, replay_quarantined
+from skyrl_tx.engine.observers import ResultObservers
+from skyrl_tx.engine.recovery import Recovery, make_artifact_metadata
 from skyrl_tx.engine.request_log import DeliveryAttempts, RequestLog
-from skyrl_tx.engine.retention import EphemeralSamplers, Retention
+from skyrl_tx.engine.retention import Retention
 from skyrl_tx.engine.sampling import SamplingExecutor
 from skyrl_tx.engine.schedule import FairShare, Schedule
 from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.engine.startup import recreate_lost_samplers, replay_quarantined
 from skyrl_tx.engine.training import TrainingExecutor
 from skyrl_tx.process.signals import ServiceThread
 from skyrl_tx.store import completions, engine_state, futures, identity, leases

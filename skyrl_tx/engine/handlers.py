@@ -16,7 +16,7 @@ import msgspec
 from sqlmodel import Session
 
 from skyrl_tx.artifacts import Artifact
-from skyrl_tx.artifacts.objects import encrypt_files
+from skyrl_tx.artifacts.encryption import encrypt_files
 from skyrl_tx.contract import results
 from skyrl_tx.contract.backend import Snapshot, StatePart
 from skyrl_tx.contract.batches import PreparedModelPassBatch
@@ -35,9 +35,9 @@ from skyrl_tx.engine import prepare
 from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
 from skyrl_tx.engine.device_cache import LiveModel
+from skyrl_tx.engine.ephemeral_samplers import make_sampler_id
 from skyrl_tx.engine.recovery import LoggedRequest, Recovery
 from skyrl_tx.engine.request_log import QueuedRequest
-from skyrl_tx.engine.retention import make_sampler_id
 from skyrl_tx.store import audit, checkpoints, manifests, models, sampling_sessions
 from skyrl_tx.store.tables import CheckpointRow, SamplingSessionRow
 

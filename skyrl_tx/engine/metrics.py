@@ -28,7 +28,8 @@ from skyrl_tx.contract.results import Failure, ForwardBackwardOutput, OptimStepO
 from skyrl_tx.engine.activity import Watchdog
 from skyrl_tx.process.signals import ServiceThread
 from skyrl_tx.store import engine_state
-from skyrl_tx.store.database import Store, StoreError, StoreUnreachable
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreError, StoreUnreachable
 from skyrl_tx.store.pauses import Pause
 from skyrl_tx.store.tables import EngineStateRow, EngineStatus
 

@@ -6,7 +6,7 @@ depend on its own requests only. Named saves and forward passes change no model 
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -16,18 +16,16 @@ from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing, Artif
 from skyrl_tx.contract import codec, requests
 from skyrl_tx.contract.backend import ALL_PARTS, AbstractBackend, Snapshot, StatePart
 from skyrl_tx.contract.capabilities import Capabilities, plain_text, split_hash
-from skyrl_tx.contract.errors import BackendLost, RequestError, ServerError, UserError
-from skyrl_tx.contract.ids import ArtifactId, ModelId, RequestId
-from skyrl_tx.contract.requests import ModelSpec, Sample
-from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext, report_internal_error
+from skyrl_tx.contract.errors import BackendLost, ServerError, UserError
+from skyrl_tx.contract.ids import ArtifactId, ModelId
+from skyrl_tx.contract.requests import ModelSpec
+from skyrl_tx.engine.ephemeral_samplers import EphemeralSamplers
 from skyrl_tx.engine.request_log import QueuedRequest
-from skyrl_tx.engine.retention import EphemeralSamplers
-from skyrl_tx.engine.sampling import SamplingExecutor
-from skyrl_tx.engine.schedule import Schedule, SequenceCursor
-from skyrl_tx.engine.training import TrainingExecutor
+from skyrl_tx.engine.schedule import SequenceCursor
 from skyrl_tx.process.failpoints import failpoint
 from skyrl_tx.store import futures, models
-from skyrl_tx.store.database import Store, StoreUnreachable
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreUnreachable
 from skyrl_tx.store.tables import SnapshotRow
 
 _log = logging.getLogger(__name__)
@@ -219,90 +217,3 @@ def _format_flag(form: str) -> str:
 
 def _shorten_hash(base_model_hash: str) -> str:
     return base_model_hash[:12]
-
-
-def recreate_lost_samplers(context: EngineContext) -> None:
-    """Create the ephemeral samplers whose files a crash prevented, by replaying their models.
-
-    The replay is a delivery attempt of the saves, so that a save whose replay crashes engines is given up.
-    """
-    for model_id, saves in sorted(context.ephemeral_samplers.find_lost().items()):
-        if (reason := _replay_saves(context, model_id, saves)) is not None:
-            lost = "%d ephemeral samplers of model %s are lost: %s"
-            _log.error(lost, len(saves), model_id, reason, extra={"model_id": model_id})
-            message = f"its unsaved weights are lost: {reason}; save them again to sample"
-            context.ephemeral_samplers.mark_lost(saves.values(), message)
-
-
-def _replay_saves(context: EngineContext, model_id: ModelId, saves: Collection[RequestId]) -> str | None:
-    """Replay a model with its ephemeral saves. Returns why that failed, or None."""
-    crashes, reason = context.store.read(lambda tx: futures.get_max_crashes(tx, saves)), None
-    if crashes >= context.settings.max_attempts:
-        return f"the engine crashed {crashes} times while it restored them"
-    context.attempts.count(saves)
-    try:
-        context.models.ensure_resident([model_id])
-    except FATAL_ERRORS:
-        raise
-    except RequestError as error:
-        reason = error.message
-    except Exception as error:  # any error concerns this model only
-        reason = report_internal_error(f"restoring model {model_id}", error).message
-    context.attempts.undo(saves)
-    return reason
-
-
-def replay_quarantined(
-    context: EngineContext, training: TrainingExecutor, sampling: SamplingExecutor, is_stopping: Callable[[], bool]
-) -> None:
-    """Execute the quarantined requests one at a time: samples first, then each model's in `seq_id` order.
-
-    Returns early when the engine stops.
-    """
-    store = context.store
-    quarantined = [
-        QueuedRequest.from_row(row) for row in store.read(lambda tx: futures.list_in_flight(tx, store.engine_number))
-    ]
-    if not quarantined:
-        return
-    _log.warning("%d requests were running at the last crash; each runs alone now", len(quarantined))
-    by_model: dict[ModelId, list[QueuedRequest]] = {}
-    _wait_for_writes(context)
-    for queued in quarantined:
-        if queued.model_id is not None and not isinstance(queued.request, Sample):
-            by_model.setdefault(queued.model_id, []).append(queued)
-            continue
-        if is_stopping():
-            return
-        sampling.add(queued)
-        while sampling.run_slice():
-            if is_stopping():
-                return
-        _wait_for_writes(context)
-    for model_id, its_requests in by_model.items():
-        schedule = _make_schedule(context, model_id, its_requests)
-        while not is_stopping() and (step := schedule.take(0.0)) is not None:
-            training.start_scheduled(step)
-            while training.run_micro_batch():
-                pass
-            _wait_for_writes(context)
-
-
-def _make_schedule(context: EngineContext, model_id: ModelId, requests: list[QueuedRequest]) -> Schedule:
-    """Schedule a model's quarantined requests one by one, after those that precede them and arrived since.
-
-    A sequence gap before a quarantined request does not delay it: the crashed engine had waited already.
-    """
-    last_seq = max(queued.seq_id or 0 for queued in requests)
-    preceding = context.store.read(lambda tx: futures.list_not_started(tx, model_id, last_seq))
-    schedule = Schedule(gap_timeout_s=0.0, max_pass_tokens=1, max_models=1, max_batch_requests=1)
-    schedule.add_model(model_id, context.recovery.read_sequence_cursor(model_id))
-    for queued in (*map(QueuedRequest.from_row, preceding), *requests):
-        schedule.add(queued)
-    return schedule
-
-
-def _wait_for_writes(context: EngineContext) -> None:
-    """Wait until files and results are on disk, so that a crash while writing counts for one request only."""
-    context.background_writer.drain()
-    context.request_log.wait_for_commits()

@@ -22,7 +22,8 @@ from skyrl_tx.contract.results import Failure, OptimStepOutput, Result
 from skyrl_tx.engine.metrics import EngineMetrics
 from skyrl_tx.process.failpoints import failpoint
 from skyrl_tx.store import futures, models
-from skyrl_tx.store.database import Store, StoreError
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreError
 from skyrl_tx.store.futures import PendingRequest, StoredRequest
 
 _log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 from skyrl_tx.contract.ids import ModelId, SessionId
-from skyrl_tx.engine.extension import START, Admission, Fail, Wait
+from skyrl_tx.engine.admission import START, Admission, Fail, Wait
 from skyrl_tx.engine.request_log import QueuedRequest
 
 _MAX_OWNERS = 1024

@@ -89,7 +89,7 @@ if TYPE_CHECKING:
 
     from skyrl_tx.engine.extension import EngineExtension
     from skyrl_tx.launch.command import Command
-    from skyrl_tx.server.context import ServerExtension
+    from skyrl_tx.server.extension import ServerExtension
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,7 +52,8 @@ from skyrl_tx.process.signals import (
     handle_signals,
 )
 from skyrl_tx.store import engine_state, futures
-from skyrl_tx.store.database import Store, StoreBlocked, StoreError, StoreInUse, StoreUnreachable
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreInUse, StoreUnreachable
 from skyrl_tx.store.notices import record_notices
 from skyrl_tx.store.writer import RetryPolicy
 

@@ -34,7 +34,8 @@ from skyrl_tx.process.setup import CannotServe, check_certificate, get_url, list
 from skyrl_tx.process.signals import handle_signals
 from skyrl_tx.server.app import ApiServer
 from skyrl_tx.store import checkpoints, futures, keys, models
-from skyrl_tx.store.database import Store, StoreBlocked, StoreError, StoreInUse, StoreUnreachable
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreInUse, StoreUnreachable
 from skyrl_tx.store.notices import record_notices
 
 _log = logging.getLogger(__name__)

@@ -22,14 +22,17 @@ from skyrl_tx import __version__
 from skyrl_tx.artifacts import open_artifacts
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.process.setup import listen
-from skyrl_tx.server.context import ApiContext, ApiError, ErrorForm, ServerExtension
+from skyrl_tx.server.context import ApiContext
+from skyrl_tx.server.errors import ApiError
+from skyrl_tx.server.extension import ErrorForm, ServerExtension
 from skyrl_tx.server.http.body import BodyBudget
 from skyrl_tx.server.http.connections import Connections, HttpProtocol, Listener, compute_max_connections
 from skyrl_tx.server.http.long_poll import LongPollMiddleware, ResultWatcher
 from skyrl_tx.server.http.request_guard import RequestGuard, TrustedProxies
-from skyrl_tx.server.identity.access import API_PREFIX as _PREFIX
 from skyrl_tx.server.identity.authentication import OWNER, Authenticator, Caller, SigningKey
-from skyrl_tx.server.monitoring.engine_status import AdmissionControl, ApiMetrics, EngineHealth
+from skyrl_tx.server.identity.scopes import API_PREFIX as _PREFIX
+from skyrl_tx.server.monitoring.engine_status import AdmissionControl, EngineHealth
+from skyrl_tx.server.monitoring.metrics import ApiMetrics
 from skyrl_tx.server.monitoring.server_monitor import ServerMonitor
 from skyrl_tx.server.routes import (
     downloads,
@@ -43,7 +46,8 @@ from skyrl_tx.server.routes import (
 )
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.submission.validation import quote_value
-from skyrl_tx.store.database import Store, StoreError, ValueRefused
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreError, ValueRefused
 
 _log = logging.getLogger(__name__)
 _KEEP_ALIVE_S = 75

@@ -2,94 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from http import HTTPStatus
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 from anyio import CapacityLimiter
-from fastapi import APIRouter, Depends, Query, Request
-from fastapi.responses import Response
+from fastapi import Depends, Query, Request
 from sqlmodel import Session
-from starlette.routing import BaseRoute
 
 from skyrl_tx.artifacts import ArtifactStore
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import SessionId
+from skyrl_tx.server.errors import ApiError
+from skyrl_tx.server.extension import ServerExtension
 from skyrl_tx.server.http.body import CONTROL_LIMITS, POLL_LIMITS, Body, BodyBudget, BodyLimits, read_body
 from skyrl_tx.server.http.long_poll import ResponsePriority, ResultWatcher
 from skyrl_tx.server.identity.authentication import Authenticator, Caller, Principal, SigningKey
-from skyrl_tx.server.monitoring.engine_status import AdmissionControl, ApiMetrics, EngineHealth
-from skyrl_tx.server.schemas.service import WireModel
+from skyrl_tx.server.monitoring.engine_status import AdmissionControl, EngineHealth
+from skyrl_tx.server.monitoring.metrics import ApiMetrics
+from skyrl_tx.server.schemas.base import WireModel
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.submission.validation import UnknownFields
 from skyrl_tx.store.database import Store
-
-Refusal = Literal["missing_key", "wrong_key", "ended_key", "throttled", "scope", "queue_full", "bodies_full", "quota"]
-"""The refusals that the metrics count: of keys, and of requests that must come later."""
-
-
-class ApiError(Exception):
-    """An HTTP error response. `detail` is written for the person who made the call.
-
-    `reason` is the label under which the metrics count it, if they do.
-    """
-
-    def __init__(
-        self,
-        status: HTTPStatus,
-        detail: str,
-        headers: Mapping[str, str] | None = None,
-        *,
-        reason: Refusal | None = None,
-    ) -> None:
-        super().__init__(detail)
-        self.status = status
-        self.detail = detail
-        self.headers = headers
-        self.reason: Refusal | None = reason
-
-
-bad_request = partial(ApiError, HTTPStatus.BAD_REQUEST)
-"""The call cannot be read, or contradicts stored data."""
-
-
-not_found = partial(ApiError, HTTPStatus.NOT_FOUND)
-"""An id does not exist, or belongs to another owner."""
-
-
-too_large = partial(ApiError, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-"""The body exceeds the limit."""
-
-
-ErrorForm: TypeAlias = Callable[[Response, Exception], Response]
-"""Turns the response to an error, whose body is `{"detail": text}`, into the form of another API."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerExtension:
-    """Routers, pages and error forms of one feature."""
-
-    routers: Sequence[APIRouter] = ()
-    """Routers with their own prefixes, for example `APIRouter(prefix="/v1")`.
-
-    They are matched after the routers of the server, and before the refusal of unknown paths below `/api/v1`.
-    """
-    pages: Callable[[ApiContext], Sequence[BaseRoute]] | None = None
-    """Returns routes outside the OpenAPI document, such as web pages. They are matched last."""
-    service: Callable[[ApiContext], object] | None = None
-    """Creates the component that the endpoints of the feature share: `app.state.NAME`, by the name of the app."""
-    error_forms: Mapping[str, ErrorForm] = field(default_factory=dict[str, ErrorForm])
-    """The form of errors by the beginning of the path, for example of all paths that start with `/v1/`."""
-    admission: Callable[[Session, SessionId, float], None] | None = None
-    """Called at a time in the transaction that adds a checkpoint to a session; raises UserError to refuse it."""
-    on_telemetry: Callable[[ApiCall], None] | None = None
-    """Receives each call of `/telemetry`, in a thread, before it is acknowledged."""
-    describe_session: Callable[[ApiCall, Request, SessionId], str | None] | None = None
-    """Returns a line that the SDK shows to who creates a session, for example the address of the session's page."""
-
 
 _RESULT_READERS = 4
 

@@ -17,6 +17,7 @@ from sqlmodel import Session, SQLModel
 
 from skyrl_tx import DISTRIBUTION
 from skyrl_tx.store.dialect import DATABASE_NAME, Dialect, Notifier, Role, lock_after_check, lock_file, lock_role
+from skyrl_tx.store.errors import StoreError, StoreInUse
 from skyrl_tx.store.private_files import make_private
 from skyrl_tx.store.sqlite import Sqlite
 from skyrl_tx.store.writer import GroupWriter, RetryPolicy, translate_refusal
@@ -343,23 +344,3 @@ def execute_in_batches(tx: Session, statement: Executable, ids: Iterable[object]
         if result.returns_rows:
             rows.extend(result)
     return rows
-
-
-class StoreError(Exception):
-    """The database failed and kept nothing of the work; after a broken connection that is not certain."""
-
-
-class StoreInUse(StoreError):
-    """Another process already has this role on the data directory or database."""
-
-
-class StoreUnreachable(StoreError):
-    """The database, or what it refers to, cannot be reached now; it may come back."""
-
-
-class StoreBlocked(StoreError):
-    """The database cannot be written now because it is full or locked; that may pass."""
-
-
-class ValueRefused(Exception):
-    """A value that this database cannot hold, such as text with a zero character in PostgreSQL; a caller's error."""

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlmodel import Session
 
-from skyrl_tx.store.database import StoreBlocked, StoreError, StoreInUse
+from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreInUse
 from skyrl_tx.store.private_files import open_private
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from alembic.operations import Operations
 from alembic.runtime.migration import MigrationContext
 from sqlmodel import SQLModel
 
-from skyrl_tx.store.database import StoreError
+from skyrl_tx.store.errors import StoreError
 from skyrl_tx.store.tables import AnswerCounterRow
 
 VERSION = sa.Table("alembic_version", sa.MetaData(), sa.Column("version_num", sa.String(32), primary_key=True))

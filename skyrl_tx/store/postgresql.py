@@ -22,8 +22,8 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, t
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlmodel import Session
 
-from skyrl_tx.store.database import StoreError, StoreInUse, StoreUnreachable
 from skyrl_tx.store.dialect import DISK_FAILED, FAILED, LOCKED, NO_SPACE, PEER, Dialect, Failure, Notifier, Role
+from skyrl_tx.store.errors import StoreError, StoreInUse, StoreUnreachable
 from skyrl_tx.store.leases import ENGINE_CHANNEL, ENGINE_CLASS, LOCK_CLASS, MAX_ENGINES
 
 _log = logging.getLogger(__name__)

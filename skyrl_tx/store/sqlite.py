@@ -18,7 +18,6 @@ from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine,
 from sqlmodel import Session
 
 from skyrl_tx.artifacts.location import forget_identity
-from skyrl_tx.store.database import StoreError
 from skyrl_tx.store.dialect import (
     DATABASE_NAME,
     DISK_FAILED,
@@ -32,6 +31,7 @@ from skyrl_tx.store.dialect import (
     Notifier,
     Role,
 )
+from skyrl_tx.store.errors import StoreError
 from skyrl_tx.store.private_files import open_private
 
 T = TypeVar("T")

@@ -1,9 +1,8 @@
 """Base weights: a Hugging Face checkpoint streamed tensor by tensor into stacked arrays, or values of its shapes."""
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
 from skyrl_tx.layers.parameter import Parameter, flatten, map_named, pseudo_random
+from skyrl_tx.weights.nesting import find_nesting
 from skyrl_tx.weights.packed import find_packing, find_plain_names
 from skyrl_tx.weights.weight_map import Part, WeightMap, WeightRule, bind_rows, fit_to_checkpoint, get_rule_path
 
@@ -315,28 +315,3 @@ def _read_tensor(
 def _format_names(names: list[str]) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"tensor {names[0]!r}{more}"
-
-
-@dataclass(frozen=True, slots=True)
-class Nesting:
-    """A prefix, and what it stands for in the checkpoint of the text model alone."""
-
-    prefix: str
-    plain: str
-
-    def add_prefix(self, name: str) -> str:
-        """Return the name here of a tensor or module of the text model."""
-        return self.prefix + name.removeprefix(self.plain) if name.startswith(self.plain) else name
-
-
-_NOT_NESTED = Nesting("", "")
-_NESTINGS = (
-    Nesting("backbone.", "model."),  # Nemotron-H, whose modules have the plain names in transformers
-    Nesting("model.language_model.", "model."),  # Qwen3.5 and new files of Gemma 3; the unembedding has its plain name
-    Nesting("language_model.", ""),  # Kimi K2.5 and Gemma 3
-)
-
-
-def find_nesting(names: Collection[str]) -> Nesting:
-    """Return how a checkpoint with these tensors nests its text model, which most do not."""
-    return next((each for each in _NESTINGS if any(name.startswith(each.prefix) for name in names)), _NOT_NESTED)

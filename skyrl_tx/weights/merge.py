@@ -16,13 +16,12 @@ from skyrl_tx.weights.hf import (
     INDEX_FILE,
     REDUNDANT_TENSORS,
     SINGLE_FILE,
-    Nesting,
-    find_nesting,
     get_tensor_slice,
     locate_tensors,
     open_file,
     read_json,
 )
+from skyrl_tx.weights.nesting import Nesting, find_nesting
 from skyrl_tx.weights.packed import find_packing, find_plain_names
 from skyrl_tx.weights.peft import AdapterError, AdapterFiles, Factors
 from skyrl_tx.weights.weight_map import (

@@ -10,7 +10,7 @@ import numpy as np
 
 from skyrl_tx.contract.state_files import TIED_UNEMBED_MODULE
 from skyrl_tx.layers.parameter import Parameter
-from skyrl_tx.weights.hf import find_nesting
+from skyrl_tx.weights.nesting import find_nesting
 
 Part = tuple[tuple[int, int], ...]
 """Start and end of a part of an array in each dim."""

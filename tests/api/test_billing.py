@@ -8,8 +8,8 @@ import httpx
 import pytest
 import tinker
 
-from skyrl_tx.apps.teams import billing
-from skyrl_tx.apps.teams.billing import Prices, TeamsSettings
+from skyrl_tx.apps.teams import storage_hours
+from skyrl_tx.apps.teams.prices import Prices, TeamsSettings
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import keys
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
@@ -55,7 +55,7 @@ def work(priced: LiveStack) -> str:
         params = tinker.SamplingParams(max_tokens=5)
         sampling.sample(tinker.ModelInput.from_ints([1, 2, 3]), 2, params).result()
         training.save_state("kept").result()
-        priced.server.store.write(lambda tx: billing.record_hour(tx, datetime.now(UTC).timestamp()))
+        priced.server.store.write(lambda tx: storage_hours.record_hour(tx, datetime.now(UTC).timestamp()))
         return training.model_id.partition(":")[0]
 
 

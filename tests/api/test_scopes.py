@@ -9,7 +9,7 @@ import pytest
 import tinker
 from tinker import types
 
-from skyrl_tx.server.identity.access import get_scopes
+from skyrl_tx.server.identity.scopes import get_scopes
 from skyrl_tx.store import keys
 from skyrl_tx.store.tables import KeyScope
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack

@@ -14,7 +14,7 @@ from skyrl_tx.contract import custom_loss as contract
 from skyrl_tx.contract.custom_loss import CustomLoss
 from skyrl_tx.losses import custom
 from skyrl_tx.server.schemas.training import CreateCustomLossRequest
-from skyrl_tx.server.submission.loss_graph.builder import compile_loss
+from skyrl_tx.server.submission.loss_graph.compile import compile_loss
 from tests.support.client_environments import SDKS, ClientEnvironment, PreparedEnvironment
 from tests.support.fast_jit import fast_jit
 

@@ -12,7 +12,8 @@ from sqlmodel import Session
 
 from skyrl_tx.contract.ids import RequestId, SessionId
 from skyrl_tx.store import futures, sessions
-from skyrl_tx.store.database import Role, Store, StoreError
+from skyrl_tx.store.database import Role, Store
+from skyrl_tx.store.errors import StoreError
 
 NUM_REQUESTS = 200
 

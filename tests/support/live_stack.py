@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 
-from skyrl_tx.apps.teams.billing import Prices, TeamsSettings
+from skyrl_tx.apps.teams.prices import Prices, TeamsSettings
 from skyrl_tx.backends.jax import BACKEND as JAX
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.contract.backend import AbstractBackend

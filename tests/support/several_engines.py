@@ -11,7 +11,7 @@ from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.engine.engine import Engine
 from skyrl_tx.launch.engine_process import open_store
 from skyrl_tx.store import engine_state, futures, leases
-from skyrl_tx.store.database import StoreError
+from skyrl_tx.store.errors import StoreError
 from tests.support.engine_harness import EngineHarness
 
 _PATIENCE_S = 60.0

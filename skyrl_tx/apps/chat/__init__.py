@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 from skyrl_tx.launch.command import App
 
 if TYPE_CHECKING:
-    from skyrl_tx.server.context import ServerExtension
+    from skyrl_tx.server.extension import ServerExtension
 
 
 def _extend_server() -> ServerExtension:
     from skyrl_tx.apps.chat.errors import convert_error_response
     from skyrl_tx.apps.chat.routes import ANTHROPIC_PREFIX, OPENAI_PREFIXES, create_routers
     from skyrl_tx.apps.chat.service import ChatService
-    from skyrl_tx.server.context import ServerExtension
+    from skyrl_tx.server.extension import ServerExtension
 
     openai_forms = {f"{prefix}/": partial(convert_error_response, "openai") for prefix in OPENAI_PREFIXES}
     return ServerExtension(

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse, Response
 
 from skyrl_tx.apps.chat.service import ContextTooLong
 from skyrl_tx.contract.errors import RequestError
-from skyrl_tx.server.context import ApiError
+from skyrl_tx.server.errors import ApiError
 
 Form = Literal["openai", "anthropic"]
 

@@ -24,7 +24,8 @@ from skyrl_tx.contract.arrays import Float32Array, Int32Array
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.contract.results import Failure, PromptResult, SampledSequence, SampleOutput, TopK
-from skyrl_tx.server.context import ApiContext, ApiError
+from skyrl_tx.server.context import ApiContext
+from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.http.long_poll import Notification
 from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.store import completions, futures

@@ -7,7 +7,8 @@ from sqlmodel import Session
 
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId
-from skyrl_tx.server.context import ApiCall, ApiError, not_found
+from skyrl_tx.server.context import ApiCall
+from skyrl_tx.server.errors import ApiError, not_found
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.server.settings import ApiSettings

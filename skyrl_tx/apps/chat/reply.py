@@ -25,7 +25,8 @@ from skyrl_tx.apps.chat.generation import Delta, Generation, merge_deltas
 from skyrl_tx.apps.chat.schemas import GenerationFields
 from skyrl_tx.apps.chat.service import ChatRequest, ChatService
 from skyrl_tx.contract.errors import RequestError
-from skyrl_tx.server.context import ApiCall, ApiError, receive_data_call
+from skyrl_tx.server.context import ApiCall, receive_data_call
+from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.identity.authentication import OWNER, authenticate_request
 
 _log = logging.getLogger(__name__)

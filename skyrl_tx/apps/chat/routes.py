@@ -15,7 +15,8 @@ from skyrl_tx.apps.chat.chat_completions import create_chat_completion
 from skyrl_tx.apps.chat.completions import create_completion
 from skyrl_tx.apps.chat.models import find_weights, list_checkpoints
 from skyrl_tx.apps.chat.reply import make_json_response
-from skyrl_tx.server.context import ApiCall, ApiError, Incoming
+from skyrl_tx.server.context import ApiCall, Incoming
+from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.identity.authentication import Caller
 
 OPENAI_PREFIXES = ("/oai/api/v1", "/v1")

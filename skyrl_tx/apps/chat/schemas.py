@@ -13,7 +13,7 @@ from pydantic import Field
 
 from skyrl_tx.apps.chat.service import Limits
 from skyrl_tx.contract.requests import SamplingParams
-from skyrl_tx.server.schemas.service import Int, List, WireModel
+from skyrl_tx.server.schemas.base import Int, List, WireModel
 from skyrl_tx.server.submission.sampling import MAX_INT32, MAX_SAMPLES, check_stops
 from skyrl_tx.server.submission.validation import choose_seed, quote_value, require
 

@@ -25,7 +25,8 @@ from skyrl_tx.apps.chat.text import Decoder, ModelText, SampleText
 from skyrl_tx.contract import requests
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.requests import PromptOptions, SamplingParams
-from skyrl_tx.server.context import ApiContext, ApiError
+from skyrl_tx.server.context import ApiContext
+from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.identity import direct_sessions
 from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.server.submission import submission

@@ -13,7 +13,7 @@ from skyrl_tx.apps.console.rendering import shorten_id
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit, see_other
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath
-from skyrl_tx.server.context import ApiError, bad_request, not_found
+from skyrl_tx.server.errors import ApiError, bad_request, not_found
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.routes.downloads import make_archive_url
 from skyrl_tx.server.submission.validation import quote_value

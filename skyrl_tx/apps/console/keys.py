@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from skyrl_tx.apps.console import queries
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit, see_other
-from skyrl_tx.server.context import ApiError, bad_request, not_found
+from skyrl_tx.server.errors import ApiError, bad_request, not_found
 from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.store import audit, keys
 from skyrl_tx.store.keys import LOCAL_OWNER

@@ -14,7 +14,7 @@ from sqlmodel import Session
 from starlette.requests import Request
 from starlette.responses import Response
 
-from skyrl_tx.server.context import ApiError
+from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.identity.authentication import Authenticator, Principal, SigningKey
 from skyrl_tx.store import audit
 from skyrl_tx.store.audit import Actor

@@ -17,7 +17,7 @@ from sqlmodel import Session
 from starlette.responses import Response
 from starlette.routing import Route
 
-from skyrl_tx.apps.chat import logprobs, prompts, schemas
+from skyrl_tx.apps.chat import logprobs, prompts, sampling_fields
 from skyrl_tx.apps.chat.generation import Generation, merge_deltas
 from skyrl_tx.apps.chat.logprobs import TokenLogprob
 from skyrl_tx.apps.chat.models import Weights, find_weights, list_checkpoints, resolve_weights
@@ -29,9 +29,10 @@ from skyrl_tx.apps.console.rendering import shorten_id
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit
 from skyrl_tx.contract.errors import RequestError, UserError
 from skyrl_tx.contract.requests import PromptOptions, SamplingParams
-from skyrl_tx.server.context import ApiCall, ApiContext, ApiError, get_base_url, receive_call
+from skyrl_tx.server.context import ApiCall, ApiContext, get_base_url, receive_call
+from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.http.body import BodyLimits
-from skyrl_tx.server.schemas.service import Int, List, WireModel
+from skyrl_tx.server.schemas.base import Int, List, WireModel
 from skyrl_tx.server.submission.validation import quote_value, refuse_extra, require
 from skyrl_tx.store import sessions
 from skyrl_tx.store.tables import CheckpointRow
@@ -203,13 +204,13 @@ async def _chat(request: Request, call: ApiCall) -> Response:
 
     def prepare() -> tuple[dict[str, object], ChatRequest]:
         wanted = call.body.parse_model(PlaygroundChat)
-        num_samples = schemas.check_num_samples(wanted.n)
+        num_samples = sampling_fields.check_num_samples(wanted.n)
         require(num_samples <= _MAX_SAMPLES, f"n {num_samples}: must be between 1 and {_MAX_SAMPLES} in the playground")
         weights = find_weights(call, wanted.model)
         prompt = _read_prompt(service, call, wanted)
 
         # A page asks for the usual number of tokens, also after a long prompt.
-        params = schemas.make_params(
+        params = sampling_fields.make_params(
             max_tokens=wanted.max_tokens,
             temperature=wanted.temperature,
             top_p=wanted.top_p,

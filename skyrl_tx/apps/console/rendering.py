@@ -17,86 +17,20 @@ from markupsafe import Markup
 from starlette.requests import Request
 from starlette.responses import Response
 
-from skyrl_tx.apps.console import rendering
 from skyrl_tx.apps.console.login import SECURITY_HEADERS
 
-STATIC = Path(__file__).parent / "static"
-_TEMPLATES = Path(__file__).parent / "templates"
-_TYPES = {".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml"}
-_FOREVER = "public, max-age=31536000, immutable"
-_FILTERS: dict[str, Callable[..., object]] = {
-    "count": rendering.format_count,
-    "number": rendering.format_number,
-    "size": rendering.format_size,
-    "duration": rendering.format_duration,
-    "ago": rendering.format_age,
-    "moment": rendering.format_time,
-    "iso": rendering.format_iso,
-    "short_id": rendering.shorten_id,
-    "clip": rendering.make_visible,
-    "segment": partial(quote, safe=":"),  # text as one part of a path
-}
-
-
-@dataclass(frozen=True, slots=True)
-class StaticFiles:
-    """All files in memory, by name, and the hash that is part of their addresses and changes with their content."""
-
-    files: Mapping[str, bytes]
-    digest: str
-
-    @classmethod
-    def load(cls) -> "StaticFiles":
-        """Read the files of the package."""
-        paths = sorted(path for path in STATIC.rglob("*") if path.suffix in _TYPES)
-        files = {path.relative_to(STATIC).as_posix(): path.read_bytes() for path in paths}
-        hashed = hashlib.sha256()
-        for name, content in files.items():
-            hashed.update(f"{name}\0{len(content)}\0".encode() + content)
-        return cls(files, hashed.hexdigest()[:16])
-
-    def address(self, name: str) -> str:
-        """Return the address of a file. Raises KeyError if there is none."""
-        self.files[name]
-        return f"/console/static/{self.digest}/{name}"
-
-    async def serve(self, request: Request) -> Response:
-        """Send a file. Under an old address it is sent too, without leave to keep it."""
-        name: str = request.path_params["name"]
-        content = self.files.get(name)
-        if content is None:
-            return Response("there is no such file", HTTPStatus.NOT_FOUND, headers=SECURITY_HEADERS)
-        is_current = request.path_params["digest"] == self.digest
-        headers = {**SECURITY_HEADERS, "Cache-Control": _FOREVER if is_current else "no-store"}
-        return Response(content, headers=headers, media_type=_TYPES[Path(name).suffix])
-
-
-def load_templates(static: StaticFiles) -> Environment:
-    """Return the templates: text of users is escaped, made visible and bounded wherever it is written."""
-    environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        finalize=_make_visible,
-        auto_reload=False,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    names = cast(dict[str, object], environment.globals)  # pyright: ignore[reportUnknownMemberType]
-    names["static"] = static.address
-    environment.filters.update(_FILTERS)
-    return environment
-
-
-def _make_visible(value: object) -> object:
-    return rendering.make_visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
 _DASH = "–"
-_MINUTE, _HOUR, _DAY = 60, 3600, 86_400
+
+
 _UNITS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
+
+
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
 _MAX_CHARS = 20_000
+
+
 # Control characters but tab and newline, and the marks that change the direction of text or have no width
 # (Unicode Standard Annex #9; "Trojan Source", CVE-2021-42574).
 _HIDDEN = re.compile(
@@ -201,3 +135,86 @@ def make_visible(text: str, max_chars: int = _MAX_CHARS) -> str:
 def _escape(found: re.Match[str]) -> str:
     code = ord(found.group())
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+STATIC = Path(__file__).parent / "static"
+
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+_TYPES = {".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml"}
+
+
+_FOREVER = "public, max-age=31536000, immutable"
+
+
+_FILTERS: dict[str, Callable[..., object]] = {
+    "count": format_count,
+    "number": format_number,
+    "size": format_size,
+    "duration": format_duration,
+    "ago": format_age,
+    "moment": format_time,
+    "iso": format_iso,
+    "short_id": shorten_id,
+    "clip": make_visible,
+    "segment": partial(quote, safe=":"),  # text as one part of a path
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFiles:
+    """All files in memory, by name, and the hash that is part of their addresses and changes with their content."""
+
+    files: Mapping[str, bytes]
+    digest: str
+
+    @classmethod
+    def load(cls) -> "StaticFiles":
+        """Read the files of the package."""
+        paths = sorted(path for path in STATIC.rglob("*") if path.suffix in _TYPES)
+        files = {path.relative_to(STATIC).as_posix(): path.read_bytes() for path in paths}
+        hashed = hashlib.sha256()
+        for name, content in files.items():
+            hashed.update(f"{name}\0{len(content)}\0".encode() + content)
+        return cls(files, hashed.hexdigest()[:16])
+
+    def address(self, name: str) -> str:
+        """Return the address of a file. Raises KeyError if there is none."""
+        self.files[name]
+        return f"/console/static/{self.digest}/{name}"
+
+    async def serve(self, request: Request) -> Response:
+        """Send a file. Under an old address it is sent too, without leave to keep it."""
+        name: str = request.path_params["name"]
+        content = self.files.get(name)
+        if content is None:
+            return Response("there is no such file", HTTPStatus.NOT_FOUND, headers=SECURITY_HEADERS)
+        is_current = request.path_params["digest"] == self.digest
+        headers = {**SECURITY_HEADERS, "Cache-Control": _FOREVER if is_current else "no-store"}
+        return Response(content, headers=headers, media_type=_TYPES[Path(name).suffix])
+
+
+def load_templates(static: StaticFiles) -> Environment:
+    """Return the templates: text of users is escaped, made visible and bounded wherever it is written."""
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_make_visible,
+        auto_reload=False,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    names = cast(dict[str, object], environment.globals)  # pyright: ignore[reportUnknownMemberType]
+    names["static"] = static.address
+    environment.filters.update(_FILTERS)
+    return environment
+
+
+def _make_visible(value: object) -> object:
+    return make_visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+_MINUTE, _HOUR, _DAY = 60, 3600, 86_400

@@ -7,7 +7,7 @@ from typing import Any
 from sqlmodel import Session
 from starlette.responses import JSONResponse, Response
 
-from skyrl_tx.apps.console import queries, runs, samples
+from skyrl_tx.apps.console import queries, samples
 from skyrl_tx.apps.console.queries import RequestLine, RunLine
 from skyrl_tx.apps.console.rendering import shorten_id
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit, make_csv_response, see_other
@@ -20,7 +20,7 @@ from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import CheckpointKind, ModelId
 from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.contract.results import Failure
-from skyrl_tx.server.context import bad_request, not_found
+from skyrl_tx.server.errors import bad_request, not_found
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.submission.validation import quote_value
 from skyrl_tx.store import sessions
@@ -69,7 +69,7 @@ def show_run(visit: Visit) -> Page:
         raise bad_request(f"tab: {tab!r} is not one of {', '.join(_TABS)}")
 
     # The heading is the same on all tabs.
-    steps = runs.read_steps(visit, line.model_id, line.owner)
+    steps = read_steps(visit, line.model_id, line.owner)
     (run,) = describe_runs(visit, [line])
     saved = visit.read(lambda tx: queries.list_checkpoints_of_runs(tx, [line.model_id], _CHECKPOINTS, visit.now))
     values: dict[str, object] = {
@@ -143,7 +143,7 @@ def _list_curves(steps: Sequence[OptimizerStep]) -> list[tuple[str, str]]:
 def send_curves(visit: Visit) -> Response:
     """Send the steps of a run for charts and programs, with `since` only those from that step on."""
     line = _find_run(visit)
-    return JSONResponse(runs.make_columns(visit, line.model_id, line.owner, visit.get_whole("since", 0)))
+    return JSONResponse(make_columns(visit, line.model_id, line.owner, visit.get_whole("since", 0)))
 
 
 @pages.get("/training_runs/{run_id}/curves.csv")
@@ -221,7 +221,7 @@ def _describe_run(visit: Visit, line: RunLine, logged_name: str | None, tokens: 
 
     # The curves of the loss and of the reward that the client logged, if it did.
     if line.num_steps <= _WHOLE_STEPS:
-        steps = thin_steps(runs.read_steps(visit, line.model_id, line.owner), ("loss",), _SPARK_BUCKETS)
+        steps = thin_steps(read_steps(visit, line.model_id, line.owner), ("loss",), _SPARK_BUCKETS)
     else:
         steps = fold_newest_points(visit.read(lambda tx: points.read_newest(tx, line.model_id, _SPARK_POINTS)))
     losses = [step.values["loss"] for step in steps if "loss" in step.values]

@@ -22,11 +22,12 @@ from skyrl_tx.apps.console.rendering import StaticFiles, load_templates
 from skyrl_tx.apps.console.visit import Handler, Page, PageTable, Visit, see_other
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import SessionId
-from skyrl_tx.server.context import ApiCall, ApiContext, ApiError, bad_request, get_base_url
+from skyrl_tx.server.context import ApiCall, ApiContext, get_base_url
+from skyrl_tx.server.errors import ApiError, bad_request
 from skyrl_tx.server.http.body import BodyLimits, read_body
 from skyrl_tx.server.identity.authentication import OWNER
 from skyrl_tx.store import audit
-from skyrl_tx.store.database import StoreError, ValueRefused
+from skyrl_tx.store.errors import StoreError, ValueRefused
 
 Form = Mapping[str, list[str]]
 Endpoint = Callable[[Request], Awaitable[Response]]

@@ -13,12 +13,12 @@ from skyrl_tx.apps.console.rendering import format_count
 from skyrl_tx.apps.console.visit import Page, PageTable, Visit, make_csv_response, see_other
 from skyrl_tx.apps.teams import quotas
 from skyrl_tx.apps.teams.admission import QuotaUse, read_quota_uses
-from skyrl_tx.apps.teams.billing import TeamsSettings
+from skyrl_tx.apps.teams.prices import TeamsSettings
 from skyrl_tx.apps.teams.quotas import LIMITS, WEIGHT, Rules, Subject, format_amount, parse_amount
-from skyrl_tx.apps.teams.usage import SUBJECTS, UsageLine, read_usage_lines
-from skyrl_tx.apps.teams.usage import Subject as UsageSubject
+from skyrl_tx.apps.teams.usage_report import SUBJECTS, UsageLine, read_usage_lines
+from skyrl_tx.apps.teams.usage_report import Subject as UsageSubject
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.server.context import bad_request, not_found
+from skyrl_tx.server.errors import bad_request, not_found
 from skyrl_tx.store import projects
 from skyrl_tx.store.tables import OverQuota, ProjectRole, QuotaRow
 

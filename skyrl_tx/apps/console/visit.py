@@ -14,7 +14,8 @@ from starlette.responses import RedirectResponse, Response
 
 from skyrl_tx.apps.console.login import NO_STORE, ConsoleSessions, Visitor
 from skyrl_tx.apps.console.queries import ListQuery
-from skyrl_tx.server.context import ApiContext, ApiError, bad_request
+from skyrl_tx.server.context import ApiContext
+from skyrl_tx.server.errors import ApiError, bad_request
 from skyrl_tx.server.identity.authentication import Principal
 
 T = TypeVar("T")

@@ -15,10 +15,11 @@ from sqlmodel import Session
 
 from skyrl_tx.apps.history import logged_metrics
 from skyrl_tx.apps.history.logged_metrics import LoggedRun, NewLoggedPoint
-from skyrl_tx.apps.history.routes import MAX_METRICS, MAX_NAME_LENGTH, MAX_STEP, Values
+from skyrl_tx.apps.history.schemas import MAX_METRICS, MAX_NAME_LENGTH, MAX_STEP, Values
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, SessionId
-from skyrl_tx.server.context import ApiCall, ApiError
+from skyrl_tx.server.context import ApiCall
+from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.access import decode_spec
 from skyrl_tx.store import models, sessions

@@ -12,11 +12,10 @@ from sqlalchemy import Executable, Label, bindparam, delete, exists, func, inser
 from sqlmodel import Session, col
 from sqlmodel import select as select_rows
 
-from skyrl_tx.apps.history import logged_metrics
 from skyrl_tx.apps.history.tables import LoggedPointRow, LoggedRunRow
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId
-from skyrl_tx.server.context import bad_request, not_found
+from skyrl_tx.server.errors import bad_request, not_found
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.store import models
@@ -237,7 +236,7 @@ def prune(tx: Session, before: float, *, limit: int) -> int:
 
 def find_logged_run(tx: Session, caller: Principal, logged_run_id: int) -> LoggedRunRow:
     """Find a logged run. Raises ApiError 404 if the caller has none of this id."""
-    row = logged_metrics.get_run(tx, logged_run_id)
+    row = get_run(tx, logged_run_id)
     if row is None or not caller.can_act_for(row.owner):
         raise not_found(f"logged run {logged_run_id} does not exist")
     return row
@@ -247,9 +246,9 @@ def join_logged_run(tx: Session, caller: Principal, logged_run_id: int, run_id: 
     """Join a logged run to a training run of the same owner, or with None to none. Raises ApiError 400 or 404."""
     row = find_logged_run(tx, caller, logged_run_id)
     if run_id is None:
-        logged_metrics.set_model(tx, row, None)
+        set_model(tx, row, None)
         return
     model_id = access.find_model(tx, caller, ModelId(run_id)).model_id
     if models.get_owner(tx, model_id) != row.owner:
         raise bad_request(f"training_run_id {model_id!r}: it belongs to another owner than the logged run")
-    logged_metrics.set_model(tx, row, model_id)
+    set_model(tx, row, model_id)

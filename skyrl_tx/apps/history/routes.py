@@ -1,19 +1,17 @@
 """Endpoints for the metrics of runs, and for the timeline of a session as a trace behind a signed URL."""
 
-import math
 import secrets
 import time
 from collections.abc import Iterator
 from http import HTTPStatus
 from itertools import chain
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.responses import StreamingResponse
-from pydantic import AfterValidator, BeforeValidator, Field
 from sqlmodel import Session
 
-from skyrl_tx.apps.history import logged_metrics, routes, timeline
+from skyrl_tx.apps.history import logged_metrics, schemas, timeline
 from skyrl_tx.apps.history import points as stored_points
 from skyrl_tx.apps.history.client_metrics import make_metrics_of_model, store_metrics
 from skyrl_tx.apps.history.logged_metrics import LoggedPoint, NewLoggedPoint
@@ -21,21 +19,12 @@ from skyrl_tx.apps.history.points import Point
 from skyrl_tx.apps.history.tables import LoggedRunRow
 from skyrl_tx.apps.history.timeline import MAX_SLICES, TimelineGroup, read_session_groups
 from skyrl_tx.contract.ids import ModelId, SessionId
-from skyrl_tx.server.context import (
-    AccessScope,
-    ApiContext,
-    ApiError,
-    Incoming,
-    Limit,
-    Offset,
-    bad_request,
-    get_base_url,
-    get_context,
-)
+from skyrl_tx.server.context import AccessScope, ApiContext, Incoming, Limit, Offset, get_base_url, get_context
+from skyrl_tx.server.errors import ApiError, bad_request
 from skyrl_tx.server.identity import access
-from skyrl_tx.server.identity.access import API_PREFIX
 from skyrl_tx.server.identity.authentication import Principal
-from skyrl_tx.server.schemas.service import Name, Response, WireModel
+from skyrl_tx.server.identity.scopes import API_PREFIX
+from skyrl_tx.server.schemas.base import Response
 from skyrl_tx.store import models, sessions
 
 router = APIRouter(prefix=API_PREFIX)
@@ -48,7 +37,7 @@ LoggedRunId = Annotated[int, Path(ge=0, lt=2**63)]
 @router.post("/training_runs/{run_id}/metrics")
 def log_metrics(run_id: str, call: Incoming) -> dict[str, bool]:
     """Store metrics of one step of a training run; `is_new` is false for a retry."""
-    request = call.body.parse_model(routes.LogMetricsRequest)
+    request = call.body.parse_model(schemas.LogMetricsRequest)
     model_id = ModelId(run_id)
 
     def find_owner(tx: Session) -> str:
@@ -56,23 +45,23 @@ def log_metrics(run_id: str, call: Incoming) -> dict[str, bool]:
         return models.get_owner(tx, row.model_id) or call.caller.owner
 
     log_id = request.log_id or call.idempotency_key or secrets.token_hex(16)
-    point = NewLoggedPoint(log_id=log_id[: routes.MAX_NAME_LENGTH], step=request.step, values=request.metrics)
+    point = NewLoggedPoint(log_id=log_id[: schemas.MAX_NAME_LENGTH], step=request.step, values=request.metrics)
     metrics = make_metrics_of_model(call.store.read(find_owner), model_id, [point])
     return {"is_new": store_metrics(call.store, metrics, time.time()) > 0}
 
 
 @router.get("/training_runs/{run_id}/metrics")
-def get_metrics(run_id: str, call: Incoming, cursor: str = "0-0", limit: PageSize = 1000) -> routes.MetricsResponse:
+def get_metrics(run_id: str, call: Incoming, cursor: str = "0-0", limit: PageSize = 1000) -> schemas.MetricsResponse:
     """Return the points of a training run after a cursor: one of each request, and what clients logged."""
     after, logged_after = _parse_cursor(cursor)
 
-    def work(tx: Session) -> routes.MetricsResponse:
+    def work(tx: Session) -> schemas.MetricsResponse:
         model_id = access.find_visible_run(tx, call.caller, ModelId(run_id)).model_id
         points = stored_points.read_points(tx, model_id, after, limit)
         found = logged_metrics.read_points_of_model(tx, model_id, after=logged_after, limit=limit)
         last = points[-1].position if points else after
         last_logged = found[-1].position if found else logged_after
-        return routes.MetricsResponse(
+        return schemas.MetricsResponse(
             training_run_id=model_id,
             points=[_describe_point(row) for row in points],
             logged=[_describe_logged_point(point) for point in found],
@@ -90,13 +79,13 @@ def list_logged_runs(
     offset: Offset = 0,
     access_scope: AccessScope = "owned",
     project: str | None = None,
-) -> routes.LoggedRunsResponse:
+) -> schemas.LoggedRunsResponse:
     """List the runs that the caller's loggers named; `accessible` lists all owners' for an admin."""
     owner = call.caller.owner_filter if access_scope == "accessible" else call.caller.owner
 
-    def work(tx: Session) -> routes.LoggedRunsResponse:
+    def work(tx: Session) -> schemas.LoggedRunsResponse:
         rows = logged_metrics.list_runs(tx, owner, project=project, limit=limit, offset=offset)
-        return routes.LoggedRunsResponse(logged_runs=[_describe_logged_run(row) for row in rows])
+        return schemas.LoggedRunsResponse(logged_runs=[_describe_logged_run(row) for row in rows])
 
     return call.store.read(work)
 
@@ -104,13 +93,13 @@ def list_logged_runs(
 @router.get("/logged_runs/{logged_run_id}/metrics")
 def get_logged_metrics(
     logged_run_id: LoggedRunId, call: Incoming, cursor: Position = 0, limit: PageSize = 1000
-) -> routes.LoggedMetricsResponse:
+) -> schemas.LoggedMetricsResponse:
     """Return the points of a logged run after a cursor."""
 
-    def work(tx: Session) -> routes.LoggedMetricsResponse:
+    def work(tx: Session) -> schemas.LoggedMetricsResponse:
         logged_metrics.find_logged_run(tx, call.caller, logged_run_id)
         found = logged_metrics.read_points(tx, [logged_run_id], after=cursor, limit=limit)
-        return routes.LoggedMetricsResponse(
+        return schemas.LoggedMetricsResponse(
             logged=[_describe_logged_point(point) for point in found],
             cursor=found[-1].position if found else cursor,
             has_more=len(found) == limit,
@@ -122,7 +111,7 @@ def get_logged_metrics(
 @router.put("/logged_runs/{logged_run_id}/training_run")
 def join_training_run(logged_run_id: LoggedRunId, call: Incoming) -> dict[str, str | None]:
     """Join a logged run to a training run of the same owner, or separate them."""
-    run_id = call.body.parse_model(routes.JoinRunRequest).training_run_id
+    run_id = call.body.parse_model(schemas.JoinRunRequest).training_run_id
 
     call.store.write(lambda tx: logged_metrics.join_logged_run(tx, call.caller, logged_run_id, run_id))
     return {"training_run_id": run_id}
@@ -194,8 +183,8 @@ def _parse_cursor(cursor: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
-def _describe_point(row: Point) -> routes.RunPoint:
-    return routes.RunPoint(
+def _describe_point(row: Point) -> schemas.RunPoint:
+    return schemas.RunPoint(
         kind=row.kind,
         step=row.step,
         created_at=row.created_at,
@@ -208,14 +197,14 @@ def _describe_point(row: Point) -> routes.RunPoint:
     )
 
 
-def _describe_logged_point(point: LoggedPoint) -> routes.LoggedMetrics:
-    return routes.LoggedMetrics(
+def _describe_logged_point(point: LoggedPoint) -> schemas.LoggedMetrics:
+    return schemas.LoggedMetrics(
         project=point.project, run=point.run, step=point.step, at=point.at, metrics=dict(point.values)
     )
 
 
-def _describe_logged_run(row: LoggedRunRow) -> routes.LoggedRunResponse:
-    return routes.LoggedRunResponse(
+def _describe_logged_run(row: LoggedRunRow) -> schemas.LoggedRunResponse:
+    return schemas.LoggedRunResponse(
         logged_run_id=row.logged_run_id or 0,
         project=row.project,
         name=row.name,
@@ -226,107 +215,3 @@ def _describe_logged_run(row: LoggedRunRow) -> routes.LoggedRunResponse:
         created_at=row.created_at,
         last_at=row.last_at,
     )
-
-
-MAX_METRICS = 256
-"""Names in one point."""
-MAX_NAME_LENGTH = 200
-"""Characters of a metric's name, a run's name and a project's."""
-MAX_STEP = 2**53
-"""Beyond, JSON readers round."""
-
-Values = dict[str, float | None]
-
-
-def _check_metric_count(value: object) -> object:
-    """Refuse an object with many names, before its values are validated. Raises ValueError."""
-    if isinstance(value, dict) and len(cast(dict[str, object], value)) > MAX_METRICS:
-        raise ValueError(f"must have at most {MAX_METRICS} names")
-    return cast(object, value)
-
-
-def _replace_non_finite(values: Values) -> Values:
-    return {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
-
-
-MetricName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
-_Number = Annotated[float, Field(allow_inf_nan=True)]
-
-
-class LogMetricsRequest(WireModel):
-    """Metrics of one step. NaN and infinity are stored as null."""
-
-    step: Annotated[int, Field(ge=-MAX_STEP, le=MAX_STEP)]
-    metrics: Annotated[
-        dict[MetricName, _Number | None], BeforeValidator(_check_metric_count), AfterValidator(_replace_non_finite)
-    ]
-    log_id: Annotated[Name, Field(min_length=1)] | None = None
-    """Equal in all retries; default: the `X-Idempotency-Key` header, or a random one."""
-
-
-class JoinRunRequest(WireModel):
-    """The training run that a logged run belongs to; null separates them."""
-
-    training_run_id: Name | None
-
-
-class RunPoint(Response):
-    """One completed request of a run: its metrics, and when and for how long it ran."""
-
-    kind: Literal["train", "forward", "step"]
-    step: int
-    created_at: float
-    started_at: float
-    at: float
-    device_s: float
-    tokens: int
-    datums: int
-    metrics: Values
-
-
-class LoggedMetrics(Response):
-    """Metrics that a client logged for one step."""
-
-    project: str
-    run: str
-    step: int
-    at: float
-    metrics: Values
-
-
-class MetricsResponse(Response):
-    """A page of a run's points, each list in order of arrival. `cursor` continues after it; times are Unix seconds."""
-
-    training_run_id: str
-    points: list[RunPoint]
-    logged: list[LoggedMetrics]
-    cursor: str
-    has_more: bool
-
-
-class LoggedMetricsResponse(Response):
-    """A page of a logged run's points."""
-
-    logged: list[LoggedMetrics]
-    cursor: int
-    has_more: bool
-
-
-class LoggedRunResponse(Response):
-    """A run as a client's logger names it, and the training run that it belongs to, if that is known."""
-
-    logged_run_id: int
-    project: str
-    name: str
-    owner: str
-    training_run_id: str | None
-    config: dict[str, object]
-    num_points: int
-    created_at: float
-    last_at: float
-
-
-class LoggedRunsResponse(Response):
-    """A page of logged runs, the most recently written first."""
-
-    logged_runs: list[LoggedRunResponse]

@@ -29,7 +29,8 @@ from skyrl_tx.apps.history.client_metrics import (
 )
 from skyrl_tx.apps.history.logged_metrics import LoggedRun, NewLoggedPoint
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.server.context import ApiCall, bad_request, receive_call
+from skyrl_tx.server.context import ApiCall, receive_call
+from skyrl_tx.server.errors import bad_request
 from skyrl_tx.server.http.body import LOG_LIMITS
 from skyrl_tx.server.http.connections import ThrottledWarning
 from skyrl_tx.server.identity.authentication import Principal, authenticate_credential

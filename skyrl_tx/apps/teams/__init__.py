@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from skyrl_tx.apps.teams.billing import TeamsSettings
 from skyrl_tx.apps.teams.commands import COMMANDS
+from skyrl_tx.apps.teams.prices import TeamsSettings
 from skyrl_tx.launch.command import App
 
 if TYPE_CHECKING:
     from skyrl_tx.engine.extension import EngineExtension
-    from skyrl_tx.server.context import ServerExtension
+    from skyrl_tx.server.extension import ServerExtension
 
 
 def _extend_server() -> ServerExtension:
     from skyrl_tx.apps.teams.admission import check_checkpoint
     from skyrl_tx.apps.teams.routes import router
-    from skyrl_tx.server.context import ServerExtension
+    from skyrl_tx.server.extension import ServerExtension
 
     return ServerExtension(routers=(router,), admission=check_checkpoint)
 
 
 def _extend_engine() -> EngineExtension:
     from skyrl_tx.apps.teams.admission import QuotaAdmission
-    from skyrl_tx.apps.teams.usage import RETENTION, UsageObserver
+    from skyrl_tx.apps.teams.usage_observer import RETENTION, UsageObserver
     from skyrl_tx.engine.extension import EngineExtension
 
     return EngineExtension(observer=UsageObserver, retention=RETENTION, admission=QuotaAdmission)

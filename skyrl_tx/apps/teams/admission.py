@@ -19,13 +19,13 @@ from itertools import islice
 from sqlalchemy import literal_column, select, true
 from sqlmodel import Session, col
 
-from skyrl_tx.apps.teams import admission, quotas, usage
+from skyrl_tx.apps.teams import quotas, usage
 from skyrl_tx.apps.teams.quotas import DAY_LIMITS, LIMITS, Account, Limit, Quota, Rules, Subject, format_amount
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, RequestId, SessionId
 from skyrl_tx.contract.requests import CreateModel, LoadWeights, ModelPass, Rejected, Sample, SaveWeights
 from skyrl_tx.contract.results import Failure, Result, SampleOutput
-from skyrl_tx.engine.extension import START, Admission, Decision, Fail, Wait
+from skyrl_tx.engine.admission import START, Admission, Decision, Fail, Wait
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.store.checkpoints import is_visible, sum_bytes
 from skyrl_tx.store.database import Store, execute
@@ -77,7 +77,7 @@ class QuotaAdmission(Admission):
         self.is_counting = rules.has_limit(*DAY_LIMITS)
         if not self.is_counting:
             self._started.clear()
-        elif has_changed or now >= self._reload_at or admission.get_day_start(now) != self._day:
+        elif has_changed or now >= self._reload_at or get_day_start(now) != self._day:
             self._reload(now)
 
     def may_start(self, queued: QueuedRequest) -> Decision:
@@ -87,13 +87,11 @@ class QuotaAdmission(Admission):
         match queued.request:
             case CreateModel() | LoadWeights(create=True) if self._rules.has_limit("models_in_training"):
                 self._wait_for_commits()  # models that were created or unloaded just now
-                return self._decide(lambda tx: admission.find_model_refusal(tx, self._rules, queued.session_id))
+                return self._decide(lambda tx: find_model_refusal(tx, self._rules, queued.session_id))
             case SaveWeights(name=str()) if self._rules.has_limit("checkpoint_bytes"):
                 now = self._clock()
                 return self._decide(
-                    lambda tx: admission.find_checkpoint_refusal(
-                        tx, self._rules, queued.session_id, now, is_stored=False
-                    )
+                    lambda tx: find_checkpoint_refusal(tx, self._rules, queued.session_id, now, is_stored=False)
                 )
             case _:
                 limit = _get_day_limit(queued)
@@ -163,7 +161,7 @@ class QuotaAdmission(Admission):
             return Account(owner)
         found = self._accounts.get(session_id)
         if found is None:
-            known = self._store.read(lambda tx: admission.find_account(tx, session_id))
+            known = self._store.read(lambda tx: find_account(tx, session_id))
             found = self._accounts[session_id] = known or Account(owner)
         return found
 
@@ -175,9 +173,9 @@ class QuotaAdmission(Admission):
         """Read the tokens of the day from the database, and add those of passes that run."""
         self._accounts.clear()  # sessions may have moved to other projects
         period_s = _SHARED_RELOAD_S if self._store.is_shared else _RELOAD_S
-        self._day, self._reload_at = admission.get_day_start(now), now + period_s
+        self._day, self._reload_at = get_day_start(now), now + period_s
         self._wait_for_commits()
-        self._used = self._store.read(lambda tx: admission.count_tokens_today(tx, now))
+        self._used = self._store.read(lambda tx: count_tokens_today(tx, now))
         for started in self._started.values():
             self._add(started.session_id, started.owner, "training_tokens_per_day", started.tokens)
 

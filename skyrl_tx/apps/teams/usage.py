@@ -3,28 +3,17 @@
 The engine adds to it in the transaction of the result. After two weeks the buckets are joined to hours.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from typing import Any, Literal, get_args
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from sqlalchemy import BigInteger, Boolean, ColumnElement, bindparam, cast, delete, func, literal_column, select
 from sqlmodel import Session, col
 
-from skyrl_tx.apps.teams import billing, usage
-from skyrl_tx.apps.teams.billing import GIGABYTE, Prices, compute_storage_cost, compute_token_cost
 from skyrl_tx.apps.teams.tables import UsageKind, UsageRow
-from skyrl_tx.contract.ids import ModelId, SessionId
-from skyrl_tx.contract.requests import Sample
-from skyrl_tx.contract.results import ForwardBackwardOutput, OptimStepOutput, SampleOutput
-from skyrl_tx.engine.activity import DeviceTime
-from skyrl_tx.engine.device_cache import LiveModel
-from skyrl_tx.engine.extension import ResultObserver, RetentionRule
-from skyrl_tx.engine.request_log import ObserverRows, QueuedRequest
-from skyrl_tx.engine.settings import EngineSettings
-from skyrl_tx.store.database import Store, execute, execute_in_batches, is_in_batch
+from skyrl_tx.contract.ids import SessionId
+from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
 from skyrl_tx.store.prepared_statements import PreparedStatement, make_upsert_builder
-from skyrl_tx.store.sampling_sessions import Origin
 from skyrl_tx.store.tables import ModelRow, SessionRow
 
 BUCKET_S = 300
@@ -189,160 +178,3 @@ def prune(tx: Session, now: float, *, retention_s: float = RETENTION_S, limit: i
     if last is not None:
         removed = execute(tx, delete(UsageRow).where(col(UsageRow.bucket_at) <= last)).rowcount
     return max(len(hours), removed)
-
-
-@dataclass(frozen=True, slots=True)
-class UsageObserver(ResultObserver):
-    """Adds the work of each completed request to the usage of its session and its model."""
-
-    store: Store
-    settings: EngineSettings
-
-    def observe_pass(
-        self, queued: QueuedRequest, model: LiveModel, output: ForwardBackwardOutput, num_tokens: int, time: DeviceTime
-    ) -> ObserverRows:
-        """Count the tokens and the device seconds of a pass."""
-        assert queued.model_pass is not None
-        kind = "training" if queued.model_pass.backward else "forward"
-        return _add(queued, model.model_id, [Work(kind=kind, tokens=num_tokens, device_s=time.device_s)])
-
-    def observe_step(
-        self, queued: QueuedRequest, model: LiveModel, output: OptimStepOutput, time: DeviceTime
-    ) -> ObserverRows:
-        """Count the device seconds of an optimizer step."""
-        return _add(queued, model.model_id, [Work(kind="training", device_s=time.device_s)])
-
-    def observe_sample(
-        self, queued: QueuedRequest, request: Sample, output: SampleOutput, origin: Origin, now: float, device_s: float
-    ) -> ObserverRows:
-        """Count the tokens of a prompt, those that the prefix cache held, and those that were sampled."""
-        num_cached = output.prompt.cache_hit_tokens
-        num_sampled = sum(sequence.tokens.size for sequence in output.sequences)
-        work = [
-            Work(kind="prefill", tokens=request.prompt.size - num_cached),
-            Work(kind="sampled", tokens=num_sampled, device_s=device_s),
-        ]
-        if num_cached:
-            work.append(Work(kind="prefill_cached", tokens=num_cached))
-        return _add(queued, origin.model_id, work)
-
-    def observe_save(self, queued: QueuedRequest, model_id: ModelId) -> ObserverRows:
-        """Count a save with a name."""
-        return _add(queued, model_id, [Work(kind="checkpoint")])
-
-
-def _add(queued: QueuedRequest, model_id: str, work: Sequence[Work]) -> ObserverRows:
-    return lambda tx, now: usage.add(tx, queued.owner, queued.session_id, model_id, now, work)
-
-
-RETENTION = (
-    RetentionRule(name="usage", prune=lambda tx, clock: usage.prune(tx, clock.now)),
-    RetentionRule(name="storage hours", expire=lambda tx, clock: billing.record_hour(tx, clock.now)),
-)
-
-
-Subject = Literal["owner", "project", "key", "session", "run", "day"]
-SUBJECTS: tuple[Subject, ...] = get_args(Subject)
-MAX_LINES = 100_000
-_COLUMNS: Mapping[Subject, GroupColumn] = {
-    "owner": "owner",
-    "project": "project_id",
-    "key": "key_id",
-    "session": "session_id",
-    "run": "model_id",
-    "day": "day",
-}
-_NAMES_OF_NONE: Mapping[Subject, str] = {"project": "no project", "key": "no key"}
-_BASE_WEIGHTS = "base weights"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UsageLine:
-    """The work of one subject. Costs are the sum of what has a price; None if nothing has."""
-
-    subject: str
-    training_tokens: int = 0
-    """Tokens of forward and backward passes."""
-    prefill_tokens: int = 0
-    """Prompt tokens that were computed."""
-    cached_tokens: int = 0
-    """Prompt tokens that the prefix cache held."""
-    sampled_tokens: int = 0
-    checkpoints: int = 0
-    """Saves with a name."""
-    device_s: float = 0.0
-    gigabyte_hours: float = 0.0
-    """Storage of checkpoints, in units of 10^9 bytes for an hour; always 0 by key and by run."""
-    cost_usd: float | None = None
-
-    @property
-    def tokens(self) -> int:
-        """All tokens."""
-        return self.training_tokens + self.prefill_tokens + self.cached_tokens + self.sampled_tokens
-
-
-_FIELDS: Mapping[str, str] = {
-    "training": "training_tokens",
-    "forward": "training_tokens",
-    "prefill": "prefill_tokens",
-    "prefill_cached": "cached_tokens",
-    "sampled": "sampled_tokens",
-}
-
-
-def read_usage_lines(
-    tx: Session, owner: str | None, by: Subject, since: float, prices: Prices, *, until: float | None = None
-) -> Sequence[UsageLine]:
-    """Return a line for each subject with usage since a time, those with the most tokens first; days in order.
-
-    `owner` None means all owners.
-    """
-    lines: dict[str, UsageLine] = {}
-    for total in usage.read_totals(tx, owner, since, (_COLUMNS[by],), until=until, limit=MAX_LINES):
-        name = _format_name(by, total.group[0])
-        line = lines.get(name, UsageLine(subject=name))
-        cost = compute_token_cost(prices, total.kind, total.tokens)
-        if total.kind == "checkpoint":
-            line = replace(line, checkpoints=line.checkpoints + total.requests)
-        else:
-            field = _FIELDS[total.kind]
-            line = replace(line, **{field: getattr(line, field) + total.tokens})
-        lines[name] = replace(line, device_s=line.device_s + total.device_s, cost_usd=_add_costs(line.cost_usd, cost))
-    _add_storage(tx, lines, owner, by, since, until, prices)
-    if by == "day":
-        return sorted(lines.values(), key=lambda line: line.subject)
-    return sorted(lines.values(), key=lambda line: (-line.tokens, line.subject))
-
-
-def _add_storage(
-    tx: Session,
-    lines: dict[str, UsageLine],
-    owner: str | None,
-    by: Subject,
-    since: float,
-    until: float | None,
-    prices: Prices,
-) -> None:
-    if by in ("key", "run"):  # storage is recorded by session
-        return
-    for hour in billing.read_hours(tx, owner, since, until, limit=MAX_LINES):
-        values = {"owner": hour.owner, "project": hour.project_id, "session": hour.session_id, "day": hour.hour_at}
-        name, stored = _format_name(by, values[by]), hour.num_bytes / GIGABYTE
-        line = lines.get(name, UsageLine(subject=name))
-        cost = _add_costs(line.cost_usd, compute_storage_cost(prices, stored))
-        lines[name] = replace(line, gigabyte_hours=line.gigabyte_hours + stored, cost_usd=cost)
-
-
-def _format_name(by: Subject, value: object) -> str:
-    match by:
-        case "day":
-            assert isinstance(value, int)
-            return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d")
-        case "run":
-            return str(value) or _BASE_WEIGHTS
-        case _:
-            return _NAMES_OF_NONE.get(by, "none") if value is None else str(value)
-
-
-def _add_costs(total: float | None, more: float | None) -> float | None:
-    return total if more is None else (total or 0.0) + more

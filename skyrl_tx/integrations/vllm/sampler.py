@@ -20,7 +20,7 @@ from skyrl_tx.contract.ids import RequestId, SamplerId
 from skyrl_tx.contract.meters import Meters
 from skyrl_tx.contract.results import SampleDelta
 from skyrl_tx.contract.sampler import Sampler
-from skyrl_tx.integrations.vllm import streams
+from skyrl_tx.integrations.vllm import wire
 from skyrl_tx.integrations.vllm.adapter_files import AdapterDirectory, SamplerAdapter
 from skyrl_tx.integrations.vllm.config import VllmConfig, VllmFlags
 from skyrl_tx.integrations.vllm.managed_server import ManagedServer, find_command
@@ -129,7 +129,7 @@ class VllmSampler(Sampler):
     def begin_sample(self, batch: PreparedSampleBatch) -> None:
         """See SamplingBackend. Raises UserError for what vLLM cannot sample."""
         for request in batch.requests:
-            streams.check_sample(request, renormalizes=self._config.filtered_logprobs == "renormalized")
+            wire.check_sample(request, renormalizes=self._config.filtered_logprobs == "renormalized")
         for request in batch.requests:
             adapter = None if request.sampler is None else self._adapters[request.sampler]
             for index in range(request.first_index, request.first_index + request.num_samples):

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from skyrl_tx.integrations.vllm.config import VllmConfig
-from skyrl_tx.integrations.vllm.streams import read_error
+from skyrl_tx.integrations.vllm.wire import read_error
 
 _log = logging.getLogger(__name__)
 _DOWN_S = 2.0

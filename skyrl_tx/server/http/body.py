@@ -15,8 +15,8 @@ from fastapi import Request
 from google.protobuf.message import DecodeError, Message
 from pydantic import ValidationError
 
-from skyrl_tx.server.context import ApiError, bad_request, too_large
-from skyrl_tx.server.schemas.service import WireModel
+from skyrl_tx.server.errors import ApiError, bad_request, too_large
+from skyrl_tx.server.schemas.base import WireModel
 from skyrl_tx.server.submission.validation import check_json, check_protobuf, describe_first_error
 
 PROTOBUF = "application/x-protobuf"

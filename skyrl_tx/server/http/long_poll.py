@@ -22,7 +22,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId
 from skyrl_tx.process.signals import ServiceThread
 from skyrl_tx.store import completions, futures, keys, sessions
-from skyrl_tx.store.database import Store, StoreError, ValueRefused
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreError, ValueRefused
 
 _log = logging.getLogger(__name__)
 _WAIT_S = 1.0

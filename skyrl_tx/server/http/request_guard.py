@@ -22,10 +22,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from skyrl_tx.server.context import ApiError
+from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.http.connections import ThrottledWarning, normalize_address
-from skyrl_tx.server.identity.access import API_PREFIX
-from skyrl_tx.server.monitoring.engine_status import HttpGroups
+from skyrl_tx.server.identity.scopes import API_PREFIX
+from skyrl_tx.server.monitoring.metrics import HttpGroups
 from skyrl_tx.server.settings import ApiSettings
 
 _log = logging.getLogger(__name__)

@@ -28,12 +28,13 @@ from fastapi import Depends, Request
 from fastapi.concurrency import run_in_threadpool
 from sqlmodel import Session
 
-from skyrl_tx.server.context import ApiError, Refusal
-from skyrl_tx.server.identity.access import ADMIN_ONLY, FULL_SCOPES, check_scope
+from skyrl_tx.server.errors import ApiError, Refusal
+from skyrl_tx.server.identity.scopes import ADMIN_ONLY, FULL_SCOPES, check_scope
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import keys
 from skyrl_tx.store.audit import Actor
-from skyrl_tx.store.database import Store, StoreUnreachable
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreUnreachable
 from skyrl_tx.store.keys import LOCAL_OWNER
 from skyrl_tx.store.tables import ApiKeyRow, KeyScope
 

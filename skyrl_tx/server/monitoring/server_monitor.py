@@ -12,11 +12,12 @@ from sqlmodel import Session
 
 from skyrl_tx.process.signals import ServiceThread
 from skyrl_tx.server.http.long_poll import ResultWatcher
-from skyrl_tx.server.monitoring.engine_status import ApiMetrics
+from skyrl_tx.server.monitoring.metrics import ApiMetrics
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import engine_state, totals
-from skyrl_tx.store.database import Store, StoreError
+from skyrl_tx.store.database import Store
 from skyrl_tx.store.dialect import DATABASE_NAME
+from skyrl_tx.store.errors import StoreError
 from skyrl_tx.store.pauses import collect_pauses
 from skyrl_tx.store.tables import EngineStateRow
 from skyrl_tx.store.totals import StoreTotals

@@ -20,19 +20,11 @@ from sqlmodel import Session
 
 from skyrl_tx.artifacts import Artifact, ArtifactCorrupt, ArtifactMissing, ArtifactsUnreachable
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath
-from skyrl_tx.server.context import (
-    ApiCall,
-    ApiContext,
-    ApiError,
-    Incoming,
-    bad_request,
-    get_base_url,
-    get_context,
-    not_found,
-)
+from skyrl_tx.server.context import ApiCall, ApiContext, Incoming, get_base_url, get_context
+from skyrl_tx.server.errors import ApiError, bad_request, not_found
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import Principal
-from skyrl_tx.server.schemas.service import to_utc_time
+from skyrl_tx.server.schemas.base import to_utc_time
 from skyrl_tx.server.schemas.weights import ExternalWeightsUrlsResponse
 from skyrl_tx.store import audit, checkpoints
 from skyrl_tx.store.tables import CheckpointRow

@@ -14,7 +14,8 @@ from sqlmodel import Session
 from skyrl_tx.contract import codec, results
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.ids import RequestId, SamplingSessionId
-from skyrl_tx.server.context import ApiCall, ApiError, Incoming, bad_request, not_found, read_poll
+from skyrl_tx.server.context import ApiCall, Incoming, read_poll
+from skyrl_tx.server.errors import ApiError, bad_request, not_found
 from skyrl_tx.server.http.long_poll import wait_for
 from skyrl_tx.server.http.responses import make_result_response
 from skyrl_tx.server.identity import access
@@ -22,7 +23,7 @@ from skyrl_tx.server.identity.authentication import authenticate_request
 from skyrl_tx.server.schemas import service as schemas
 from skyrl_tx.server.submission.validation import quote_value
 from skyrl_tx.store import completions, futures, pauses
-from skyrl_tx.store.database import StoreError
+from skyrl_tx.store.errors import StoreError
 
 _log = logging.getLogger(__name__)
 _ERROR_PAUSE_S = 1.0

@@ -9,11 +9,12 @@ from fastapi import APIRouter
 from sqlmodel import Session
 
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId
-from skyrl_tx.server.context import AccessScope, ApiCall, Incoming, Limit, Offset, not_found
+from skyrl_tx.server.context import AccessScope, ApiCall, Incoming, Limit, Offset
+from skyrl_tx.server.errors import not_found
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.access import ReadableRun
 from skyrl_tx.server.schemas import weights as schemas
-from skyrl_tx.server.schemas.service import to_utc_time
+from skyrl_tx.server.schemas.base import to_utc_time
 from skyrl_tx.server.submission.validation import check_ttl
 from skyrl_tx.store import audit, checkpoints, models
 from skyrl_tx.store.tables import CheckpointRow

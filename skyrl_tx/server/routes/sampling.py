@@ -6,11 +6,12 @@ from sqlmodel import Session
 from skyrl_tx.contract.ids import CheckpointPath, SamplingSessionId, SessionId
 from skyrl_tx.contract.ids import sampling_session_id as sampling_session_id_of
 from skyrl_tx.contract.requests import Rejected
-from skyrl_tx.server.context import ApiCall, Incoming, IncomingData, bad_request
+from skyrl_tx.server.context import ApiCall, Incoming, IncomingData
+from skyrl_tx.server.errors import bad_request
 from skyrl_tx.server.http.body import validate_object
 from skyrl_tx.server.identity import access, direct_sessions
 from skyrl_tx.server.schemas import training as schemas
-from skyrl_tx.server.schemas.service import SampleRequestIds
+from skyrl_tx.server.schemas.base import SampleRequestIds
 from skyrl_tx.server.schemas.training import FutureHandle
 from skyrl_tx.server.submission import sampling, submission, weights
 from skyrl_tx.server.submission.submission import Submission

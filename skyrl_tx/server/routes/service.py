@@ -10,7 +10,8 @@ from fastapi.concurrency import run_in_threadpool
 from sqlmodel import Session
 
 from skyrl_tx.process import exposition, signals
-from skyrl_tx.server.context import ApiContext, ApiError, Incoming, get_context, not_found
+from skyrl_tx.server.context import ApiContext, Incoming, get_context
+from skyrl_tx.server.errors import ApiError, not_found
 from skyrl_tx.server.http.connections import normalize_address
 from skyrl_tx.server.http.request_guard import UNTRUSTED
 from skyrl_tx.server.identity.authentication import ORGANIZATION

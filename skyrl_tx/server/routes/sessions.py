@@ -10,11 +10,12 @@ from fastapi import APIRouter, Request
 from sqlmodel import Session
 
 from skyrl_tx.contract.ids import SessionId
-from skyrl_tx.server.context import AccessScope, ApiError, Incoming, Limit, Offset
+from skyrl_tx.server.context import AccessScope, Incoming, Limit, Offset
+from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import USER_URN, Principal
 from skyrl_tx.server.schemas import service as schemas
-from skyrl_tx.server.schemas.service import to_utc_time
+from skyrl_tx.server.schemas.base import to_utc_time
 from skyrl_tx.store import audit, checkpoints, models, sampling_sessions, sessions
 from skyrl_tx.store.checkpoints import StorageUsage
 from skyrl_tx.store.database import get_existing

@@ -6,13 +6,14 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from skyrl_tx.contract import requests
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import ModelId, SessionId
-from skyrl_tx.server.context import ApiCall, Incoming, IncomingData, bad_request, not_found
+from skyrl_tx.server.context import ApiCall, Incoming, IncomingData
+from skyrl_tx.server.errors import bad_request, not_found
 from skyrl_tx.server.http.body import validate_object
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.schemas import training as schemas
-from skyrl_tx.server.schemas.service import CreationIds, ModelRequestIds
+from skyrl_tx.server.schemas.base import CreationIds, ModelRequestIds
 from skyrl_tx.server.submission import submission, training, wire_pb2
-from skyrl_tx.server.submission.loss_graph.builder import compile_loss
+from skyrl_tx.server.submission.loss_graph.compile import compile_loss
 from skyrl_tx.server.submission.submission import Submission, submit, submit_json
 from skyrl_tx.store import engine_state
 

@@ -9,12 +9,13 @@ from sqlmodel import Session
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import CheckpointPath, ModelId, SessionId
 from skyrl_tx.contract.ids import model_id as model_id_of
-from skyrl_tx.server.context import ApiCall, Incoming, bad_request, not_found
+from skyrl_tx.server.context import ApiCall, Incoming
+from skyrl_tx.server.errors import bad_request, not_found
 from skyrl_tx.server.http.body import validate_object
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import Principal
 from skyrl_tx.server.schemas import weights as schemas
-from skyrl_tx.server.schemas.service import CreationIds, ModelRequestIds
+from skyrl_tx.server.schemas.base import CreationIds, ModelRequestIds
 from skyrl_tx.server.schemas.training import FutureHandle, OptimizerConfig
 from skyrl_tx.server.submission import submission, weights
 from skyrl_tx.server.submission.submission import Submission, submit_json

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from skyrl_tx.server.schemas.service import (
+from skyrl_tx.server.schemas.base import (
     CreationIds,
     Int,
     List,

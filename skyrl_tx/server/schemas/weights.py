@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from skyrl_tx.server.schemas.service import Int, List, ModelRequestIds, Name, Response, SeqId, TextMetadata, WireModel
+from skyrl_tx.server.schemas.base import Int, List, ModelRequestIds, Name, Response, SeqId, TextMetadata, WireModel
 from skyrl_tx.server.schemas.training import OptimizerConfig
 
 

@@ -20,11 +20,12 @@ from skyrl_tx.contract.ids import model_id as model_id_of
 from skyrl_tx.contract.losses import TARGET_TOKENS
 from skyrl_tx.contract.requests import CreateCustomLoss, CreateModel, LoadWeights, ModelPass, Rejected, Request
 from skyrl_tx.contract.results import CreateCustomLossOutput
-from skyrl_tx.server.context import ApiCall, ApiError, bad_request
+from skyrl_tx.server.context import ApiCall
+from skyrl_tx.server.errors import ApiError, bad_request
 from skyrl_tx.server.http.body import validate_object
 from skyrl_tx.server.identity import access
 from skyrl_tx.server.identity.authentication import Principal
-from skyrl_tx.server.schemas.service import CreationIds, ModelRequestIds, WireModel
+from skyrl_tx.server.schemas.base import CreationIds, ModelRequestIds, WireModel
 from skyrl_tx.server.schemas.training import FutureHandle
 from skyrl_tx.server.submission.provenance import Provenance, fill_recorded
 from skyrl_tx.server.submission.validation import describe_first_error, quote_value

@@ -19,8 +19,8 @@ from pydantic import ValidationError
 
 from skyrl_tx.contract.arrays import NumberArray
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.server.context import too_large
-from skyrl_tx.server.schemas.service import WireModel
+from skyrl_tx.server.errors import too_large
+from skyrl_tx.server.schemas.base import WireModel
 from skyrl_tx.store.checkpoints import MAX_TTL_S
 
 _log = logging.getLogger(__name__)

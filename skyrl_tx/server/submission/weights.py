@@ -6,7 +6,7 @@ from functools import partial
 
 from sqlmodel import Session
 
-from skyrl_tx.artifacts import objects
+from skyrl_tx.artifacts import encryption
 from skyrl_tx.contract import requests
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import (
@@ -66,7 +66,7 @@ def translate_save_weights_external(request: schemas.SaveWeightsExternalRequest)
     """Translate a save for download, under a name."""
     require(request.path is not None, "path: missing; external weights need a name")
     recipients = tuple(request.age_encryption_recipients or ())
-    objects.parse_recipients(recipients, "age_encryption_recipients")  # so that the client gets the error
+    encryption.parse_recipients(recipients, "age_encryption_recipients")  # so that the client gets the error
     return Submission.from_request(replace(_make_save(request, CheckpointKind.EXTERNAL), age_recipients=recipients))
 
 

@@ -26,7 +26,7 @@ from skyrl_tx.contract.results import Failure
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.command_line import finish_parser, format_bytes, open_database
 from skyrl_tx.store import engine_state, totals
-from skyrl_tx.store.database import StoreError
+from skyrl_tx.store.errors import StoreError
 from skyrl_tx.store.pauses import collect_pauses
 from skyrl_tx.store.tables import EngineStateRow
 

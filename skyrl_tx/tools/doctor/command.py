@@ -2,76 +2,22 @@
 
 import argparse
 import json
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 from skyrl_tx.artifacts import ArtifactStore, ArtifactsUnreachable, InvalidLocation, open_artifacts
 from skyrl_tx.launch.command import CommandError, CommandParser
 from skyrl_tx.launch.command_line import format_table
 from skyrl_tx.launch.settings import ServerSettings
-from skyrl_tx.store.database import Store, StoreError
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreError
 from skyrl_tx.tools.commands.status import find_process
 from skyrl_tx.tools.doctor import database, machine, storage
+from skyrl_tx.tools.doctor.findings import STATUS, ExaminedServer, Finding, error, format_findings, get_worst_level
 from skyrl_tx.tools.quickstart.model import open_built_in_model
 from skyrl_tx.tools.serve import add_settings
-
-Level = Literal["ok", "warning", "error"]
-
-
-STATUS: dict[Level, int] = {"ok": 0, "warning": 1, "error": 2}
-"""The exit status for the worst level."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One finding of a check, with what to do about it."""
-
-    check: str
-    level: Level
-    message: str
-    advice: str = ""
-
-
-class ExaminedServer(NamedTuple):
-    """The server that is examined."""
-
-    settings: ServerSettings
-    """`base_model` is empty if none was named."""
-    server_pids: dict[str, int]
-    """The running processes of the data directory by role, `api` and `engine`."""
-
-
-def ok(check: str, message: str) -> Finding:
-    """Return a finding that needs no action."""
-    return Finding(check, "ok", message)
-
-
-def warning(check: str, message: str, advice: str) -> Finding:
-    """Return a finding about something that works, but not well or not for long."""
-    return Finding(check, "warning", message, advice)
-
-
-def error(check: str, message: str, advice: str) -> Finding:
-    """Return a finding about something that does not work."""
-    return Finding(check, "error", message, advice)
-
-
-def get_worst_level(findings: Iterable[Finding]) -> Level:
-    """Return the worst level."""
-    levels = {finding.level for finding in findings}
-    return "error" if "error" in levels else "warning" if "warning" in levels else "ok"
-
-
-def format_findings(findings: Iterable[Finding]) -> Iterator[str]:
-    """Yield the findings as text."""
-    for finding in findings:
-        yield f"{finding.level:<8} {finding.check:<9} {finding.message}"
-        if finding.advice:
-            yield f"{'':<18} → {finding.advice}"
-
 
 Check = Callable[[ExaminedServer], Iterator[Finding]]
 

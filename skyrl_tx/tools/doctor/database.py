@@ -19,7 +19,7 @@ from skyrl_tx.launch.settings import ServerSettings
 from skyrl_tx.store import keys, migrations
 from skyrl_tx.store.database import HEAD, Store
 from skyrl_tx.store.dialect import DATABASE_NAME
-from skyrl_tx.tools.doctor.command import ExaminedServer, Finding, error, ok, warning
+from skyrl_tx.tools.doctor.findings import ExaminedServer, Finding, error, ok, warning
 
 _LARGE_WAL_BYTES = 256 * 2**20
 _CONNECTIONS = 20

@@ -21,7 +21,7 @@ from skyrl_tx.backends.jax.config import JaxFlags
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.launch.command_line import format_bytes
 from skyrl_tx.process.setup import OPEN_FILES
-from skyrl_tx.tools.doctor.command import ExaminedServer, Finding, error, ok, warning
+from skyrl_tx.tools.doctor.findings import ExaminedServer, Finding, error, ok, warning
 
 OLDEST_SDK = "0.16.1"
 """The oldest release of the Tinker SDK that is tested; `tests/support/client_environments.py` has all."""

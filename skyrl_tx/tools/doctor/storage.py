@@ -26,7 +26,7 @@ from skyrl_tx.launch.command_line import Progress, Record, confirm, format_bytes
 from skyrl_tx.store import checkpoints, identity
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import CheckpointRow, SamplingSessionRow, SnapshotRow
-from skyrl_tx.tools.doctor.command import ExaminedServer, Finding, error, ok, warning
+from skyrl_tx.tools.doctor.findings import ExaminedServer, Finding, error, ok, warning
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "glusterfs", "lustre", "fuse.sshfs"})

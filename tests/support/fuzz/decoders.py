@@ -10,9 +10,9 @@ import zstandard
 from hypothesis import strategies as st
 
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.server.context import ApiError
+from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.http.body import PROTOBUF, Body, BodyLimits
-from skyrl_tx.server.schemas.service import WireModel
+from skyrl_tx.server.schemas.base import WireModel
 from skyrl_tx.server.schemas.training import ForwardBackwardRequest
 from skyrl_tx.server.submission import training, wire_pb2
 from skyrl_tx.server.submission.submission import Submission, from_json

@@ -10,7 +10,7 @@ import httpx
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from skyrl_tx.server.schemas.service import WireModel
+from skyrl_tx.server.schemas.base import WireModel
 from tests.support.fuzz.reports import HANG_S, Finding, Hang, ServerError, Tally
 from tests.support.live_api import Server
 

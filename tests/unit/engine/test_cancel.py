@@ -9,7 +9,7 @@ import pytest
 from skyrl_tx.contract import codec
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.results import Failure
-from skyrl_tx.server.context import ApiError
+from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.monitoring import engine_status
 from skyrl_tx.server.monitoring.engine_status import AdmissionControl
 from skyrl_tx.store import completions

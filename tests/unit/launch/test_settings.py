@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from skyrl_tx.apps.teams.billing import Prices, TeamsSettings
+from skyrl_tx.apps.teams.prices import Prices, TeamsSettings
 from skyrl_tx.backends import registry
 from skyrl_tx.launch import supervisor
 from skyrl_tx.launch.launcher import EngineStarts, LauncherSpec

@@ -12,7 +12,7 @@ from skyrl_tx.launch import supervisor
 from skyrl_tx.launch.engine_process import EngineEnd
 from skyrl_tx.launch.supervisor import EngineSupervisor, RestartPolicy
 from skyrl_tx.process.setup import CannotServe
-from skyrl_tx.store.database import StoreBlocked, StoreError, StoreUnreachable
+from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreUnreachable
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
 from skyrl_tx.tools.serve import read_settings

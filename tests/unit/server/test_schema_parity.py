@@ -18,7 +18,7 @@ from skyrl_tx.compose import APPS
 from skyrl_tx.launch.command import load_server_extensions
 from skyrl_tx.server.app import create_app
 from skyrl_tx.server.schemas import training
-from skyrl_tx.server.schemas.service import WireModel
+from skyrl_tx.server.schemas.base import WireModel
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store.database import Store
 

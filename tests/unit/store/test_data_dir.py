@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tx.store.database import Store, StoreError
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreError
 
 
 def other_url(tmp_path: Path, name: str) -> str:

@@ -11,7 +11,8 @@ from sqlmodel import Session
 
 from skyrl_tx.process import signals
 from skyrl_tx.store import sessions
-from skyrl_tx.store.database import Store, StoreError, StoreInUse
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreError, StoreInUse
 
 
 def add_session(tx: Session, owner: str = "ann") -> str:

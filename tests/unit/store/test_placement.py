@@ -11,7 +11,8 @@ from sqlmodel import Session
 
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId, SamplingSessionId, SessionId
 from skyrl_tx.store import completions, engine_state, futures, leases, models, placement, sampling_sessions, sessions
-from skyrl_tx.store.database import Store, StoreError, StoreInUse
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreError, StoreInUse
 from skyrl_tx.store.futures import NewRequest
 from skyrl_tx.store.tables import EngineStateRow, ModelRow, SamplingSessionRow
 from tests.support.waiting import until

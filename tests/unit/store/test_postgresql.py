@@ -17,7 +17,8 @@ from sqlmodel import Session
 
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.store import database, futures, sessions
-from skyrl_tx.store.database import Store, StoreError, StoreInUse, StoreUnreachable, ValueRefused
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreError, StoreInUse, StoreUnreachable, ValueRefused
 from skyrl_tx.store.futures import NewRequest
 from tests.support import old_schemas
 from tests.support.postgresql_server import PostgresqlServer

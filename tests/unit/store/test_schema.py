@@ -9,7 +9,8 @@ from sqlalchemy import create_engine, inspect, text
 
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.store import database, futures, migrations, models
-from skyrl_tx.store.database import Store, StoreError
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreError
 from tests.support import old_schemas
 
 OPEN_TWICE = """

@@ -12,7 +12,8 @@ import pytest
 from sqlmodel import col, func, select
 
 from skyrl_tx.store import futures, sessions
-from skyrl_tx.store.database import Store, StoreError
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.errors import StoreError
 from skyrl_tx.store.futures import NewRequest
 from skyrl_tx.store.sqlite import Sqlite
 from skyrl_tx.store.tables import RequestRow

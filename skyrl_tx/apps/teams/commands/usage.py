@@ -9,8 +9,8 @@ from dataclasses import asdict
 
 from pydantic import ValidationError
 
-from skyrl_tx.apps.teams.billing import Prices
-from skyrl_tx.apps.teams.usage import SUBJECTS, UsageLine, read_usage_lines
+from skyrl_tx.apps.teams.prices import Prices
+from skyrl_tx.apps.teams.usage_report import SUBJECTS, UsageLine, read_usage_lines
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.command_line import Record, add_since, finish_parser, format_table, open_database, parse_path
 from skyrl_tx.launch.settings import SettingsError, read_config_file

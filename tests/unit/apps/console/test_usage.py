@@ -1,5 +1,5 @@
 from skyrl_tx.apps.console.teams import add_lines, draw_days
-from skyrl_tx.apps.teams.usage import UsageLine
+from skyrl_tx.apps.teams.usage_report import UsageLine
 
 NOON = 20_000 * 86_400 + 43_200
 

@@ -17,7 +17,7 @@ from skyrl_tx.apps.teams.usage import Work
 from skyrl_tx.contract.errors import ErrorCategory
 from skyrl_tx.contract.requests import SaveWeights
 from skyrl_tx.contract.results import Failure, PromptResult, SampledSequence, SampleOutput
-from skyrl_tx.engine.extension import START, Fail, Wait
+from skyrl_tx.engine.admission import START, Fail, Wait
 from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.store import audit, engine_state, futures, sessions, totals
 from skyrl_tx.store.database import Store

@@ -14,7 +14,7 @@ import pytest
 from skyrl_tx.backends.hosts.channel import listen
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.integrations.ray import RaySettings, engine
+from skyrl_tx.integrations.ray import RaySettings
 from skyrl_tx.integrations.ray import engine as engine_module
 from skyrl_tx.integrations.ray.engine import EndedHost, RayEngine, RayHost, connect, find_cause, reserve_ports
 from skyrl_tx.launch.engine_process import EngineEnd, EngineLaunch, EngineLocation

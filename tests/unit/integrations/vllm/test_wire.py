@@ -9,8 +9,8 @@ from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.contract.requests import PromptOptions, SamplingParams
-from skyrl_tx.integrations.vllm import streams
-from skyrl_tx.integrations.vllm.streams import WireError
+from skyrl_tx.integrations.vllm import wire
+from skyrl_tx.integrations.vllm.wire import WireError
 
 EVENT = (
     'data: {"request_id":"generate-tokens-a4","usage":null,"output_mode":"tokens","choices":[{"index":0,'
@@ -41,7 +41,7 @@ def request(options: PromptOptions | None = None, **params: object) -> SampleReq
 
 
 def body(request: SampleRequest, index: int = 0) -> dict:
-    return streams.make_sample_body(request, index, model="base", eos_token_ids=(0, 9), stream_tokens=16)
+    return wire.make_sample_body(request, index, model="base", eos_token_ids=(0, 9), stream_tokens=16)
 
 
 def test_a_body_has_everything_that_a_sample_depends_on():
@@ -49,7 +49,7 @@ def test_a_body_has_everything_that_a_sample_depends_on():
     assert sampling == {
         "max_tokens": 8,
         "temperature": 0.5,
-        "seed": streams.derive_seed(7, 0),
+        "seed": wire.derive_seed(7, 0),
         "stop_token_ids": [5, 9, 0],
         "ignore_eos": True,
         "logprobs": 0,
@@ -72,12 +72,12 @@ def test_the_salt_of_a_cache_hides_its_scope():
 
 
 def test_seeds_differ_by_seed_and_index_and_are_never_negative():
-    seeds = {streams.derive_seed(seed, index) for seed in (0, 1, 2, -1, 2**64 - 2, 2**63) for index in range(50)}
+    seeds = {wire.derive_seed(seed, index) for seed in (0, 1, 2, -1, 2**64 - 2, 2**63) for index in range(50)}
     assert len(seeds) == 300
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert len({seed % 2**32 for seed in seeds}) == 300  # the generator of a CPU has 32 bits
     # A release that draws others would change what a client's seed gives.
-    assert streams.derive_seed(7, 0) == 7127318741406446
+    assert wire.derive_seed(7, 0) == 7127318741406446
 
 
 @pytest.mark.parametrize(
@@ -91,28 +91,28 @@ def test_seeds_differ_by_seed_and_index_and_are_never_negative():
 )
 def test_what_vllm_would_sample_otherwise_is_refused_by_name(params: dict[str, float], message: str):
     with pytest.raises(UserError, match=message):
-        streams.check_sample(request(**params), renormalizes=False)
+        wire.check_sample(request(**params), renormalizes=False)
 
 
 def test_filters_are_allowed_for_greedy_samples_and_by_a_setting():
-    streams.check_sample(request(temperature=0.0, top_k=5, top_p=0.5), renormalizes=False)
-    streams.check_sample(request(top_k=5, top_p=0.5), renormalizes=True)
+    wire.check_sample(request(temperature=0.0, top_k=5, top_p=0.5), renormalizes=False)
+    wire.check_sample(request(top_k=5, top_p=0.5), renormalizes=True)
     with pytest.raises(UserError, match="temperature"):
-        streams.check_sample(request(temperature=0.001), renormalizes=True)
+        wire.check_sample(request(temperature=0.001), renormalizes=True)
 
 
 def test_an_event_has_tokens_log_probabilities_and_the_likeliest_ones():
-    chunk = streams.read_event(EVENT, 1)
+    chunk = wire.read_event(EVENT, 1)
     assert chunk is not None and chunk.topk is not None and chunk.stop_reason is None
     assert (chunk.tokens.tolist(), chunk.logprobs.tolist()) == ([495, 963], [-6.5, -1.5])
     assert (chunk.topk.token_ids.tolist(), chunk.topk.logprobs.tolist()) == ([[188], [963]], [[-5.25], [-1.5]])
-    plain = streams.read_event(EVENT, 0)
+    plain = wire.read_event(EVENT, 0)
     assert plain is not None and plain.topk is None
 
 
 @pytest.mark.parametrize("line", [USAGE, "data: [DONE]", "", ": comment"])
 def test_other_lines_say_nothing(line: str):
-    assert streams.read_event(line, 0) is None
+    assert wire.read_event(line, 0) is None
 
 
 @pytest.mark.parametrize(
@@ -127,26 +127,26 @@ def test_other_lines_say_nothing(line: str):
 )
 def test_a_bad_event_is_an_error(line: str, message: str):
     with pytest.raises(WireError, match=message):
-        streams.read_event(line, 0)
+        wire.read_event(line, 0)
 
 
 def test_results_about_a_prompt_are_those_of_its_last_tokens():
     prompt = np.array([3, 1, 2], np.int32)
-    found = streams.read_prompt_result({"prompt_logprobs": PROMPT}, prompt, PromptOptions(logprobs=True, topk=2))
+    found = wire.read_prompt_result({"prompt_logprobs": PROMPT}, prompt, PromptOptions(logprobs=True, topk=2))
     assert found.logprobs is not None and found.topk is not None
     np.testing.assert_array_equal(found.logprobs, np.array([np.nan, -6.75, -1.0], np.float32))
     assert found.topk.token_ids.tolist() == [[0, 0], [802, 165], [2, 803]]
     assert found.topk.logprobs.tolist() == [[-99999.0, -99999.0], [-5.0, -5.5], [-1.0, -5.25]]
-    last = streams.read_prompt_result({"prompt_logprobs": PROMPT}, prompt, PromptOptions(logprobs=True, last_n=1))
+    last = wire.read_prompt_result({"prompt_logprobs": PROMPT}, prompt, PromptOptions(logprobs=True, last_n=1))
     assert last.logprobs is not None and np.isnan(last.logprobs[:2]).all() and last.logprobs[2] == -1.0
 
 
 @pytest.mark.parametrize("content", [{}, {"prompt_logprobs": None}, {"prompt_logprobs": PROMPT[:2]}])
 def test_bad_results_about_a_prompt_are_an_error(content: dict):
     with pytest.raises(WireError):
-        streams.read_prompt_result(content, np.array([3, 1, 2], np.int32), PromptOptions(logprobs=True))
+        wire.read_prompt_result(content, np.array([3, 1, 2], np.int32), PromptOptions(logprobs=True))
 
 
 def test_an_error_response_gives_its_message():
-    assert streams.read_error(json.dumps({"error": {"message": "no  such\nmodel"}})) == "no such model"
-    assert streams.read_error("<html>Bad gateway</html>") == "<html>Bad gateway</html>"
+    assert wire.read_error(json.dumps({"error": {"message": "no  such\nmodel"}})) == "no such model"
+    assert wire.read_error("<html>Bad gateway</html>") == "<html>Bad gateway</html>"

@@ -5,7 +5,7 @@ import pytest
 import zstandard
 from starlette.requests import Request
 
-from skyrl_tx.server.context import ApiError
+from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.http.body import Body, BodyLimits, read_body
 from skyrl_tx.server.schemas.service import FinishRequest
 from skyrl_tx.server.submission import wire_pb2

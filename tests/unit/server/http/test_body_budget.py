@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_tx.server.context import ApiError
+from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.http import body
 from skyrl_tx.server.http.body import BodyBudget
 

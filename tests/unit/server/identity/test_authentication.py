@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from skyrl_tx.server.context import ApiError
+from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.identity import authentication
 from skyrl_tx.server.identity.authentication import Authenticator, SigningKey
 from skyrl_tx.server.settings import ApiSettings

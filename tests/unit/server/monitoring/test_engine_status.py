@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from skyrl_tx.contract.ids import RequestId
-from skyrl_tx.server.context import ApiError
+from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.monitoring import engine_status
 from skyrl_tx.server.monitoring.engine_status import AdmissionControl, EngineHealth, EngineReport
 from skyrl_tx.store import engine_state

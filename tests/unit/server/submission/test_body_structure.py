@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from skyrl_tx.server.context import ApiError
+from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.http.body import BodyLimits
 from skyrl_tx.server.submission import wire_pb2
 from skyrl_tx.server.submission.validation import check_json, check_protobuf, quote_value

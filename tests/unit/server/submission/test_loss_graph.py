@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from skyrl_tx.contract.custom_loss import CustomLoss, Operation
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.server.schemas.training import CreateCustomLossRequest
-from skyrl_tx.server.submission.loss_graph.builder import compile_loss
+from skyrl_tx.server.submission.loss_graph.compile import compile_loss
 
 REF = {"ref": "logprobs"}
 WEIGHTS = {"ref": "weights"}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tx.tools.doctor.command import ExaminedServer
+from skyrl_tx.tools.doctor.findings import ExaminedServer
 from skyrl_tx.tools.serve import read_settings
 
 

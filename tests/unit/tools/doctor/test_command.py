@@ -8,7 +8,7 @@ import pytest
 
 from skyrl_tx.tools.cli import main
 from skyrl_tx.tools.doctor import command
-from skyrl_tx.tools.doctor.command import ExaminedServer, Finding, error, ok, warning
+from skyrl_tx.tools.doctor.findings import ExaminedServer, Finding, error, ok, warning
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from skyrl_tx.store import keys
 from skyrl_tx.store.database import HEAD, Store
 from skyrl_tx.tools.doctor import database
-from skyrl_tx.tools.doctor.command import Finding
+from skyrl_tx.tools.doctor.findings import Finding
 from tests.support import old_schemas
 from tests.support.postgresql_server import PASSWORD
 

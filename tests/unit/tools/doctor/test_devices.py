@@ -13,7 +13,7 @@ from skyrl_tx.backends.jax.backend import JaxBackend
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.tools.doctor import machine, probe
-from skyrl_tx.tools.doctor.command import Finding
+from skyrl_tx.tools.doctor.findings import Finding
 from skyrl_tx.tools.doctor.machine import Device, Plan, ProbeAnswer, ProbeQuestion
 from skyrl_tx.tools.quickstart.model import write_tiny_model
 from tests.support.published import QWEN3_8B

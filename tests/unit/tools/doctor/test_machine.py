@@ -7,7 +7,7 @@ import pytest
 from packaging.version import Version
 
 from skyrl_tx.tools.doctor import machine
-from skyrl_tx.tools.doctor.command import Finding, get_worst_level
+from skyrl_tx.tools.doctor.findings import Finding, get_worst_level
 from tests.support.client_environments import SDKS
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_tx.tools.doctor.command import Finding
+from skyrl_tx.tools.doctor.findings import Finding
 from skyrl_tx.tools.doctor.machine import check_text
 from skyrl_tx.tools.quickstart.model import write_tiny_model
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from skyrl_tx.tools.doctor import storage
-from skyrl_tx.tools.doctor.command import Finding
+from skyrl_tx.tools.doctor.findings import Finding
 
 
 def by_level(findings, level: str) -> list[Finding]:

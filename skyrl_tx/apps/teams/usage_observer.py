@@ -1,0 +1,67 @@
+"""Records the usage of each completed request, and the storage of checkpoints once an hour."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from skyrl_tx.apps.teams import storage_hours, usage
+from skyrl_tx.apps.teams.usage import Work
+from skyrl_tx.contract.ids import ModelId
+from skyrl_tx.contract.requests import Sample
+from skyrl_tx.contract.results import ForwardBackwardOutput, OptimStepOutput, SampleOutput
+from skyrl_tx.engine.activity import DeviceTime
+from skyrl_tx.engine.device_cache import LiveModel
+from skyrl_tx.engine.extension import ResultObserver, RetentionRule
+from skyrl_tx.engine.request_log import ObserverRows, QueuedRequest
+from skyrl_tx.engine.settings import EngineSettings
+from skyrl_tx.store.database import Store
+from skyrl_tx.store.sampling_sessions import Origin
+
+
+@dataclass(frozen=True, slots=True)
+class UsageObserver(ResultObserver):
+    """Adds the work of each completed request to the usage of its session and its model."""
+
+    store: Store
+    settings: EngineSettings
+
+    def observe_pass(
+        self, queued: QueuedRequest, model: LiveModel, output: ForwardBackwardOutput, num_tokens: int, time: DeviceTime
+    ) -> ObserverRows:
+        """Count the tokens and the device seconds of a pass."""
+        assert queued.model_pass is not None
+        kind = "training" if queued.model_pass.backward else "forward"
+        return _add(queued, model.model_id, [Work(kind=kind, tokens=num_tokens, device_s=time.device_s)])
+
+    def observe_step(
+        self, queued: QueuedRequest, model: LiveModel, output: OptimStepOutput, time: DeviceTime
+    ) -> ObserverRows:
+        """Count the device seconds of an optimizer step."""
+        return _add(queued, model.model_id, [Work(kind="training", device_s=time.device_s)])
+
+    def observe_sample(
+        self, queued: QueuedRequest, request: Sample, output: SampleOutput, origin: Origin, now: float, device_s: float
+    ) -> ObserverRows:
+        """Count the tokens of a prompt, those that the prefix cache held, and those that were sampled."""
+        num_cached = output.prompt.cache_hit_tokens
+        num_sampled = sum(sequence.tokens.size for sequence in output.sequences)
+        work = [
+            Work(kind="prefill", tokens=request.prompt.size - num_cached),
+            Work(kind="sampled", tokens=num_sampled, device_s=device_s),
+        ]
+        if num_cached:
+            work.append(Work(kind="prefill_cached", tokens=num_cached))
+        return _add(queued, origin.model_id, work)
+
+    def observe_save(self, queued: QueuedRequest, model_id: ModelId) -> ObserverRows:
+        """Count a save with a name."""
+        return _add(queued, model_id, [Work(kind="checkpoint")])
+
+
+def _add(queued: QueuedRequest, model_id: str, work: Sequence[Work]) -> ObserverRows:
+    return lambda tx, now: usage.add(tx, queued.owner, queued.session_id, model_id, now, work)
+
+
+RETENTION = (
+    RetentionRule(name="usage", prune=lambda tx, clock: usage.prune(tx, clock.now)),
+    RetentionRule(name="storage hours", expire=lambda tx, clock: storage_hours.record_hour(tx, clock.now)),
+)
