@@ -237,7 +237,7 @@ REFUSED: list[tuple[str, dict[str, Any], HTTPStatus, str]] = [
     (CHAT, {"n": 9}, HTTPStatus.BAD_REQUEST, "n 9"),
     (CHAT, {"seed": 2**64}, HTTPStatus.BAD_REQUEST, "seed"),
     (CHAT, {"model": "gpt-9"}, HTTPStatus.NOT_FOUND, "model 'gpt-9' does not exist"),
-    (CHAT, {"messages": None, "prompt": "a " * 200}, HTTPStatus.BAD_REQUEST, "the context has"),
+    (CHAT, {"messages": None, "prompt": "a " * 200}, HTTPStatus.BAD_REQUEST, "maximum context length is"),
     (CHAT, {"messages": None, "prompt_tokens": [-1]}, HTTPStatus.BAD_REQUEST, "prompt_tokens.0"),
     (CHAT, {"messages": None, "prompt_tokens": []}, HTTPStatus.BAD_REQUEST, "prompt_tokens"),
     (CHAT, {"messages": None, "prompt": "a", "thinking": True}, HTTPStatus.BAD_REQUEST, "thinking: needs messages"),
@@ -247,7 +247,7 @@ REFUSED: list[tuple[str, dict[str, Any], HTTPStatus, str]] = [
     (SCORE, {"frob": 1}, HTTPStatus.BAD_REQUEST, "frob 1"),
     (SCORE, {"reply_tokens": []}, HTTPStatus.BAD_REQUEST, "reply_tokens"),
     (SCORE, {"prompt_tokens": [2**31]}, HTTPStatus.BAD_REQUEST, "prompt_tokens.0"),
-    (SCORE, {"reply_tokens": [1] * CONTEXT}, HTTPStatus.BAD_REQUEST, "the context has"),
+    (SCORE, {"reply_tokens": [1] * CONTEXT}, HTTPStatus.BAD_REQUEST, "maximum context length is"),
     (SCORE, {"model": "tinker://x/sampler_weights/y"}, HTTPStatus.NOT_FOUND, "no such checkpoint"),
 ]
 

@@ -48,7 +48,7 @@ class ContextTooLong(UserError):
     def __init__(self, num_prompt: int, max_tokens: int | None, limit: int) -> None:
         requested = "" if max_tokens is None else f" and the request asks for {max_tokens} new tokens"
         super().__init__(
-            f"the context of the model is limited to {limit} tokens, but the prompt has {num_prompt} tokens{requested}"
+            f"this model's maximum context length is {limit} tokens, but the prompt has {num_prompt} tokens{requested}"
             "; shorten the prompt" + ("" if max_tokens is None else " or ask for fewer tokens")
         )
         self.num_prompt = num_prompt

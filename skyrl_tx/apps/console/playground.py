@@ -17,7 +17,7 @@ from sqlmodel import Session
 from starlette.responses import Response
 from starlette.routing import Route
 
-from skyrl_tx.apps.chat import logprobs, prompts, sampling_fields
+from skyrl_tx.apps.chat import logprobs, prompts, schemas
 from skyrl_tx.apps.chat.generation import Generation, merge_deltas
 from skyrl_tx.apps.chat.logprobs import TokenLogprob
 from skyrl_tx.apps.chat.models import Weights, find_weights, list_checkpoints, resolve_weights
@@ -204,13 +204,13 @@ async def _chat(request: Request, call: ApiCall) -> Response:
 
     def prepare() -> tuple[dict[str, object], ChatRequest]:
         wanted = call.body.parse_model(PlaygroundChat)
-        num_samples = sampling_fields.check_num_samples(wanted.n)
+        num_samples = schemas.check_num_samples(wanted.n)
         require(num_samples <= _MAX_SAMPLES, f"n {num_samples}: must be between 1 and {_MAX_SAMPLES} in the playground")
         weights = find_weights(call, wanted.model)
         prompt = _read_prompt(service, call, wanted)
 
         # A page asks for the usual number of tokens, also after a long prompt.
-        params = sampling_fields.make_params(
+        params = schemas.make_params(
             max_tokens=wanted.max_tokens,
             temperature=wanted.temperature,
             top_p=wanted.top_p,
