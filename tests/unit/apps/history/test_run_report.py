@@ -133,7 +133,7 @@ def test_list_has_step_and_last_loss(data_dir: Path, capsys: pytest.CaptureFixtu
 
 def test_show_names_an_unknown_run(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(data_dir, "show", "nothing") == 1
-    assert "'nothing': does not exist" in capsys.readouterr().err
+    assert "run 'nothing' does not exist" in capsys.readouterr().err
 
 
 def test_sparkline_shows_what_is_not_finite() -> None:
