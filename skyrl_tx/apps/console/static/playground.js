@@ -59,7 +59,7 @@ function refresh() {
   button("add-panel").disabled = isRunning || page.panels.length >= MOST_PANELS;
   button("clear").disabled = isRunning;
   button("more").hidden = mode !== "chat";
-  composer.elements.user.placeholder = { chat: "Ask all models…", text: "Text to continue, sent as it is", tokens: "Token ids, such as 1, 2, 3" }[mode];
+  composer.elements.user.placeholder = { chat: "Ask all models…", text: "Text to continue", tokens: "Token ids, for example 1, 2, 3" }[mode];
 }
 
 function keep() {

@@ -76,8 +76,8 @@ export class Panel {
     const others = [...new Set([named, model])].filter((each) => each && !listed.has(each));
     for (const [title, options] of [
       ["Base model", models.map((name) => [name, name])],
-      ["By address", others.map((path) => [path, path.replace("tinker://session-", "")])],
-      ["Your checkpoints", checkpoints.map((each) => [each.path, each.name])],
+      ["By path", others.map((path) => [path, path.replace("tinker://session-", "")])],
+      ["Your checkpoints", checkpoints.map((checkpoint) => [checkpoint.path, checkpoint.name])],
       ["Others", [[BY_PATH, BY_PATH]]],
     ]) {
       if (!options.length) continue;
@@ -119,7 +119,7 @@ export class Panel {
       }
     } catch (error) {
       const isStopped = error.name === "AbortError";
-      turn.error = isStopped ? "" : error instanceof Refusal ? error.message : "The server does not answer.";
+      turn.error = isStopped ? "" : error instanceof Refusal ? error.message : "The server is not responding.";
       for (const reply of turn.replies) reply.reason ||= isStopped ? "stopped" : "error";
     }
     this.abort = null;
@@ -227,7 +227,7 @@ export class Panel {
     card.append(result);
     if (!other) {
       body.append(visible(reply.text));
-      result.textContent = "Add a second model to compare with.";
+      result.textContent = "Add a second model for comparison.";
       return;
     }
     const models = [turn.model, other.model];

@@ -67,7 +67,7 @@ export function legend(box, view) {
   const isChange = view === "changed";
   box.append(element("span", "muted", isChange ? "log p of this model − log p of the other:" : "Probability of each token:"));
   for (const [, name, title] of isChange ? CHANGE : LIKELY) box.append(element("span", `tok ${name}`, title));
-  box.append(element("span", "muted", isChange ? "Line below: this model finds it likelier. Wavy: less likely. Both without temperature." : "Point at a token, or use the arrow keys, for its alternatives."));
+  box.append(element("span", "muted", isChange ? "Underlined: more likely under this model. Wavy: less likely. The temperature is not applied." : "Hover over a token, or use the arrow keys, to see its alternatives."));
 }
 
 function line(name, value) {

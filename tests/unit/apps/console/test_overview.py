@@ -3,10 +3,9 @@ from typing import Any
 
 import pytest
 
+from skyrl_tx.apps.console.health import EngineView, describe_engine
 from skyrl_tx.apps.console.overview import (
-    EngineView,
     RecentCache,
-    describe_engine,
     flatten_meters,
     make_gauge_tiles,
     make_rate_tiles,
@@ -44,7 +43,7 @@ def test_gauges_are_read_from_any_nesting_and_may_be_missing() -> None:
     assert cache.share == 0.61 and cache.spark
     compared = {"compared_tokens": 2000, "trainer_gap_nats": 0.5, "trainer_gap_max_nats": 0.01}
     (gap,) = make_gauge_tiles({"backend": compared}, [])
-    assert (gap.value, gap.detail) == ("2.5e-04 nats", "1.0e-02 at most, 2.0k tokens")
+    assert (gap.value, gap.detail) == ("2.5e-04 nats", "maximum 1.0e-02, 2.0k tokens")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +57,7 @@ def test_gauges_are_read_from_any_nesting_and_may_be_missing() -> None:
     ],
 )
 def test_the_engine_in_a_few_words(report: EngineReport, expected: EngineView) -> None:
-    visit: Any = SimpleNamespace(context=SimpleNamespace(engine=SimpleNamespace(report=lambda: report)))
+    visit: Any = SimpleNamespace(context=SimpleNamespace(engine=SimpleNamespace(read_report=lambda: report)))
     state: Any = SimpleNamespace(status="ready", activity="sampling")
     assert describe_engine(visit, state) == expected
 

@@ -115,7 +115,8 @@ def test_passes_without_a_step_are_reported_after_half_an_hour() -> None:
         step=2, at=20.0, began_at=19.0, passes=3, tokens=1, datums=1, queue_s=0, device_s=0, is_applied=False
     )
     assert find_hints([step(1), last], 100.0) == []
-    assert "Step 2 has 3 passes but no optimizer step, and its last pass ended 30 minutes ago" in find_hints([step(1), last], 1830.0)[0].text
+    (hint,) = find_hints([step(1), last], 1830.0)
+    assert "Step 2 has 3 passes but no optimizer step, and its last pass ended 30 minutes ago" in hint.text
 
 
 def test_errors_come_first() -> None:
