@@ -208,17 +208,21 @@ def make_gauge_tiles(
     values = {**(history[-1][1] if history else {}), **flatten_meters(meters or {})}
     tiles: list[Tile] = []
 
-    def add_tile(title: str, used: str, limit: str, format_value: Callable[[float], str]) -> None:
+    def add_tile(
+        title: str, used: str, limit: str, format_value: Callable[[float], str], *, limit_note: str = ""
+    ) -> None:
         if used not in values:
             return
         maximum = values.get(limit)
         curve = [point.get(used) for _, point in history]
         value = format_value(values[used])
-        detail = f"of {format_value(maximum)}" if maximum else ""
+        detail = f"of {format_value(maximum)}{limit_note}" if maximum else ""
         share = min(values[used] / maximum, 1.0) if maximum else None
         tiles.append(Tile(title, value, detail, draw_spark(curve), share))
 
-    add_tile("Device memory", "device_memory_bytes", "device_memory_limit_bytes", format_size)
+    add_tile(
+        "Device memory", "memory_used_bytes", "memory_limit_bytes", format_size, limit_note=" on the fullest device"
+    )
     add_tile("KV cache", "kv_cache_tokens_used", "kv_cache_tokens", format_count)
     add_tile("Decode slots", "decode_slots_used", "decode_slots", format_count)
     add_tile("Models resident", "models_resident", "models_places", format_count)
@@ -233,17 +237,17 @@ def make_gauge_tiles(
 
 
 def flatten_meters(meters: Mapping[str, object]) -> dict[str, float]:
-    """Return the numbers in the engine's meters by name. The memory of all devices is added up."""
+    """Return the numbers in the engine's meters, and the memory of the fullest device.
+
+    They have the same names as in the server's history of gauges.
+    """
     values = {name: float(value) for name, value in meters.items() if isinstance(value, int | float)}
     for value in meters.values():
         if isinstance(value, Mapping):
             values |= flatten_meters(cast(Mapping[str, object], value))
-    devices = meters.get("device_memory")
-    for device in cast(list[object], devices) if isinstance(devices, list) else []:
-        if isinstance(device, Mapping):
-            memory = flatten_meters(cast(Mapping[str, object], device))
-            for used, name in (("used_bytes", "device_memory_bytes"), ("limit_bytes", "device_memory_limit_bytes")):
-                values[name] = values.get(name, 0.0) + memory.get(used, 0.0)
+    if devices := cast(list[Mapping[str, float]], meters.get("device_memory", [])):
+        values["memory_used_bytes"] = max(device["used_bytes"] for device in devices)
+        values["memory_limit_bytes"] = max(device["limit_bytes"] for device in devices)
     return values
 
 
