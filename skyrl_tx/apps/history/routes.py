@@ -80,10 +80,7 @@ def list_logged_runs(
     access_scope: AccessScope = "owned",
     project: str | None = None,
 ) -> schemas.LoggedRunsResponse:
-    """List the caller's logged runs.
-
-    With `accessible`, an admin sees the logged runs of all owners.
-    """
+    """List the caller's logged runs, or all logged runs for an admin with `accessible`."""
     owner = call.caller.owner_filter if access_scope == "accessible" else call.caller.owner
 
     def work(tx: Session) -> schemas.LoggedRunsResponse:
@@ -157,9 +154,9 @@ def fetch_trace(
     signature: str,
     key: Annotated[int | None, Query(ge=0, lt=2**31)] = None,
 ) -> StreamingResponse:
-    """Download a trace by its signed URL.
+    """Download a trace by its signed URL, without an API key.
 
-    The URL works without an API key, until it expires or its key is revoked.
+    The URL works until it expires or the API key that asked for it is revoked.
     """
     # Check the URL
     if not context.signing_key.verify(signature, _PURPOSE, session_id, str(expires), str(key)):

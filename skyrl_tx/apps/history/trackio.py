@@ -71,10 +71,7 @@ async def get_version() -> dict[str, object]:
 
 @router.post("/api/{name}")
 def call_api(name: str, call: Annotated[ApiCall, Depends(_read_call)]) -> JSONResponse:
-    """Store metrics that the trackio client logs, or list its runs.
-
-    Media and artifacts are refused.
-    """
+    """Store metrics that trackio logs, or list its runs. Media and artifacts are refused."""
     # Refuse functions that this server does not have
     function = _FUNCTIONS.get(name)
     if function is None:
