@@ -66,6 +66,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Message":
             raise ContextTooLong(len(prompt.tokens), None, limit)
         max_tokens = min(max_tokens, limit - len(prompt.tokens))
 
+    # The request for the engine
     params = schemas.make_params(
         max_tokens=max_tokens,
         temperature=request.temperature,
@@ -75,6 +76,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Message":
         stop=request.stop_sequences,
         stop_name="stop_sequences",
     )
+
     prepared = ChatRequest(
         weights=weights,
         prompt=prompt.tokens,

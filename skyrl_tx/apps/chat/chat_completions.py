@@ -47,6 +47,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_ChatCompletion":
         not (continues and generates),
         "continue_final_message: cannot be combined with `add_generation_prompt` true; set one of the two",
     )
+
     messages = request.messages
     prompt = prompts.render_prompt(
         service.text,
@@ -71,6 +72,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_ChatCompletion":
         keep_stop=bool(request.include_stop_str_in_output),
         skip_special=request.skip_special_tokens is not False,
     )
+
     service.check_length(len(prompt.tokens), params.max_tokens)
     return _ChatCompletion(service, request, prompt, prepared)
 
@@ -88,6 +90,7 @@ def _check(request: ChatCompletionRequest) -> None:
         request.parallel_tool_calls is not False,
         "parallel_tool_calls false: is not supported, because this server does not constrain decoding; remove it",
     )
+
     form = request.response_format
     require(
         form is None or form.type == "text",

@@ -77,6 +77,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Completion":
         )
         for prompt in prompts
     ]
+
     for prepared in requests:
         service.check_length(len(prepared.prompt), params.max_tokens)
     return _Completion(service, request, prompts, requests, drops_tokens=max_tokens == 0)

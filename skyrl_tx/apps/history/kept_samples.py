@@ -264,30 +264,30 @@ def read_groups(tx: Session, request_ids: Sequence[RequestId], *, owner: str | N
     return [
         KeptGroup(
             request_id=request_id,
-            model_id=samples[0].model_id,
-            step=samples[0].step,
-            owner=samples[0].owner,
-            at=samples[0].at,
-            # Arrays
-            prompt=np.frombuffer(samples[0].prompt, _TOKENS),
-            samples=tuple(
-                KeptSample(
-                    sequence_id=row.sequence_id,
-                    sample_index=row.sample_index,
-                    tokens=np.frombuffer(row.tokens, _TOKENS),
-                    logprobs=np.frombuffer(row.logprobs, _LOGPROBS),
-                    stop_reason=row.stop_reason,
-                    trained_model_id=row.trained_model_id,
-                    trained_step=row.trained_step,
-                    advantage=row.advantage,
-                    kl=row.kl,
-                    trainer_gap=row.trainer_gap,
-                )
-                for row in samples
-            ),
+            model_id=group_rows[0].model_id,
+            step=group_rows[0].step,
+            owner=group_rows[0].owner,
+            at=group_rows[0].at,
+            prompt=np.frombuffer(group_rows[0].prompt, _TOKENS),
+            samples=tuple(map(_decode_sample, group_rows)),
         )
-        for request_id, samples in rows.items()
+        for request_id, group_rows in rows.items()
     ]
+
+
+def _decode_sample(row: Any) -> KeptSample:
+    return KeptSample(
+        sequence_id=row.sequence_id,
+        sample_index=row.sample_index,
+        tokens=np.frombuffer(row.tokens, _TOKENS),
+        logprobs=np.frombuffer(row.logprobs, _LOGPROBS),
+        stop_reason=row.stop_reason,
+        trained_model_id=row.trained_model_id,
+        trained_step=row.trained_step,
+        advantage=row.advantage,
+        kl=row.kl,
+        trainer_gap=row.trainer_gap,
+    )
 
 
 def expire(tx: Session, before: float, *, limit: int = MAX_ROWS) -> int:
