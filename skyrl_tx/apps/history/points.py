@@ -97,15 +97,6 @@ def read_newest(tx: Session, model_id: ModelId, limit: int, kind: PointKind | No
     return _make_points(execute(tx, query, {"model_id": model_id, "limit": limit}))[::-1]
 
 
-def read_steps(tx: Session, model_id: ModelId, first_step: int, last_step: int, limit: int = 10_000) -> list[Point]:
-    """Return the points with `first_step <= step <= last_step`, in order of arrival.
-
-    A pass before optimizer step n has `step` n - 1.
-    """
-    is_in_range = col(RunPointRow.step).between(first_step, last_step)
-    return _make_points(execute(tx, _SERIES.where(is_in_range), {"model_id": model_id, "after": -1, "limit": limit}))
-
-
 def _make_points(rows: Iterable[Any]) -> list[Point]:
     return [Point(**row._mapping) for row in rows]
 

@@ -14,11 +14,10 @@ from skyrl_tx.apps.history.curves import add_samples, fold_newest_points
 from skyrl_tx.apps.history.hints import Hint, find_device_users, find_hints, find_slow_since
 from skyrl_tx.apps.history.logged_metrics import LoggedPoint
 from skyrl_tx.apps.history.points import Point
-from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import ModelId
-from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.command_line import Record, format_table, format_time, open_database
+from skyrl_tx.server.identity.access import decode_spec
 from skyrl_tx.store import checkpoints, models, sessions
 from skyrl_tx.store.tables import CheckpointRow, ModelRow
 
@@ -188,8 +187,6 @@ def _format_value(value: object) -> str:
 
 
 def _make_summary(tx: Session, row: ModelRow, newest: Sequence[Point]) -> Record:
-    spec = codec.decode(row.spec)
-    assert isinstance(spec, ModelSpec)
     session = sessions.get(tx, row.session_id)
 
     return {
@@ -200,7 +197,7 @@ def _make_summary(tx: Session, row: ModelRow, newest: Sequence[Point]) -> Record
         "session": row.session_id,
         "status": row.status,
         "base_model": row.base_model,
-        "rank": spec.lora.rank,
+        "rank": decode_spec(row).lora.rank,
         "loaded_from": row.loaded_from,
         # State
         "created": format_time(row.created_at),
