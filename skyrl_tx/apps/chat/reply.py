@@ -32,7 +32,7 @@ from skyrl_tx.server.identity.authentication import OWNER, authenticate_request
 _log = logging.getLogger(__name__)
 _KEEP_ALIVE_S = 15
 _SEND_TIMEOUT_S = 60.0
-"""If a client has not read from a stream for this time, the stream and its samples are cancelled."""
+"""If a client reads nothing for this time, its stream ends and its samples are cancelled."""
 _CLIENT_CLOSED_REQUEST = 499
 """Status for the access log when the client disconnected before the response."""
 
