@@ -26,7 +26,7 @@ from docs.settings_page import settings_page
 from skyrl_tx import models
 from skyrl_tx.apps.chat import CHAT
 from skyrl_tx.apps.chat import routes as chat_routes
-from skyrl_tx.apps.chat.errors import ANTHROPIC_PREFIX, OPENAI_PREFIXES
+from skyrl_tx.apps.chat.routes import ANTHROPIC_PREFIX, OPENAI_PREFIXES
 from skyrl_tx.apps.chat.schemas import ChatCompletionRequest, CompletionRequest, CountTokensRequest, MessagesRequest
 from skyrl_tx.compose import APPS
 from skyrl_tx.contract.state_files import ALPHA
