@@ -1,4 +1,7 @@
-"""Gemma 3, dense: five layers with windows to each without, and output norms. Gemma Team 2025, arXiv:2503.19786."""
+"""Gemma 3, dense: every sixth layer has full attention, the others sliding windows; output norms.
+
+Gemma Team 2025, arXiv:2503.19786.
+"""
 
 import math
 from collections.abc import Mapping
@@ -15,10 +18,10 @@ ACCEPTED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("gelu_pytorch_tanh",),
     "use_bidirectional_attention": (False,),
 }
-"""Keys that would change the maths, with the values that are implemented."""
+"""Keys that would change the maths, with the supported values."""
 WINDOW, WHOLE = "sliding_attention", "full_attention"
 THETAS = {WINDOW: "rope_local_base_freq", WHOLE: "rope_theta"}
-"""The key with the theta of each kind of layers, where `rope_parameters` does not have it."""
+"""For each layer type, the key with its RoPE theta if `rope_parameters` does not contain it."""
 
 
 def read_layer_types(hf: HfConfig) -> tuple[str, ...]:
@@ -34,7 +37,10 @@ def read_layer_types(hf: HfConfig) -> tuple[str, ...]:
 
 
 def read_ropes(hf: HfConfig) -> dict[str, Rope]:
-    """Read the rope of each kind of layers. Before transformers 5, `rope_scaling` is of those without a window."""
+    """Read the RoPE of each layer type.
+
+    Before transformers 5, `rope_scaling` applied to layers with full attention only.
+    """
     given, name = hf.get("rope_parameters"), "rope_parameters"
     if not given:
         given, name = {WHOLE: hf.get("rope_scaling")}, "rope_scaling"
@@ -53,7 +59,7 @@ def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
         raise UnsupportedModel(f"config.json has sliding_window = None, and layers of type {WINDOW!r}")
     scalar = read_required(hf, "query_pre_attn_scalar")
     if not isinstance(scalar, int | float) or scalar <= 0:
-        raise UnsupportedModel(f"config.json has query_pre_attn_scalar = {scalar!r}, not a number above 0")
+        raise UnsupportedModel(f"config.json has query_pre_attn_scalar = {scalar!r}; it must be a number above 0")
     attention = read_attention({**hf, "rope_parameters": None, "rope_scaling": None}, has_norm=True)
     whole = replace(attention, rope=ropes[WHOLE], query_factor=math.sqrt(attention.head_dim / scalar))
     mixers = {WHOLE: whole, WINDOW: replace(whole, rope=ropes[WINDOW], window=window)}

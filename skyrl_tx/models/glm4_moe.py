@@ -1,4 +1,7 @@
-"""GLM-4.5 and 4.6: attention with biases, rotated in half of each head, and DeepSeek's experts. Zhipu AI 2025."""
+"""GLM-4.5 and 4.6: attention with biases, RoPE on half of each head, and experts like DeepSeek.
+
+Zhipu AI 2025.
+"""
 
 from dataclasses import replace
 
@@ -28,7 +31,7 @@ def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
     """Read the layers."""
     check_values(hf, ACCEPTED)
     attention = read_partial_rope_attention(hf)
-    return tuple(Block(attention, each) for each in read_feed_forwards(hf))
+    return tuple(Block(attention, feed_forward) for feed_forward in read_feed_forwards(hf))
 
 
 GLM4_MOE = ModelFamily(

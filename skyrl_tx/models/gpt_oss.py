@@ -1,4 +1,7 @@
-"""OpenAI's gpt-oss: windows in every other layer, attention sinks, biased experts. OpenAI 2025, arXiv:2508.10925."""
+"""OpenAI's gpt-oss: sliding windows in every other layer, attention sinks, experts with biases.
+
+OpenAI 2025, arXiv:2508.10925.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -26,12 +29,16 @@ def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
     method = (hf.get("quantization_config") or {}).get("quant_method", "mxfp4")
     if method != "mxfp4":
         raise UnsupportedModel(f"config.json has quantization_config.quant_method = {method!r}; supported: 'mxfp4'")
+
+    # Read the type of each layer.
     num_layers = read_size(hf, "num_hidden_layers")
     kinds = hf.get("layer_types") or [(WINDOW, WHOLE)[layer % 2] for layer in range(num_layers)]
     if len(kinds) != num_layers or not {WINDOW, WHOLE} >= set(kinds):
         raise UnsupportedModel(f"config.json has layer_types = {kinds!r} of {num_layers} layers")
     if WINDOW in kinds and hf.get("sliding_window") is None:
         raise UnsupportedModel(f"config.json has sliding_window = None, and layers of type {WINDOW!r}")
+
+    # Read the two kinds of attention, and the experts.
     has_bias = bool(hf["attention_bias"])
     hf = {**hf, "rope_scaling": hf.get("rope_scaling") or YARN}
     whole = replace(read_attention(hf, has_bias=has_bias), has_output_bias=has_bias, has_sinks=True)
@@ -42,7 +49,7 @@ def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
         routing=Routing(
             num_experts=read_size(hf, "num_local_experts"),
             num_chosen=read_size(hf, "num_experts_per_tok"),
-            renormalizes=True,  # which equals a softmax over the chosen
+            renormalizes=True,  # equals a softmax over the chosen experts
         ),
         has_bias=True,
         clamp=Clamp(limit=float(hf["swiglu_limit"]), slope=float(hf["swiglu_alpha"])),

@@ -1,4 +1,7 @@
-"""Qwen3.5, 3.6 and 3.8, dense: three gated delta nets to each gated attention. Qwen Team 2026; arXiv:2412.06464."""
+"""Qwen3.5, 3.6 and 3.8, dense: three gated delta nets before each gated attention.
+
+Qwen Team 2026; arXiv:2412.06464.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +19,7 @@ ACCEPTED: Mapping[str, tuple[Any, ...]] = {
     "output_gate_type": ("swish",),
     "mamba_ssm_dtype": ("float32",),
 }
-"""Keys that would change the maths, with the values that are implemented."""
+"""Keys that would change the maths, with the supported values."""
 _KINDS = "linear_attention", "full_attention"
 
 
@@ -46,7 +49,10 @@ def read_delta_net(hf: HfConfig) -> DeltaNet:
 
 
 def read_gated_attention(hf: HfConfig) -> Attention:
-    """Read the softmax attention: a share of each head is rotated. The axes of positions are equal in text."""
+    """Read the softmax attention: a share of each head is rotated.
+
+    The axes of positions are equal in text.
+    """
     rope = dict(hf.get("rope_parameters") or {})
     share = rope.pop("partial_rotary_factor", hf["partial_rotary_factor"])
     others = {key: value for key, value in rope.items() if key not in ("mrope_section", "mrope_interleaved")}
