@@ -28,8 +28,8 @@ Weights come from `weights.hf.load(directory, describe_params(config), family.we
 `weights.hf.make_dummy`.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from skyrl_tx.layers.parameter import flatten
@@ -93,7 +93,7 @@ class ModelFamily:
         )
 
     def bind_weights(self, config: ModelConfig) -> WeightMap:
-        """Return the weight rules, with the row ranges of tensors that multiple parameters share."""
+        """Return the weight rules, with the rows of tensors that multiple parameters share."""
         return bind_rows(self.weights, flatten(describe_params(config)))
 
 
@@ -128,6 +128,28 @@ def read_attention(hf: HfConfig, *, has_bias: bool = False, has_norm: bool = Fal
         has_bias=has_bias,
         norm_epsilon=read_epsilon(hf) if has_norm else None,
     )
+
+
+def read_partial_rope_attention(hf: HfConfig, *, has_bias: bool = False, has_norm: bool = False) -> Attention:
+    """Read attention that rotates only a part of each head, the `partial_rotary_factor`."""
+    rope = dict(hf.get("rope_parameters") or {})
+    share = rope.pop("partial_rotary_factor", hf["partial_rotary_factor"])
+    attention = read_attention({**hf, "rope_parameters": rope}, has_bias=has_bias, has_norm=has_norm)
+    return replace(attention, rotary_dims=int(attention.head_dim * share))
+
+
+def read_layer_types(
+    hf: HfConfig, default: Callable[[int], Iterable[str]], supported: Collection[str], key: str = "layer_types"
+) -> tuple[str, ...]:
+    """Return the type of each layer, from a list in config.json or from `default`.
+
+    `default` receives the number of layers.
+    """
+    num_layers = read_size(hf, "num_hidden_layers")
+    types = tuple(hf.get(key) or default(num_layers))
+    if len(types) != num_layers or not set(types) <= set(supported):
+        raise UnsupportedModel(f"config.json has {key} = {types}; supported: {num_layers} of {tuple(supported)}")
+    return types
 
 
 def read_window(hf: HfConfig) -> int | None:

@@ -1,16 +1,24 @@
-"""Gemma 3, dense: every sixth layer has full attention, the others sliding windows; output norms.
+"""Gemma 3, dense: sliding windows except in every sixth layer, and output norms.
 
 Gemma Team 2025, arXiv:2503.19786.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from skyrl_tx.layers.rope import Rope
 from skyrl_tx.models.config import Block, HfConfig, check_values, read_required, read_rope, read_size
-from skyrl_tx.models.family import ModelFamily, UnsupportedModel, read_attention, read_dense, read_window
+from skyrl_tx.models.family import (
+    ModelFamily,
+    UnsupportedModel,
+    read_attention,
+    read_dense,
+    read_layer_types,
+    read_window,
+)
 from skyrl_tx.weights.weight_map import DENSE_WEIGHTS, QK_NORM_WEIGHTS, offset_norms, with_output_norms
 
 ACCEPTED: Mapping[str, tuple[Any, ...]] = {
@@ -22,18 +30,6 @@ ACCEPTED: Mapping[str, tuple[Any, ...]] = {
 WINDOW, WHOLE = "sliding_attention", "full_attention"
 THETAS = {WINDOW: "rope_local_base_freq", WHOLE: "rope_theta"}
 """For each layer type, the key with its RoPE theta if `rope_parameters` does not contain it."""
-
-
-def read_layer_types(hf: HfConfig) -> tuple[str, ...]:
-    """Return the kind of each layer: as listed, else every `sliding_window_pattern`-th is without a window."""
-    num_layers = read_size(hf, "num_hidden_layers")
-    if not hf.get("layer_types"):
-        pattern = read_size(hf, "sliding_window_pattern")
-        return tuple(WINDOW if (layer + 1) % pattern else WHOLE for layer in range(num_layers))
-    kinds = tuple(hf["layer_types"])
-    if len(kinds) != num_layers or not set(kinds) <= set(THETAS):
-        raise UnsupportedModel(f"config.json has layer_types = {kinds}; supported: {num_layers} of {tuple(THETAS)}")
-    return kinds
 
 
 def read_ropes(hf: HfConfig) -> dict[str, Rope]:
@@ -54,8 +50,9 @@ def read_ropes(hf: HfConfig) -> dict[str, Rope]:
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
     """Read the layers."""
     check_values(hf, ACCEPTED)
-    kinds, ropes, window = read_layer_types(hf), read_ropes(hf), read_window(hf)
-    if WINDOW in kinds and window is None:
+    types = read_layer_types(hf, partial(_alternate_types, hf), THETAS)
+    ropes, window = read_ropes(hf), read_window(hf)
+    if WINDOW in types and window is None:
         raise UnsupportedModel(f"config.json has sliding_window = None, and layers of type {WINDOW!r}")
     scalar = read_required(hf, "query_pre_attn_scalar")
     if not isinstance(scalar, int | float) or scalar <= 0:
@@ -64,7 +61,14 @@ def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
     whole = replace(attention, rope=ropes[WHOLE], query_factor=math.sqrt(attention.head_dim / scalar))
     mixers = {WHOLE: whole, WINDOW: replace(whole, rope=ropes[WINDOW], window=window)}
     dense = replace(read_dense(hf), activation="gelu_tanh")
-    return tuple(Block(mixers[kind], dense, has_output_norms=True) for kind in kinds)
+    return tuple(Block(mixers[layer_type], dense, has_output_norms=True) for layer_type in types)
+
+
+def _alternate_types(hf: HfConfig, num_layers: int) -> Iterator[str]:
+    """Yield the types of layers, where every `sliding_window_pattern`-th has full attention."""
+    interval = read_size(hf, "sliding_window_pattern")
+    for layer in range(num_layers):
+        yield WINDOW if (layer + 1) % interval else WHOLE
 
 
 GEMMA3 = ModelFamily(
