@@ -14,7 +14,7 @@ Legend: L layers, E experts, I inputs and O outputs of a linear map, R rank.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ class TargetModule:
 
     @property
     def leaf(self) -> str:
-        """The last part of the module's name, which `target_modules` of adapter_config.json lists."""
+        """The last part of the module's name. `target_modules` of adapter_config.json lists it."""
         return self.module.rpartition(".")[2]
 
     def make_zeros(self, rank: int) -> LoraPair:
@@ -133,6 +133,7 @@ class AdapterFormat:
                 array = tensors.get(prefix + name)
                 if array is None:
                     raise AdapterError(f"adapter: lacks tensor {prefix + name!r}")
+
                 if any_form:
                     array = convert_form(array, destination.shape)
                 if array.shape != destination.shape:
@@ -211,7 +212,7 @@ The layout "cookbook" also stacks the experts of each layer.
 """
 
 _HOSTED_ATTENTION = (".attn.", ".self_attn.")
-"""A part of module names in hosted adapters of gpt-oss, and what all other adapters have instead."""
+"""A part of module names in hosted adapters of gpt-oss, and the usual name instead of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,11 +272,7 @@ class AdapterFiles:
             factors = stack_experts(factors)
         else:
             factors = fuse_modules(factors, fused or {})
-            leaves = {module.rpartition(".")[2] for module in factors}
-            multiples = {leaf: number for leaf, number in FUSED_MAPS.items() if leaf in leaves}
-            config["rank_pattern"] = {leaf: self.rank * number for leaf, number in multiples.items()}
-            root = math.sqrt if config.get("use_rslora") else float
-            config["alpha_pattern"] = {leaf: config["lora_alpha"] * root(number) for leaf, number in multiples.items()}
+            config |= _make_fused_patterns(config, {module.rpartition(".")[2] for module in factors})
         config["target_modules"] = list(dict.fromkeys(module.rpartition(".")[2] for module in factors))
         return replace(self, factors=factors, config=config)
 
@@ -304,11 +301,28 @@ class AdapterFiles:
             with safe_open(files[name], framework="np") as file:
                 ours = file.get_tensor(name)
             if ours.shape != copy.shape or not np.array_equal(ours.astype(copy.dtype), copy):
-                raise AdapterError(f"adapter: its base weights of {module!r} are not those of the base model")
+                raise AdapterError(
+                    f"adapter: its base weights of {module!r} differ from the base model; it belongs to another model"
+                )
+
+
+def _make_fused_patterns(config: Mapping[str, Any], leaves: Collection[str]) -> dict[str, dict[str, float]]:
+    """Return the rank and alpha of fused modules, as keys of adapter_config.json.
+
+    A fused module has the ranks of all its maps together, and the same scale.
+    """
+    multiples = {leaf: number for leaf, number in FUSED_MAPS.items() if leaf in leaves}
+    root = math.sqrt if config.get("use_rslora") else float
+    return {
+        "rank_pattern": {leaf: config["r"] * number for leaf, number in multiples.items()},
+        "alpha_pattern": {leaf: config["lora_alpha"] * root(number) for leaf, number in multiples.items()},
+    }
 
 
 def fuse_modules(factors: Mapping[str, Factors], fused: FusedModules) -> dict[str, Factors]:
-    """Join the factors of maps that belong to one fused module, as blocks of a factor with the sum of their ranks.
+    """Join the factors of maps that belong to one fused module.
+
+    They are blocks of a factor that has the sum of their ranks.
 
     Rows of maps that adapters do not change are zero.
     """
@@ -348,7 +362,7 @@ def split_modules(factors: Mapping[str, Factors], fused: FusedModules, rank: int
             for part_rows in parts.values():
                 is_unchanged[part_rows.index] = False
             if b_OR[is_unchanged].any():
-                raise AdapterError(f"adapter: module {module!r} changes more rows than those of {', '.join(parts)}")
+                raise AdapterError(f"adapter: module {module!r} changes rows outside {', '.join(parts)}")
 
             for index, (part, part_rows) in enumerate(parts.items()):
                 rows, block = b_OR[part_rows.index], slice(index * rank, (index + 1) * rank)
@@ -416,7 +430,7 @@ _WITHOUT_EFFECT = frozenset(
         *("eva_config", "corda_config", "lora_ga_config", "loftq_config", "qalora_group_size"),
     }
 )
-"""Keys of adapter_config.json that need no check, because they do not change the meaning of the factors or are read.
+"""Keys of adapter_config.json that are read, or that do not change the meaning of factors.
 
 The names are from PEFT 0.21. Configs of initialisations are included, because `init_lora_weights`
 says which initialisation was used.
@@ -454,14 +468,9 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise AdapterError(f"{CONFIG_FILE}: lora_alpha = {alpha!r} must be a number above 0")
 
     # Check all other keys. The patterns may be what `AdapterFiles.to_layout` writes.
-    multiples = {leaf: number for leaf, number in FUSED_MAPS.items() if leaf in (config.get("rank_pattern") or {})}
-    root = math.sqrt if config.get("use_rslora") else float
-    patterns = {
-        "rank_pattern": {leaf: rank * number for leaf, number in multiples.items()},
-        "alpha_pattern": {leaf: alpha * root(number) for leaf, number in multiples.items()},
-    }
+    patterns = _make_fused_patterns(config, config.get("rank_pattern") or ())
     for key in sorted(config.keys() - _WITHOUT_EFFECT):
-        if multiples and config[key] == patterns.get(key, ()):
+        if patterns["rank_pattern"] and config[key] == patterns.get(key, ()):
             continue
         if config[key] not in _NEUTRAL.get(key, _UNSET):
             raise AdapterError(
