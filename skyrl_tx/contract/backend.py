@@ -2,7 +2,7 @@
 
 A backend subclasses `AbstractBackend`, or `BlockingBackend` if it computes whole batches in one
 call. The sampling methods are declared in `SamplingBackend`, because a separate sampler has them
-too, for example one that calls vLLM servers (see `skyrl_tx.contract.sampler`).
+too, for example a sampler on vLLM servers (see `skyrl_tx.contract.sampler`).
 
 `skyrl_tx.testing.backend_suite` tests the guarantees that are stated here.
 docs/internals/adding_a_backend.md explains how to write a backend.
@@ -354,8 +354,9 @@ class AbstractBackend(SamplingBackend):
 class BlockingBackend(AbstractBackend):
     """Base class of backends that compute a whole batch in one call.
 
-    With such a backend, training and sampling do not alternate on the device: a batch of samples
-    occupies it until all samples have ended.
+    Subclasses implement `forward`, `forward_backward` and `sample` instead of passes and decode
+    slices. With such a backend, training and sampling do not alternate on the device: a batch of
+    samples occupies it until all samples have ended.
     """
 
     @override

@@ -132,13 +132,12 @@ def dro(x: LossInputs, config: Config) -> tuple[LossValue, None]:
 
 
 def gspo(x: LossInputs, config: Config) -> tuple[LossValue, Floats]:
-    """-min(s * A, clip(s) * A) with the ratio s of the whole sequence: Zheng et al.
+    """-min(s * A, clip(s) * A) with the ratio s of the sequence: GSPO-token, arXiv:2507.18071, eq.
 
-    2025, arXiv:2507.18071, eq. 14.
+    14.
 
-    log s is the mean of l - q over `sequence_ratio_mask`, or 0 if the mask is empty. The derivative
-    with respect to a token's l is taken as in GSPO-token: every token gets the derivative of its
-    own ratio.
+    Source: Zheng et al. 2025. log s is the mean of l - q over `sequence_ratio_mask`, or 0 if the
+    mask is empty. Every token has a derivative, as if s were its ratio.
     """
     total, count = (x.difference(x.mask != 0) * x.mask).sum(), x.mask.sum()
     mean = np.clip(total / count if count != 0 else 0.0, -MAX_LOG_RATIO, MAX_LOG_RATIO)

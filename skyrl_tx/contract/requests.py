@@ -182,13 +182,13 @@ class SamplingParams:
 
     If the client sends no `seed`, the API draws one.
 
-    1. The logits are divided by `temperature`. At 0, the likeliest token is chosen; of equally
-      likely tokens, the one with the lowest id.
-    2. `top_k` keeps the k likeliest tokens. A value of 0 or less keeps all.
-    3. `top_p` keeps the likeliest of these tokens until their probabilities sum to `top_p` of the
-      total that `top_k` kept, but at least one token.
-    4. A token is drawn from the remaining tokens by probability. The draw depends only on `seed`,
-      the index of the sample, and the position.
+    First, the logits are divided by `temperature`. At temperature 0 the likeliest token is chosen;
+    of equally likely tokens, the one with the lowest id. Then `top_k` keeps the k likeliest tokens;
+    a value of 0 or less keeps all. Of these, `top_p` keeps the likeliest tokens until their
+    probabilities sum to `top_p` of the total that `top_k` kept, but at least one token. Finally, a
+    token is drawn from the remaining tokens by probability. For example, top_k=2 and top_p=0.5
+    leave one token of the probabilities 0.5, 0.3 and 0.2, because 0.5 is at least half of 0.8. The
+    draw depends only on `seed`, the index of the sample, and the position.
 
     `max_tokens=None` means up to the context limit. A sample ends after the first match of a stop
     string or after a stop token, which is part of the sample. `eos_stops` is False only if the
@@ -238,7 +238,7 @@ class PromptOptions:
 class Sample:
     """Draw `num_samples` continuations of one prompt [T].
 
-    The weights are those of `sampler`, or the base model if it is None.
+    If `sampler` is None, the base model is sampled.
 
     With `is_recorded`, the server stores the log-probabilities under `sequence_ids`, so that
     clients can train on the samples later. With `is_private`, the server does not keep the samples

@@ -45,11 +45,8 @@ class PassResult:
     `means` have no reduction suffix. `sums` contains at least "loss".
 
     A policy-gradient loss reports three means over the positions whose advantage and weight are not
-    0. l is the model's log-probability and q the log-probability of the sampler:
-
-    - "ratio" is exp(l - q).
-    - "kl_to_sampler" is q - l.
-    - "clip_fraction" is the share of ratios outside the clip thresholds.
+    0. "ratio" is exp(l - q), "kl_to_sampler" is q - l, and "clip_fraction" is the share of ratios
+    outside the clip thresholds. Here l is the model's log-probability and q is the sampler's.
 
     `metrics` are the metrics of a custom loss under their full names, which end in `:sum` or
     `:mean` over examples.
@@ -77,7 +74,7 @@ class PromptResult:
     """The results about a prompt of T tokens that `PromptOptions` asks for.
 
     Log-probabilities of the prompt are at temperature 1, regardless of the request's temperature.
-    Log-probabilities of `alt_tokens` are computed like those of samples, see `SampleDelta`.
+    Log-probabilities of `alt_tokens` are computed as for samples, see `SampleDelta`.
 
     `logprobs` is float32 [T]; it is NaN at position 0 and where it was not computed. `topk` has T
     rows, with id 0 and -99999.0 where it was not computed. `targets` is float32 [T-1, K], with 0.0

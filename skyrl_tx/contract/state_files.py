@@ -66,6 +66,7 @@ def adapter_config(base_model: str, rank: int, leaves: Iterable[str], alpha: flo
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": 0.0,
         "target_modules": list(dict.fromkeys(leaves)),
+        # Features that are not used.
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

@@ -185,7 +185,7 @@ class Loss:
         return LossOutput(loss_BT, dict.fromkeys(MEANS, zeros_BT), zeros_BT)
 
     def _compute_totals(self, x: LossArrays, config: LossConfig) -> dict[str, jax.Array]:
-        """Return the totals of MEANS: ratio, distance to the sampler, and whether the ratio is clipped."""
+        """Return the totals of MEANS: ratio, distance to the sampler, whether it is clipped."""
         x = jax.lax.stop_gradient(x)
         bounded = jnp.exp(self.clipped_log_ratio(x))
         is_clipped = (bounded < config.get("clip_low_threshold", 0.0)) | (

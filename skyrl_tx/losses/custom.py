@@ -3,9 +3,8 @@
 Legend: T positions, K targets per position.
 
 Arrays are padded along T, so that one compiled program serves many lengths. Padding repeats the
-last element, and every operation keeps that: what is computed of padding is what was computed of
-the last element, so it is never a NaN that the datum itself does not have. Sums, means and the like
-leave padding out.
+last element, and so do the results of every operation. Padding therefore contains a NaN only if the
+datum itself does. Reductions such as sums and means skip padding.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,10 +1,11 @@
-"""Policy gradient with truncated importance weights and a penalty on the distance to the sampler: our own definition.
+"""Policy gradient with truncated importance weights and a penalty on the distance to the sampler.
 
-Tinker offers a loss of this name and has not published its formula. Ours joins two parts from the
-literature: weights truncated at a threshold, as rho in IMPALA (Espeholt et al. 2018,
-arXiv:1802.01561, section 4.1), which pass no gradient; and the quadratic estimator of the KL
-divergence, (l - q)^2 / 2 (k2 in Schulman 2020, "Approximating KL divergence"). It is summed over
-sampled positions, where q was recorded when the tokens were sampled.
+Tinker offers a loss of this name but has not published its formula. This project's definition
+combines two parts from the literature. The importance weights are truncated at a threshold and have
+no gradient, like rho in IMPALA (Espeholt et al. 2018, arXiv:1802.01561, section 4.1). The penalty
+is the quadratic estimator of the KL divergence, (l - q)^2 / 2 (k2 in Schulman 2020, "Approximating
+KL divergence"). Both are summed over sampled positions, where q was recorded when the tokens were
+sampled.
 """
 
 import jax

@@ -149,7 +149,7 @@ def make_adapter_format(config: ModelConfig, weights: WeightMap, base_model: str
 
 
 def choose_expert_lora(config: ModelConfig, adapter: AdapterFiles) -> ExpertLora:
-    """Return the form of an adapter's experts: "shared" if all experts share factors, else "own"."""
+    """Return the form of an adapter's experts: "shared" if they share factors, else "own"."""
     numbers = {target.num_experts for target in get_targets(config).values()} - {None}
     return "shared" if all(adapter.has_shared_factors(number or 0) for number in numbers) else "own"
 
@@ -167,7 +167,7 @@ def fit_adapter(config: ModelConfig, format: AdapterFormat, adapter: AdapterFile
     leaves = {find_stack(module)[0].rpartition(".")[2] for module in factors}
     changed = {get_targets(config)[name].group for name, module in format.modules.items() if module.leaf in leaves}
 
-    # Train every group of which the adapter changes a module.
+    # Train every group that has a changed module.
     lora = LoraSpec(
         rank=adapter.rank,
         seed=0,

@@ -101,7 +101,7 @@ def group_blocks(blocks: Sequence[Block]) -> tuple[Group, ...]:
 
 
 def _find_cycles(kinds: Sequence[int], first: int) -> Iterator[tuple[int, int]]:
-    """Yield (length of the cycle, end of its repeats) for every cycle that starts at layer `first`."""
+    """Yield (length of the cycle, end of its repeats) for every cycle from layer `first` on."""
     yield 1, first + 1
     for cycle in range(1, (len(kinds) - first) // 2 + 1):
         end = first + 2 * cycle

@@ -29,9 +29,9 @@ _KINDS: Mapping[str, str] = {**_LETTERS, "mamba": _MAMBA, "attention": _ATTENTIO
 
 
 def read_kinds(hf: HfConfig) -> tuple[str, ...]:
-    """Return the kind of each layer: as listed, else by the letters of a pattern."""
+    """Return the type of each layer, from a list of names or from a pattern of letters."""
     given: Sequence[str] = hf.get("layers_block_type") or hf.get("hybrid_override_pattern") or ()
-    kinds = tuple(_KINDS.get(each, each) for each in given)
+    kinds = tuple(_KINDS.get(name, name) for name in given)
     number = hf.get("num_hidden_layers", len(kinds))  # transformers does not write this key
     if not kinds or len(kinds) != number or not set(kinds) <= set(_KINDS.values()):
         raise UnsupportedModel(f"config.json has layers_block_type = {given!r} of {number} layers")

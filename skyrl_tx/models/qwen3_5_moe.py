@@ -26,7 +26,7 @@ ACCEPTED: Mapping[str, tuple[Any, ...]] = {
 }
 """Keys of other mixtures of experts, with the values that these models have."""
 WEIGHTS = offset_norms(DENSE_WEIGHTS + QK_NORM_WEIGHTS) + STACKED_EXPERT_WEIGHTS + SHARED_EXPERT_WEIGHTS
-"""All rules except those of the delta nets."""
+"""All rules except for delta nets."""
 
 
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:

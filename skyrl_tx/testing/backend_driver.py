@@ -104,7 +104,7 @@ class BackendDriver:
         return {name: array.astype(np.float64) for name, array in load(files[FILES[part]]).items()}
 
     def distributions(self, model_id: ModelId, tokens: NDArray[np.int32]) -> Floats:
-        """Return the trainer's log-probability of every token after each of these tokens, [T, V]."""
+        """Return the trainer's log-probabilities of all tokens after each of these, [T, V]."""
         shape = (len(tokens), self.capabilities.vocab_size)
         targets = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
         inputs = {"target_tokens": read_only(np.ascontiguousarray(targets)), "weights": read_only(np.ones(shape, "f4"))}
@@ -151,7 +151,7 @@ class BackendDriver:
         return deltas
 
     def draw(self, request: SampleRequest, *others: SampleRequest) -> list[Drawn]:
-        """Run requests together and return the complete samples of the first one, in index order."""
+        """Run requests together. Returns the complete samples of the first one, in index order."""
         deltas = self.run_samples(request, *others)
         return [drawn_of(deltas, request.request_id, index) for index in range(request.num_samples)]
 
@@ -227,7 +227,7 @@ def drawn_examples(
 
 
 def scoring(model_id: ModelId, rows: Sequence[NDArray[np.int32]]) -> PreparedModelPassBatch:
-    """Return a batch that computes the log-probability of every token of each row except the first."""
+    """Return a batch that scores every token of each row except the first."""
     return PreparedModelPassBatch(
         examples=tuple(
             PassExample(

@@ -22,7 +22,7 @@ from skyrl_tx.testing.state_checks import StateChecks
 
 
 class BackendSuite(LossChecks, SamplingChecks, StateChecks):
-    """Tests that a backend keeps the contract (`skyrl_tx.contract.backend`), with a tiny base model.
+    """Tests that a backend keeps the contract, with a tiny base model (see `contract.backend`).
 
     The backend must support three models in training, two samplers, a context of 64 tokens, and the
     loss "cross_entropy". It is started once per class. Override `make_backend`. Also override
@@ -125,7 +125,7 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
     # Isolation
 
     def test_a_step_on_one_model_leaves_others_bit_equal(self, driver: BackendDriver) -> None:
-        """A step with weight decay and clipping changes no bit of another model's moments or gradient."""
+        """A step with decay and clipping changes no bit of another model's moments or gradient."""
         mine, other = driver.model(1, steps=1), driver.model(2, steps=1)
         driver.backend.forward_backward(driver.batch(driver.request(other)))
         before = driver.state_of(other)
@@ -135,7 +135,7 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
         assert driver.state_of(other) == before
 
     def test_a_diverged_model_changes_no_other(self, driver: BackendDriver) -> None:
-        """A model whose weights are NaN does not affect another model in the same passes and decode slices."""
+        """A model with NaN weights does not affect another model in the same batches."""
         diverged, healthy = driver.model(1, steps=1), driver.model(2, steps=1)
         for _ in range(2):
             driver.backend.forward_backward(driver.batch(driver.request(diverged)))
@@ -167,7 +167,7 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
     # Atomicity
 
     def test_a_failed_pass_changes_no_state(self, driver: BackendDriver) -> None:
-        """A batch with an unknown model fails, and the gradient of its other request is discarded."""
+        """A batch with an unknown model fails, and no gradient of it is kept."""
         model_id = driver.model(steps=1)
         before = driver.state_of(model_id)
         batch = driver.batch(driver.request(model_id), driver.request(ModelId("never-made")))
@@ -182,7 +182,7 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
         assert driver.state_of(model_id) == before
 
     def test_an_aborted_pass_changes_no_state(self, driver: BackendDriver) -> None:
-        """`abort` discards a pass even if it was dispatched completely, and does nothing after `results`."""
+        """`abort` discards a dispatched pass, and does nothing after `results`."""
         model_id = driver.model(steps=1)
         before = driver.state_of(model_id)
         batch = driver.batch(driver.request(model_id, (4, 9, 17)))
@@ -204,7 +204,7 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
     # Lost devices
 
     def test_check_devices_tells_a_lost_device_from_a_failed_call(self, driver: BackendDriver) -> None:
-        """With a lost device every computation fails without a change of state, and `check_devices` raises."""
+        """With a lost device computations fail, the state is kept, and `check_devices` raises."""
         model_id, backend = driver.model(steps=1), driver.backend
         batch = driver.batch(driver.request(model_id))
         backend.forward_backward(batch)
@@ -235,7 +235,7 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
     # Immutability of snapshots
 
     def test_training_changes_no_snapshot(self, driver: BackendDriver) -> None:
-        """A snapshot that is written after more training has the same files as one written at once."""
+        """A snapshot written after more training has the same files as one written at once."""
         model_id = driver.model(steps=1)
         driver.backend.forward_backward(driver.batch(driver.request(model_id)))
         snapshot = driver.backend.capture(model_id, ALL_PARTS)
@@ -258,7 +258,7 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
     # Batch invariance
 
     def test_gradients_are_batch_invariant(self, driver: BackendDriver) -> None:
-        """Two requests give the same gradient in one pass, in two passes, and next to another model's request."""
+        """Two requests give the same gradient in one pass, in two, and next to other requests."""
         model_id, other = driver.model(1, steps=1), driver.model(2, steps=1)
         first, second = driver.request(model_id, (5, 9, 3), seed=1), driver.request(model_id, (12, 2), seed=2)
         foreign = driver.request(other, (7, 18), seed=3)
@@ -283,7 +283,7 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
         assert driver.state_of(model_id) == expected
 
     def test_interleaved_passes_are_batch_invariant(self, driver: BackendDriver) -> None:
-        """Micro-batches of two passes alternate, with optimizer steps of a third model in between."""
+        """Two passes alternate, with optimizer steps of a third model in between."""
         models = [driver.model(number, steps=1) for number in (1, 2)]
         batches = [driver.batch(driver.request(model_id, (12, 5, 9))) for model_id in models]
         starts = [driver.backend.capture(model_id, ALL_PARTS) for model_id in models]

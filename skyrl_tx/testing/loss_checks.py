@@ -14,7 +14,7 @@ from skyrl_tx.contract.results import REDUCTIONS, PassResult
 from skyrl_tx.testing.backend_driver import BackendDriver, Floats, nearly_equal, read_only
 
 CONFIG = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2, "beta": 0.3, "kl_coeff": 0.3}
-"""Config values for `_make_near_policy`, with which every term of every loss has an effect."""
+"""Config values for `_make_near_policy` that give every term of every loss an effect."""
 
 
 class LossChecks:
@@ -33,7 +33,7 @@ class LossChecks:
     """
 
     def test_logprobs_of_every_loss_have_the_shape_of_its_targets(self, driver: BackendDriver) -> None:
-        """Both passes agree, log-probabilities do not depend on the loss, and all numbers are finite."""
+        """Both passes agree, results have the targets' shape, and all numbers are finite."""
         model_id = driver.model(steps=1)
         for loss in driver.capabilities.losses:
             batch = driver.batch(driver.request(model_id, (6, 11), loss=loss))
@@ -128,7 +128,7 @@ class LossChecks:
         assert result.sums["loss"] == pytest.approx(-float((weights * own).sum()), abs=200 * self.tolerance)
 
     def test_an_optimizer_step_is_that_of_torch_adamw(self, driver: BackendDriver) -> None:
-        """Two steps with moments, decoupled decay and clipping, and a third step with a limit that is not reached."""
+        """Two steps with moments, decay and clipping, and one below the clipping limit."""
         model_id, backend = driver.model(), driver.backend
         first: dict[str, Floats] = {}
         second: dict[str, Floats] = {}

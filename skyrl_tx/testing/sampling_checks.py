@@ -20,7 +20,7 @@ from skyrl_tx.testing.backend_driver import BackendDriver, Floats, drawn_of, rea
 
 
 class SamplingChecks:
-    """Tests of agreement with the trainer, drawing, stops, parts of requests, and results about prompts."""
+    """Tests of agreement with the trainer, drawing, stops, parts of requests, and prompts."""
 
     tolerance = 1e-5
     highest_temperature = 100.0
@@ -29,7 +29,7 @@ class SamplingChecks:
     Lower it if your backend refuses it.
     """
     filters: Mapping[str, float] = MappingProxyType({"top_k": 3, "top_p": 0.8})
-    """The filters with which a test checks that log-probabilities are computed before filtering.
+    """The filters of the test that checks that log-probabilities are computed before filtering.
 
     Set it to {} if your backend has a setting to compute them after filtering.
     """
@@ -37,14 +37,14 @@ class SamplingChecks:
     # Agreement of trainer and sampler
 
     def test_trainer_and_sampler_logprobs_agree(self, driver: BackendDriver) -> None:
-        """The log-probabilities of sampled tokens and of the prompt equal the results of `forward`."""
+        """Log-probabilities of samples and of the prompt equal the results of `forward`."""
         model_id = driver.model(steps=2)
         options = PromptOptions(logprobs=True)
         request = driver.sample_request(driver.sampler(model_id), options=options)
         self._check_agreement(driver, model_id, request)
 
     def test_a_fresh_model_equals_the_base_model(self, driver: BackendDriver) -> None:
-        """B is zero, so the trainer of a fresh adapter computes the log-probabilities of the base model."""
+        """B is zero, so the trainer computes the log-probabilities of the base model."""
         request = driver.sample_request(None, options=PromptOptions(logprobs=True))
         self._check_agreement(driver, driver.model(), request)
 
@@ -63,7 +63,7 @@ class SamplingChecks:
     # Sampling
 
     def test_samples_depend_on_the_seed_only(self, driver: BackendDriver) -> None:
-        """Samples of one request differ from each other, and other requests in the batch do not change them."""
+        """Samples of one request differ, and other requests in the batch do not change them."""
         sampler = driver.sampler(driver.model(steps=1))
         request = driver.sample_request(sampler, num_samples=3)
         first, again = driver.draw(request), driver.draw(request, driver.sample_request(None, num_samples=2))
@@ -146,7 +146,7 @@ class SamplingChecks:
         assert driver.backend.step_sample() == []
 
     def test_prompts_are_cached_for_one_scope_only(self, driver: BackendDriver) -> None:
-        """A prompt that was cached for one scope is not a cache hit for another scope, and the samples are equal."""
+        """A prompt that was cached for one scope is not a cache hit for another scope."""
         expected = driver.draw(driver.sample_request(None))
         for scope in ("ann", "bob"):
             request = driver.sample_request(None, cache_scope=scope)
@@ -176,7 +176,7 @@ class SamplingChecks:
         assert drawn_of(deltas, alone.request_id, num_samples - 1).tokens == drawn[-1].tokens
 
     def test_end_tokens_stop_a_sample_unless_they_are_turned_off(self, driver: BackendDriver) -> None:
-        """At a temperature at which all tokens are about equally likely, some of many samples contain an end token."""
+        """If all tokens are about equally likely, some of many samples contain an end token."""
         ends = set(driver.capabilities.eos_token_ids)
         temperature = self.highest_temperature
         params = SamplingParams(seed=3, max_tokens=48, temperature=temperature, eos_stops=False)
@@ -304,7 +304,7 @@ class SamplingChecks:
             np.testing.assert_allclose(named, best, rtol=0, atol=near)
 
     def test_alternative_tokens_are_drawn_at_each_prompt_position(self, driver: BackendDriver) -> None:
-        """Their log-probabilities are at the request's temperature, and an equal seed draws the same tokens."""
+        """They are at the request's temperature, and an equal seed draws the same tokens."""
         count = min(3, driver.capabilities.max_alt_tokens)
         if not count:
             return

@@ -28,7 +28,7 @@ class StateChecks:
         assert all(isinstance(value, str) for value in changes.values())
 
     def test_a_model_too_many_is_a_capacity_error(self, driver: BackendDriver) -> None:
-        """A full backend refuses to create or restore a model, keeps its models, and can use a freed slot."""
+        """A full backend refuses a new model, keeps its models, and can reuse a freed slot."""
         if driver.capabilities.max_models > MOST_FILLED:
             return
         models = [driver.model() for _ in range(driver.capabilities.max_models)]
@@ -43,7 +43,7 @@ class StateChecks:
         driver.model()
 
     def test_a_sampler_too_many_is_a_capacity_error(self, driver: BackendDriver) -> None:
-        """A full backend can load a loaded sampler again, and sampling from the base model needs no slot."""
+        """A full backend can reload a loaded sampler, and the base model needs no slot."""
         if driver.capabilities.max_samplers > MOST_FILLED:
             return
         model_id = driver.model()
@@ -70,7 +70,7 @@ class StateChecks:
         assert driver.state_of(model_id) == before
 
     def test_files_that_are_no_snapshot_are_a_user_error(self, driver: BackendDriver, tmp_path: Path) -> None:
-        """`open_snapshot` refuses an empty directory, a directory with other files, and damaged files."""
+        """`open_snapshot` refuses an empty directory, other files, and damaged files."""
         empty, other, damaged = (tmp_path / name for name in ("empty", "other", "damaged"))
         for directory in (empty, other, damaged):
             directory.mkdir()

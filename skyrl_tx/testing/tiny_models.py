@@ -68,7 +68,7 @@ LATENTS = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
-    "head_dim": 8,  # as transformers writes it: that of ropes
+    "head_dim": 8,  # as transformers writes it, in the RoPE config
     "num_key_value_heads": None,
 }
 ROUTED_EXPERTS = {
@@ -138,7 +138,7 @@ TINY_KEYS: dict[str, dict[str, Any]] = {
     },
     "Qwen3_5ForCausalLM": {
         **DELTA_NETS,
-        "model_type": "qwen3_5_text",  # without the suffix, that of the model with images
+        "model_type": "qwen3_5_text",  # without the suffix it would be the model with images
     },
     "Qwen3NextForCausalLM": {
         **DELTA_NETS,
@@ -224,7 +224,7 @@ The unembedding is not tied.
 
 
 def write_preset(name: str, directory: Path) -> Path:
-    """Write a random model of one of the sizes in PRESETS, embeddings untied; return the directory."""
+    """Write a random model with a size of PRESETS and untied embeddings. Returns the directory."""
     return write_model(directory, tied_embeddings=False, max_context_length=8192, std=0.02, **PRESETS[name])
 
 
@@ -253,11 +253,13 @@ def write_model(
     """Write config.json, generation_config.json and model.safetensors. Returns the directory.
 
     With `split_experts`, experts have separate tensors in families that may stack them. The numbers
-    do not change. `experts` are config keys of a mixture of experts and `keys` others of the
-    family; both come after TINY_KEYS. Weights are normal with standard deviation `std`. Norms are
-    drawn around 1 and biases around 0, so that a test detects if they are ignored.
+    do not change. `experts` has config keys of a mixture of experts, and `keys` has further keys of
+    the family; both come after TINY_KEYS. Weights are normal with standard deviation `std`. Norms
+    are drawn around 1 and biases around 0, so that a test detects if they are ignored.
     """
     family = FAMILIES[architecture]
+
+    # Write the sizes under the keys that most families share.
     config: dict[str, Any] = {
         "architectures": [architecture],
         "model_type": re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", architecture.removesuffix("ForCausalLM")).lower(),
@@ -269,6 +271,7 @@ def write_model(
         "head_dim": head_dim,
         "intermediate_size": mlp_size,
         "hidden_act": "silu",
+        # Norms, positions and tokens.
         "rms_norm_eps": 1e-6,
         "rope_theta": rope_theta,
         "max_position_embeddings": max_context_length,

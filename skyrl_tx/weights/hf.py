@@ -72,7 +72,7 @@ class TensorFile:
         return Fp8Numbers(self._map_bytes(name)) if tensor.get_dtype() == FP8 else tensor
 
     def _map_bytes(self, name: str) -> np.ndarray:
-        """Return a memory-mapped tensor as bytes, because safetensors cannot read float8 for numpy."""
+        """Return a memory-mapped tensor as bytes. safetensors cannot read float8 for numpy."""
         start, header = self._header
         offset, shape = start + header[name]["data_offsets"][0], tuple(header[name]["shape"])
         return np.memmap(self._path, np.uint8, "r", offset, shape)
@@ -120,7 +120,7 @@ def resolve_model(base_model: str, *, with_weights: bool = True) -> Path:
     patterns = CONFIG_PATTERNS + (WEIGHT_PATTERNS if with_weights else ())
     try:
         return Path(snapshot_download(base_model, allow_patterns=list(patterns)))
-    except (OSError, ValueError) as error:  # covers the errors of the hub client, most of which do not name the model
+    except (OSError, ValueError) as error:  # the hub client's errors are among these; most do not name the model
         cause = " ".join(str(error).split())
         raise CheckpointError(
             f"{base_model}: no such directory, and the model cannot be downloaded from the hub: {cause}"
@@ -197,6 +197,7 @@ def load(
     with ExitStack() as stack:
         opened = {path: stack.enter_context(open_file(path)) for path in sorted(set(located.values()))}
 
+        # Fill one parameter.
         def fill(path: str, parameter: Parameter) -> jax.Array:
             rule = rules[get_rule_path(path)]
             stored = jnp.float32 if parameter.is_float32 else dtype
@@ -206,6 +207,8 @@ def load(
                 host = np.empty([stop - start for start, stop in part], stored)
                 for index, name in rule.iterate_tensors(parameter):
                     stacked, rest = part[: len(index)], part[len(index) :]
+
+                    # Skip the layers and experts outside the part.
                     if all(start <= i < stop for i, (start, stop) in zip(index, stacked, strict=True)):
                         into = host[tuple(i - start for i, (start, _) in zip(index, stacked, strict=True))]
                         shape = parameter.shape[len(index) :]
@@ -220,7 +223,7 @@ def load(
 
 
 def _list_mtp_prefixes(directory: Path) -> Iterator[str]:
-    """Yield the prefixes of layers for multi-token prediction, as a checkpoint of the text model names them."""
+    """Yield the prefixes of multi-token prediction layers in a checkpoint of the text model."""
     config = read_json(directory, "config.json")
     config = config.get("text_config", config)
     first = config.get("num_hidden_layers", 0)
@@ -279,7 +282,7 @@ def make_dummy(
 
 
 def locate_tensors(directory: Path) -> Mapping[str, Path]:
-    """Return the file of each tensor, from the index of a sharded checkpoint or the header of a single file."""
+    """Return the file of each tensor, from the index of shards or the header of a single file."""
     if (directory / INDEX_FILE).is_file():
         names = read_json(directory, INDEX_FILE).get("weight_map")
         if not isinstance(names, dict):

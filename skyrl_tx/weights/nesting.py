@@ -1,4 +1,4 @@
-"""Names of a text model's tensors in a checkpoint that nests it, for example with a vision model."""
+"""Names of a text model's tensors in a checkpoint that nests it, for example next to vision."""
 
 from collections.abc import Collection
 from dataclasses import dataclass

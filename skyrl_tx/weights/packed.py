@@ -104,7 +104,10 @@ _MXFP4_EXPONENT_BIAS = 127
 
 
 def _make_mxfp4_table() -> np.ndarray:
-    """Return the two bfloat16 numbers of each scale and byte, packed as one uint32 at index 256 * scale + byte."""
+    """Return the two bfloat16 numbers of each scale and byte as one uint32.
+
+    Its index is 256 * scale + byte.
+    """
     half = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
     values, byte = np.concatenate([half, -half]), np.arange(256)
     pairs = np.stack([values[byte & 15], values[byte >> 4]], axis=-1)
@@ -138,7 +141,7 @@ class Mxfp4Tensor:
 
 
 def unpack_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Unpack blocks [..., O, I / 32, 16] and scales [..., O, I / 32] to bfloat16 numbers [..., I, O]."""
+    """Unpack blocks [..., O, I / 32, 16] and scales [..., O, I / 32] to bfloat16 [..., I, O]."""
     *stack, outputs, num_blocks, _ = blocks.shape
     unpacked = np.empty((*stack, num_blocks * MXFP4_BLOCK, outputs), np.uint16)
 
@@ -288,7 +291,7 @@ def convert_form(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def suggest_expert_lora(shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
-    """Return the end of an error message that names the setting for adapters of the other form, or ""."""
+    """Return a hint for error messages that names the setting for the other form, or ""."""
     if len(shape) != 3 or shape[1:] != expected[1:] or 1 not in (shape[0], expected[0]):
         return ""
     theirs = "shared" if shape[0] == 1 else "own"

@@ -60,7 +60,7 @@ class WeightRule:
         tensor[self._get_index(None if self.rows is None else self.rows.index)] = self._transpose(array)
 
     def view_part(self, tensor: np.ndarray, part: Part) -> np.ndarray:
-        """Return a part of the parameter, given the part of the tensor that `get_tensor_part` names.
+        """Return a part of the parameter from the part of the tensor that `get_tensor_part` names.
 
         The result is a view, or a copy if the rows of the part are not adjacent.
         """
@@ -68,7 +68,7 @@ class WeightRule:
         return self._transpose(tensor[self._get_index(rows)])
 
     def get_tensor_part(self, part: Part) -> Part:
-        """Return the part of the tensor that has to be read to get a part of the parameter, see `view_part`."""
+        """Return the part of the tensor that contains a part of the parameter, see `view_part`."""
         tensor_part = self._transpose_part(part)
         if self.rows is not None:
             tensor_part[self._row_dim] = self.rows.span(*tensor_part[self._row_dim])
@@ -115,7 +115,7 @@ class WeightRule:
         return ("{layer}" in self.tensor) + ("{expert}" in self.tensor)
 
     def sort_by_layer(self, stacks: Iterable[Parameter]) -> list[tuple[str, Parameter]]:
-        """Return the names of all tensors of these parameters by layer and expert, each with its parameter."""
+        """Return the tensor names of these parameters by layer and expert, with the parameters."""
         tensors = [
             (parameter.layers[index[0]] if parameter.layers is not None else 0, index[1:], name, parameter)
             for parameter in stacks
@@ -126,7 +126,10 @@ class WeightRule:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of a tensor that one parameter has: from `start` to `stop` of the `total` rows of each head."""
+    """The rows of a tensor that one parameter has.
+
+    These are the rows `start` to `stop` of the `total` rows of each head.
+    """
 
     start: int
     stop: int
@@ -222,12 +225,12 @@ def split_experts(weights: WeightMap) -> WeightMap:
 
 
 def get_rule_path(path: str) -> str:
-    """Return the path of a parameter without the number of its stack, which is the path of its rule."""
+    """Return the path of a parameter's rule, which has no number of a stack."""
     return ".".join(name for name in path.split(".") if not name.isdigit())
 
 
 def find_fused(weights: WeightMap, module: str) -> tuple[WeightRule, str, int | None] | None:
-    """Return the rule, tensor name and expert (or None) of a module whose weight is a part of a tensor."""
+    """Return the rule, tensor name and expert, if any, of a module that is a part of a tensor."""
     for rule in weights:
         pattern = re.escape(rule.adapted_as or "")
         for name in ("layer", "expert"):
@@ -347,7 +350,7 @@ FUSED_EXPERT_WEIGHTS: WeightMap = (  # [E, in, out] as here, where columns of ga
 
 
 def _make_input_rules(names: str, *, by_head: bool = False) -> WeightMap:
-    """Return the rules of linear maps of a delta net that share the rows of one tensor, in this order."""
+    """Return the rules of maps of a delta net that share the rows of one tensor, in order."""
     net = "model.layers.{layer}.linear_attn"
     return tuple(
         WeightRule(
@@ -439,7 +442,7 @@ NEMOTRON_WEIGHTS: WeightMap = (  # every layer has a mixer or a feed-forward, an
 
 
 def with_output_norms(weights: WeightMap) -> WeightMap:
-    """Return the rules of a checkpoint whose blocks also have norms of the outputs of mixer and feed-forward."""
+    """Return the rules of a checkpoint whose blocks have output norms."""
     norms = (
         _layer_rule("attn_output_norm", "post_attention_layernorm.weight"),
         _layer_rule("mlp_norm", "pre_feedforward_layernorm.weight"),

@@ -142,7 +142,7 @@ class Mixer(Part, Protocol):
         ...
 
     def with_cached_dims(self, multiple: int) -> Self:
-        """Return the mixer with its cached dimensions padded with zeros to a multiple of `multiple`."""
+        """Return the mixer with its cached dims padded with zeros to a multiple of `multiple`."""
         ...
 
     def describe_cache(self) -> CacheSpec:

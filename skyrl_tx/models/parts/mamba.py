@@ -138,7 +138,7 @@ class Mamba(RecurrentMixer):
     def _project_output(
         self, mixed: jax.Array, skipped: jax.Array | None, z: jax.Array, params: LayerParams, adapters: LayerAdapters
     ) -> jax.Array:
-        """Add the heads' inputs to the results [..., G, H, P], gate, normalise, apply the output map."""
+        """Add the heads' inputs to the results [..., G, H, P], gate, normalise, map to outputs."""
         assert skipped is not None
         mixed = mixed + params["skip"].reshape(self.num_groups, self._heads_per_group, 1) * skipped
         by_group = (self.num_groups, -1)

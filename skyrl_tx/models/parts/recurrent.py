@@ -144,7 +144,10 @@ class RecurrentMixer(Mixer):
         masks: Masks | None = None,
         size: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Run rows from the cached arrays `fixed`; return the output and the arrays after `size` tokens."""
+        """Run rows from the cached arrays `fixed`.
+
+        Returns the output and the arrays after `size` tokens.
+        """
         # Maps and convolutions, on whole rows.
         layout, projected = context.layout, self._project(x_BTD, params, adapters)
         projected |= {name: _gather_rows(projected[name], layout) for name in self.conv_names}

@@ -60,6 +60,7 @@ class FakeBackend(AbstractBackend):
             eos_token_ids=(config.eos_token_id,),
             num_parameters=config.vocab_size**2,
             devices=("fake",),
+            # Limits from the configuration.
             max_models=config.max_models,
             max_samplers=config.max_samplers,
             max_sample_tokens=config.max_sample_tokens,
@@ -67,6 +68,7 @@ class FakeBackend(AbstractBackend):
             micro_batch_tokens=config.micro_batch_tokens,
             sample_slots=config.sample_slots,
             max_lora_rank=config.max_lora_rank,
+            # Features.
             lora_targets=frozenset({"attn", "mlp", "unembed"}),
             losses=LOSS_SPECS,
             max_topk_logprobs=min(20, config.vocab_size),

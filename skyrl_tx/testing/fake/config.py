@@ -31,4 +31,4 @@ class FakeConfig(BaseModel):
     slice_tokens: int = Field(default=16, ge=1)
     """Tokens that one decode slice adds to each sample."""
     step_delay_s: float = Field(default=0.0, ge=0)
-    """Seconds by which each micro-batch, optimizer step and decode slice is delayed."""
+    """Seconds of delay in each micro-batch, optimizer step and decode slice."""
