@@ -49,10 +49,7 @@ class WeightRule:
         return self.adapted_as or self.tensor.rpartition(".")[0]
 
     def view(self, tensor: np.ndarray) -> np.ndarray:
-        """Return the parameter as a view of a tensor (a copy if its rows are not adjacent).
-
-        Does not add `offset`.
-        """
+        """Return the parameter as a view (a copy if its rows are apart). Does not add `offset`."""
         return self._transpose(tensor[self._get_index(None if self.rows is None else self.rows.index)])
 
     def put(self, tensor: np.ndarray, array: np.ndarray) -> None:
@@ -78,10 +75,7 @@ class WeightRule:
         return tuple(tensor_part)
 
     def get_tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the tensor.
-
-        `shape` is the parameter's, without the layers and experts.
-        """
+        """Return the tensor's shape, given the parameter's shape without layers and experts."""
         sizes = [stop for _, stop in self.get_tensor_part(tuple((0, size) for size in shape))]
         if self.rows is not None:
             sizes[self._row_dim] = self.rows.total * self.rows.num_heads
@@ -126,10 +120,7 @@ class WeightRule:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of a tensor that one parameter has.
-
-    These are the rows `start` to `stop` of the `total` rows of each head.
-    """
+    """The rows of a tensor that one parameter has: `start` to `stop` of the `total` per head."""
 
     start: int
     stop: int
@@ -170,9 +161,8 @@ WeightMap = tuple[WeightRule, ...]
 def bind_rows(weights: WeightMap, parameters: Mapping[str, Parameter]) -> WeightMap:
     """Return the rules with the rows of those rules that share a tensor.
 
-    `parameters` are by dotted path.
-
-    Rules for different layers may name the same tensor pattern; they do not share rows.
+    `parameters` are by dotted path. Rules for different layers may name the same tensor pattern;
+    they do not share rows.
     """
     by_path = {get_rule_path(path): parameter for path, parameter in parameters.items()}
     layers: dict[str, set[int]] = {}
@@ -263,10 +253,7 @@ def _layer_rule(path: str, tensor: str, *, transpose: bool = False) -> WeightRul
 def _fuse_experts(
     path: str, tensor: str, every: tuple[int, int] | None = None, *, leaf: str | None = None, transpose: bool = False
 ) -> WeightRule:
-    """Return the rule of a tensor with all experts of a layer, or of some of its columns.
-
-    `leaf` is the name of the map in adapters.
-    """
+    """Return the rule of a tensor of all experts, or of its columns. `leaf` is its adapter name."""
     module = None if leaf is None else f"model.layers.{{layer}}.mlp.experts.{{expert}}.{leaf}"
     return WeightRule(f"layers.{path}", f"model.layers.{{layer}}.mlp.experts.{tensor}", transpose, every, module)
 
@@ -470,10 +457,7 @@ FusedModules = Mapping[str, Mapping[str, Rows]]
 
 
 def find_fused_modules(weights: WeightMap) -> FusedModules:
-    """Return the modules of FUSED_MAPS that a model has.
-
-    `weights` must have been bound with `bind_rows`.
-    """
+    """Return the modules of FUSED_MAPS that a model has. `bind_rows` must have set the rows."""
     fused: dict[str, dict[str, Rows]] = {}
     for rule in weights:
         leaf = rule.tensor.removesuffix(".weight").rpartition(".")[2]
