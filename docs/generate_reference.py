@@ -246,8 +246,13 @@ def models_page() -> Iterator[str]:
     yield reference_text.MODELS_INTRO
     families = list({family.architecture: family for family in FAMILIES.values()}.values())
     yield table(("Architecture", "File", "Feed-forward", "Attention"), map(_describe_family, families))
-    yield "\n".join(f"- {codes(family.names)}: {first_line(_find_module(family))}" for family in families)
+    yield "\n".join(f"- {codes(family.names)}: {_describe_module(family)}" for family in families)
     yield reference_text.ADAPTERS.format(alpha=ALPHA)
+
+
+def _describe_module(family: ModelFamily) -> str:
+    """Return the docstring of a family's module in one line, with its sources."""
+    return " ".join((_find_module(family).__doc__ or "").split())
 
 
 def _find_module(family: ModelFamily) -> ModuleType:
