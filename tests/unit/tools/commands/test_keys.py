@@ -59,7 +59,7 @@ def test_rotation_prints_a_new_key(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (new["owner"], new["scope"], new["name"], new["expires"]) == ("ann", "read", "laptop", None)
     assert old["expires"] is not None and old["status"] == "valid"
     assert run(tmp_path, "revoke", "1") == 0 and run(tmp_path, "rotate", "1") == 1
-    assert "key 1: there is none, or it has been revoked" in capsys.readouterr().err
+    assert "key 1 does not exist or is already revoked" in capsys.readouterr().err
 
 
 def test_create_while_a_server_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,7 +90,7 @@ def test_a_public_address_requires_a_key(tmp_path: Path, capsys: pytest.CaptureF
 def test_owner_of_an_import(tmp_path: Path) -> None:
     with closing(Store.open(tmp_path, role="tool")) as store:
         assert adapters._choose_owner(store, None) == "local"
-        with pytest.raises(CommandError, match=r"--owner 'ann': there are no keys"):
+        with pytest.raises(CommandError, match=r"--owner 'ann': this server has no API keys"):
             adapters._choose_owner(store, "ann")
         for name, expected in (("ann", "ann"), ("ann", "ann"), ("bob", None)):
             store.write(lambda tx, name=name: keys.create(tx, owner=name, scope="user", name="", note="", now=1.0))
@@ -99,5 +99,5 @@ def test_owner_of_an_import(tmp_path: Path) -> None:
         with pytest.raises(CommandError, match=r"--owner is required.*ann, bob"):
             adapters._choose_owner(store, None)
         assert adapters._choose_owner(store, "bob") == "bob"
-        with pytest.raises(CommandError, match=r"--owner 'bod': has no key.*'ann', 'bob'"):
+        with pytest.raises(CommandError, match=r"--owner 'bod' has no API key.*'ann', 'bob'"):
             adapters._choose_owner(store, "bod")
