@@ -26,7 +26,7 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.launch.command import CommandError, CommandParser
 from skyrl_tx.launch.command_line import Record, format_bytes, format_table
 from skyrl_tx.tools.plan import report
-from skyrl_tx.tools.plan.report import add_flags, plan_from_flags
+from skyrl_tx.tools.plan.command import add_flags, plan_from_flags
 
 PROGRAMS = "forward", "gradient", "optimizer", "prefill", "decode", "adapters"
 """All programs that take much memory or time; they are compiled in their largest shapes."""

@@ -113,7 +113,7 @@ TOOLS = (
         name="plan",
         help="estimate memory use and speed of a model on given hardware (no GPU needed)",
         group="diagnosis",
-        code="skyrl_tx.tools.plan.report:add_arguments",
+        code="skyrl_tx.tools.plan.command:add_arguments",
     ),
 )
 COMMANDS = {command.name: command for command in (*TOOLS, *(command for app in APPS for command in app.commands))}

@@ -43,9 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--scope",
         choices=get_args(KeyScope),
         default="user",
-        help="what the key allows. admin: all requests, on the data of all owners; user: all requests except administration, on the "
-        "owner's data; sample: only sampling; read: only lists, descriptions and downloads; metrics: only the metrics "
-        "(default: user)",
+        help="what the key allows. admin: all requests, on the data of all owners; user: all requests except "
+        "administration, on the owner's data; sample: only sampling; read: only lists, descriptions and downloads; "
+        "metrics: only the metrics (default: user)",
     )
     scope.add_argument("--admin", action="store_const", dest="scope", const="admin", help="same as --scope admin")
     creating.add_argument(

@@ -16,7 +16,8 @@ from skyrl_tx.backends.jax.start_plan import count_bytes_per_device, make_abstra
 from skyrl_tx.backends.jax.training_costs import DEFAULT_RANK, count_adapter_bytes
 from skyrl_tx.layers.parameter import flatten
 from skyrl_tx.models import ModelConfig, describe_params
-from skyrl_tx.tools.plan.roofline import Devices, RooflineBound, Workload, bound_decoding, bound_training
+from skyrl_tx.tools.plan.hardware import Devices
+from skyrl_tx.tools.plan.roofline import RooflineBound, Workload, bound_decoding, bound_training
 
 WEIGHT_SHARE = 0.8
 """Share of a device's memory that weights may take; a mesh with more is chosen only where no other is left."""

@@ -15,6 +15,7 @@ from skyrl_tx.backends.jax.training_costs import DEFAULT_RANK, count_adapter_byt
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.launch.command_line import format_bytes
 from skyrl_tx.models.flops import count_frozen_macs
+from skyrl_tx.tools.plan.hardware import GPU_SHARE, MEASURED, Devices
 from skyrl_tx.tools.plan.meshes import (
     WEIGHT_SHARE,
     Candidate,
@@ -23,15 +24,7 @@ from skyrl_tx.tools.plan.meshes import (
     list_meshes,
     rank_meshes,
 )
-from skyrl_tx.tools.plan.roofline import (
-    GPU_SHARE,
-    MEASURED,
-    Devices,
-    RooflineBound,
-    Workload,
-    bound_decoding,
-    bound_training,
-)
+from skyrl_tx.tools.plan.roofline import RooflineBound, Workload, bound_decoding, bound_training
 from skyrl_tx.weights import hf
 
 _SHORT_TOKENS = 4096

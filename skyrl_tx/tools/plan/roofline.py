@@ -2,16 +2,12 @@
 
 A step takes at least the time of its products at the peak rate of the devices, of reading weights and cache at the
 bandwidth of their memory, and of what devices send each other. All three may overlap, so the longest is the bound.
-Nothing else counts: no latency, no padding, no other work. `skyrl_tx.tools.plan.roofline` has the measured figures.
+Nothing else counts: no latency, no padding, no other work. `skyrl_tx.tools.plan.hardware` has the measured figures.
 
 Roofline: Williams et al. 2009, doi:10.1145/1498765.1498785.
 """
 
-import math
-import os
-import re
 from dataclasses import dataclass
-from typing import Literal
 
 from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.models import ModelConfig
@@ -23,154 +19,7 @@ from skyrl_tx.models.flops import (
     count_mixing_macs,
     estimate_experts_read,
 )
-
-GIB = 2**30
-
-
-MEASURED = {"h200": {"training": 0.50, "sampling": 0.54}}
-"""The share of the bound of a roofline that one device was measured to reach, by its kind and the work.
-
-By `make gpu` with Qwen3-8B: training in micro-batches of 16,384 tokens, and decoding of 256 samples of 1,000 tokens.
-"""
-
-
-GPU_SHARE = 0.75
-"""Share of a GPU's memory that JAX takes (docs.jax.dev, GPU memory allocation)."""
-
-
-_SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-
-
-_TPU_RESERVED_BYTES = GIB // 4
-"""Memory that the TPU runtime keeps: the compiler reports 15.75 of 16 GiB on v5e."""
-
-
-class DeviceError(ValueError):
-    """A device, a topology or a share of memory that cannot be planned for. The message names what can."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceKind:
-    """A kind of device."""
-
-    name: str
-    family: Literal["gpu", "tpu"]
-    memory_bytes: int
-    flops: float
-    """Dense products in bfloat16, FLOPs per second."""
-    bytes_per_s: float
-    """Bandwidth of the memory."""
-    link_bytes_per_s: float
-    """Bandwidth to other devices of the host, in one direction, over all links of a device."""
-    per_host: int
-    """Devices of the largest usual host."""
-    dims: int = 1
-    """Dims of a topology: 1 for a number of devices."""
-
-
-@dataclass(frozen=True, slots=True)
-class Devices:
-    """A kind of device, and how many are used."""
-
-    kind: DeviceKind
-    topology: tuple[int, ...]
-
-    @property
-    def number(self) -> int:
-        """The number of devices."""
-        return math.prod(self.topology)
-
-    @property
-    def limit_bytes(self) -> int:
-        """The memory of each device that JAX may take."""
-        if self.kind.family == "gpu":
-            return int(_read_gpu_share() * self.kind.memory_bytes)
-        return self.kind.memory_bytes - _TPU_RESERVED_BYTES
-
-    def __str__(self) -> str:
-        return f"{self.kind.name}:{'x'.join(map(str, self.topology))}"
-
-
-def _make_gpu(name: str, gigabytes: float, tflops: float, gb_per_s: float, link_gb_per_s: float) -> DeviceKind:
-    return DeviceKind(
-        name=name,
-        family="gpu",
-        memory_bytes=int(gigabytes * 1e9),
-        flops=tflops * 1e12,
-        bytes_per_s=gb_per_s * 1e9,
-        link_bytes_per_s=link_gb_per_s * 1e9,
-        per_host=8,
-    )
-
-
-def _make_tpu(
-    name: str, gibibytes: int, tflops: float, gb_per_s: float, link_gb_per_s: float, *, per_host: int, dims: int
-) -> DeviceKind:
-    return DeviceKind(
-        name=name,
-        family="tpu",
-        memory_bytes=gibibytes * GIB,
-        flops=tflops * 1e12,
-        bytes_per_s=gb_per_s * 1e9,
-        link_bytes_per_s=link_gb_per_s * 1e9,
-        per_host=per_host,
-        dims=dims,
-    )
-
-
-# Links: NVLink in one direction, half of what data sheets give; else PCIe x16. TPU: all links together.
-KINDS = {
-    each.name: each
-    for each in (
-        _make_gpu("b200", 180, 2250, 8000, 900),
-        _make_gpu("h200", 141, 989.5, 4800, 450),
-        _make_gpu("h100", 80, 989.5, 3350, 450),  # SXM
-        _make_gpu("h100-nvl", 94, 835.5, 3900, 300),
-        _make_gpu("h100-pcie", 80, 756.5, 2000, 64),
-        _make_gpu("a100-80", 80, 312, 2039, 300),  # SXM
-        _make_gpu("a100-40", 40, 312, 1555, 300),
-        _make_gpu("l40s", 48, 362, 864, 32),
-        _make_gpu("l4", 24, 121, 300, 32),
-        _make_gpu("rtx5090", 32, 209.5, 1792, 64),
-        _make_gpu("rtx4090", 24, 165.2, 1008, 32),
-        _make_tpu("v4", 32, 275, 1200, 300, per_host=4, dims=3),
-        _make_tpu("v5e", 16, 197, 800, 200, per_host=8, dims=2),
-        _make_tpu("v5p", 95, 459, 2765, 600, per_host=4, dims=3),
-        _make_tpu("v6e", 32, 918, 1600, 400, per_host=8, dims=2),
-    )
-}
-
-
-def parse_devices(text: str) -> Devices:
-    """Return the devices that `h200`, `h200:8`, `v5e:2x4` or `v5p:2x2x1` name. Raises DeviceError."""
-    name, colon, topology = text.lower().partition(":")
-    kind = KINDS.get(name)
-    if kind is None:
-        raise DeviceError(f"{name!r} is not known; known are {', '.join(KINDS)}")
-    if kind.family == "gpu":
-        _read_gpu_share()
-    if not colon:
-        return Devices(kind, (1,) * kind.dims)
-    form, example = ("a number of devices", "8") if kind.dims == 1 else _FORMS[kind.dims]
-    if re.fullmatch(r"x".join([r"[1-9]\d{0,3}"] * kind.dims), topology) is None:
-        raise DeviceError(f"{topology!r} must be {form}, such as {name}:{example}")
-    return Devices(kind, tuple(map(int, topology.split("x"))))
-
-
-def _read_gpu_share() -> float:
-    """Return the share of a GPU's memory that JAX takes here. Raises DeviceError."""
-    text = os.environ.get(_SHARE_VARIABLE) or str(GPU_SHARE)
-    try:
-        share = float(text)
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
-        raise DeviceError(f"{_SHARE_VARIABLE} is {text!r}; it must be a number above 0 and at most 1")
-    return share
-
-
-_FORMS = {2: ("a topology of two sizes", "2x4"), 3: ("a topology of three sizes", "2x2x1")}
-
+from skyrl_tx.tools.plan.hardware import Devices
 
 FLOAT32_BYTES = 4
 

@@ -120,7 +120,7 @@ def test_the_next_backup_adds_new_artifacts_only(data_dir, tmp_path, capsys) -> 
         if flags:
             shutil.rmtree(folder)
         status, out, _ = skyrl_tx(capsys, "backup", folder, *flags, "--data-dir", data_dir)
-        assert status == 0 and f"of which {num_new} are new" in out, out
+        assert status == 0 and f"including {num_new} new ones" in out, out
         links = {path.stat().st_nlink for path in (folder / "artifacts").rglob("*") if path.is_file()}
         assert links == {1 if flags else 2}
     assert stat.S_IMODE((folder / "signing.key").stat().st_mode) == 0o600

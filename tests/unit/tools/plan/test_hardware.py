@@ -2,7 +2,7 @@
 
 import pytest
 
-from skyrl_tx.tools.plan.roofline import GIB, KINDS, DeviceError, parse_devices
+from skyrl_tx.tools.plan.hardware import GIB, KINDS, DeviceError, parse_devices
 
 
 @pytest.mark.parametrize(
