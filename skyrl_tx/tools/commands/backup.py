@@ -199,7 +199,7 @@ def _copy_database(store: Store, artifacts: LocalArtifacts, target: Path) -> _Da
 
 
 def _stage(artifacts: LocalArtifacts, content: _DatabaseContent, staged: Path) -> dict[str, str]:
-    """Link the files of each artifact into `staged`. Return the artifacts that are missing or damaged, with the reason."""
+    """Link the files of all artifacts into `staged`. Return each missing or damaged artifact with the reason."""
     missing: dict[str, str] = {}
     for artifact_id in sorted(content.referenced):
         try:
@@ -384,7 +384,7 @@ def _copy_key(data_dir: Path, target: Path) -> None:
 
 
 def _copy_tree(source: Path, target: Path, *, is_copy: bool) -> None:
-    """Make hard links to all files of a directory, or copies if `is_copy` or if the file system does not allow links."""
+    """Make hard links to all files of a directory, or copy them if `is_copy` is set or if links are not possible."""
     for path in _list_files(source):
         destination = target / path.relative_to(source)
         destination.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

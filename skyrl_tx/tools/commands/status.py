@@ -224,10 +224,8 @@ def _draw_blocks(status: ServerStatus) -> Iterator[RenderableType]:
         yield from map(Text, _describe_capacity(status.meters))
 
     # Requests.
-    yield Text(
-        f"open requests {status.num_open}{f', oldest {_format_age(status.oldest_s)}' if status.oldest_s is not None else ''}"
-        f" · active sessions {status.num_active_sessions}"
-    )
+    oldest = "" if status.oldest_s is None else f", oldest {_format_age(status.oldest_s)}"
+    yield Text(f"open requests {status.num_open}{oldest} · active sessions {status.num_active_sessions}")
     if status.work:
         yield _make_table(
             ("OWNER", "MODEL", "KIND", "WAITING", "RUNNING", "OLDEST"), map(_make_work_row, status.work[:_MAX_ROWS])

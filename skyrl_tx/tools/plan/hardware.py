@@ -1,11 +1,15 @@
-"""Devices by name: memory, arithmetic, bandwidths, and how many of them one host has.
+"""Figures of the supported devices: memory, FLOPs per second, bandwidths, and devices per host.
 
-Sources, as published in 2025. NVIDIA: the data sheets "H200 Tensor Core GPU", "H100 Tensor Core GPU", "A100 Tensor Core
-GPU", "L40S GPU", "L4 Tensor Core GPU" and "DGX B200", which give rates with sparsity for all but A100: half of them is
-here. GeForce: the appendices of the white papers "NVIDIA Ada GPU Architecture" and "NVIDIA RTX Blackwell GPU
-Architecture", bfloat16 with sums in float32. Google: the pages "TPU v4", "TPU v5e", "TPU v5p" and "TPU v6e" of the
-Cloud TPU documentation. Those of v5e, v5p and v6e have been compared with the page, the products of all others with
-tables that third parties made of these sources.
+Sources, as published in 2025:
+
+- NVIDIA: the data sheets "H200 Tensor Core GPU", "H100 Tensor Core GPU", "A100 Tensor Core GPU", "L40S GPU", "L4
+  Tensor Core GPU" and "DGX B200". All except A100 give FLOPs with sparsity, so this table has half of the figure.
+- GeForce: the appendices of the white papers "NVIDIA Ada GPU Architecture" and "NVIDIA RTX Blackwell GPU
+  Architecture", for bfloat16 products with float32 accumulation.
+- Google: the pages "TPU v4", "TPU v5e", "TPU v5p" and "TPU v6e" of the Cloud TPU documentation.
+
+The figures of v5e, v5p and v6e were compared with these pages. The FLOPs of the other devices were compared only with
+tables that third parties derived from these sources.
 """
 
 import math
@@ -16,43 +20,44 @@ from typing import Literal
 
 GIB = 2**30
 MEASURED = {"h200": {"training": 0.50, "sampling": 0.54}}
-"""The share of the bound of a roofline that one device was measured to reach, by its kind and the work.
+"""The measured share of the roofline bound that one device reaches, by device and kind of work.
 
-By `make gpu` with Qwen3-8B: training in micro-batches of 16,384 tokens, and decoding of 256 samples of 1,000 tokens.
+Measured with `make gpu` and Qwen3-8B: training in micro-batches of 16,384 tokens, and decoding 256 samples of 1,000
+tokens.
 """
 GPU_SHARE = 0.75
-"""Share of a GPU's memory that JAX takes (docs.jax.dev, GPU memory allocation)."""
+"""The share of a GPU's memory that JAX takes by default (docs.jax.dev, GPU memory allocation)."""
 _SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _TPU_RESERVED_BYTES = GIB // 4
-"""Memory that the TPU runtime keeps: the compiler reports 15.75 of 16 GiB on v5e."""
+"""Memory that the TPU runtime reserves. On v5e the compiler reports 15.75 of 16 GiB as usable."""
 
 
 class DeviceError(ValueError):
-    """A device, a topology or a share of memory that cannot be planned for. The message names what can."""
+    """A device name, topology or share of memory is invalid. The message names the valid values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKind:
-    """A kind of device."""
+    """A kind of device, for example an H200."""
 
     name: str
     family: Literal["gpu", "tpu"]
     memory_bytes: int
     flops: float
-    """Dense products in bfloat16, FLOPs per second."""
+    """FLOPs per second of dense bfloat16 products."""
     bytes_per_s: float
-    """Bandwidth of the memory."""
+    """Memory bandwidth."""
     link_bytes_per_s: float
-    """Bandwidth to other devices of the host, in one direction, over all links of a device."""
+    """Bandwidth to the other devices of the host, in one direction, over all links of the device."""
     per_host: int
-    """Devices of the largest usual host."""
+    """The number of devices in the largest common host."""
     dims: int = 1
-    """Dims of a topology: 1 for a number of devices."""
+    """The number of dimensions of a topology. It is 1 for GPUs, whose topology is a number of devices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """A kind of device, and how many are used."""
+    """Devices of one kind, for example h200:8."""
 
     kind: DeviceKind
     topology: tuple[int, ...]
@@ -64,7 +69,7 @@ class Devices:
 
     @property
     def limit_bytes(self) -> int:
-        """The memory of each device that JAX may take."""
+        """The memory that JAX may take on each device, in bytes."""
         if self.kind.family == "gpu":
             return int(_read_gpu_share() * self.kind.memory_bytes)
         return self.kind.memory_bytes - _TPU_RESERVED_BYTES
@@ -100,10 +105,11 @@ def _make_tpu(
     )
 
 
-# Links: NVLink in one direction, half of what data sheets give; else PCIe x16. TPU: all links together.
+# Link bandwidths: for GPUs with NVLink, one direction, which is half of the figure in data sheets. For other GPUs,
+# PCIe x16. For TPUs, all links together.
 KINDS = {
-    each.name: each
-    for each in (
+    kind.name: kind
+    for kind in (
         _make_gpu("b200", 180, 2250, 8000, 900),
         _make_gpu("h200", 141, 989.5, 4800, 450),
         _make_gpu("h100", 80, 989.5, 3350, 450),  # SXM
@@ -124,30 +130,30 @@ KINDS = {
 
 
 def parse_devices(text: str) -> Devices:
-    """Return the devices that `h200`, `h200:8`, `v5e:2x4` or `v5p:2x2x1` name. Raises DeviceError."""
+    """Parse the name of devices, such as h200, h200:8, v5e:2x4 or v5p:2x2x1. Raises DeviceError."""
     name, colon, topology = text.lower().partition(":")
     kind = KINDS.get(name)
     if kind is None:
-        raise DeviceError(f"{name!r} is not known; known are {', '.join(KINDS)}")
+        raise DeviceError(f"unknown device {name!r}; the known devices are {', '.join(KINDS)}")
     if kind.family == "gpu":
         _read_gpu_share()
     if not colon:
         return Devices(kind, (1,) * kind.dims)
     form, example = ("a number of devices", "8") if kind.dims == 1 else _FORMS[kind.dims]
     if re.fullmatch(r"x".join([r"[1-9]\d{0,3}"] * kind.dims), topology) is None:
-        raise DeviceError(f"{topology!r} must be {form}, such as {name}:{example}")
+        raise DeviceError(f"{topology!r} must be {form}, for example {name}:{example}")
     return Devices(kind, tuple(map(int, topology.split("x"))))
 
 
 def _read_gpu_share() -> float:
-    """Return the share of a GPU's memory that JAX takes here. Raises DeviceError."""
+    """Return the share of a GPU's memory that JAX takes with this process's environment. Raises DeviceError."""
     text = os.environ.get(_SHARE_VARIABLE) or str(GPU_SHARE)
     try:
         share = float(text)
     except ValueError:
         share = 0.0
     if not 0 < share <= 1:
-        raise DeviceError(f"{_SHARE_VARIABLE} is {text!r}; it must be a number above 0 and at most 1")
+        raise DeviceError(f"{_SHARE_VARIABLE} is {text!r} but must be a number above 0 and at most 1")
     return share
 
 

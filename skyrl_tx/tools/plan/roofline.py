@@ -1,8 +1,13 @@
-"""The most tokens per second of training and decoding on a mesh, by a roofline.
+"""Upper bounds for the tokens per second of training and decoding on a mesh, from a roofline model.
 
-A step takes at least the time of its products at the peak rate of the devices, of reading weights and cache at the
-bandwidth of their memory, and of what devices send each other. All three may overlap, so the longest is the bound.
-Nothing else counts: no latency, no padding, no other work. `skyrl_tx.tools.plan.hardware` has the measured figures.
+The model knows three lower bounds for the time of a micro-batch or decode step:
+
+- arithmetic: its FLOPs at the peak rate of the devices;
+- memory: reading the weights and the KV cache at memory bandwidth;
+- links: sending data between devices at link bandwidth.
+
+All three may overlap, so the longest one counts. Latencies, padding and all other work are left out.
+`hardware.MEASURED` has the share of the bound that was measured on real devices.
 
 Roofline: Williams et al. 2009, doi:10.1145/1498765.1498785.
 """
@@ -26,23 +31,25 @@ FLOAT32_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The sizes of the steps that are compared."""
+    """The micro-batch and the decode step for which bounds are computed."""
 
     micro_batch_tokens: int
-    """On all devices."""
+    """Tokens of a micro-batch, on all devices together."""
     sequence_tokens: int
-    """Length of a sequence in training."""
+    """Length of each training sequence."""
     is_remat: bool
+    """Whether the backward pass recomputes the layers (activation checkpointing)."""
     rank: int
+    """LoRA rank."""
     num_slots: int
-    """Samples that are decoded at the same time, on all devices."""
+    """How many samples are decoded at the same time, on all devices together."""
     sample_tokens: int
-    """Length of each sample: the positions that a decode step reads."""
+    """Length of each sample. A decode step reads the KV cache of this many positions per sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class RooflineBound:
-    """The least seconds of a step on each device, by their cause, and the tokens of the step."""
+    """Lower bounds for the seconds of a micro-batch or decode step, by their cause, and its number of tokens."""
 
     tokens: int
     arithmetic_s: float
@@ -51,24 +58,24 @@ class RooflineBound:
 
     @property
     def tokens_per_s(self) -> float:
-        """The most tokens per second, on all devices together."""
+        """Upper bound for the tokens per second of all devices together, if all three times overlap."""
         return self.tokens / max(self.arithmetic_s, self.memory_s, self.links_s)
 
     @property
     def s_per_token(self) -> float:
-        """The least seconds for a token if nothing is computed while devices send to each other."""
+        """Lower bound for the seconds per token if devices do not compute while they send."""
         return (max(self.arithmetic_s, self.memory_s) + self.links_s) / self.tokens
 
     @property
     def by(self) -> str:
-        """The longest of these: `arithmetic`, `memory` or `links`."""
+        """Which of the three times is the longest: `arithmetic`, `memory` or `links`."""
         times = {"arithmetic": self.arithmetic_s, "memory": self.memory_s, "links": self.links_s}
         return max(times, key=lambda name: times[name])
 
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """Bytes of base weights that each device computes with, those of `fsdp` gathered."""
+    """Bytes of the base weights with which each device computes, after `fsdp` shards are gathered."""
 
     common: float
     experts: float
@@ -76,7 +83,8 @@ class _Weights:
     @classmethod
     def from_model(cls, model: ModelConfig, num_parameters: int, itemsize: int, mesh: MeshConfig) -> "_Weights":
         experts = count_expert_parameters(model)
-        # The look-up of embeddings reads few rows; with tied weights the same array is the unembedding.
+        # An embedding look-up reads only a few rows, so the embedding does not count. With tied weights it does,
+        # because the same array is the unembedding.
         common = num_parameters - experts - (0 if model.tied_embeddings else model.vocab_size * model.hidden_size)
         return cls(itemsize * common / mesh.tp, itemsize * experts / (mesh.tp * mesh.ep))
 
@@ -93,22 +101,26 @@ def bound_training(
 ) -> RooflineBound:
     """Return the bound of a forward and backward pass of one micro-batch.
 
-    `adapter_bytes` are those of an adapter on each device, and of its gradient.
+    `adapter_bytes` is the size of one adapter on each device. Its gradient has the same size.
     """
+    # FLOPs, two per multiply-accumulate: a forward pass, a second one with rematerialization, and a backward pass. In
+    # the backward pass frozen weights need one product, for the gradient of their input; adapters and mixing need two.
     kind, tokens, length = devices.kind, work.micro_batch_tokens, work.sequence_tokens
     frozen, lora = count_frozen_macs(model), count_adapter_macs(model, work.rank)
     mixing = count_mixing_macs(model, length) / length
-    # Products of two FLOPs: forward, again with rematerialization, and backward. Frozen weights have one product in the
-    # backward pass, for the gradient of their input; others two.
     forwards = 2 if work.is_remat else 1
     macs = (forwards + 1) * frozen + (forwards + 2) * (lora + mixing)
+
+    # Each pass over the layers reads all weights; with `fsdp` or `cp` devices first gather them from each other.
     weights = _Weights.from_model(model, num_parameters, itemsize, mesh)
     gathered = (weights.common + weights.experts) * (forwards + 1)
     sent = _compute_remote_share(mesh.fsdp * mesh.cp) * gathered
-    # Each pass over a layer adds up two outputs of its rows over tp, and mixers exchange them over cp.
+
+    # All batch shards add up the gradient. Each pass over a layer also reduces two outputs over `tp`, and with `cp`
+    # the mixers exchange their rows.
     shards = mesh.dp * mesh.fsdp * mesh.cp * mesh.ep
     rows = tokens / shards
-    sent += 2 * _compute_remote_share(shards) * adapter_bytes  # all shards of rows add up the gradient
+    sent += 2 * _compute_remote_share(shards) * adapter_bytes
     sent += (forwards + 1) * (
         _count_reduced_bytes(model, mesh, rows) + _count_exchanged_bytes(model, mesh, rows, itemsize)
     )
@@ -130,7 +142,10 @@ def bound_decoding(
     itemsize: int,
     cache_bytes: int,
 ) -> RooflineBound:
-    """Return the bound of one decode step of all slots with the base model; it reads `cache_bytes` on each device."""
+    """Return the bound of one decode step of all slots with the base model.
+
+    `cache_bytes` is the part of the KV cache that the step reads on each device.
+    """
     kind, slots = devices.kind, work.num_slots
     position = count_mixing_macs(model, work.sample_tokens) - count_mixing_macs(model, work.sample_tokens - 1)
     weights = _Weights.from_model(model, num_parameters, itemsize, mesh)
@@ -138,7 +153,8 @@ def bound_decoding(
         model, -(-slots // (mesh.dp * mesh.fsdp * mesh.cp))
     )
     rows = slots / (mesh.dp * mesh.fsdp * mesh.cp * mesh.ep)
-    # XLA gathers the whole weights of `fsdp`, read or not.
+
+    # With `fsdp`, XLA gathers the weights of all experts, also of experts that no token uses.
     sent = _compute_remote_share(mesh.fsdp * mesh.cp) * (weights.common + weights.experts) + _count_reduced_bytes(
         model, mesh, rows
     )
@@ -151,14 +167,15 @@ def bound_decoding(
 
 
 def _compute_remote_share(num_devices: int) -> float:
-    """Return the share of an array in equal parts that each device gets from others."""
+    """Return the share of an array that a device receives from other devices if each device holds an equal part."""
     return (num_devices - 1) / num_devices
 
 
 def _count_exchanged_bytes(model: ModelConfig, mesh: MeshConfig, rows: float, itemsize: int) -> float:
-    """Return the bytes that each device sends in one pass over all layers so that mixers get whole rows.
+    """Return the bytes that each device sends during one pass over all layers so that mixers see whole rows.
 
-    With `cp` the tokens of a row are on the devices of `cp` and `ep`, and so are the heads while mixers compute.
+    With `cp`, the devices of `cp` and `ep` share the tokens of a row. While mixers compute, these devices share the
+    heads instead.
     """
     if mesh.cp == 1:
         return 0.0
@@ -167,13 +184,13 @@ def _count_exchanged_bytes(model: ModelConfig, mesh: MeshConfig, rows: float, it
 
 
 def _count_reduced_bytes(model: ModelConfig, mesh: MeshConfig, rows: float) -> float:
-    """Return the bytes that each device sends in one pass over all layers for `rows` tokens, besides weights.
+    """Return the bytes of activations that each device sends during one pass over all layers for `rows` tokens.
 
-    Over `tp` the outputs of mixer and feed-forward are added up, float32: each part goes out and comes back. Over `ep`
-    the tokens of all its devices are gathered, and their outputs added up.
+    Over `tp`, the float32 outputs of the mixer and of the feed-forward are all-reduced, so each part is sent twice.
+    Over `ep`, devices gather each other's tokens and add up the outputs.
     """
     hidden_bytes = rows * model.hidden_size * FLOAT32_BYTES
-    found = 2 * model.num_layers * 2 * _compute_remote_share(mesh.tp) * hidden_bytes
+    num_bytes = 2 * model.num_layers * 2 * _compute_remote_share(mesh.tp) * hidden_bytes
     if mesh.ep > 1:
-        found += model.num_layers * 3 * _compute_remote_share(mesh.ep) * mesh.ep * hidden_bytes
-    return found
+        num_bytes += model.num_layers * 3 * _compute_remote_share(mesh.ep) * mesh.ep * hidden_bytes
+    return num_bytes

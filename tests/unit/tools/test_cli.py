@@ -82,7 +82,7 @@ def test_backend_from_environment_and_file(tmp_path: Path, monkeypatch: pytest.M
         ([*FAKE, "--vllm-command", "vllm"], "--vllm-command: --sampler is not set"),
         (
             [*FAKE, *VLLM, "--sampler-config.command", "vllm"],
-            "--sampler-config: command: not with url, whose server runs already",
+            "--sampler-config: command has no effect with url",
         ),
         ([*FAKE, "--sampler-fallback", "trainer"], "--sampler-fallback: --sampler is not set"),
         ([*FAKE, "--sampler-check-share", "0.5"], "--sampler-check-share: --sampler is not set"),
