@@ -16,8 +16,8 @@ class RaySettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     address: str = "auto"
-    """Address of the cluster, for example head:6379. This machine must be a node of the cluster. 'auto' finds the
-    cluster of this machine."""
+    """Address of the cluster, for example head:6379. 'auto' finds the cluster of this machine.
+    This machine must be a node of the cluster."""
     resources: dict[str, float] = Field(default={"CPU": 1.0}, min_length=1)
     """Ray resources that an engine takes on each host, for example {"GPU": 8} or {"TPU": 4}."""
 

@@ -50,7 +50,7 @@ _STOPPED = EngineEnd(message="stopped before it was placed", is_final=False, is_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """What the command has to know about a host before it starts the engine there."""
+    """Facts about a host that the command needs before it starts the engine there."""
 
     version: str
     """The version of skyrl_tx."""

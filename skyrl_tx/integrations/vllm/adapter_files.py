@@ -32,7 +32,7 @@ class AdapterDirectory:
         self._parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         self._remove_abandoned()
         name = f"{PREFIX}{secrets.token_hex(6)}"
-        hidden = self._parent / f".{name}"  # renamed when it is locked, so that nobody sees it without its lock
+        hidden = self._parent / f".{name}"  # renamed when it is locked, so that other processes never see it unlocked
         hidden.mkdir(mode=0o755)
         self._lock = (hidden / _LOCK).open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

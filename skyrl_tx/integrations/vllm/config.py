@@ -35,7 +35,7 @@ class VllmFlags(BaseModel):
     max_adapters: int = Field(default=16, gt=0)
     """How many samplers may be loaded at the same time; at most --max-cpu-loras of each server."""
     filtered_logprobs: Literal["refuse", "renormalized"] = "refuse"
-    """What happens to requests with top_k or top_p. vLLM computes log-probabilities after these filters.
+    """Treatment of requests with top_k or top_p. vLLM computes log-probabilities after these filters.
     'refuse': the requests fail. 'renormalized': log-probabilities are among the tokens that passed the filter."""
 
     @field_validator("url")
@@ -89,8 +89,8 @@ class VllmConfig(VllmFlags):
     """All settings of the sampler. The fields here are constants that only tests change."""
 
     stream_tokens: int = Field(default=16, gt=0)
-    """How many tokens a server sends at a time. With fewer, the server does more work; with more, a stop string is
-    found later."""
+    """How many tokens a server sends at a time.
+    With fewer tokens the server does more work. With more tokens a stop string is found later."""
     start_timeout_s: float = Field(default_factory=lambda data: 600.0 if data.get("url") else 3600.0, gt=0)
     """How long the engine waits at start until the servers respond.
 

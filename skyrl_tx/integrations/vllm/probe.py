@@ -133,8 +133,8 @@ async def _wait_for(server: VllmServer, timeout_s: float, check: Callable[[], No
             if isinstance(cards := content.get("data"), list):
                 return cards
             raise UserError(
-                f"vLLM at {server.url}: /v1/models returns no list of models; check that this is a vLLM server and that "
-                "the API key is right"
+                f"vLLM at {server.url}: /v1/models returns no list of models; check that this is a vLLM server, and "
+                "that the API key is right"
             )
         except ServerLost as error:
             now = time.monotonic()

@@ -20,7 +20,7 @@ class Finding:
     level: Level
     message: str
     advice: str = ""
-    """What the operator can do about it. Empty if the level is `ok`."""
+    """The advice to the operator. Empty if the level is `ok`."""
 
 
 class ExaminedServer(NamedTuple):

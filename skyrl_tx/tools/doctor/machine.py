@@ -256,7 +256,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     """Bytes of base weights on each device."""
     free_bytes: int
-    """Bytes left beside the weights on each device; -1 if the devices do not report their memory."""
+    """Bytes left after the weights on each device; -1 if the devices do not report their memory."""
     max_context_length: int
     """The limit of the model, in tokens."""
     kv_tokens: int

@@ -70,7 +70,7 @@ def rank_meshes(
         except mesh.MeshError:
             continue
 
-        # Decode as many samples as fit beside the weights.
+        # Decode as many samples as fit in addition to the weights.
         shards = layout.num_shards("batch")
         per_sample = CacheBytes.from_model(model, layout, dtype.itemsize)
         sample_bytes = per_sample.position * length + per_sample.state
