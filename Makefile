@@ -30,7 +30,8 @@ FAST = tests/unit/contract tests/unit/store tests/unit/engine tests/unit/server 
 SLOW = slow and not exhaustive and not gpu and not network
 SLOW_JAX = tests/conformance tests/contract tests/unit
 
-test-slow:  ## run the slow tests: cookbook recipes, kill tests, conformance
+test-slow:  ## run the slow tests (cookbook recipes, kill tests, conformance), and tests of bits as the product compiles
+	pytest -n 3 -m "not slow and bits"
 	XLA_FLAGS="$$(python -m tests.support.fast_jit)" pytest -n 3 -m "$(SLOW) and tolerance"
 	pytest -n 3 -m "$(SLOW) and not tolerance" $(SLOW_JAX)
 	pytest -n 3 -m "$(SLOW) and not tolerance" $(SLOW_JAX:%=--ignore=%)

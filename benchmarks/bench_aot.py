@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.common import describe_machine, get_commit
 from tests.support.client_environments import COMPILERS, prepare
-from tests.support.published import QWEN3_8B, QWEN3_30B_A3B, QWEN3_600M
+from tests.support.model_configs import QWEN3_8B, QWEN3_30B_A3B, QWEN3_600M
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "benchmarks" / "results" / "aot.json"

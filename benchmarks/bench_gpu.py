@@ -51,7 +51,7 @@ from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatc
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
 from skyrl_tx.tools.plan.hardware import KINDS, DeviceKind
-from tests.support.published import QWEN3_4B, QWEN3_8B, QWEN3_30B_A3B, QWEN3_600M
+from tests.support.model_configs import QWEN3_4B, QWEN3_8B, QWEN3_30B_A3B, QWEN3_600M
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "benchmarks" / "results" / "gpu.json"

@@ -23,7 +23,7 @@ from skyrl_tx.backends.jax.sample.running_sample import RunningSample
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.sample.slice_rows import DispatchedSlice, SlicePart, SliceRows
 from skyrl_tx.backends.jax.shapes import SampleMemory
-from tests.support.fake_programs import FakeModelRunner
+from tests.support.fake_model_runner import FakeModelRunner
 from tests.support.sample_requests import begin, make_prompt, make_request
 
 LENGTH, TOKEN = 4096, 7

@@ -17,7 +17,7 @@ from unittest import mock
 
 from docs.markdown import table
 from skyrl_tx.tools.cli import main as run_command
-from tests.support.published import QWEN3_4B, QWEN3_8B, QWEN3_30B_A3B, QWEN3_600M
+from tests.support.model_configs import QWEN3_4B, QWEN3_8B, QWEN3_30B_A3B, QWEN3_600M
 from tests.support.shared_traces import shared_traces
 
 ROOT = Path(__file__).parents[1]

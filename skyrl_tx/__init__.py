@@ -3,4 +3,7 @@
 __version__ = "0.2.0"
 
 DISTRIBUTION = "skyrl-tx-server"
-"""The name that pip knows; `skyrl-tx` on PyPI, which is the same as `skyrl_tx`, is another project."""
+"""The name of the package for pip.
+
+`skyrl-tx` on PyPI (the same as `skyrl_tx`) is a different project.
+"""

@@ -1,4 +1,4 @@
-"""Makes `python -m skyrl_tx` equivalent to `skyrl-tx`."""
+"""Make `python -m skyrl_tx` equivalent to `skyrl-tx`."""
 
 import sys
 

@@ -1,4 +1,7 @@
-"""The list of optional features. Only this file, `apps` and `tools` import features."""
+"""The optional features (apps) of the server.
+
+Only this file, `apps` and `tools` may import them.
+"""
 
 from skyrl_tx.apps.chat import CHAT
 from skyrl_tx.apps.console import CONSOLE

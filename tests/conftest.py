@@ -20,6 +20,7 @@ from tests.support.client_environments import (
     is_required,
     prepare,
 )
+from tests.support.fast_jit import FAST_COMPILE_FLAGS
 from tests.support.leftover_work import (
     cancel_tasks_of_clients,
     find_leftover_threads,
@@ -62,6 +63,35 @@ CI runs their slow tests with programs that are compiled with little optimizatio
 `tests.support.fast_jit`.
 """
 
+COMPARES_BITS = (
+    "tests/contract/test_jax.py",
+    "tests/contract/test_recovery.py",
+    *(
+        f"tests/unit/backends/jax/test_{name}.py"
+        for name in (
+            *("backend", "checkpoint", "custom_losses", "draw", "expert_lora", "layer_views", "sampler_pool"),
+            *("loss_selection", "model_runner", "optimizer", "prompt_scores", "prompts_together", "random_numbers"),
+            *("slice_rows", "state", "token_filters", "training_programs"),
+        )
+    ),
+    *(
+        f"tests/unit/layers/test_{name}.py"
+        for name in (
+            *("cache_shards", "cache_state", "grouped_experts", "kernels", "logprobs", "lora", "moe", "pages_kernels"),
+            *("recurrence", "sharding", "stable_bits", "state_space"),
+        )
+    ),
+    *(f"tests/unit/models/test_{name}.py" for name in ("adapters", "decoder", "mixture")),
+)
+"""Files with tests that are not slow and compare bits of compiled programs.
+
+The default run compiles all programs with little optimization, which takes a third of the CPU time. CI runs these tests
+a second time with the compiler options of the product, because bits depend on them: `pytest -m "not slow and bits"`.
+"""
+
+DEFAULT_SELECTION = "not slow"
+"""The marker expression of a run without `-m`, see pyproject.toml."""
+
 MOST_MAPPINGS = 30_000
 """Linux gives a process 65,530 by default, and crashes XLA's compiler when there are no more."""
 
@@ -72,6 +102,8 @@ def pytest_configure(config: pytest.Config) -> None:
     And let clients of the SDK, here and in child processes, know all that they must to speak to a server of ours.
     """
     os.environ |= {"TINKER_API_KEY": "tml-local", "TINKER_TELEMETRY": "0"}
+    if config.option.markexpr == DEFAULT_SELECTION:
+        os.environ.setdefault("XLA_FLAGS", FAST_COMPILE_FLAGS)
     cache = getattr(config, "cache", None)
     if cache is not None:  # there is none with -p no:cacheprovider
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache.mkdir("xla")))
@@ -97,6 +129,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(WITH_TOLERANCE):
             item.add_marker(pytest.mark.tolerance)
+        if item.nodeid.startswith(COMPARES_BITS) and item.get_closest_marker("slow") is None:
+            item.add_marker(pytest.mark.bits)
         if _needs_postgresql(item):
             item.add_marker(pytest.mark.postgres)
         if (

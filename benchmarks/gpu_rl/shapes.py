@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.published import QWEN3_4B, QWEN3_8B, QWEN3_600M
+from tests.support.model_configs import QWEN3_4B, QWEN3_8B, QWEN3_600M
 
 ROOT = Path(__file__).parents[2]
 HUB_CONFIGS = ROOT / "tests" / "unit" / "models" / "hub_configs"

@@ -1,4 +1,7 @@
-"""Artifacts: immutable, hashed directories of weight files, in a local directory or in an object store."""
+"""Artifacts are immutable directories of weight files with a hash for each file.
+
+They are stored in the data directory or in an object store, for example S3.
+"""
 
 from skyrl_tx.artifacts.base import ArtifactStore, Identity, make_artifact_id
 from skyrl_tx.artifacts.files import (

@@ -1,4 +1,7 @@
-"""The interface of every place of artifacts: engine, API and commands know nothing else of it."""
+"""The interface of an artifact store, which is either a local directory or an object store.
+
+The engine, the API process and the commands use only this interface.
+"""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -14,36 +17,40 @@ from skyrl_tx.contract.ids import ArtifactId
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """The database of the artifacts, see `store.identity`."""
+    """The database that the artifacts belong to, see `store.identity`."""
 
     store_id: str
     epoch: int
     unclaimed: tuple[ArtifactId, ...] = ()
-    """Artifacts that another or a later database may refer to; garbage collection keeps them."""
+    """Artifacts that a different or newer database may refer to. Garbage collection keeps them."""
 
 
 IDENTITY_DECODER = msgspec.json.Decoder(Identity)
-"""Made once, because two threads cannot safely make decoders of a class; see `contract.codec`."""
+"""Created once, because two threads cannot safely create decoders, see `contract.codec`."""
 
 
 def make_artifact_id(name: str) -> ArtifactId:
-    """Return the artifact id for a name: always the same, so that a repeated request creates the same artifact."""
+    """Return the artifact id for a name.
+
+    The same name always has the same id, so that a repeated request creates the same artifact.
+    """
     return ArtifactId(f"art-{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}")
 
 
 class ArtifactStore(ABC):
-    """All artifacts of one place. Any process may open and create artifacts; one process collects garbage.
+    """All artifacts at one location.
 
-    A place that does not respond raises OSError.
+    Any process may create and open artifacts. One process collects garbage. All methods raise
+    OSError if the location does not respond.
     """
 
     is_remote = False
-    """Whether other machines reach the place, so that it may hold the artifacts of an empty data directory."""
+    """Whether the artifacts are in an object store, not in the data directory."""
 
     @property
     @abstractmethod
     def location(self) -> str:
-        """The name of the place for people, without credentials."""
+        """Directory or URL of the artifacts for messages, without credentials."""
 
     @abstractmethod
     def create(
@@ -52,16 +59,19 @@ class ArtifactStore(ABC):
         metadata: Mapping[str, str] | None = None,
         artifact_id: ArtifactId | None = None,
     ) -> Artifact:
-        """Create an artifact from the files that `write` writes into a directory. Atomic and durable.
+        """Create an artifact from files.
+
+        The artifact appears atomically and is flushed to disk.
 
         Args:
             write: Writes .safetensors, .json and .age files into an empty directory.
             metadata: Stored in the manifest.
-            artifact_id: Id of the artifact; random by default. An existing artifact is returned unchanged.
+            artifact_id: Id of the artifact; random by default. If the artifact exists, it is returned
+                unchanged.
 
         Raises:
-            ValueError: `write` wrote other files, or links.
-            CapacityError: Less than the minimum of the disk is free, or would be.
+            ValueError: `write` wrote a link or a file with another suffix.
+            CapacityError: The disk has less free space than the minimum before or after `write`.
         """
 
     @abstractmethod
@@ -70,48 +80,58 @@ class ArtifactStore(ABC):
 
     @abstractmethod
     def open(self, artifact_id: ArtifactId) -> Artifact:
-        """Return an artifact's description after checking all hashes.
+        """Check all hashes of an artifact and return its description.
 
         Raises ArtifactMissing, or ArtifactCorrupt with the name of the first bad file.
         """
 
     @abstractmethod
     def open_verified(self, artifact_id: ArtifactId) -> Artifact:
-        """Return what `open` returns, and raise like it.
+        """Like `open`, but compute the hashes only once per process.
 
-        Hashes are computed once per process, and again if a file's modification time changes.
+        They are computed again if the modification time of a file changes.
         """
 
     @abstractmethod
     def describe(self, artifact_id: ArtifactId, *, trashed: bool = False) -> Artifact:
-        """Return the description of an artifact, or of one in the trash, from its manifest. Raises like `open`."""
+        """Return the description of an artifact from its manifest, without checking hashes.
+
+        Raises like `open`. `trashed` selects an artifact in the trash.
+        """
 
     @contextmanager
     def keep_local(self, artifact_id: ArtifactId) -> Generator[None]:
-        """Keep the files of an artifact on this machine until the end. Raises ArtifactMissing.
+        """Keep the files of an artifact on this machine while the context is open.
 
-        In a local directory they stay without this, as long as a row refers to the artifact.
+        Raises ArtifactMissing. The default does nothing, because files in a local directory stay as
+        long as a row refers to the artifact.
         """
         yield
 
     @abstractmethod
     def list_ids(self, *, trashed: bool = False) -> list[ArtifactId]:
-        """Return the ids of all artifacts, or of those in the trash."""
+        """Return the ids of all artifacts outside the trash, or in the trash if `trashed`."""
 
     @abstractmethod
     def collect(
         self, keep: Collection[ArtifactId], looked_at: float | None = None, *, min_age_s: float = 600.0
     ) -> list[ArtifactId]:
-        """Take away all artifacts except `keep`, and what interrupted creations left; return their ids.
+        """Collect garbage: take away all artifacts except `keep`, and return their ids.
 
-        What a user may miss is moved to the trash: checkpoints and the last snapshots of runs. Other artifacts are
-        removed. Artifacts younger than `min_age_s` at the time `looked_at` stay, because the row that refers to them
-        may have been committed after `keep` was read. The default for `looked_at` is now.
+        Checkpoints and snapshots are moved to the trash, because a user may miss them. Other
+        artifacts are removed. The files of interrupted creations are removed as well.
+
+        Artifacts that were younger than `min_age_s` at the time `looked_at` are kept, because the
+        row that refers to them may have been committed after the caller read `keep`. `looked_at`
+        None means now.
         """
 
     @abstractmethod
     def remove(self, artifact_id: ArtifactId) -> bool:
-        """Remove an artifact; return False if nothing may be removed now. Raises ArtifactMissing."""
+        """Remove an artifact.
+
+        Return False if removal is not possible now. Raises ArtifactMissing.
+        """
 
     @abstractmethod
     def discard(self, artifact_id: ArtifactId) -> None:
@@ -119,33 +139,49 @@ class ArtifactStore(ABC):
 
     @abstractmethod
     def restore(self, artifact_id: ArtifactId) -> None:
-        """Move an artifact out of the trash. Raises ArtifactMissing. Record it within ten minutes, see `collect`."""
+        """Move an artifact out of the trash.
+
+        Raises ArtifactMissing. The caller must store a row that refers to it within ten minutes,
+        see `min_age_s` of `collect`.
+        """
 
     @abstractmethod
     def empty_trash(self, *, retention_s: float, max_bytes: int) -> list[ArtifactId]:
-        """Remove artifacts that were in the trash for `retention_s`; return their ids.
+        """Remove artifacts that have been in the trash for `retention_s`, and return their ids.
 
-        The oldest others are removed while the trash takes more than `max_bytes`.
+        While the trash takes more than `max_bytes`, the oldest artifacts are removed earlier.
         """
 
     @abstractmethod
     def read_identity(self) -> Identity | None:
-        """Return the recorded database; None if there is none or it cannot be read."""
+        """Return the recorded identity, or None if there is none or its file is damaged."""
 
     @abstractmethod
     def write_identity(self, identity: Identity) -> float:
-        """Record the database atomically; return the time of the write by the clock of the place."""
+        """Record the identity atomically.
+
+        Return the time of the write by the clock of the location.
+        """
 
     @abstractmethod
     def touch_identity(self) -> float | None:
-        """Return the time by the clock of the place; None if artifacts have changed since `write_identity`."""
+        """Return the time by the clock of the location.
+
+        Returns None if artifacts were added or removed since `write_identity`.
+        """
 
     @abstractmethod
     def forget_identity(self) -> None:
-        """Forget the database, so that all artifacts that the next one does not refer to are unclaimed."""
+        """Delete the identity.
+
+        Artifacts that the next database does not refer to are then unclaimed.
+        """
 
     def sign_url(
         self, artifact_id: ArtifactId, file: str, ttl_s: float, method: Literal["GET", "HEAD"] = "GET"
     ) -> str | None:
-        """Return a signed URL of a file that needs no credentials; None if the place has none."""
+        """Return a signed URL of a file, which clients can open without credentials.
+
+        The default returns None, because a local directory has no URLs.
+        """
         return None

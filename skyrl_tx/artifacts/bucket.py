@@ -1,7 +1,7 @@
-"""Objects under one URL of S3, Google Cloud Storage, Azure or a directory, by way of obstore.
+"""Access to the objects under one URL of S3, Google Cloud Storage, Azure or a directory.
 
-Its errors may quote requests, so their texts are never shown: an error says what was tried, on which object, and the
-code of the answer.
+Error texts of obstore may quote requests with credentials, so they are never shown. An error
+message contains the operation, the object, and the code of the response.
 """
 
 import os
@@ -27,10 +27,10 @@ if TYPE_CHECKING:  # their definitions are in stubs only
 
 T = TypeVar("T")
 _PART_BYTES = 16 * 2**20
-"""Bytes of one part of an upload or a download. S3 allows 10,000 parts of one object."""
+"""Size of a part of an upload or a download. S3 allows 10,000 parts per object."""
 _CONCURRENT = 4
 _PATIENCE_S = 30.0
-"""Time after which a failed call is not repeated here: obstore has repeated its requests for longer."""
+"""A call that failed after this time is not retried, because obstore has retried it already."""
 _DENIED = "access denied"
 _CLIENT: "ClientConfig" = {"connect_timeout": timedelta(seconds=5), "timeout": timedelta(seconds=60)}
 _RETRY: "RetryConfig" = {"max_retries": 10, "retry_timeout": timedelta(seconds=60)}
@@ -44,18 +44,19 @@ _EXISTS = (FileExistsError, exceptions.AlreadyExistsError, exceptions.Preconditi
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object. `modified_at` is its time of writing by the clock of the object store, in seconds since the epoch."""
+    """An object in the object store."""
 
     path: str
     size_bytes: int
     modified_at: float
+    """When the object was written, by the clock of the object store, in seconds since the epoch."""
 
 
 class Bucket:
-    """The objects of one store of obstore. All methods raise ArtifactsUnreachable."""
+    """The objects in an obstore store. All methods raise ArtifactsUnreachable."""
 
     def __init__(self, store: ObjectStore, name: str) -> None:
-        """`name` is shown to people."""
+        """Use a store. Messages show `name`, for example its URL."""
         self._store = store
         self.name = name
 
@@ -63,7 +64,10 @@ class Bucket:
     def open_url(
         cls, url: str, *, client: "ClientConfig | None" = None, retry: "RetryConfig | None" = None
     ) -> "Bucket":
-        """Open a URL. Credentials, region and endpoint are read from the provider's usual environment variables."""
+        """Open a URL.
+
+        Credentials, region and endpoint are read from the provider's usual environment variables.
+        """
         if url.startswith("file:"):
             return cls(from_url(url, mkdir=True, automatic_cleanup=True), url)
         client = _CLIENT if client is None else client
@@ -81,7 +85,10 @@ class Bucket:
         )
 
     def create(self, path: str, content: bytes) -> bool:
-        """Write an object; return False if it exists already, perhaps because the answer to this call was lost."""
+        """Write an object that does not exist yet. Return False if it exists.
+
+        It may exist because an earlier attempt of this call succeeded, but its response was lost.
+        """
 
         def create() -> bool:
             try:
@@ -93,7 +100,7 @@ class Bucket:
         return _call_with_retries("create", path, create)
 
     def get(self, path: str) -> bytes | None:
-        """Read an object; None if there is none."""
+        """Return the content of an object, or None if it does not exist."""
 
         def get() -> bytes | None:
             try:
@@ -104,7 +111,10 @@ class Bucket:
         return _call_with_retries("read", path, get)
 
     def download(self, path: str, target: Path, num_bytes: int) -> bool:
-        """Read an object of known size into a new file, in ranges; return False if there is no such object."""
+        """Download an object of known size to a new file, in parts.
+
+        Return False if it does not exist.
+        """
 
         def get_range(start: int, end: int) -> bytes | None:
             try:
@@ -130,13 +140,13 @@ class Bucket:
             os.close(descriptor)
 
     def list(self, folder: str | None = None) -> Sequence[StoredObject]:
-        """Return the objects in a folder, or all."""
+        """Return the objects in a folder, or all objects."""
 
         def read() -> Sequence[StoredObject]:
             return [
-                StoredObject(each["path"], each["size"], each["last_modified"].timestamp())
+                StoredObject(entry["path"], entry["size"], entry["last_modified"].timestamp())
                 for page in obstore.list(self._store, folder)
-                for each in page
+                for entry in page
             ]
 
         return _call_with_retries("list", folder or "all objects", read)
@@ -146,7 +156,7 @@ class Bucket:
         return _call_with_retries("read", path, lambda: obstore.head(self._store, path))["last_modified"].timestamp()
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Remove objects, of which some may not exist."""
+        """Remove objects. Objects that do not exist are ignored."""
 
         def delete(path: str) -> None:
             try:
@@ -158,7 +168,10 @@ class Bucket:
             _call_with_retries("remove", path, partial(delete, path))
 
     def probe(self) -> bool:
-        """Write, list, read and remove a small object; return whether it could be created once only."""
+        """Test the object store: write, list, read and remove a small object.
+
+        Returns whether the store refuses to create an object that exists.
+        """
         folder, content = f"probe-{secrets.token_hex(8)}", b"written by skyrl-tx doctor"
         path = f"{folder}/object"
         creates_once = self.create(path, content) and not self.create(path, content)
@@ -166,11 +179,11 @@ class Bucket:
         is_read = self.get(path) == content
         self.delete([path])
         if not (is_listed and is_read):
-            raise ArtifactsUnreachable(f"the object store does not return {path}, which was just written")
+            raise ArtifactsUnreachable(f"the object store does not list or return {path}, which was just written")
         return creates_once
 
     def sign_url(self, path: str, ttl_s: float, method: Literal["GET", "HEAD"]) -> str | None:
-        """Return a signed URL of an object; None if the store has none."""
+        """Return a signed URL of an object, or None if the store cannot sign URLs."""
         store = self._store
         if not isinstance(store, (S3Store, GCSStore, AzureStore)):
             return None
@@ -178,9 +191,11 @@ class Bucket:
 
 
 def _call_with_retries(verb: str, path: str, call: Callable[[], T]) -> T:
-    """Return what a call returns, which may run more than once: obstore repeats no request whose answer was cut.
+    """Make a call up to three times and return its result.
 
-    Errors become ArtifactsUnreachable. They are not chained, because a traceback would show their texts.
+    obstore itself does not retry a request if the connection broke during the response. Raises
+    ArtifactsUnreachable, which is not chained to the last error, because a traceback would show its
+    text.
     """
     started = time.monotonic()
     for is_last in (False, False, True):
@@ -194,20 +209,23 @@ def _call_with_retries(verb: str, path: str, call: Callable[[], T]) -> T:
 
 
 def _check_bucket_exists(error: FileNotFoundError) -> None:
-    """Return None for an object that does not exist; raise the error again if its bucket does not exist."""
+    """Raise the error again if the bucket does not exist.
+
+    Return None if only the object is missing.
+    """
     if _NO_BUCKET.search(str(error)):
         raise error
 
 
 def _describe_error(error: Exception) -> str:
-    """Return why a request failed, from known parts of an error's text."""
+    """Return why a request failed, using only known parts of the error's text."""
     text = str(error)
-    if found := _CODE.search(text):
-        return found[1]
+    if match := _CODE.search(text):
+        return match[1]
     if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError)):
         return _DENIED
-    if found := _KIND.search(text):
-        return _REASONS[found[1]]
-    if found := _STATUS.search(text):
-        return f"status {found[1]}"
+    if match := _KIND.search(text):
+        return _REASONS[match[1]]
+    if match := _STATUS.search(text):
+        return f"status {match[1]}"
     return type(error).__name__

@@ -1,4 +1,4 @@
-"""Copies on this machine of the artifacts of an object store, bounded by their bytes."""
+"""The cache of an object store: copies of artifacts on this machine, up to a maximum size."""
 
 import fcntl
 import os
@@ -14,32 +14,39 @@ from skyrl_tx.contract.ids import ArtifactId
 
 
 class ArtifactCache:
-    """A directory of whole artifacts. Several processes may share it; none removes what another one holds.
+    """A directory of complete artifacts that multiple processes may share.
 
-    A directory in use has a shared lock, and is removed only under an exclusive one.
+    An artifact in use has a shared file lock. It is removed only under an exclusive lock, so that
+    no process removes an artifact that another process uses.
     """
 
     def __init__(self, root: Path, *, max_bytes: int, min_free_bytes: int = 0) -> None:
-        """Use a directory; the artifacts in it take `max_bytes` at most, unless more are in use at a time."""
+        """Use a directory.
+
+        The cache exceeds `max_bytes` only if more artifacts are in use at the same time.
+        """
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._root = root.resolve()
         self._max_bytes = max_bytes
         self._min_free_bytes = min_free_bytes
 
     def get_path(self, artifact_id: ArtifactId) -> Path:
-        """Return the place of an artifact, which may not be there."""
+        """Return the path of an artifact, which may not exist."""
         return self._root / artifact_id
 
     @contextmanager
     def keep_local(self, artifact_id: ArtifactId) -> Generator[bool]:
-        """Keep an artifact here until the end, and yield True; yield False if it is not here."""
+        """Keep an artifact in the cache while the context is open.
+
+        Yield False if it is not in the cache.
+        """
         path = self.get_path(artifact_id)
         try:
             with lock_folder(path, fcntl.LOCK_SH) as descriptor:
-                is_here = _is_at(descriptor, path)
-                if is_here:
-                    os.utime(path)  # the least recently used is evicted first
-                yield is_here
+                is_cached = _is_at(descriptor, path)
+                if is_cached:
+                    os.utime(path)  # the least recently used artifact is evicted first
+                yield is_cached
         except FileNotFoundError:
             if path.exists():
                 raise
@@ -47,9 +54,10 @@ class ArtifactCache:
 
     @contextmanager
     def create_folder(self, num_bytes: int = 0) -> Generator[Path]:
-        """Yield an empty directory, to fill and to `add`; it is removed at the end, or after a crash.
+        """Yield an empty directory for files that the caller writes and then passes to `add`.
 
-        Raises CapacityError if the disk has no room for that number of bytes, whatever is evicted.
+        The directory is removed at the end, or after a crash. Raises CapacityError if the disk has
+        no space for `num_bytes` even after eviction.
         """
         self._evict(num_bytes)
         check_free_space(self._root, self._min_free_bytes + num_bytes)
@@ -61,11 +69,14 @@ class ArtifactCache:
             shutil.rmtree(folder, ignore_errors=True)
 
     def check_free_space(self) -> None:
-        """Raise CapacityError if less than the minimum of the disk is free."""
+        """Raise CapacityError if the disk has less free space than the minimum."""
         check_free_space(self._root, self._min_free_bytes)
 
     def add(self, folder: Path, artifact_id: ArtifactId) -> None:
-        """Rename a complete directory to an artifact, unless that is here already; evict others if there is no room."""
+        """Move a complete directory into the cache, unless the artifact is there already.
+
+        Then evict if necessary.
+        """
         try:
             folder.rename(self.get_path(artifact_id))
         except OSError:
@@ -74,7 +85,7 @@ class ArtifactCache:
         self._evict(0, kept=artifact_id)
 
     def drop(self, artifact_id: ArtifactId) -> bool:
-        """Remove an artifact; return False if it is in use, or not here."""
+        """Remove an artifact. Return False if it is in use or not in the cache."""
         path = self.get_path(artifact_id)
         try:
             with lock_folder(path, fcntl.LOCK_EX | fcntl.LOCK_NB) as descriptor:
@@ -87,14 +98,17 @@ class ArtifactCache:
         return True
 
     def clean(self) -> None:
-        """Remove what interrupted processes left."""
+        """Remove the directories that interrupted processes have left."""
         for path in self._root.glob(f"{TEMPORARY}*"):
             remove_interrupted(path)
 
     def _evict(self, num_bytes: int, *, kept: ArtifactId | None = None) -> None:
-        """Remove the least recently used artifacts until there is room for `num_bytes` more."""
-        found = [path for path in self._root.iterdir() if ARTIFACT_ID.fullmatch(path.name)]
-        sizes = {path: compute_size_bytes(path) for path in sorted(found, key=_get_use_time)}
+        """Remove the least recently used artifacts until there is space for `num_bytes` more.
+
+        Keep `kept`.
+        """
+        paths = [path for path in self._root.iterdir() if ARTIFACT_ID.fullmatch(path.name)]
+        sizes = {path: compute_size_bytes(path) for path in sorted(paths, key=_get_use_time)}
         total = sum(sizes.values())
         for path, size in sizes.items():
             has_disk = shutil.disk_usage(self._root).free >= self._min_free_bytes + num_bytes
@@ -105,7 +119,10 @@ class ArtifactCache:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether an open directory is still the one at a path: it may have been removed before it was locked."""
+    """Return whether an open directory is still at this path.
+
+    It may have been removed before it was locked.
+    """
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -115,5 +132,5 @@ def _is_at(descriptor: int, path: Path) -> bool:
 def _get_use_time(path: Path) -> float:
     try:
         return path.stat().st_mtime
-    except FileNotFoundError:  # evicted by another process
+    except FileNotFoundError:  # another process has evicted it
         return 0.0

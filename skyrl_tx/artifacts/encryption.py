@@ -1,4 +1,4 @@
-"""Encryption of files to age recipients (age-encryption.org/v1)."""
+"""Encryption of files for age recipients (age-encryption.org/v1)."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -13,7 +13,7 @@ _age: Any = pyrage  # the extension is untyped
 
 
 def encrypt_files(directory: Path, recipients: Collection[str]) -> None:
-    """Encrypt each file of a directory in place; the encrypted file has the suffix `.age`."""
+    """Replace each file in a directory by an encrypted file with the additional suffix `.age`."""
     keys = parse_recipients(recipients, "age_encryption_recipients")
     for path in [path for path in directory.rglob("*") if path.is_file()]:
         _age.encrypt_file(str(path), f"{path}{ENCRYPTED_SUFFIX}", keys)
@@ -21,12 +21,15 @@ def encrypt_files(directory: Path, recipients: Collection[str]) -> None:
 
 
 def parse_recipients(recipients: Collection[str], field: str) -> list[Any]:
-    """Return age or SSH public keys. Raises UserError, naming the field, for other texts."""
+    """Parse age or SSH public keys.
+
+    Raises UserError with the name of the field for anything else.
+    """
     keys: list[Any] = []
     for text in recipients:
-        if text.upper().startswith("AGE-SECRET-KEY-"):  # not quoted in the error, because errors are stored
+        if text.upper().startswith("AGE-SECRET-KEY-"):  # the error must not quote it, because errors are stored
             raise UserError(
-                f"{field}: contains a secret key; recipients are public keys (age1…), as `age-keygen -y` prints"
+                f"{field}: contains a secret key; pass the public key (age1…) instead, which `age-keygen -y` prints"
             )
         kind = _age.ssh.Recipient if text.startswith("ssh-") else _age.x25519.Recipient
         try:

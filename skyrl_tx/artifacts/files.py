@@ -1,6 +1,7 @@
-"""The files of an artifact: written once, hashed, listed in a manifest, and checked by it.
+"""The files of an artifact and their manifest.
 
-Files may be encrypted, see `skyrl_tx.artifacts.objects`.
+`seal` hashes the files and writes the manifest. `verify` compares the files with it. Files may be
+encrypted, see `skyrl_tx.artifacts.encryption`.
 """
 
 import errno
@@ -34,7 +35,7 @@ class ArtifactCorrupt(Exception):
 
 
 class ArtifactsUnreachable(OSError):
-    """The object store did not do what was asked, after all retries; it may do so later."""
+    """A request to the object store failed after all retries. It may succeed later."""
 
     def __init__(self, message: str) -> None:
         super().__init__(errno.EREMOTEIO, message)
@@ -45,7 +46,10 @@ class ArtifactsUnreachable(OSError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Artifact:
-    """A complete artifact. `files` maps relative paths to sizes in bytes, without the manifest."""
+    """The description of a complete artifact.
+
+    `files` maps relative paths to sizes in bytes. The manifest is not included.
+    """
 
     artifact_id: ArtifactId
     path: Path
@@ -59,7 +63,11 @@ class Artifact:
 
     @property
     def title(self) -> str:
-        """The checkpoint or snapshot that it was written for, as far as the manifest says; for logs and lists."""
+        """The checkpoint or snapshot that the artifact was written for, for log lines and lists.
+
+        For example `tinker://…/weights/final`. Parts that the manifest does not have are shown as
+        `?`.
+        """
         model_id = self.metadata.get("model_id", "an unknown run")
         if "effect_order" in self.metadata:
             return f"snapshot {self.metadata['effect_order']} of {model_id}"
@@ -67,7 +75,7 @@ class Artifact:
 
 
 class FileHash(msgspec.Struct, frozen=True):
-    """The content of one file."""
+    """Size and hash of one file."""
 
     size_bytes: int
     sha256: str
@@ -80,13 +88,17 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     metadata: dict[str, str]
     files: dict[str, FileHash]
     upload: str = ""
-    """In an object store: the folder of the files, one for each attempt to create the artifact."""
+    """In an object store, the folder of the files.
+
+    Each attempt to create the artifact has its own folder.
+    """
 
     @property
     def is_missed(self) -> bool:
-        """Whether a user may miss the artifact: all but ephemeral samplers, which their runs replace all the time.
+        """Whether a user may miss the artifact.
 
-        The manifests of checkpoints name the base model, those of snapshots their log sequence number.
+        Ephemeral samplers are replaced often, so users do not miss them. The manifest of a
+        checkpoint contains the base model, the manifest of a snapshot its log sequence number.
         """
         return not self.metadata.keys().isdisjoint(("base_model", "effect_order"))
 
@@ -105,37 +117,46 @@ def check_free_space(folder: Path, reserved: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < reserved:
         raise CapacityError(
-            f"the server's disk has {free / 2**20:,.0f} MiB left, and the last {reserved / 2**20:,.0f} MiB are not "
-            "for weights: delete checkpoints, or ask the operator for space"
+            f"the server's disk has {free / 2**20:,.0f} MiB left, but {reserved / 2**20:,.0f} MiB must stay free: "
+            "delete checkpoints, or ask the operator for more space"
         )
 
 
 def seal(folder: Path, metadata: Mapping[str, str], upload: str = "") -> Manifest:
-    """Hash the files of a folder, write their manifest, and flush all to disk. Raises ValueError for other files."""
+    """Hash the files in a folder, write their manifest, and flush everything to disk.
+
+    Raises ValueError for links and for files with other suffixes.
+    """
     files = {name: _flush_and_hash(folder / name) for name in sorted(_list_names(folder))}
     failpoint("artifact.files")
     manifest = Manifest(1, dict(metadata), files, upload)
     (folder / MANIFEST).write_bytes(encode(manifest))
     fsync(folder / MANIFEST)
-    for each in [each for each, _, _ in os.walk(folder, topdown=False)]:
-        fsync(Path(each))
+    for directory in [parent for parent, _, _ in os.walk(folder, topdown=False)]:
+        fsync(Path(directory))
     return manifest
 
 
 def encode(content: msgspec.Struct) -> bytes:
-    """Return a record as JSON for people and programs."""
+    """Return a record as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(content))
 
 
 def open_artifact(path: Path) -> Artifact:
-    """Return the description of an artifact in any place after checking all hashes. Raises ArtifactCorrupt."""
+    """Check all hashes of an artifact directory and return its description.
+
+    Raises ArtifactCorrupt.
+    """
     manifest = read_manifest(path)
     verify(path, manifest)
     return manifest.make_artifact(ArtifactId(path.name), path)
 
 
 def read_file_hashes(path: Path) -> dict[str, FileHash]:
-    """Return the files of an artifact as its manifest records them, and the manifest itself. Raises ArtifactCorrupt."""
+    """Return the hashes of an artifact's files from its manifest, and the hash of the manifest.
+
+    Raises ArtifactCorrupt.
+    """
     return {**read_manifest(path).files, MANIFEST: hash_file(path / MANIFEST)}
 
 
@@ -144,12 +165,15 @@ def read_manifest(path: Path) -> Manifest:
     try:
         return MANIFEST_DECODER.decode((path / MANIFEST).read_bytes())
     except (OSError, msgspec.DecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error  # without the path: clients read this
+        reason = error.strerror if isinstance(error, OSError) else error  # clients must not see the path
         raise ArtifactCorrupt(f"artifact {path.name}: {MANIFEST} cannot be read ({reason})") from error
 
 
 def verify(path: Path, manifest: Manifest) -> None:
-    """Compare the files of an artifact with its manifest. Raises ArtifactCorrupt naming the first bad file."""
+    """Compare the files of an artifact with its manifest.
+
+    Raises ArtifactCorrupt for the first bad file.
+    """
     try:
         names = set(_list_names(path))
     except ValueError as error:
@@ -158,17 +182,17 @@ def verify(path: Path, manifest: Manifest) -> None:
         raise ArtifactCorrupt(f"artifact {path.name}: file {name} is {'unknown' if name in names else 'missing'}")
     for name, written in manifest.files.items():
         if hash_file(path / name) != written:
-            raise ArtifactCorrupt(f"artifact {path.name}: file {name} is not as it was written")
+            raise ArtifactCorrupt(f"artifact {path.name}: file {name} does not match the manifest")
 
 
 class VerificationCache:
-    """The artifacts whose hashes this process has checked, until a file's modification time changes."""
+    """Remembers the artifacts that this process has checked, until a modification time changes."""
 
     def __init__(self) -> None:
         self._stamps: dict[ArtifactId, Stamp] = {}
 
     def check(self, path: Path) -> Artifact:
-        """Return what `open_artifact` returns, and raise like it; hashes are computed once."""
+        """Like `open_artifact`, but hashes are computed only once."""
         artifact_id, manifest = ArtifactId(path.name), read_manifest(path)
         stamp = _read_stamp(path, (*manifest.files, MANIFEST))
         if stamp is None or self._stamps.get(artifact_id) != stamp:
@@ -179,7 +203,7 @@ class VerificationCache:
 
 
 def hash_file(path: Path) -> FileHash:
-    """Read a file and return its size and hash."""
+    """Return the size and the hash of a file."""
     with path.open("rb") as file:
         return FileHash(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
@@ -194,32 +218,37 @@ def fsync(path: Path) -> None:
 
 
 def compute_size_bytes(path: Path) -> int:
-    """Return the size of all files under a folder."""
+    """Return the total size of all files under a folder."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def _list_names(folder: Path) -> Iterator[str]:
-    """Yield the relative paths of all files under a folder. Raises ValueError for links and special files."""
+    """Yield the relative paths of all files under a folder.
+
+    Raises ValueError for links and special files.
+    """
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
             path = Path(parent, name)
             if path.is_symlink() or not (path.is_dir() or path.is_file()):
-                raise ValueError(f"artifact file {path.relative_to(folder)} is a link or no plain file")
+                raise ValueError(f"artifact file {path.relative_to(folder)} is a link or a special file")
         yield from (Path(parent, name).relative_to(folder).as_posix() for name in files)
 
 
 def _flush_and_hash(path: Path) -> FileHash:
     """Flush a file to disk and return its size and hash."""
     if path.suffix not in _SUFFIXES or path.name == MANIFEST:
-        raise ValueError(f"artifact file {path.name} is not among {', '.join(sorted(_SUFFIXES))}, or named {MANIFEST}")
+        raise ValueError(
+            f"artifact file {path.name} must end in {', '.join(sorted(_SUFFIXES))} and must not be named {MANIFEST}"
+        )
     fsync(path)
     return hash_file(path)
 
 
 def _read_stamp(path: Path, names: Collection[str]) -> Stamp | None:
-    """Return inode, size and modification time of each file; None if one is missing."""
+    """Return inode, size and modification time of each file, or None if a file is missing."""
     try:
-        found = {name: (path / name).stat() for name in names}
+        statuses = {name: (path / name).stat() for name in names}
     except OSError:
         return None
-    return {name: (status.st_ino, status.st_size, status.st_mtime_ns) for name, status in found.items()}
+    return {name: (status.st_ino, status.st_size, status.st_mtime_ns) for name, status in statuses.items()}

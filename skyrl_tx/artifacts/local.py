@@ -1,4 +1,8 @@
-"""Artifacts in a local directory, which appear by a rename and are removed after one."""
+"""Artifacts in a local directory.
+
+The files of an artifact are written to a temporary directory, which is then renamed. To remove an
+artifact, its directory is renamed first. So no reader sees an incomplete artifact.
+"""
 
 import fcntl
 import logging
@@ -11,6 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
+from typing_extensions import override
 
 from skyrl_tx.artifacts.base import IDENTITY_DECODER, ArtifactStore, Identity
 from skyrl_tx.artifacts.files import (
@@ -34,13 +39,15 @@ _log = logging.getLogger(__name__)
 
 _IDENTITY = "identity.json"
 _TRASH = "trash"
+TEMPORARY = ".tmp-"
+"""Prefix of the names of directories that are being written or removed."""
 
 
 class LocalArtifacts(ArtifactStore):
-    """All artifacts under one root."""
+    """All artifacts in one directory."""
 
     def __init__(self, root: Path, *, min_free_bytes: int = 0) -> None:
-        """Use a directory; `create` leaves at least `min_free_bytes` of its disk free."""
+        """Use a directory. `create` leaves at least `min_free_bytes` of its disk free."""
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._root = root.resolve()
         self._min_free_bytes = min_free_bytes
@@ -58,10 +65,11 @@ class LocalArtifacts(ArtifactStore):
         metadata: Mapping[str, str] | None = None,
         artifact_id: ArtifactId | None = None,
     ) -> Artifact:
-        """Write the files under a temporary name, then rename their directory."""
+        """Write the files into a temporary directory, then rename it."""
         artifact_id = artifact_id or ArtifactId(f"art-{secrets.token_hex(16)}")
         if self.has(artifact_id):
             return self.describe(artifact_id)
+
         temporary = self._root / f"{TEMPORARY}{artifact_id}"
         path = self._root / artifact_id
         with create_locked(temporary):
@@ -70,6 +78,8 @@ class LocalArtifacts(ArtifactStore):
                 write(temporary)
                 check_free_space(self._root, self._min_free_bytes)
                 manifest = seal(temporary, metadata or {})
+
+                # Rename the directory. Its modification time is the age of the artifact.
                 os.utime(temporary)
                 failpoint("artifact.rename")
                 temporary.rename(path)
@@ -80,30 +90,27 @@ class LocalArtifacts(ArtifactStore):
                 raise
         return manifest.make_artifact(artifact_id, path)
 
+    @override
     def has(self, artifact_id: ArtifactId) -> bool:
-        """Return whether an artifact with this id exists."""
         return bool(ARTIFACT_ID.fullmatch(artifact_id)) and (self._root / artifact_id).is_dir()
 
     def open(self, artifact_id: ArtifactId) -> Artifact:
         """Return an artifact's description after checking all hashes."""
         return open_artifact(self._get_path(artifact_id))
 
+    @override
     def describe(self, artifact_id: ArtifactId, *, trashed: bool = False) -> Artifact:
-        """Return the description of an artifact, or of one in the trash, from its manifest."""
         path = self._get_path(artifact_id, trashed=trashed)
         return read_manifest(path).make_artifact(artifact_id, path)
 
     def open_verified(self, artifact_id: ArtifactId) -> Artifact:
-        """Return what `open` returns; hashes are computed once."""
+        """Like `open`, but hashes are computed only once."""
         return self._verified.check(self._get_path(artifact_id))
 
     def collect(
         self, keep: Collection[ArtifactId], looked_at: float | None = None, *, min_age_s: float = 600.0
     ) -> list[ArtifactId]:
-        """Take away all artifacts except `keep`, and the directories of interrupted creations; return their ids.
-
-        While `pinned` by another process, all artifacts stay.
-        """
+        """Collect garbage. Does nothing while another process holds `pin`."""
         looked_at = time.time() if looked_at is None else looked_at
         taken: list[ArtifactId] = []
         kept = frozenset(keep)
@@ -121,7 +128,7 @@ class LocalArtifacts(ArtifactStore):
         return taken
 
     def remove(self, artifact_id: ArtifactId) -> bool:
-        """Remove an artifact; return False if artifacts are `pinned`."""
+        """Remove an artifact. Return False if another process holds `pin`."""
         with self._lock_for_removal() as may_remove:
             if may_remove:
                 self._remove(self._get_path(artifact_id))
@@ -131,27 +138,31 @@ class LocalArtifacts(ArtifactStore):
         """Move an artifact to the trash."""
         path = self._get_path(artifact_id)
         (self._root / _TRASH).mkdir(mode=0o700, exist_ok=True)
-        os.utime(path)  # first: an artifact in the trash is as old as its time there
+        os.utime(path)  # in the trash, the modification time is the time of the move
         failpoint("artifact.collect")
-        with suppress(ArtifactMissing):  # an earlier one of the same id
+        with suppress(ArtifactMissing):  # an earlier artifact with the same id may be in the trash
             self._remove(self._get_path(artifact_id, trashed=True))
         path.rename(self._root / _TRASH / artifact_id)
 
+    @override
     def restore(self, artifact_id: ArtifactId) -> None:
-        """Move an artifact out of the trash."""
         path = self._get_path(artifact_id, trashed=True)
         os.utime(path)
         path.rename(self._root / artifact_id)
 
     def empty_trash(self, *, retention_s: float, max_bytes: int) -> list[ArtifactId]:
-        """Remove artifacts that were in the trash for `retention_s`; return their ids.
+        """Remove artifacts that have been in the trash for `retention_s`, and return their ids.
 
-        The oldest others are removed while the trash takes more than `max_bytes`, or more than is free of the disk
-        beyond `min_free_bytes`.
+        Artifacts are removed earlier, oldest first, while the trash takes more than `max_bytes` or
+        more than the free space of the disk beyond `min_free_bytes`.
         """
         removed: list[ArtifactId] = []
-        trash = sorted(self.list_ids(trashed=True), key=lambda each: _get_modification_time(self._root / _TRASH / each))
+        trash = sorted(
+            self.list_ids(trashed=True),
+            key=lambda artifact_id: _get_modification_time(self._root / _TRASH / artifact_id),
+        )
         sizes = {artifact_id: compute_size_bytes(self._root / _TRASH / artifact_id) for artifact_id in trash}
+
         with self._lock_for_removal() as may_remove:
             for artifact_id in trash if may_remove else ():
                 path, total = self._root / _TRASH / artifact_id, sum(sizes.values())
@@ -165,8 +176,8 @@ class LocalArtifacts(ArtifactStore):
                 removed.append(artifact_id)
         return removed
 
+    @override
     def list_ids(self, *, trashed: bool = False) -> list[ArtifactId]:
-        """Return the ids of all artifacts, or of those in the trash."""
         folder = self._root / _TRASH if trashed else self._root
         if not folder.is_dir():
             return []
@@ -174,13 +185,16 @@ class LocalArtifacts(ArtifactStore):
 
     @contextmanager
     def pin(self) -> Generator[None]:
-        """Prevent the removal of artifacts, by any process; waits for a running removal."""
+        """Prevent any process from removing artifacts while the context is open.
+
+        Waits for a running removal.
+        """
         with lock_folder(self._root, fcntl.LOCK_SH):
             yield
 
     @contextmanager
     def create_temporary(self) -> Generator[Path]:
-        """Create a directory in the root, and remove it at the end, or after a crash."""
+        """Create a temporary directory in the root. It is removed at the end, or after a crash."""
         folder = self._root / f"{TEMPORARY}{secrets.token_hex(16)}"
         try:
             with create_locked(folder):
@@ -188,38 +202,45 @@ class LocalArtifacts(ArtifactStore):
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
+    @override
     def read_identity(self) -> Identity | None:
-        """Return the recorded database; None if there is none or it cannot be read."""
         try:
             return IDENTITY_DECODER.decode((self._root / _IDENTITY).read_bytes())
         except (FileNotFoundError, msgspec.DecodeError):
             return None
 
     def write_identity(self, identity: Identity) -> float:
-        """Record the database atomically; return the time of the write by the clock of the file system."""
+        """Record the identity atomically.
+
+        Return the time of the write by the clock of the file system.
+        """
         temporary = self._root / f"{_IDENTITY}.new"
         temporary.write_bytes(encode(identity))
         fsync(temporary)
-        os.utime(temporary)  # as for artifacts, whose ages are compared with it
+        os.utime(temporary)  # same clock as the ages of artifacts, which are compared with this time
         temporary.rename(self._root / _IDENTITY)
         fsync(self._root)
         self._identity_written_ns = self._root.stat().st_mtime_ns
         return (self._root / _IDENTITY).stat().st_mtime
 
     def touch_identity(self) -> float | None:
-        """Return the time by the clock of the file system; None if the root has changed since `write_identity`."""
+        """Return the time by the clock of the file system.
+
+        Returns None if the root has changed since `write_identity`, because artifacts may have
+        changed.
+        """
         if self._root.stat().st_mtime_ns != self._identity_written_ns:
             return None
         os.utime(self._root / _IDENTITY)
         return (self._root / _IDENTITY).stat().st_mtime
 
+    @override
     def forget_identity(self) -> None:
-        """Forget the database, so that all artifacts that the next one does not refer to are unclaimed."""
         (self._root / _IDENTITY).unlink(missing_ok=True)
 
     @contextmanager
     def _lock_for_removal(self) -> Generator[bool]:
-        """Exclude `pinned`, and yield whether that is possible now."""
+        """Exclude `pin` while the context is open. Yield False if a process holds `pin`."""
         with ExitStack() as stack:
             try:
                 stack.enter_context(lock_folder(self._root, fcntl.LOCK_EX | fcntl.LOCK_NB))
@@ -238,7 +259,7 @@ class LocalArtifacts(ArtifactStore):
         _log.info("moved %s to the trash: nothing refers to it", label)
 
     def _remove(self, path: Path) -> None:
-        # Renamed first, so that no reader sees it partially removed.
+        # Rename the directory first, so that no reader sees a partially removed artifact.
         renamed = path.rename(self._root / f"{TEMPORARY}{path.name}")
         failpoint("artifact.collect")
         shutil.rmtree(renamed)
@@ -258,7 +279,7 @@ def _is_missed(path: Path) -> bool:
 
 
 def _describe_artifact(path: Path) -> str:
-    """Return the id of an artifact and what it was, for logs."""
+    """Return the id and the title of an artifact, for log lines."""
     try:
         return f"artifact {path.name} ({read_manifest(path).make_artifact(ArtifactId(path.name), path).title})"
     except ArtifactCorrupt:
@@ -269,13 +290,12 @@ def _get_modification_time(path: Path) -> float:
     return path.stat().st_mtime
 
 
-TEMPORARY = ".tmp-"
-"""Start of the names of directories that are being written or removed."""
-
-
 @contextmanager
 def lock_folder(folder: Path, how: int) -> Generator[int]:
-    """Lock a directory, and yield its descriptor. Raises BlockingIOError if `how` says not to wait."""
+    """Lock a directory, and yield its descriptor.
+
+    `how` is passed to `flock`. With LOCK_NB, raises BlockingIOError if the directory is locked.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, how)
@@ -286,7 +306,10 @@ def lock_folder(folder: Path, how: int) -> Generator[int]:
 
 @contextmanager
 def create_locked(folder: Path) -> Generator[None]:
-    """Create and lock a directory, so that garbage collection does not take it for an interrupted creation."""
+    """Create and lock a directory.
+
+    The lock shows garbage collection that the creation was not interrupted.
+    """
     while True:
         folder.mkdir(mode=0o700)
         try:
@@ -295,7 +318,7 @@ def create_locked(folder: Path) -> Generator[None]:
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if folder.is_dir():  # not removed before the lock was taken
+            if folder.is_dir():  # it was not removed before the lock was taken
                 yield
                 return
         finally:

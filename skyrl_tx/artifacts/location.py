@@ -1,4 +1,8 @@
-"""The place of the artifacts of a data directory: in it, or in an object store that `--artifacts` names."""
+"""The location of artifacts: the data directory, or an object store (`--artifacts`).
+
+The data directory records the URL of its object store, so that commands find it and no server uses
+another one.
+"""
 
 import os
 import tempfile
@@ -21,16 +25,21 @@ _SCHEMES = ("s3", "gs", "az", "file")
 
 
 class InvalidLocation(ValueError):
-    """The place of the artifacts is invalid, or not the one of the data directory; the message says so."""
+    """The location of the artifacts is invalid, or does not match the data directory."""
 
 
 def normalize_url(url: str) -> str:
-    """Return the URL of an object store without a final slash. Raises InvalidLocation; the message has no secrets."""
+    """Return the URL of an object store without a final slash.
+
+    Raises InvalidLocation. The message contains no secrets of the URL.
+    """
     parts = urlsplit(url)
     if parts.scheme not in _SCHEMES:
         raise InvalidLocation(f"it must be a URL that starts with {', '.join(f'{scheme}://' for scheme in _SCHEMES)}")
     if "@" in parts.netloc or parts.query or parts.fragment:
-        raise InvalidLocation("no credentials or options in the URL: they are read from the provider's variables")
+        raise InvalidLocation(
+            "it must not contain credentials or options: set the provider's environment variables instead"
+        )
     if parts.scheme == "file" and (parts.netloc or not parts.path.strip("/")):
         raise InvalidLocation("it must name a directory: file:///directory")
     if parts.scheme != "file" and not parts.netloc:
@@ -39,7 +48,7 @@ def normalize_url(url: str) -> str:
 
 
 def read_recorded_url(data_dir: Path) -> str | None:
-    """Return the object store that a data directory names; None if it has its artifacts in itself."""
+    """Return the recorded URL of a data directory; None if its artifacts are in the directory."""
     try:
         return (data_dir / _RECORD).read_text().strip()
     except FileNotFoundError:
@@ -54,25 +63,35 @@ def open_artifacts(
     min_free_bytes: int = 0,
     is_recorded: bool = True,
 ) -> ArtifactStore:
-    """Open the artifacts of a data directory, in `url` if it is given or if the directory names it.
+    """Open the artifacts of a data directory.
 
-    `is_recorded`: the directory names `url` from now on, and no server or command uses it with another one.
+    Args:
+        data_dir: The data directory.
+        url: URL of an object store. The default is the recorded URL, or the data directory without one.
+        max_cache_bytes: Size of the cache of an object store on this machine.
+        min_free_bytes: Free space on the disk that new artifacts must leave.
+        is_recorded: Whether to record `url`, so that the directory cannot be used with another URL later.
 
-    Raises InvalidLocation if the directory has artifacts elsewhere, or obstore is missing.
+    Raises:
+        InvalidLocation: The artifacts of the directory are elsewhere, or obstore is not installed.
     """
     recorded = read_recorded_url(data_dir)
     if url is None and recorded is None:
         return LocalArtifacts(data_dir / DIRECTORY, min_free_bytes=min_free_bytes)
+
+    # Open the object store. The import is late, because obstore is optional.
     bucket = open_bucket(data_dir, url or recorded or "")
     from skyrl_tx.artifacts.cache import ArtifactCache
-    from skyrl_tx.artifacts.objects import ObjectArtifacts  # late, because it imports obstore
+    from skyrl_tx.artifacts.objects import ObjectArtifacts
 
     cache = ArtifactCache(data_dir / CACHE, max_bytes=max_cache_bytes, min_free_bytes=min_free_bytes)
     artifacts = ObjectArtifacts(bucket, cache)
     if not is_recorded:
         return artifacts
+
+    # Record the URL, and forget the identity if `forget_identity` asked for it.
     if recorded is None:
-        _record_url(data_dir, bucket.name)
+        write_note(data_dir, _RECORD, bucket.name)
     if (data_dir / _FORGET).exists():
         artifacts.forget_identity()
         (data_dir / _FORGET).unlink(missing_ok=True)
@@ -80,12 +99,14 @@ def open_artifacts(
 
 
 def open_bucket(data_dir: Path, url: str) -> "Bucket":
-    """Open the object store of a data directory, which is not changed. Raises InvalidLocation."""
+    """Open an object store for a data directory, which is not changed. Raises InvalidLocation."""
     url, recorded = normalize_url(url), read_recorded_url(data_dir)
     if recorded not in (None, url):
-        raise InvalidLocation(f"--artifacts {url}: {data_dir} has its artifacts in {recorded}")
+        raise InvalidLocation(
+            f"--artifacts {url}: the artifacts of {data_dir} are in {recorded}; use this URL or another data directory"
+        )
     if any((data_dir / DIRECTORY).glob("art-*")):
-        raise InvalidLocation(f"--artifacts {url}: {data_dir} has artifacts in itself; use another data directory")
+        raise InvalidLocation(f"--artifacts {url}: {data_dir} already contains artifacts; use another data directory")
     try:
         from skyrl_tx.artifacts.bucket import Bucket
     except ModuleNotFoundError as error:
@@ -96,16 +117,21 @@ def open_bucket(data_dir: Path, url: str) -> "Bucket":
 
 
 def forget_identity(data_dir: Path) -> None:
-    """Let the artifacts forget their database, which is damaged: now, or when they are opened if they are elsewhere."""
+    """Delete the identity of the artifacts because their database is damaged.
+
+    In an object store, this happens when the artifacts are opened the next time.
+    """
     LocalArtifacts(data_dir / DIRECTORY).forget_identity()
     if read_recorded_url(data_dir) is not None:
         (data_dir / _FORGET).touch(mode=0o600)
 
 
-def _record_url(data_dir: Path, url: str) -> None:
-    """Name the object store in the data directory, so that commands find it and no server uses another one."""
-    # Not a name with the process id, which all containers that share a volume may have; `mkstemp` makes it private.
-    descriptor, temporary = tempfile.mkstemp(dir=data_dir, prefix=f"{_RECORD}.")
+def write_note(data_dir: Path, name: str, text: str) -> None:
+    """Write a small text file into the data directory, readable only by its owner."""
+    # Write a temporary file and rename it, because other processes may start at the same time.
+    # `mkstemp` chooses a unique name even if containers that share a volume have the same process
+    # id.
+    descriptor, temporary = tempfile.mkstemp(dir=data_dir, prefix=f"{name}.")
     with os.fdopen(descriptor, "w") as file:
-        file.write(f"{url}\n")
-    Path(temporary).rename(data_dir / _RECORD)
+        file.write(f"{text}\n")
+    Path(temporary).rename(data_dir / name)

@@ -1,15 +1,15 @@
 """Artifacts in an object store, with copies on this machine.
 
-Objects of an artifact, of which none is ever changed:
+An artifact consists of these objects, which are never changed:
 
-    art-…/<upload>/<file>   its files; each attempt to create it has an upload of its own
-    art-…/manifest.json     written last, and created once: from then on the artifact exists
-    art-…/trash             it is in the trash since this was written
-    art-…/restored          it was restored from the trash when this was written
-    art-…/removing          it is being removed: it exists no longer, and its objects go
+    art-…/<upload>/<file>   the files; each attempt to create the artifact has its own folder
+    art-…/manifest.json     created last and only once; from then on the artifact exists
+    art-…/trash             marks the artifact as trash, since the object was written
+    art-…/restored          records when the artifact was restored from the trash
+    art-…/removing          marks the removal: the artifact no longer exists
 
-`identity.json` is the database's, see `store.identity`, and `clock` is written to read the time. All ages are those of
-the object store's clock.
+The object `identity.json` identifies the database, see `store.identity`. The object `clock` is
+written to read the time of the object store. All ages are relative to this clock.
 """
 
 import logging
@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 import msgspec
+from typing_extensions import override
 
 from skyrl_tx.artifacts.base import IDENTITY_DECODER, ArtifactStore, Identity
 from skyrl_tx.artifacts.bucket import Bucket, StoredObject
@@ -48,12 +49,12 @@ _IDENTITY = "identity.json"
 _CLOCK = "clock"
 _TRASH, _RESTORED, _REMOVING = "trash", "restored", "removing"
 _UPLOAD_S = 86_400.0
-"""Age of files without a manifest after which their creation was interrupted."""
+"""Files without a manifest that are older than this belong to an interrupted creation."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Objects:
-    """The objects of one artifact, by their path in its folder."""
+    """The objects of one artifact, by their path in the folder of the artifact."""
 
     by_name: dict[str, StoredObject] = field(default_factory=dict[str, StoredObject])
 
@@ -71,15 +72,15 @@ class _Objects:
 
     @property
     def modified_at(self) -> float:
-        """When the artifact was created or restored."""
+        """When the artifact was created or restored last."""
         return max(self.by_name[name].modified_at for name in (MANIFEST, _RESTORED) if name in self.by_name)
 
     @property
     def size_bytes(self) -> int:
-        return sum(each.size_bytes for each in self.by_name.values())
+        return sum(stored.size_bytes for stored in self.by_name.values())
 
     def list_uploads(self) -> set[str]:
-        """Return the folders of all attempts to create it."""
+        """Return the folders of all attempts to create the artifact."""
         return {name.partition("/")[0] for name in self.by_name if "/" in name}
 
 
@@ -89,7 +90,7 @@ class ObjectArtifacts(ArtifactStore):
     is_remote = True
 
     def __init__(self, bucket: Bucket, cache: ArtifactCache) -> None:
-        """Use a bucket, and a directory for copies."""
+        """Use a bucket and a cache for copies on this machine."""
         self._bucket = bucket
         self._cache = cache
         self._verified = VerificationCache()
@@ -97,7 +98,7 @@ class ObjectArtifacts(ArtifactStore):
 
     @property
     def location(self) -> str:
-        """The URL."""
+        """The URL of the object store."""
         return self._bucket.name
 
     def create(
@@ -106,40 +107,46 @@ class ObjectArtifacts(ArtifactStore):
         metadata: Mapping[str, str] | None = None,
         artifact_id: ArtifactId | None = None,
     ) -> Artifact:
-        """Write the files here, then into the object store, and create their manifest."""
+        """Write the files into the cache, upload them, and create the manifest."""
         artifact_id = artifact_id or ArtifactId(f"art-{secrets.token_hex(16)}")
-        if (found := self._find_existing(artifact_id)) is not None:
-            return found
+        if (existing := self._find_existing(artifact_id)) is not None:
+            return existing
+
         upload = secrets.token_hex(8)
         with self._cache.create_folder() as folder:
             write(folder)
             self._cache.check_free_space()
             manifest = seal(folder, metadata or {}, upload)
+
+            # Upload the files, then the manifest, unless another process was faster.
             for name in manifest.files:
                 self._bucket.put(f"{artifact_id}/{upload}/{name}", folder / name)
                 failpoint("artifact.uploading")
             failpoint("artifact.uploaded")
-            if not self._commit(artifact_id, manifest):  # another process was faster
+            if not self._commit(artifact_id, manifest):
                 self._bucket.delete([f"{artifact_id}/{upload}/{name}" for name in manifest.files])
                 return self.describe(artifact_id)
             failpoint("artifact.committed")
             self._cache.add(folder, artifact_id)
         return manifest.make_artifact(artifact_id, self._cache.get_path(artifact_id))
 
+    @override
     def has(self, artifact_id: ArtifactId) -> bool:
-        """Return whether an artifact with this id exists."""
         return bool(ARTIFACT_ID.fullmatch(artifact_id)) and self._list_objects(artifact_id).is_live
 
     def open(self, artifact_id: ArtifactId) -> Artifact:
-        """Return an artifact's description after checking all hashes of the copy here."""
+        """Check all hashes of the copy on this machine and return the artifact's description."""
         return self._check_copy(artifact_id, open_artifact)
 
     def open_verified(self, artifact_id: ArtifactId) -> Artifact:
-        """Return what `open` returns; hashes of a copy are computed once."""
+        """Like `open`, but the hashes of a copy are computed only once."""
         return self._check_copy(artifact_id, self._verified.check)
 
     def describe(self, artifact_id: ArtifactId, *, trashed: bool = False) -> Artifact:
-        """Return the description of an artifact from its manifest, after comparing the sizes of its objects."""
+        """Return the description of an artifact from its manifest.
+
+        Checks the sizes of its objects.
+        """
         objects = self._find_objects(artifact_id, trashed=trashed)
         manifest = self._read_manifest(artifact_id)
         for name, written in manifest.files.items():
@@ -147,12 +154,12 @@ class ObjectArtifacts(ArtifactStore):
             if stored is None:
                 raise ArtifactCorrupt(f"artifact {artifact_id}: file {name} is missing")
             if stored.size_bytes != written.size_bytes:
-                raise ArtifactCorrupt(f"artifact {artifact_id}: file {name} is not as it was written")
+                raise ArtifactCorrupt(f"artifact {artifact_id}: file {name} does not match the manifest")
         return manifest.make_artifact(artifact_id, self._cache.get_path(artifact_id))
 
     @contextmanager
     def keep_local(self, artifact_id: ArtifactId) -> Generator[None]:
-        """Copy an artifact to this machine if it is not here, and keep it until the end."""
+        """Copy an artifact to this machine if necessary, and keep it while the context is open."""
         self._find_objects(artifact_id)
         with ExitStack() as stack:
             while not stack.enter_context(self._cache.keep_local(artifact_id)):
@@ -160,8 +167,8 @@ class ObjectArtifacts(ArtifactStore):
                 self._fetch(artifact_id)
             yield
 
+    @override
     def list_ids(self, *, trashed: bool = False) -> list[ArtifactId]:
-        """Return the ids of all artifacts, or of those in the trash."""
         return sorted(
             artifact_id
             for artifact_id, objects in self._list_all().items()
@@ -171,7 +178,7 @@ class ObjectArtifacts(ArtifactStore):
     def collect(
         self, keep: Collection[ArtifactId], looked_at: float | None = None, *, min_age_s: float = 600.0
     ) -> list[ArtifactId]:
-        """Take away all artifacts except `keep`, and the objects of creations that were interrupted a day ago."""
+        """Collect garbage, including the objects of creations that were interrupted a day ago."""
         looked_at = self._read_clock() if looked_at is None else looked_at
         kept = frozenset(keep)
         taken: list[ArtifactId] = []
@@ -186,8 +193,8 @@ class ObjectArtifacts(ArtifactStore):
                 taken.append(artifact_id)
         return taken
 
+    @override
     def remove(self, artifact_id: ArtifactId) -> bool:
-        """Remove an artifact."""
         self._remove(artifact_id, self._find_objects(artifact_id))
         return True
 
@@ -198,22 +205,25 @@ class ObjectArtifacts(ArtifactStore):
         self._bucket.put(f"{artifact_id}/{_TRASH}", b"")
 
     def restore(self, artifact_id: ArtifactId) -> None:
-        """Remove the mark of the trash. Raises ArtifactMissing also while another process removes the artifact.
+        """Move an artifact out of the trash.
 
-        Either this sees the mark of the removal, or the removal sees that the one of the trash is gone.
+        This method deletes `trash` and then looks for `removing`. A removal creates `removing` and
+        then looks for `trash`. So at least one of the two processes notices the other. Raises
+        ArtifactMissing also if another process is removing the artifact.
         """
         self._find_objects(artifact_id, trashed=True)
         self._bucket.put(f"{artifact_id}/{_RESTORED}", b"")
         self._bucket.delete([f"{artifact_id}/{_TRASH}"])
         self._find_objects(artifact_id)
 
+    @override
     def empty_trash(self, *, retention_s: float, max_bytes: int) -> list[ArtifactId]:
-        """Remove artifacts that were in the trash for `retention_s`, and the oldest others beyond `max_bytes`."""
         removed: list[ArtifactId] = []
         now = self._read_clock()
         trash = {artifact_id: objects for artifact_id, objects in self._list_all().items() if objects.is_trashed}
         total = sum(objects.size_bytes for objects in trash.values())
-        for artifact_id, objects in sorted(trash.items(), key=lambda each: each[1].by_name[_TRASH].modified_at):
+
+        for artifact_id, objects in sorted(trash.items(), key=lambda item: item[1].by_name[_TRASH].modified_at):
             if now - objects.by_name[_TRASH].modified_at < retention_s and total <= max_bytes:
                 break
             if self._remove(artifact_id, objects, trashed=True):
@@ -222,8 +232,8 @@ class ObjectArtifacts(ArtifactStore):
             total -= objects.size_bytes
         return removed
 
+    @override
     def read_identity(self) -> Identity | None:
-        """Return the recorded database; None if there is none or it cannot be read."""
         content = self._bucket.get(_IDENTITY)
         try:
             return None if content is None else IDENTITY_DECODER.decode(content)
@@ -231,26 +241,26 @@ class ObjectArtifacts(ArtifactStore):
             return None
 
     def write_identity(self, identity: Identity) -> float:
-        """Record the database; return the time of the write."""
+        """Record the identity. Return the time of the write by the clock of the object store."""
         known = frozenset(self.list_ids())
         self._bucket.put(_IDENTITY, encode(identity))
         self._known = known
         return self._bucket.get_modification_time(_IDENTITY)
 
     def touch_identity(self) -> float | None:
-        """Return the time; None if artifacts have changed since `write_identity`."""
+        """Return the time of the object store; None if artifacts changed since `write_identity`."""
         if self._known != frozenset(self.list_ids()):
             return None
         return self._read_clock()
 
+    @override
     def forget_identity(self) -> None:
-        """Forget the database."""
         self._bucket.delete([_IDENTITY])
 
     def sign_url(
         self, artifact_id: ArtifactId, file: str, ttl_s: float, method: Literal["GET", "HEAD"] = "GET"
     ) -> str | None:
-        """Return a signed URL of a file. Raises ArtifactMissing."""
+        """Return a signed URL of a file. Raises ArtifactMissing for an unknown artifact or file."""
         self._find_objects(artifact_id)
         manifest = self._read_manifest(artifact_id)
         if file not in manifest.files:
@@ -258,17 +268,17 @@ class ObjectArtifacts(ArtifactStore):
         return self._bucket.sign_url(f"{artifact_id}/{manifest.upload}/{file}", ttl_s, method)
 
     def _read_clock(self) -> float:
-        """Return the time by the clock of the object store, to within a second."""
+        """Return the time by the clock of the object store, with a precision of one second."""
         self._bucket.put(_CLOCK, b"")
         return self._bucket.get_modification_time(_CLOCK)
 
     def _list_all(self) -> dict[ArtifactId, _Objects]:
-        found: dict[ArtifactId, _Objects] = {}
+        artifacts: dict[ArtifactId, _Objects] = {}
         for stored in self._bucket.list():
             folder, _, name = stored.path.partition("/")
             if name and ARTIFACT_ID.fullmatch(folder):
-                found.setdefault(ArtifactId(folder), _Objects()).by_name[name] = stored
-        return found
+                artifacts.setdefault(ArtifactId(folder), _Objects()).by_name[name] = stored
+        return artifacts
 
     def _list_objects(self, artifact_id: ArtifactId) -> _Objects:
         start = len(artifact_id) + 1
@@ -291,11 +301,15 @@ class ObjectArtifacts(ArtifactStore):
         for name in (manifest.upload, *manifest.files):
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or not path.parts:
-                raise ArtifactCorrupt(f"artifact {artifact_id}: {MANIFEST} names a file outside of it")
+                raise ArtifactCorrupt(f"artifact {artifact_id}: {MANIFEST} names a file outside the artifact")
         return manifest
 
     def _find_existing(self, artifact_id: ArtifactId) -> Artifact | None:
-        """Return the artifact that exists already; completes its removal, or takes it out of the trash, first."""
+        """Return the artifact if it exists, or None.
+
+        If its removal was interrupted, the removal is completed. If it is in the trash, it is
+        restored.
+        """
         objects = self._list_objects(artifact_id)
         if _REMOVING in objects.by_name:
             self._erase(artifact_id, objects)
@@ -305,13 +319,16 @@ class ObjectArtifacts(ArtifactStore):
         return self.describe(artifact_id) if objects.exists else None
 
     def _commit(self, artifact_id: ArtifactId, manifest: Manifest) -> bool:
-        """Create the manifest; return False if another upload has one."""
+        """Create the manifest. Return False if another upload has created one already."""
         if self._bucket.create(f"{artifact_id}/{MANIFEST}", encode(manifest)):
             return True
         return self._read_manifest(artifact_id).upload == manifest.upload
 
     def _check_copy(self, artifact_id: ArtifactId, check: Callable[[Path], Artifact]) -> Artifact:
-        """Return what `check` returns for the copy here; a damaged copy is replaced once."""
+        """Return the result of `check` for the copy on this machine.
+
+        A damaged copy is fetched again once.
+        """
         for is_last in (False, True):
             with self.keep_local(artifact_id):
                 try:
@@ -319,12 +336,15 @@ class ObjectArtifacts(ArtifactStore):
                 except ArtifactCorrupt:
                     if is_last:
                         raise
-            _log.warning("the copy of artifact %s on this machine is damaged; it is fetched again", artifact_id)
+            _log.warning("the copy of artifact %s on this machine is damaged; fetching it again", artifact_id)
             self._cache.drop(artifact_id)
         raise AssertionError
 
     def _fetch(self, artifact_id: ArtifactId) -> None:
-        """Copy an artifact to this machine. Raises ArtifactMissing, and ArtifactCorrupt if it is damaged there."""
+        """Copy an artifact to this machine.
+
+        Raises ArtifactMissing, or ArtifactCorrupt if the artifact is damaged in the object store.
+        """
         manifest = self._read_manifest(artifact_id)
         size = sum(file.size_bytes for file in manifest.files.values())
         with self._cache.create_folder(size) as folder:
@@ -356,7 +376,10 @@ class ObjectArtifacts(ArtifactStore):
         _log.info("moved artifact %s (%s) to the trash: nothing refers to it", artifact_id, title)
 
     def _remove(self, artifact_id: ArtifactId, objects: _Objects, *, trashed: bool = False) -> bool:
-        """Let an artifact exist no longer, then remove its objects; return False if it was restored meanwhile."""
+        """Mark an artifact as being removed, then remove its objects.
+
+        With `trashed`, returns False and removes nothing if the artifact was restored meanwhile.
+        """
         self._bucket.put(f"{artifact_id}/{_REMOVING}", b"")
         failpoint("artifact.collect")
         if trashed and self._bucket.get(f"{artifact_id}/{_TRASH}") is None:
@@ -366,13 +389,16 @@ class ObjectArtifacts(ArtifactStore):
         return True
 
     def _erase(self, artifact_id: ArtifactId, objects: _Objects) -> None:
-        """Remove the objects of an artifact that exists no longer; the mark that says so last."""
+        """Remove the objects of an artifact that is marked as being removed.
+
+        The mark is removed last.
+        """
         self._bucket.delete([f"{artifact_id}/{name}" for name in sorted(objects.by_name) if name != _REMOVING])
         self._bucket.delete([f"{artifact_id}/{_REMOVING}"])
         self._cache.drop(artifact_id)
 
     def _remove_interrupted(self, artifact_id: ArtifactId, objects: _Objects, looked_at: float) -> None:
-        """Remove files that no manifest names and that are older than any upload takes."""
+        """Remove the files of interrupted uploads, which no manifest names, after `_UPLOAD_S`."""
         kept: set[str] = set()
         if objects.exists:
             if len(objects.list_uploads()) == 1:

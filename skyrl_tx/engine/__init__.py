@@ -1,1 +1,1 @@
-"""The engine process: reads stored requests, runs them on a backend and stores their results."""
+"""The engine process. It reads stored requests, runs them on a backend and stores the results."""

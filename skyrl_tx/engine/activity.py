@@ -1,4 +1,9 @@
-"""The activity of the engine's loop, and the time of the device. Every call of the backend passes through here."""
+"""Track the engine's loop, measure the device's time, and detect calls that are stuck.
+
+`monitor_backend` wraps the backend, so every backend call is recorded in `LoopActivity`. The
+watchdog thread compares the current activity with its time limit. `DeviceClock` divides the
+device's time among requests.
+"""
 
 import threading
 import time
@@ -18,23 +23,28 @@ HOST_WORK = "scheduling and storing requests"
 _MAX_SUBJECTS = 3
 _GROWTH = 1.1
 
+_PERIOD_S = 1.0
+_CHECKS_PER_LIMIT = 4
+_Phase = Literal["step", "compile"]
+_NOTHING_SPENT: dict[_Phase, float] = {"step": 0.0, "compile": 0.0}
+
 
 @dataclass(slots=True, eq=False)
 class Activity:
-    """One activity of the loop. Each call of the backend is a new object."""
+    """One thing that the loop is doing, for example one backend call."""
 
     name: str
-    """Shown to every client, so it does not say whose request it is."""
+    """Shown to all clients, so it must not reveal whose request is running."""
     started_at: float
-    """A value of `time.monotonic`."""
+    """Start time by `time.monotonic`."""
     is_limited: bool = False
-    """Whether the engine restarts when this takes too long, as calls of the backend do."""
+    """Whether the engine restarts if this takes too long. True for backend calls."""
     arguments: tuple[Any, ...] = ()
-    """Arguments of a call of the backend."""
+    """Arguments of the backend call."""
 
     def __str__(self) -> str:
-        """Return the name with the ids of models, samplers or requests; for the log only."""
-        ids = list(dict.fromkeys(each for argument in self.arguments for each in _list_subject_ids(argument)))
+        """Return the name with the ids of models, samplers or requests. For the log only."""
+        ids = list(dict.fromkeys(subject for argument in self.arguments for subject in _list_subject_ids(argument)))
         more = ", …" if len(ids) > _MAX_SUBJECTS else ""
         return f"{self.name} ({', '.join(ids[:_MAX_SUBJECTS])}{more})" if ids else self.name
 
@@ -52,25 +62,25 @@ def _list_subject_ids(argument: object) -> Iterable[str]:
 
 
 class LoopActivity:
-    """The activity of the engine's loop. Written by the loop's thread, read by any thread."""
+    """The loop's current activity. The loop's thread writes it, any thread may read it."""
 
     def __init__(self) -> None:
         self.current: Activity | None = None
         """None while the loop waits for requests."""
         self.call_seconds: defaultdict[str, float] = defaultdict(float)
-        """The seconds so far in calls of the backend, by the name of the call."""
+        """Total seconds spent in backend calls, by the name of the call."""
 
     def start(self, name: str) -> None:
-        """Make `name` the activity until the next one starts."""
+        """Set the current activity, until the next one starts."""
         self.current = Activity(name, time.monotonic())
 
     def mark_idle(self) -> None:
-        """Record that the loop waits for requests."""
+        """Record that the loop is waiting for requests."""
         self.current = None
 
     @contextmanager
     def track(self, name: str, *, is_limited: bool = False) -> Generator[None]:
-        """Make `name` the activity inside the context."""
+        """Set the current activity inside the context, then resume the activity before it."""
         before = self.current
         self.current = Activity(name, time.monotonic(), is_limited)
         try:
@@ -79,20 +89,21 @@ class LoopActivity:
             self.resume(before)
 
     def resume(self, before: Activity | None) -> None:
-        """Continue an earlier activity, which counts from now on."""
+        """Resume an earlier activity. Its time starts at zero again."""
         self.current = None if before is None else Activity(before.name, time.monotonic())
 
 
 def monitor_backend(backend: AbstractBackend, activity: LoopActivity) -> AbstractBackend:
-    """Return a backend whose calls are the loop's activity, and that raises BackendLost for a lost device.
+    """Return a proxy of the backend that records each call as the loop's activity.
 
-    After an unexpected error of any call, `check_devices` decides whether the request failed or the device is lost.
+    After an unexpected error of a call, the proxy calls `check_devices`. If a device is lost, the
+    proxy raises BackendLost instead of the error.
     """
     return cast(AbstractBackend, _MonitoredProxy(backend, activity, backend.check_devices))
 
 
 class _MonitoredProxy:
-    """A backend, or a pass of it, with monitored methods."""
+    """Proxy of a backend, or of one of its passes, that monitors each method call."""
 
     def __init__(
         self,
@@ -101,7 +112,10 @@ class _MonitoredProxy:
         check_devices: Callable[[], None],
         started_by: Activity | None = None,
     ) -> None:
-        """`started_by` is the call that returned a pass: all calls of the pass have its name."""
+        """`started_by` is the `begin_pass` call that returned the pass.
+
+        Calls of the pass have its name.
+        """
         self._target = target
         self._activity = activity
         self._check_devices = check_devices
@@ -109,7 +123,7 @@ class _MonitoredProxy:
 
     @property
     def is_waiting(self) -> bool:
-        """See Pass. It takes no time, and is no activity."""
+        """Whether the pass waits for the compiler. Reading it is no activity."""
         return cast(Pass, self._target).is_waiting
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -117,16 +131,18 @@ class _MonitoredProxy:
 
         def call(*arguments: Any, **named: Any) -> Any:
             if self._started_by is not None:
-                shown, arguments_shown = self._started_by.name, self._started_by.arguments
+                call_name, subjects = self._started_by.name, self._started_by.arguments
             elif name == "begin_pass":
-                shown, arguments_shown = "forward_backward" if named.get("backward") else "forward", arguments
+                call_name, subjects = "forward_backward" if named.get("backward") else "forward", arguments
             else:
-                shown, arguments_shown = name, arguments
-            activity = Activity(shown, time.monotonic(), is_limited=True, arguments=arguments_shown)
+                call_name, subjects = name, arguments
+            activity = Activity(call_name, time.monotonic(), is_limited=True, arguments=subjects)
             return self._call(activity, method, arguments, named)
 
-        if self._started_by is None:  # a pass must not refer to itself: its arrays would wait for garbage collection
-            setattr(self, name, call)  # later calls find it at once
+        # Store the wrapper, so that later calls skip __getattr__. A pass must not refer to itself:
+        # then its arrays would stay in memory until the next garbage collection.
+        if self._started_by is None:
+            setattr(self, name, call)
         return call
 
     def _call(
@@ -144,6 +160,7 @@ class _MonitoredProxy:
         finally:
             activity.call_seconds[call.name] += time.monotonic() - call.started_at
             activity.resume(before)
+
         return _MonitoredProxy(result, activity, self._check_devices, call) if isinstance(result, Pass) else result
 
     def _check_devices_after(self, error: Exception) -> None:
@@ -155,9 +172,10 @@ class _MonitoredProxy:
 
 @dataclass(slots=True)
 class DeviceTime:
-    """The time at which work first reached the device, and the seconds of the device that it has taken.
+    """When a request's work first reached the device, and how many seconds of device time it used.
 
-    Work of one `kind` takes about equally long each time that it is dispatched.
+    `kind` groups work that takes about equally long each time, for example `step` for optimizer
+    steps.
     """
 
     kind: str
@@ -166,14 +184,16 @@ class DeviceTime:
 
 
 class DeviceClock:
-    """The time of calls since the device had last done all that was dispatched, divided among the work of these calls.
+    """Divides the device's time among the requests that use it at the same time.
 
-    A backend may return before the device has done the work. A call that waits for its own result then also waits for
-    the work of others that was dispatched before. Time is therefore divided when a call has completed all work until
-    then.
+    A backend call may return before the device has done its work. A later call that waits for its
+    own result then also waits for the earlier work of other requests. So the clock adds up the time
+    of all calls until one of them has waited for everything dispatched before it, and then divides
+    the sum.
 
-    What each kind of work takes is known from times without another kind. It is the least time seen of late, so that
-    compilation does not count: each longer time raises it by a tenth at most.
+    The division uses the typical time of each kind of work, which is measured when no other kind
+    is running. A typical time grows by at most 10 % per measurement, so that a single compilation
+    hardly changes it.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -184,7 +204,7 @@ class DeviceClock:
 
     @contextmanager
     def measure_dispatch(self, work: DeviceTime) -> Generator[None]:
-        """Measure a call that dispatches work and may return before it is done."""
+        """Measure a call that dispatches work, and may return before the device has done it."""
         self._dispatched.append(work)
         began = self._now()
         try:
@@ -194,7 +214,7 @@ class DeviceClock:
 
     @contextmanager
     def measure_completion(self, work: DeviceTime) -> Generator[None]:
-        """Measure a call that returns results of work, and divide the time since the last one."""
+        """Measure a call that waits for results. Then divide the time since the last completion."""
         began = self._now()
         try:
             yield
@@ -209,9 +229,13 @@ class DeviceClock:
     def _divide_elapsed(self) -> None:
         counts = Counter(work.kind for work in self._dispatched)
         mean_s = self._elapsed_s / counts.total()
+
+        # If only one kind was running, measure its typical time.
         if len(counts) == 1:
             (kind,) = counts
             self._typical_s[kind] = min(mean_s, _GROWTH * self._typical_s.get(kind, mean_s))
+
+        # Divide the time by the typical time of each kind.
         weights = {kind: self._typical_s.get(kind, mean_s) for kind in counts}
         unit = self._elapsed_s / (sum(weights[kind] * count for kind, count in counts.items()) or 1.0)
         for work in self._dispatched:
@@ -220,16 +244,12 @@ class DeviceClock:
         self._dispatched.clear()
 
 
-_PERIOD_S = 1.0
-_CHECKS_PER_LIMIT = 4
-_Phase = Literal["step", "compile"]
-_NOTHING_SPENT: dict[_Phase, float] = {"step": 0.0, "compile": 0.0}
-
-
 class Watchdog:
-    """Reports an activity that exceeds its limit, and calls `on_stuck` if the engine must restart then.
+    """Reports an activity that exceeds its time limit, and calls `on_stuck` to end the engine.
 
-    Only time in which this process runs counts: a suspended machine or a stopped process is no stuck call.
+    The limits are `--step-timeout-s` and, while the backend starts or compiles,
+    `--compile-timeout-s`. Time during which this process did not run does not count, for example
+    while the machine was suspended.
     """
 
     def __init__(
@@ -244,6 +264,7 @@ class Watchdog:
         self._backend = backend
         self._limits: dict[_Phase, float] = {"step": settings.step_timeout_s, "compile": settings.compile_timeout_s}
         self._on_stuck = on_stuck
+
         shortest_s = min((limit for limit in self._limits.values() if limit), default=_PERIOD_S)
         self._period_s = min(_PERIOD_S, shortest_s / _CHECKS_PER_LIMIT)
         self._watched: Activity | None = None
@@ -263,11 +284,17 @@ class Watchdog:
 
     @property
     def overdue(self) -> str:
-        """Which activity exceeds its limit, for clients; empty if none does."""
+        """A message for clients about an activity that exceeds its limit.
+
+        Empty if there is none.
+        """
         return self._overdue if self._activity.current is self._watched else ""
 
     def describe_activity(self) -> tuple[str, float] | None:
-        """Return the name of the current activity and its age in seconds, for clients; None while the loop is idle."""
+        """Return the name of the current activity and its age in seconds.
+
+        None while the loop is idle.
+        """
         current = self._activity.current
         if current is None:
             return None
@@ -275,17 +302,21 @@ class Watchdog:
         return current.name + " (compiling)" * is_compiling, time.monotonic() - current.started_at
 
     def check(self, elapsed_s: float) -> None:
-        """Count the time since the last check to the current activity, and compare it with its limit."""
+        """Add the time since the last check to the current activity, and check its limit."""
         current = self._activity.current
         if current is not self._watched:
             self._watched, self._spent_s, self._overdue = current, _NOTHING_SPENT, ""
         if current is None:
             return
-        # The backend's start loads weights and compiles most programs.
+
+        # Add the time to the phase. The start of the backend counts as compilation, because it
+        # loads weights and compiles most programs.
         is_long = current.is_limited and (current.name == "start" or self._backend.is_compiling())
         phase: _Phase = "compile" if is_long else "step"
         spent_s = self._spent_s[phase] + min(elapsed_s, time.monotonic() - current.started_at)
         self._spent_s = {**self._spent_s, phase: spent_s}
+
+        # Report an activity above its limit.
         limit = self._limits[phase]
         if limit and spent_s > limit:
             exceeds = f"has taken longer than --{phase}-timeout-s, which is {limit:g} s"

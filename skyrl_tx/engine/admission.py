@@ -1,6 +1,7 @@
-"""Decides whether a request may start. The default starts everything at once; an app may enforce quotas.
+"""Decide whether a request may start. The default starts all requests; an app may enforce quotas.
 
-The engine asks `may_start` when it has a place for a request: once for each request, unless the decision is to wait.
+The engine calls `may_start` when there is capacity for a request. It asks again only if the answer
+was to wait.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +16,12 @@ from skyrl_tx.store.pauses import Pause
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The request starts now."""
+    """The request may start now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The request stays in its queue, and the later requests of its model or session behind it."""
+    """The request stays in its queue. It blocks later requests of its model or session."""
 
     reason: str
 
@@ -37,30 +38,49 @@ START = Start()
 
 
 class Admission:
-    """Starts all requests. A subclass that enforces quotas replaces the methods; the engine's thread calls them."""
+    """Decides which requests may start. This class starts all of them; a subclass enforces quotas.
+
+    The engine's thread calls the methods.
+    """
 
     weights: Mapping[str, int] = MappingProxyType({})
-    """The share of the device of each owner with another weight than 1."""
+    """Owners with a weight other than 1, and their weights in fair sharing.
+
+    An owner without a weight has 1.
+    """
     is_counting = False
-    """Whether the engine calls `started`, `ended` and `pauses`, and asks again about waiting requests to count them."""
+    """Whether quotas are active.
+
+    If so, the engine calls `record_start`, `record_end` and `list_pauses`, and calls `may_start`
+    again to count the waiting requests that are paused.
+    """
 
     def refresh(self) -> None:
-        """Look for changed settings. Called before the first request, and about once a second."""
+        """Read settings again if they have changed.
+
+        Called before the first request, and about once a second.
+        """
 
     def may_start(self, queued: QueuedRequest) -> Decision:
-        """Decide about a request for which there is a place now."""
+        """Decide whether a request starts. There is capacity for it."""
         return START
 
     def record_start(self, queued: QueuedRequest) -> None:
-        """Count a request that starts."""
+        """Count a request that is about to start."""
 
     def record_end(self, queued: QueuedRequest, result: Result) -> None:
-        """Count a request that has a result: one that started, one that failed before, or one of an earlier engine."""
+        """Count a result.
+
+        The request may have failed before it started, or started in a previous engine.
+        """
 
     def list_pauses(self) -> Sequence[Pause]:
-        """Return whose requests wait, for the status that clients and people read."""
+        """Return the pauses, for the status that clients and operators see."""
         return ()
 
 
 MakeAdmission = Callable[[Store, Callable[[], None]], Admission]
-"""Receives the database, and a function that waits until all results so far are in it."""
+"""Makes the admission of a feature.
+
+Arguments: the database, and a function that waits until all results are in it.
+"""

@@ -1,4 +1,4 @@
-"""Writes files on a background thread, and runs the callbacks on the engine's thread."""
+"""Write files on a background thread, and run the callbacks on the engine's thread."""
 
 import threading
 from collections.abc import Callable
@@ -24,15 +24,21 @@ class _Job:
 
 
 class BackgroundWriter:
-    """One background thread. Jobs and callbacks run in order, except that `wait_for` moves a model's jobs forward."""
+    """Runs jobs on one background thread, in order.
+
+    `wait_for` moves the jobs of a model forward.
+    """
 
     def __init__(self, wake: Callable[[], None], activity: LoopActivity) -> None:
-        """`wake` is called on the background thread after each job, so that the engine runs the callback."""
+        """`wake` is called on the background thread after each job.
+
+        It wakes the engine to run the callback.
+        """
         self._activity = activity
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="artifact-writer")
         self._wake = wake
         self._lock = threading.Lock()
-        self._jobs: list[_Job] = []  # those that have started first
+        self._jobs: list[_Job] = []  # jobs that have started come first
 
     def submit(
         self,
@@ -44,7 +50,11 @@ class BackgroundWriter:
     ) -> None:
         """Run `job` in the background, then `callback` on the engine's thread.
 
-        `model_id` is the model whose state is written. `blocks`: until the callback the engine starts no request of it.
+        Args:
+            job: Called on the background thread.
+            callback: Receives the result or the error of the job as a finished future.
+            model_id: The model whose state the job writes.
+            blocks: Whether the model's next request must wait for the callback.
         """
         with self._lock:
             self._jobs.append(_Job(job, callback, model_id, blocks))
@@ -52,18 +62,21 @@ class BackgroundWriter:
 
     @property
     def blocked_models(self) -> frozenset[ModelId]:
-        """Models whose next request waits for a job."""
+        """Models whose next request must wait for a job."""
         return frozenset(job.model_id for job in self._jobs if job.blocks and job.model_id is not None)
 
     def run_callbacks(self) -> bool:
-        """Run the callbacks of finished jobs, in order. Returns whether there was any."""
+        """Run the callbacks of finished jobs, in order. Returns True if there was at least one."""
         num_before = len(self._jobs)
         while self._jobs and self._jobs[0].future.done():
             self._run_callback()
         return len(self._jobs) != num_before
 
     def wait_for(self, model_id: ModelId) -> None:
-        """Run a model's jobs and their callbacks, ahead of other models' jobs that have not started."""
+        """Wait for the jobs of a model and run their callbacks.
+
+        They overtake waiting jobs of other models.
+        """
         with self._lock:
             self._jobs.sort(key=lambda job: not job.is_started and job.model_id != model_id)
         while any(job.model_id == model_id for job in self._jobs):
@@ -75,8 +88,11 @@ class BackgroundWriter:
             self._run_callback()
 
     def close(self) -> None:
-        """End the thread: the running job ends, queued jobs and all callbacks are dropped."""
-        with self._activity.track(_WAITING, is_limited=True):  # a lost device may never finish the running job
+        """Wait for the running job and end the thread.
+
+        Waiting jobs and all callbacks are dropped.
+        """
+        with self._activity.track(_WAITING, is_limited=True):  # on a lost device the job may never finish
             self._thread.shutdown(cancel_futures=True)
 
     def _run_next(self) -> None:
@@ -85,7 +101,7 @@ class BackgroundWriter:
             job.is_started = True
         try:
             job.future.set_result(job.run())
-        except BaseException as error:  # any error belongs to the callback
+        except BaseException as error:  # the callback handles the error
             job.future.set_exception(error)
         self._wake()
 

@@ -1,4 +1,4 @@
-"""Dependencies shared by the engine's components."""
+"""The components of one engine, which they share, and how the engine reports a failed request."""
 
 import logging
 import os
@@ -33,9 +33,10 @@ FATAL_ERRORS = (BackendLost, StoreError)
 
 
 def report_internal_error(what: str, error: Exception, about: QueuedRequest | None = None) -> ServerError:
-    """Log an unexpected error; return what its client gets: a reference to the log, without paths or device messages.
+    """Log an unexpected error. Returns the error for the client, which only refers to the log.
 
-    The text of a system error number, such as "No space left on device", is part of it. `about` is the request.
+    The client's message has no paths and no device messages. It includes the text of a system
+    error, for example "No space left on device". `about` is the request that failed.
     """
     reference = secrets.token_hex(4)
     _log.error("%s failed (reference %s)", what, reference, exc_info=error, extra=get_log_fields(about))
@@ -45,7 +46,7 @@ def report_internal_error(what: str, error: Exception, about: QueuedRequest | No
 
 
 def get_log_fields(queued: QueuedRequest | None) -> Mapping[str, str]:
-    """Return what a line of the log in JSON says about its request."""
+    """Return the fields of a JSON log line that identify a request."""
     if queued is None:
         return {}
     fields = {"request_id": queued.request_id, "session_id": queued.session_id, "owner": queued.owner}
@@ -54,7 +55,7 @@ def get_log_fields(queued: QueuedRequest | None) -> Mapping[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineContext:
-    """The components of one engine, and how a request fails."""
+    """The components of one engine."""
 
     settings: EngineSettings
     backend: AbstractBackend
@@ -73,16 +74,25 @@ class EngineContext:
     admission: Admission
 
     def fail(self, queued: QueuedRequest, error: Exception) -> None:
-        """Commit a failure. A failed forward_backward makes its model's gradient incomplete. Raises fatal errors."""
+        """Commit the failure of a request. Raises `error` instead if it must end the engine.
+
+        A failed forward_backward makes the gradient of its model incomplete: the next optim_step
+        fails and clears it.
+        """
         if isinstance(error, FATAL_ERRORS):
             raise error
+
+        # Hide the details of unexpected errors. Errors of the background thread may come from a
+        # lost device.
         if not isinstance(error, RequestError):
-            self.backend.check_devices()  # the background thread may have met a lost device
+            self.backend.check_devices()
             error = report_internal_error(f"{queued.kind} request {queued.request_id}", error, queued)
         failure = Failure(message=error.message, category=error.category)
+
+        # Mark the gradient as incomplete after a failed forward_backward.
         request, model_id, rows = queued.request, queued.model_id, None
         if model_id is not None and isinstance(request, ModelPass | Rejected) and request.backward:
-            with suppress(RequestError):  # a model that does not exist has no gradient
+            with suppress(RequestError):  # the model may not exist
                 model = self.models.get(model_id)
                 model.gradient_error = cause = model.gradient_error or failure.message
                 rows = partial(models.set_incomplete_gradient, model_id=model_id, message=cause)

@@ -1,6 +1,7 @@
-"""Models and samplers on the device. The least recently used are evicted for others.
+"""Caches of the models and samplers on the device.
 
-An evicted model is a snapshot on disk, and is restored in the same way as after a crash.
+If the device is full, the least recently used model or sampler is evicted. An evicted model has a
+snapshot on disk. It is restored in the same way as after a crash.
 """
 
 import logging
@@ -34,17 +35,17 @@ _UNUSABLE = {
     "failed": "could not be created",
     "unloaded": "was unloaded",
     "left": "was left behind by a start with --fresh; its saved weights can be loaded",
-    "expired": "is gone: its session was silent too long; its saved weights can be loaded",
+    "expired": "was removed because its session sent no heartbeats; its saved weights can be loaded",
 }
 
 
 class SlotsBusy(ServerError):
-    """All models on the device are in use, so that no other one can be restored now."""
+    """All models on the device are in use, so no other model can be restored now."""
 
 
 @dataclass(slots=True, kw_only=True)
 class LiveModel:
-    """A model as the engine knows it. `effect_order` is its last log sequence number, committed or being written."""
+    """A model that the engine knows, on the device or evicted."""
 
     model_id: ModelId
     session_id: SessionId
@@ -52,16 +53,20 @@ class LiveModel:
     base_model: str
     spec: ModelSpec
     effect_order: int
+    """Its last log sequence number, committed or being committed."""
     gradient_error: str | None
-    """Why the gradient is incomplete; None if it is complete."""
+    """Why the gradient is incomplete, or None if it is complete."""
     num_steps: int = 0
-    """Optimizer steps since the run began, committed or being written."""
+    """Optimizer steps since the start of the run, committed or being committed."""
     is_resident: bool = False
     snapshot_order: int = 0
     """Log sequence number of the newest snapshot, on disk or being written."""
     snapshot_at: float = field(default_factory=lambda: time.monotonic())
     snapshot_took_s: float = 0.0
-    """Time to write the newest snapshot. Infinite if it failed, so that only its age starts the next one."""
+    """Seconds that the newest snapshot took.
+
+    Infinite if it failed, so that the next one starts by age only.
+    """
     last_used: float = 0.0
 
     def assign_effect_order(self) -> int:
@@ -72,7 +77,7 @@ class LiveModel:
 
 @dataclass(slots=True)
 class ModelCache:
-    """Models in training, on the device or evicted."""
+    """The models in training: a cache of the models on the device."""
 
     backend: AbstractBackend
     max_models: int
@@ -82,22 +87,25 @@ class ModelCache:
     recovery: Recovery
     ephemeral_samplers: EphemeralSamplers
     busy: set[ModelId] = field(default_factory=set[ModelId])
-    """Models of running passes. They are not evicted."""
+    """Models with running passes, which must not be evicted."""
     _models: dict[ModelId, LiveModel] = field(default_factory=dict[ModelId, LiveModel])
 
     def get(self, model_id: ModelId, *, creating: bool = False) -> LiveModel:
-        """Look a model up. Raises UserError if it cannot be used."""
+        """Return a model. Raises UserError if it cannot be used."""
         if model_id not in self._models:
             self._models[model_id] = self._read_model(model_id, creating)
         return self._models[model_id]
 
     def ensure_resident(self, model_ids: Collection[ModelId]) -> None:
-        """Restore the models that are not on the device, and mark all as used. At most as many as the device holds."""
+        """Restore models that are not on the device, and mark all of them as used.
+
+        There must not be more models than fit on the device.
+        """
         for model_id in model_ids:
             model = self.get(model_id)
             if not model.is_resident:
                 self.free_slot(keep=model_ids)
-                self.request_log.wait_for_commits()  # the log must be complete
+                self.request_log.wait_for_commits()  # the replay reads the log
                 model.snapshot_order = self.recovery.restore(model_id, model.spec)
                 model.is_resident = True
                 self.request_log.meters.restores.inc()
@@ -108,7 +116,7 @@ class ModelCache:
         model.last_used = time.monotonic()
 
     def free_slot(self, keep: Collection[ModelId] = ()) -> None:
-        """Free an adapter slot if all are taken, by evicting the least recently used model.
+        """If all adapter slots are taken, evict the least recently used model.
 
         Raises SlotsBusy if all models are busy or in `keep`.
         """
@@ -121,29 +129,29 @@ class ModelCache:
         self.evict(min(candidates, key=lambda model: model.last_used))
 
     def evict(self, model: LiveModel) -> None:
-        """Take a model off the device. Its next request restores it."""
+        """Remove a model from the device. Its next request restores it."""
         self.snapshot_and_wait(model)
         self.backend.delete_model(model.model_id)
         model.is_resident = False
         _log.info("evicted model %s", model.model_id, extra={"model_id": model.model_id, "owner": model.owner})
 
     def discard(self, model_id: ModelId) -> None:
-        """Delete a model from memory and from the device. No effect if it is unknown."""
+        """Delete a model from memory and from the device. Unknown models are ignored."""
         self._models.pop(model_id, None)
         self.backend.delete_model(model_id)
 
     def forget_evicted(self, is_needed: Callable[[ModelId], bool]) -> None:
-        """Forget the models that are not on the device and not needed. Their next request reads their rows again."""
+        """Forget evicted models that are not needed. Their next request reads their rows again."""
         for model in list(self._models.values()):
             if not model.is_resident and not is_needed(model.model_id):
                 del self._models[model.model_id]
 
     def list_resident(self) -> list[LiveModel]:
-        """Models on the device."""
+        """Return the models on the device."""
         return [model for model in self._models.values() if model.is_resident]
 
     def start_due_snapshots(self, settings: EngineSettings) -> None:
-        """Start snapshots of changed models whose newest one is too old, or behind by many requests."""
+        """Start snapshots of models whose snapshot is too old, or too many requests behind."""
         now = time.monotonic()
         for model in self.list_resident():
             num_behind, age_s = model.effect_order - model.snapshot_order, now - model.snapshot_at
@@ -153,7 +161,7 @@ class ModelCache:
                 self._start_snapshot(model)
 
     def snapshot_and_wait(self, model: LiveModel) -> None:
-        """Have a snapshot of the model's current state on disk."""
+        """Write a snapshot of the model's current state, unless there is one, and wait for it."""
         if model.effect_order != model.snapshot_order:
             self._start_snapshot(model)
         self.background_writer.wait_for(model.model_id)
@@ -165,6 +173,7 @@ class ModelCache:
             raise UserError(f"model_id {model_id!r} does not exist")
         if row.status != ("creating" if creating else "ready"):
             raise UserError(f"model_id {model_id!r} {_UNUSABLE[row.status]}")
+
         spec = codec.decode(row.spec)
         assert isinstance(spec, ModelSpec)
         return LiveModel(
@@ -179,11 +188,15 @@ class ModelCache:
         )
 
     def _start_snapshot(self, model: LiveModel) -> None:
+        """Copy the state from the device, and write it in the background.
+
+        If this fails, the previous snapshot stays, and the log still has all requests after it.
+        """
         model_id, effect_order = model.model_id, model.effect_order
         started = time.monotonic()
         before, model.snapshot_order, model.snapshot_at = model.snapshot_order, effect_order, started
 
-        def on_failure(error: Exception) -> None:  # the log still has every request since the snapshot before
+        def on_failure(error: Exception) -> None:
             extra = {"model_id": model_id, "owner": model.owner}
             _log.error(
                 "snapshot of model %s after request %d failed", model_id, effect_order, exc_info=error, extra=extra
@@ -192,6 +205,7 @@ class ModelCache:
             model.snapshot_order = min(before, model.snapshot_order)
             model.snapshot_took_s = math.inf
 
+        # Copy the state from the device.
         try:
             snapshot = self.backend.capture(model_id, ALL_PARTS)
         except BackendLost:
@@ -202,7 +216,7 @@ class ModelCache:
         failpoint("snapshot.capture")
 
         def on_written(written: Future[Artifact]) -> None:
-            if model_id not in self._models:  # unloaded meanwhile
+            if model_id not in self._models:  # it has been unloaded
                 return
             model.snapshot_took_s = time.monotonic() - started
             try:
@@ -211,9 +225,14 @@ class ModelCache:
             except Exception as error:
                 on_failure(error)
                 return
-            if self.ephemeral_samplers.has_unwritten(model_id, effect_order):  # only replay could create them again
+
+            # Do not use the snapshot if an earlier ephemeral sampler is not on disk: only a replay
+            # from the previous snapshot could create the sampler again.
+            if self.ephemeral_samplers.has_unwritten(model_id, effect_order):
                 model.snapshot_order = min(before, model.snapshot_order)
                 return
+
+            # Record the snapshot after the requests that it contains.
             self.request_log.wait_for_commits()
             replaced = self.store.write(
                 lambda tx: models.put_snapshot(tx, model_id, artifact_id, effect_order, time.time())
@@ -222,6 +241,7 @@ class ModelCache:
             if replaced is not None:
                 self._start_removal(replaced)
 
+        # Write it.
         run = manifests.make_run_metadata(
             model_id=model_id,
             owner=model.owner,
@@ -235,7 +255,7 @@ class ModelCache:
 
     def _start_removal(self, replaced: ArtifactId) -> None:
         def on_removed(removed: Future[bool]) -> None:
-            if (error := removed.exception()) is not None:  # garbage collection takes it later, as while it is pinned
+            if (error := removed.exception()) is not None:  # garbage collection removes it later
                 _log.warning("cannot remove the replaced snapshot %s: %s", replaced, error)
 
         self.background_writer.submit(lambda: self.recovery.artifacts.remove(replaced), on_removed)
@@ -243,7 +263,10 @@ class ModelCache:
 
 @dataclass(slots=True)
 class _SamplerSlot:
-    """A sampler in the pool. `used_by`: the client sessions that loaded it or sampled from it."""
+    """A slot with a sampler.
+
+    `used_by` are the client sessions that loaded it or sampled from it.
+    """
 
     is_loaded: bool = False
     used_by: set[SessionId] = field(default_factory=set[SessionId])
@@ -251,7 +274,7 @@ class _SamplerSlot:
 
 @dataclass(slots=True)
 class SamplerCache:
-    """The sampler pool: a cache of frozen weights on the device. Samplers in use are pinned."""
+    """A cache of the samplers (frozen weights) on the device. Samplers in use are pinned."""
 
     backend: AbstractBackend
     max_samplers: int
@@ -259,11 +282,11 @@ class SamplerCache:
     ephemeral_samplers: EphemeralSamplers
     models: ModelCache
     _slots: dict[SamplerId, _SamplerSlot] = field(default_factory=dict[SamplerId, _SamplerSlot])
-    """The least recently used first."""
+    """In the order of their last use, least recently used first."""
     _pins: Counter[SamplerId] = field(default_factory=Counter[SamplerId])
 
     def acquire(self, sampler: SamplerId, session_id: SessionId) -> bool:
-        """Pin a slot for a sampler. Returns False while others pin all slots."""
+        """Pin a slot for a sampler. Returns False if all slots are pinned for other samplers."""
         if sampler not in self._slots and not self._free_slot():
             return False
         self._slots[sampler] = slot = self._slots.pop(sampler, None) or _SamplerSlot()
@@ -272,7 +295,7 @@ class SamplerCache:
         return True
 
     def load(self, sampler: SamplerId) -> None:
-        """Load an acquired sampler's weights to the device, if they are not there. Raises what prevents it."""
+        """Load the weights of an acquired sampler onto the device, unless they are there."""
         if not self._slots[sampler].is_loaded:
             with ExitStack() as files:
                 self.backend.load_sampler(sampler, self._open_weights(sampler, files))
@@ -280,7 +303,10 @@ class SamplerCache:
             self.models.request_log.meters.sampler_loads.inc()
 
     def _open_weights(self, sampler: SamplerId, files: ExitStack) -> Snapshot:
-        """Return a sampler's weights. If the last engine of its model ended before it wrote them, replay the model."""
+        """Return the weights of a sampler.
+
+        If another engine ended before it wrote them, replay the model to create them again.
+        """
         if (pending := self.ephemeral_samplers.get_pending_snapshot(sampler)) is not None:
             return pending
         try:
@@ -303,14 +329,17 @@ class SamplerCache:
                 del self._slots[sampler]
 
     def preload(self, sampler: SamplerId, snapshot: Snapshot, session_id: SessionId) -> None:
-        """Load just saved weights, if a slot is free or can be freed. Failures are logged only."""
+        """Load weights that were just saved, if a slot is free or can be freed.
+
+        A failure is only logged.
+        """
         if sampler in self._slots or not self._free_slot():
             return
         try:
             self.backend.load_sampler(sampler, snapshot)
         except BackendLost:
             raise
-        except Exception as error:  # the first sample loads it again and reports the error
+        except Exception as error:  # the first sample tries again and reports the error
             _log.warning("cannot preload sampler %s", sampler, exc_info=error)
         else:
             self._slots[sampler] = _SamplerSlot(is_loaded=True, used_by={session_id})
@@ -318,15 +347,15 @@ class SamplerCache:
 
     @property
     def num_resident(self) -> int:
-        """The number of samplers on the device, or about to be loaded."""
+        """Number of samplers that are on the device or about to be loaded."""
         return len(self._slots)
 
     def find_idle(self) -> dict[SamplerId, set[SessionId]]:
-        """Samplers that no running sample pins, and the client sessions that used them."""
+        """Return the samplers that are not pinned, with the client sessions that used them."""
         return {sampler: slot.used_by for sampler, slot in self._slots.items() if sampler not in self._pins}
 
     def evict(self, sampler: SamplerId) -> None:
-        """Take an idle sampler off the device, with its prefix cache."""
+        """Remove an idle sampler and its prefix cache from the device."""
         assert sampler not in self._pins
         self.backend.drop_sampler(sampler)
         del self._slots[sampler]

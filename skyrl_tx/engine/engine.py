@@ -1,4 +1,8 @@
-"""The engine's loop. One turn reads new requests, then runs some training steps and some decode slices."""
+"""The engine and its loop.
+
+One turn of the loop reads new requests, runs one training micro-batch (or one request of another
+kind) and one decode slice, and checks which results are committed.
+"""
 
 import logging
 import threading
@@ -40,7 +44,11 @@ _MAX_WAIT_S = 1.0
 _MIN_WAIT_S = 0.05
 _PRUNE_PERIOD_S = 0.2
 _MEASURE_PERIOD_S = 1.0
-_BATCH_MICRO_BATCHES = 4  # per batch of passes: enough to keep a device busy, few to wait for
+_MICRO_BATCHES_PER_BATCH = 4
+"""Token budget of a batch of passes, in micro-batches.
+
+It is large enough to keep the device busy, and small enough that other requests wait only briefly.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +62,7 @@ class Engine:
     meters: EngineMetrics = field(default_factory=EngineMetrics)
     boot_id: str = field(default_factory=engine_state.make_boot_id)
     extensions: Sequence[EngineExtension] = ()
-    """The parts of optional features."""
+    """Optional features, for example quotas."""
 
     def run(
         self,
@@ -62,18 +70,24 @@ class Engine:
         on_ready: Callable[[Capabilities], None] = lambda _: None,
         on_stuck: Callable[[str], object] = lambda _: None,
     ) -> None:
-        """Run until `stop` is set (call `store.wake` then). Running passes end; samples are left to the next engine.
+        """Execute requests until another thread sets `stop` and then calls `store.wake()`.
+
+        Before it returns, the engine finishes the running passes and takes a snapshot of each
+        model. It does not finish running samples: the next engine starts them again with the same
+        seeds.
 
         Args:
-            stop: Set by another thread.
-            on_ready: Called once the device is ready.
-            on_stuck: Called on another thread, with the reason, while a call of the backend exceeds its time limit.
+            stop: Event that ends the engine.
+            on_ready: Called once the backend has started and lost samplers were recreated.
+            on_stuck: Called on another thread with the reason when a backend call exceeds its time
+                limit, for example `--step-timeout-s`.
 
         Raises:
-            BackendLost: The device is lost. Requests without a result run in the next engine.
+            BackendLost: The device is lost. The next engine runs the requests without a result.
             StoreError: The database is lost.
+            UserError: The artifacts or the base model do not match the database.
         """
-        # Watch what the engine does, and publish it, before the backend starts.
+        # Start the watchdog and the status publisher. They must cover the start of the backend.
         activity = LoopActivity()
         activity.start(HOST_WORK)
         backend = monitor_backend(self.backend, activity)
@@ -84,7 +98,7 @@ class Engine:
         membership.reassign_last_run(self.store)
         status.start()
 
-        # Start the threads that write files, and that forget running requests on a stop.
+        # Start the threads that write files, and that undo delivery attempts on a stop.
         background_writer = BackgroundWriter(self.store.wake, activity)
         attempts = DeliveryAttempts(self.store)
         undoing = ServiceThread("undo-attempts", lambda: attempts.undo_all_on_stop(stop))
@@ -101,7 +115,7 @@ class Engine:
             self._close_last_run()
             loop = _Loop(context, self.artifacts)
 
-            # Recover: what ran when the last engine crashed runs alone.
+            # Recover. Requests that were running when the last engine crashed run one at a time.
             attempts.is_alone = True
             status.sample_load = loop.get_sample_load()
             status.set_status("recovering", capabilities)
@@ -114,14 +128,15 @@ class Engine:
             status.set_status("ready", capabilities)
             self._run_turns(loop, status, activity, is_stopping)
 
-            # Finish what runs, and take snapshots.
+            # Finish running passes and take snapshots.
             activity.start(HOST_WORK)
             status.set_status("stopping", capabilities)
             loop.finish()
             _log.info("engine stopped cleanly")
         finally:
             if stop.is_set():
-                undoing.join()  # a stop counts no attempt, also if the engine fails at the same time
+                # Wait for the attempts to be undone: a stop is no crash, even if the engine fails.
+                undoing.join()
             attempts.close()
             status.close()
             background_writer.close()
@@ -137,21 +152,21 @@ class Engine:
         return capabilities
 
     def _close_last_run(self) -> None:
-        """Close the records of the last engine of this number, so that this one can count from here."""
+        """Close the records of the previous engine with this number."""
         number = self.store.engine_number
-        # Cancelled requests have results, so they will not be read.
+        # Cancellations of the previous engine have no effect: the requests already have results.
         self.store.write(lambda tx: completions.forget_cancellations(tx, engine=number))
-        # A supervisor has counted a crash.
+        # If the previous engine crashed, its supervisor has already counted the crash.
         self.store.write(lambda tx: futures.record_engine_end(tx, is_crash=False, engine=number))
         self.store.write(lambda tx: completions.skip_seen_positions(tx, time.time()))
 
     def _run_turns(
         self, loop: "_Loop", status: StatusPublisher, activity: LoopActivity, is_stopping: Callable[[], bool]
     ) -> None:
-        """Run turns until the engine stops, and wait for requests while there is nothing to do."""
+        """Run turns until the engine stops. Wait for requests while there is nothing to do."""
         measured_at = 0.0
         while not is_stopping():
-            # Update what the status publishes.
+            # Refresh what the status row and the metrics show.
             status.sample_load = loop.get_sample_load()
             if time.monotonic() - measured_at >= _MEASURE_PERIOD_S:
                 measured_at = time.monotonic()
@@ -165,17 +180,20 @@ class Engine:
                 self.store.wait(loop.compute_max_wait_s())
 
     def _claim_artifacts(self) -> None:
-        """Compare the database with the artifacts before anything is removed; warn about unclaimed ones.
+        """Check that database and artifacts belong together; the keeper also claims the artifacts.
 
-        Raises UserError if they are not the artifacts of the database.
+        The keeper is the engine that collects garbage. It writes the database's identity to the
+        artifacts and logs a warning about artifacts that this database does not know.
+
+        Raises UserError if the artifacts belong to another database.
         """
         identity.check_artifacts(self.store, self.artifacts)
         if not self.store.write(leases.become_keeper):
             return
         try:
             unclaimed = identity.claim(self.store, self.artifacts).unclaimed
-        except OSError as error:  # repeated before each garbage collection
-            _log.error("the identity of the data directory cannot be written: %s", error)
+        except OSError as error:  # each garbage collection claims the artifacts again
+            _log.error("cannot write the identity of the data directory: %s; no artifact is removed until then", error)
             return
         if unclaimed:
             _log.warning(
@@ -191,8 +209,10 @@ class Engine:
         background_writer: BackgroundWriter,
         attempts: DeliveryAttempts,
     ) -> EngineContext:
-        """Make the components that depend on the started backend."""
+        """Connect the components that need the started backend."""
         settings, store = self.settings, self.store
+
+        # Restoring models.
         metadata = make_artifact_metadata(capabilities)
         request_log = RequestLog(store, attempts, self.meters)
         ephemeral_samplers = EphemeralSamplers(
@@ -201,11 +221,14 @@ class Engine:
         recovery = Recovery(backend, capabilities, store, self.artifacts, metadata, ephemeral_samplers, handlers.replay)
         recovery.check_base_model(settings.base_models[0])
         membership.check_same_base(store, capabilities.base_model_hash)
+
+        # Models on the device, and the optional features.
         models = ModelCache(
             backend, capabilities.max_models, store, request_log, background_writer, recovery, ephemeral_samplers
         )
-        observers = [made.observer(store, settings) for made in self.extensions if made.observer is not None]
-        make_admission = next((made.admission for made in self.extensions if made.admission is not None), None)
+        observers = [extension.observer(store, settings) for extension in self.extensions if extension.observer]
+        make_admission = next((extension.admission for extension in self.extensions if extension.admission), None)
+
         return EngineContext(
             settings=settings,
             backend=backend,
@@ -213,11 +236,13 @@ class Engine:
             store=store,
             attempts=attempts,
             request_log=request_log,
+            # What changes and restores models.
             background_writer=background_writer,
             recovery=recovery,
             models=models,
             samplers=SamplerCache(backend, capabilities.max_samplers, recovery, ephemeral_samplers, models),
             ephemeral_samplers=ephemeral_samplers,
+            # What features add.
             observers=ResultObservers(store, observers),
             retention=Retention.collect(self.extensions),
             admission=make_admission(store, request_log.wait_for_commits) if make_admission else Admission(),
@@ -225,12 +250,14 @@ class Engine:
 
 
 class _Loop:
-    """The waiting and running requests of a started engine."""
+    """The components that the engine's loop drives, and one turn of the loop."""
 
     def __init__(self, context: EngineContext, artifacts: ArtifactStore) -> None:
-        self._make_context, capabilities = context, context.capabilities
+        self._context, capabilities = context, context.capabilities
         self.refresh_admission()
-        few_tokens = _BATCH_MICRO_BATCHES * capabilities.micro_batch_tokens  # 0 if the backend does not report the size
+
+        # Training. `micro_batch_tokens` is 0 if the backend does not report the size.
+        few_tokens = _MICRO_BATCHES_PER_BATCH * capabilities.micro_batch_tokens
         self.training = TrainingExecutor(context)
         self._schedule = Schedule(
             gap_timeout_s=context.settings.gap_timeout_s,
@@ -242,33 +269,37 @@ class _Loop:
             fair_share=FairShare(lambda: context.admission.weights),
             on_arrival=self.training.record_arrival,
         )
+
+        # Sampling, and the intake that feeds both.
         self.sampling = SamplingExecutor(context)
         self._intake = Intake(context, self._schedule, self.sampling)
         self._api_uptime = ApiUptime(context.store)
+
+        # Maintenance.
         self._housekeeping = Housekeeping(context, artifacts, self.sampling, self._api_uptime)
-        spreading = membership.SampleBalancer(context, self.sampling)
-        self._membership = membership.Membership(context, self._schedule, spreading)
+        balancer = membership.SampleBalancer(context, self.sampling)
+        self._membership = membership.Membership(context, self._schedule, balancer)
         self._is_busy = self._is_turn_of_passes = self._has_warned = False
         self._housekeeping_at = self._pruning_at = time.monotonic()
 
     def run_turn(self) -> bool:
-        """Run one turn. Returns whether there was anything to do."""
-        context = self._make_context
+        """Run one turn. Returns True if there was work to do."""
+        context = self._context
 
-        # Read what has arrived, and take over what the background thread has finished.
+        # Read new requests and the results of background writes.
         self._membership.check()
         worked = self._intake.read(self._is_busy)
         worked |= context.background_writer.run_callbacks()
 
-        # Work on the device.
+        # Give the device its next micro-batch and decode slice.
         self._is_busy = self._run_device()
         worked |= self._is_busy
 
-        # Secure the results.
+        # Deliver committed results, and start snapshots that are due.
         context.request_log.check_commits()
         context.models.start_due_snapshots(context.settings)
 
-        # Free what is not needed any more, from time to time.
+        # Maintenance, each with its own interval.
         if time.monotonic() >= self._housekeeping_at:
             worked |= self._run_housekeeping()
         if time.monotonic() >= self._pruning_at:
@@ -276,22 +307,22 @@ class _Loop:
         return worked
 
     def _run_housekeeping(self) -> bool:
-        """Free what idle models and closed sessions hold, and what has expired. Returns whether requests were read."""
-        context, housekeeping, now = self._make_context, self._housekeeping, time.time()
+        """Release resources that are no longer needed. Returns True if new requests were read."""
+        context, housekeeping, now = self._context, self._housekeeping, time.time()
         self._housekeeping_at = time.monotonic() + context.settings.housekeeping_interval_s
 
-        # Idle models and closed sessions.
+        # Models and samples of closed sessions.
         housekeeping.evict_idle_models(self._schedule.is_waiting, now)
         housekeeping.forget_idle_models(self._schedule)
         housekeeping.fail_orphaned_samples(now)
 
-        # Rows past their retention, which one of several engines removes for all.
+        # Rows past their retention. If several engines share the database, the keeper removes them.
         if self._membership.is_keeper():
             housekeeping.expire(now)
         else:
             self._membership.discard_ended_models()
 
-        # Artifacts. Those of requests in memory are kept, so new requests are read first.
+        # Artifacts. Read new requests first, because garbage collection must keep what they name.
         has_read = self._intake.read(self._is_busy)
         position = self._intake.complete_position
         housekeeping.collect_garbage(position, now, is_keeper=self._membership.is_keeper())
@@ -301,34 +332,39 @@ class _Loop:
         return has_read
 
     def _prune(self) -> None:
-        """Remove some old rows, and continue soon if more are left."""
-        pause_s = self._make_context.settings.housekeeping_interval_s
+        """Remove some old rows. If more are left, prune again after `_PRUNE_PERIOD_S`."""
+        pause_s = self._context.settings.housekeeping_interval_s
         if self._membership.is_keeper() and self._housekeeping.prune(time.time()):
             pause_s = min(pause_s, _PRUNE_PERIOD_S)
         self._pruning_at = time.monotonic() + pause_s
 
     def get_sample_load(self) -> engine_state.SampleLoad:
-        """Return the memory of the samples in this engine. The API adds what it stores later."""
+        """Return the load of the samples that this engine has read, for the status row.
+
+        The API adds the samples that arrived after `position`.
+        """
         return engine_state.SampleLoad(
             position=self._intake.position,
             num_bytes=self.sampling.num_open_bytes_by_owner.total(),
-            max_bytes=self._make_context.settings.max_queued_sample_bytes,
+            max_bytes=self._context.settings.max_queued_sample_bytes,
             by_owner=engine_state.take_largest_owners(self.sampling.num_open_bytes_by_owner),
             num_requests=self.sampling.num_waiting + self.sampling.num_running,
         )
 
     def measure(self, backend: AbstractBackend, activity: LoopActivity) -> Mapping[str, object]:
-        """Set the gauges of the metrics; return what is published of them."""
-        context, schedule, sampling = self._make_context, self._schedule, self.sampling
+        """Update the gauges of the metrics. Returns the values for the status row."""
+        context, schedule, sampling = self._context, self._schedule, self.sampling
         try:
-            held = backend.meters()
-        except Exception as error:  # what people see is no reason to end an engine
+            backend_meters = backend.meters()
+        except Exception as error:  # a broken meter must not stop the engine
             self._warn_about_meters(error)
-            held = Meters()
+            backend_meters = Meters()
+
         resident = context.models.list_resident()
         return context.request_log.meters.update_gauges(
-            held,
+            backend_meters,
             activity.call_seconds,
+            # Requests and their memory.
             queues={
                 "training": {
                     "waiting": schedule.num_waiting,
@@ -345,76 +381,90 @@ class _Loop:
                     "backlog_limit_bytes": context.settings.max_queued_sample_bytes,
                 },
             },
+            # Models and samplers on the device, and their maximum numbers.
             places={
                 "models_resident": len(resident),
                 "models_places": context.capabilities.max_models,
                 "samplers_resident": context.samplers.num_resident,
                 "samplers_places": context.capabilities.max_samplers,
                 "effects_since_snapshot": max(
-                    (each.effect_order - each.snapshot_order for each in resident), default=0
+                    (model.effect_order - model.snapshot_order for model in resident), default=0
                 ),
             },
         )
 
     def refresh_admission(self) -> None:
-        """Look for changed quotas."""
-        admission = self._make_context.admission
+        """Read quotas again if they have changed."""
+        admission = self._context.admission
         admission.refresh()
-        self._make_context.request_log.on_result = admission.record_end if admission.is_counting else None
+        self._context.request_log.on_result = admission.record_end if admission.is_counting else None
 
     def list_pauses(self) -> Sequence[Pause]:
-        """Return whose requests wait because of a quota."""
-        admission = self._make_context.admission
+        """Return the pauses of owners whose requests wait because of a quota."""
+        admission = self._context.admission
         return admission.list_pauses() if admission.is_counting else ()
 
     def _warn_about_meters(self, error: Exception) -> None:
         if not self._has_warned:
-            _log.warning("the backend cannot tell its meters", exc_info=error)
+            _log.warning("the backend's meters() failed: metrics of the backend are missing", exc_info=error)
         self._has_warned = True
 
     def compute_max_wait_s(self) -> float:
-        """Return how long the loop may wait for a wake-up: until the next gap timeout, a second at most."""
+        """Return how many seconds the loop may wait for a wake-up.
+
+        The loop wakes up for the next gap timeout, and at least once a second. An engine that
+        shares its database wakes up more often, to check the other engines.
+        """
         deadline = self._schedule.get_next_deadline()
-        longest_s = _MAX_WAIT_S if not self._make_context.store.is_shared else membership.PERIOD_S
+        longest_s = _MAX_WAIT_S if not self._context.store.is_shared else membership.PERIOD_S
         if deadline is None:
             return longest_s
         return min(longest_s, max(_MIN_WAIT_S, deadline - self._api_uptime.get_total_s()))
 
     def finish(self) -> None:
-        """Stop cleanly: finish running passes, snapshot the models, leave samples to the next engine."""
+        """Stop cleanly: finish running passes and take snapshots. Samples are left unfinished."""
         while self.training.run_micro_batch():
             pass
         self.sampling.stop()
-        self._make_context.background_writer.drain()
-        for model in self._make_context.models.list_resident():
-            self._make_context.models.snapshot_and_wait(model)
-        self._make_context.background_writer.drain()  # the last snapshots may have replaced others
-        self._make_context.request_log.wait_for_commits()
+        self._context.background_writer.drain()
+        for model in self._context.models.list_resident():
+            self._context.models.snapshot_and_wait(model)
+        self._context.background_writer.drain()  # remove the snapshots that the last ones replaced
+        self._context.request_log.wait_for_commits()
 
     def _run_device(self) -> bool:
-        """Run one training step, then one decode slice, so that each side waits for one step of the other only."""
+        """Run one training micro-batch, then one decode slice, so neither side waits for long."""
         has_trained = self._train()
         return self.sampling.run_slice() or has_trained
 
     def _train(self) -> bool:
-        """Execute one request that is no pass, or one micro-batch: in turns if there are both."""
-        training, step = self.training, None
+        """Execute one request that is no pass, or one micro-batch of the running passes.
+
+        If there are both, they take turns. Returns True if there was work to do.
+        """
+        training, batch = self.training, None
         training.set_shared(self._schedule.is_shared)
+
+        # Take the next batch, unless it is the turn of the running passes.
         if not self._is_turn_of_passes:
-            step = self._schedule.take(
+            batch = self._schedule.take(
                 self._api_uptime.get_total_s(),
-                self._make_context.background_writer.blocked_models,
-                busy=self._make_context.models.busy,
+                self._context.background_writer.blocked_models,
+                busy=self._context.models.busy,
                 num_running=training.num_running,
                 sessions_with_long=training.sessions_with_long,
                 owners_with_long=training.owners_with_long,
             )
-        if step is not None:
-            training.start_scheduled(step)
-        if step is not None and step.requests[0].model_pass is None:
-            self._is_turn_of_passes = training.has_turn_before(step.requests[0].owner)
+        if batch is not None:
+            training.start_scheduled(batch)
+
+        # A request that is no pass has already run. Running passes may get the next turn.
+        if batch is not None and batch.requests[0].model_pass is None:
+            self._is_turn_of_passes = training.has_turn_before(batch.requests[0].owner)
             return True
         self._is_turn_of_passes = False
+
+        # While passes wait for the compiler, let the samples run.
         if training.is_waiting and self.sampling.num_running:
-            return step is not None  # samples need not wait for the compiler
-        return training.run_micro_batch() or step is not None
+            return batch is not None
+        return training.run_micro_batch() or batch is not None

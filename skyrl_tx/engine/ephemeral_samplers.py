@@ -1,7 +1,8 @@
-"""Ephemeral samplers: usable as soon as their save has a result, written to disk in the background.
+"""Ephemeral samplers, which clients can use before they are written to disk.
 
-Until its files exist, such a sampler is in memory only. Its save is a log record of the model, so that replay creates
-it again, and no snapshot that contains the save is recorded before the files are on disk.
+A background thread writes the files. Until then, the weights are in memory only. After a crash, the
+sampler is created again by replaying its save, which is a log record of the model. So no snapshot
+that contains the save is recorded before the files are on disk.
 """
 
 import logging
@@ -22,13 +23,19 @@ _log = logging.getLogger(__name__)
 
 
 def make_sampler_id(request_id: RequestId) -> SamplerId:
-    """Return the id of the sampler that an ephemeral save creates: the same whenever the save is replayed."""
+    """Return the id of the sampler that an ephemeral save creates.
+
+    A replay of the save has the same id.
+    """
     return SamplerId(make_artifact_id(request_id))
 
 
 @dataclass(slots=True, kw_only=True)
 class _UnwrittenSampler:
-    """A sampler without files. `error` is why the last write failed; None while it is being written."""
+    """A sampler without files.
+
+    `error` is the error of the last write, or None while it is being written.
+    """
 
     model_id: ModelId
     effect_order: int
@@ -38,26 +45,29 @@ class _UnwrittenSampler:
 
 @dataclass(slots=True)
 class EphemeralSamplers:
-    """Writes ephemeral samplers to disk, and holds those that are not written yet."""
+    """Writes ephemeral samplers to disk, and keeps their weights in memory until then."""
 
     background_writer: BackgroundWriter
     store: Store
     artifacts: ArtifactStore
     metadata: Mapping[str, str]
-    """Added to each artifact."""
+    """Metadata of each artifact."""
     max_pending: int
-    """A model whose save exceeds this number of unwritten samplers waits for its write."""
+    """Number of unwritten samplers above which the model of a new sampler waits for the write."""
     _unwritten: dict[SamplerId, _UnwrittenSampler] = field(default_factory=dict[SamplerId, _UnwrittenSampler])
     _lost: dict[SamplerId, str] = field(default_factory=dict[SamplerId, str])
 
     def check_capacity(self) -> None:
-        """Raise ServerError while as many writes have failed as may be pending."""
-        errors = [each.error for each in self._unwritten.values() if each.error is not None]
+        """Raise ServerError if `max_pending` writes have failed."""
+        errors = [unwritten.error for unwritten in self._unwritten.values() if unwritten.error is not None]
         if len(errors) >= self.max_pending:
-            raise ServerError(f"{len(errors)} ephemeral samplers wait to be written to the disk: {errors[-1]}")
+            raise ServerError(
+                f"{len(errors)} ephemeral samplers could not be written to disk, so no more are accepted until they "
+                f"are: {errors[-1]}"
+            )
 
     def add(self, sampler: SamplerId, model_id: ModelId, effect_order: int, snapshot: Snapshot) -> None:
-        """Start to write a sampler that the log record `effect_order` created. No effect if it is pending already."""
+        """Start to write the sampler of log record `effect_order`, unless it is pending."""
         if sampler in self._unwritten:
             return
         self._lost.pop(sampler, None)
@@ -65,51 +75,61 @@ class EphemeralSamplers:
         self._write(sampler, blocks=len(self._unwritten) > self.max_pending)
 
     def is_missing(self, name: SamplingSessionId, sampler: SamplerId) -> bool:
-        """Whether a sampling session uses the sampler that was created for it, and its files were never written."""
+        """Whether the files of the sampler of a sampling session are missing."""
         row = self.store.read(lambda tx: sampling_sessions.get(tx, name))
         return row is not None and row.sampler_id is not None and not self._has_files(sampler)
 
     def find_lost(self) -> dict[ModelId, dict[RequestId, SamplerId]]:
-        """Return the samplers whose files a crash prevented, by model and by the save that created them."""
+        """Return samplers without files after a crash, by model and by the save that made them."""
         lost: dict[ModelId, dict[RequestId, SamplerId]] = {}
         ephemeral = self.store.read(lambda tx: sampling_sessions.list_ephemeral(tx, self.store.engine_number))
         present = set(self.artifacts.list_ids()) if ephemeral else set[ArtifactId]()
-        for each in ephemeral:
-            if make_sampler_id(each.request_id) == each.sampler_id and each.sampler_id not in present:
-                lost.setdefault(each.model_id, {})[each.request_id] = each.sampler_id
+        for row in ephemeral:
+            if make_sampler_id(row.request_id) == row.sampler_id and row.sampler_id not in present:
+                lost.setdefault(row.model_id, {})[row.request_id] = row.sampler_id
         return lost
 
     def find_lost_model(self, sampler: SamplerId) -> ModelId | None:
-        """Return the model of a sampler whose files an ended engine did not write; None if there is none.
+        """Return the model of a sampler that another engine did not write before it ended, or None.
 
-        An engine that is alone has looked for such samplers at its start.
+        Only for engines that share the database. An engine alone looks for lost samplers at its
+        start.
         """
         if not self.store.is_shared or self._has_files(sampler):
             return None
         return self.store.read(lambda tx: sampling_sessions.find_model(tx, sampler))
 
     def mark_lost(self, lost: Iterable[SamplerId], reason: str) -> None:
-        """Record why samplers cannot be used. Restoring their model clears it."""
+        """Record why samplers cannot be used.
+
+        If their model is restored, they can be used again.
+        """
         self._lost.update(dict.fromkeys(lost, reason))
 
     def get_pending_snapshot(self, sampler: SamplerId) -> Snapshot | None:
-        """Return the weights of a sampler that is not written yet. Raises ServerError for a lost one."""
+        """Return the weights of a sampler that is not written yet, else None.
+
+        Raises ServerError if it is lost.
+        """
         if sampler in self._lost:
             raise ServerError(self._lost[sampler])
         unwritten = self._unwritten.get(sampler)
         return None if unwritten is None else unwritten.snapshot
 
     def is_written(self, sampler: SamplerId) -> bool:
-        """Whether a sampler does not depend on the memory of this engine."""
+        """Whether the sampler is on disk, and not only in the memory of this engine."""
         return sampler not in self._unwritten and sampler not in self._lost
 
     def has_unwritten(self, model_id: ModelId, up_to: int | None = None) -> bool:
-        """Whether a sampler of this model has no files yet, of a log record up to `up_to` if that is given."""
-        of_model = [each for each in self._unwritten.values() if each.model_id == model_id]
-        return any(up_to is None or each.effect_order <= up_to for each in of_model)
+        """Whether a sampler of this model is not written yet.
+
+        `up_to` limits this to log records up to that number.
+        """
+        by_model = [unwritten for unwritten in self._unwritten.values() if unwritten.model_id == model_id]
+        return any(up_to is None or unwritten.effect_order <= up_to for unwritten in by_model)
 
     def retry_failed_writes(self) -> None:
-        """Start the failed writes again."""
+        """Retry failed writes."""
         for sampler, unwritten in self._unwritten.items():
             if unwritten.error is not None:
                 unwritten.error = None
@@ -128,7 +148,7 @@ class EphemeralSamplers:
         def on_written(future: Future[Artifact]) -> None:
             try:
                 artifact = future.result()
-            except Exception as error:  # the sampler stays in memory, and housekeeping tries again
+            except Exception as error:  # the weights stay in memory, and housekeeping retries the write
                 about = {"model_id": unwritten.model_id}
                 _log.exception(
                     "cannot write ephemeral sampler %s of model %s", sampler, unwritten.model_id, extra=about

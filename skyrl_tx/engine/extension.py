@@ -1,4 +1,4 @@
-"""The parts of an optional feature in the engine process: an observer of results, retention rules, and admission."""
+"""Interfaces of optional features in the engine process: result observers and retention."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,87 +22,106 @@ Key = TypeVar("Key")
 
 @dataclass(slots=True, kw_only=True)
 class RowLimit(Generic[Key]):
-    """A limit for related rows, for example for the points of one run. Housekeeping removes what exceeds it."""
+    """A limit for groups of rows, for example for the points of one run.
+
+    Housekeeping removes the excess.
+    """
 
     find_superfluous: Callable[[Session, Key], Sequence[Any]]
-    """Returns the keys of the rows to remove."""
+    """Returns the keys of the rows of a group to remove."""
     remove: Callable[[Session, Sequence[Any]], object]
-    """Removes rows by their keys, a limited number in each call."""
+    """Removes rows by their keys. Called with a limited number of keys."""
     grown: set[Key] = field(default_factory=set[Key])
-    """The owners of new rows, for example runs. The observer adds to it, housekeeping empties it."""
+    """Groups with new rows, for example runs.
+
+    The observer adds groups, housekeeping removes them.
+    """
 
 
 class ResultObserver:
-    """Makes rows about completed requests, which are written in the transaction of the result.
+    """Writes rows about completed requests, in the transaction of the result.
 
-    The engine's thread calls a method before the result is committed. What it returns is called in the transaction
-    with the time of the commit, unless the request was completed before, by a cancellation. None writes nothing.
-    Replay completes no request, so it calls no observer.
+    The engine's thread calls a method before the result is committed. The method returns a function
+    that writes the rows, or None if there is nothing to write. The function is called in the
+    transaction with the time of the commit. It is skipped if the request already has a result, for
+    example because it was cancelled. Replay after a crash does not call observers.
     """
 
     @property
     def row_limits(self) -> Sequence[RowLimit[Any]]:
-        """The limits of the rows that the observer writes."""
+        """Limits for the rows that the observer writes."""
         return ()
 
     def observe_pass(
         self, queued: QueuedRequest, model: LiveModel, output: ForwardBackwardOutput, num_tokens: int, time: DeviceTime
     ) -> ObserverRows | None:
-        """Observe a forward_backward or a forward."""
+        """Observe a forward_backward or a forward of `num_tokens` tokens."""
 
     def observe_step(
         self, queued: QueuedRequest, model: LiveModel, output: OptimStepOutput, time: DeviceTime
     ) -> ObserverRows | None:
-        """Observe an optimizer step, which `model` has counted."""
+        """Observe an optimizer step. `model.num_steps` includes it."""
 
     def observe_sample(
         self, queued: QueuedRequest, request: Sample, output: SampleOutput, origin: Origin, now: float, device_s: float
     ) -> ObserverRows | None:
-        """Observe a sample request. `origin` is the model and the step whose weights were sampled."""
+        """Observe a sample request.
+
+        `origin` is the model and the optimizer step of the sampled weights.
+        """
 
     def observe_save(self, queued: QueuedRequest, model_id: ModelId) -> ObserverRows | None:
-        """Observe a save with a name."""
+        """Observe a save of a named checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionClock:
-    """The time and the settings for retention rules."""
+    """The time and the settings that retention rules use."""
 
     now: float
     settings: EngineSettings
     extend: Callable[[float], float]
-    """Returns a retention that a client can renew: infinite until the API was up long enough for clients to return."""
+    """Extends a retention that clients can renew.
+
+    It is infinite after an outage of the API, until clients have had time to return.
+    """
 
     def compute_cutoff(self, retention_s: float) -> float:
-        """Return the time of the oldest row to keep, for a retention that a client can renew."""
+        """Return the age limit as a time, for a retention that clients can renew.
+
+        Older rows may be removed.
+        """
         return self.now - self.extend(retention_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionRule:
-    """How long the rows of one table live."""
+    """How long the rows of a table are kept."""
 
     name: str
-    """The table, or the kind of its rows, for example `usage`."""
+    """The table or the kind of its rows, for example `usage`."""
     expire: Callable[[Session, RetentionClock], object] | None = None
-    """Removes all rows past their retention. It runs at each housekeeping, in the engine that is the keeper."""
-    prune: Callable[[Session, RetentionClock], int] | None = None
-    """Removes at most about `pruning.MAX_ROWS` rows past their retention and returns their number.
+    """Removes all rows past their retention.
 
-    It runs again soon while a rule removes that many.
+    Runs at each housekeeping, in the engine that is the keeper.
+    """
+    prune: Callable[[Session, RetentionClock], int] | None = None
+    """Removes up to about `pruning.MAX_ROWS` rows past their retention and returns their number.
+
+    While a rule removes that many rows, it runs again soon.
     """
     remove_runs: Callable[[Session, Sequence[ModelId]], object] | None = None
-    """Removes the rows of runs that are removed for good."""
+    """Removes the dependent rows of runs that are permanently removed."""
     delete_runs: Callable[[Session, Sequence[ModelId]], object] | None = None
-    """Runs after `remove_runs` for runs that somebody deleted, but not for runs past their retention."""
+    """Runs after `remove_runs` for deleted runs, but not for runs past their retention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineExtension:
-    """The parts of one feature in the engine process."""
+    """The interfaces that one feature implements in the engine process."""
 
     observer: Callable[[Store, EngineSettings], ResultObserver] | None = None
-    """Makes the feature's observer of results."""
+    """Makes the observer of results."""
     retention: Sequence[RetentionRule] = ()
     admission: MakeAdmission | None = None
-    """Makes the object that decides which requests start. At most one feature has it."""
+    """Makes the object that decides which requests start. At most one feature may have it."""

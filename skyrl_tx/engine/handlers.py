@@ -1,6 +1,6 @@
-"""Executes the requests to a model, and replays their effects after a crash: one entry in `KINDS` per kind.
+"""Execute and replay the requests to a model. `KINDS` has one entry per kind of request.
 
-`training` executes passes, because they share batches.
+Passes are executed in `training`, because multiple passes share a batch.
 """
 
 import math
@@ -31,6 +31,7 @@ from skyrl_tx.contract.requests import (
     SaveWeights,
     UnloadModel,
 )
+from skyrl_tx.contract.state_files import CONFIG_FILE
 from skyrl_tx.engine import prepare
 from skyrl_tx.engine.activity import DeviceTime
 from skyrl_tx.engine.context import FATAL_ERRORS, EngineContext
@@ -41,11 +42,9 @@ from skyrl_tx.engine.request_log import QueuedRequest
 from skyrl_tx.store import audit, checkpoints, manifests, models, sampling_sessions
 from skyrl_tx.store.tables import CheckpointRow, SamplingSessionRow
 
-_ADAPTER_CONFIG = "adapter_config.json"
-
 
 def handle(context: EngineContext, queued: QueuedRequest) -> None:
-    """Execute a request and commit its result: now, or after its files are written."""
+    """Execute a request. Its result is committed now, or after its files are written."""
     kind = KINDS.get(type(queued.request))
     try:
         queued.check_crashes(context.settings.max_attempts)
@@ -58,7 +57,10 @@ def handle(context: EngineContext, queued: QueuedRequest) -> None:
 
 
 def replay(recovery: Recovery, logged: LoggedRequest) -> None:
-    """Repeat the effect of a request on its restored model. Its result is committed already."""
+    """Repeat the effect of a request on a restored model.
+
+    The result of the request exists already.
+    """
     kind = KINDS.get(type(logged.queued.request))
     if kind is None or kind.replay is None:
         raise ServerError(f"cannot replay the {logged.queued.kind} request {logged.queued.request_id}")
@@ -66,7 +68,10 @@ def replay(recovery: Recovery, logged: LoggedRequest) -> None:
 
 
 def refuse(context: EngineContext, queued: QueuedRequest, reason: str) -> None:
-    """Fail a request that may not start. A model that it should have created does not come into being."""
+    """Fail a request that admission rejected.
+
+    If it should have created a model, discard the model.
+    """
     error, request = UserError(reason), queued.request
     is_creating = isinstance(request, CreateModel) or (isinstance(request, LoadWeights) and request.create)
     if is_creating and queued.model_id is not None:
@@ -83,6 +88,7 @@ def _create_model(context: EngineContext, queued: QueuedRequest, model_id: Model
     except Exception as error:
         _discard_uncreated(context, model_id, error)
         raise
+
     model.is_resident = True
     context.models.mark_used(model)
     context.request_log.commit(
@@ -99,6 +105,8 @@ def _replay_create_model(recovery: Recovery, logged: LoggedRequest, request: Cre
 
 def _load_weights(context: EngineContext, queued: QueuedRequest, model_id: ModelId, request: LoadWeights) -> None:
     model = context.models.get(model_id, creating=request.create)
+
+    # Load the checkpoint.
     try:
         current = None if request.create else model.spec
         prepare.check_load(request, context.capabilities, context.settings.base_models, current)
@@ -109,6 +117,8 @@ def _load_weights(context: EngineContext, queued: QueuedRequest, model_id: Model
         if request.create:
             _discard_uncreated(context, model_id, error)
         raise
+
+    # Commit. Loading weights also clears the gradient.
     model.is_resident, model.gradient_error = True, None
     context.models.mark_used(model)
 
@@ -129,14 +139,14 @@ def _replay_load_weights(recovery: Recovery, logged: LoggedRequest, request: Loa
 
 def _discard_uncreated(context: EngineContext, model_id: ModelId, error: Exception) -> None:
     if isinstance(error, FATAL_ERRORS):
-        return  # the request stays open, and the next engine tries it again
+        return  # the request has no result, so the next engine tries again
     context.models.discard(model_id)
     context.store.write(lambda tx: models.set_status(tx, model_id, "failed"))
 
 
 def _unload_model(context: EngineContext, queued: QueuedRequest, model_id: ModelId, request: UnloadModel) -> None:
     model = context.models.get(model_id)
-    context.background_writer.wait_for(model_id)  # ephemeral samplers can no longer be replayed after this
+    context.background_writer.wait_for(model_id)  # afterwards, lost ephemeral samplers cannot be replayed
     context.models.discard(model_id)
 
     def rows(tx: Session) -> None:
@@ -155,6 +165,8 @@ def _run_optim_step(context: EngineContext, queued: QueuedRequest, model_id: Mod
         _drop_gradient(context, queued, model, f"the gradient {cause}")
         return
     prepare.check_optim(request.params)
+
+    # Check the gradient.
     taken = DeviceTime("step")
     with context.device_clock.measure_completion(taken):
         norm = context.backend.gradient_norm(model_id)
@@ -163,10 +175,13 @@ def _run_optim_step(context: EngineContext, queued: QueuedRequest, model_id: Mod
         context.request_log.meters.count_nonfinite("gradient")
         _drop_gradient(context, queued, model, f"{cause}; the gradient was dropped, the weights are unchanged")
         return
+
+    # Take the optimizer step.
     with context.device_clock.measure_completion(taken):
         metrics = context.backend.optim_step(model_id, request.params)
     result = results.OptimStepOutput(metrics=dict(metrics))
     model.num_steps += 1
+
     observed = context.observers.observe_step(queued, model, result, taken)
     context.request_log.commit(queued, result, effect_order=model.assign_effect_order(), observed=observed)
 
@@ -184,7 +199,10 @@ def _replay_pass(recovery: Recovery, logged: LoggedRequest, request: ModelPass) 
 
 
 def _drop_gradient(context: EngineContext, queued: QueuedRequest, model: LiveModel, message: str) -> None:
-    """Fail an optimizer step and clear the gradient; the failure is a record of the log, so that replay clears it."""
+    """Fail an optimizer step and clear the gradient.
+
+    The failure has a log record, so replay clears it too.
+    """
     context.backend.clear_gradient(model.model_id)
     model.gradient_error = None
     context.request_log.commit(
@@ -201,10 +219,13 @@ def _save_weights(context: EngineContext, queued: QueuedRequest, model_id: Model
     if request.name is None:
         _save_ephemeral(context, queued, model_id, request)
         return
+
+    # Check that the name is free.
     path = CheckpointPath(model_id, CheckpointKind(request.kind), request.name)
     if not request.overwrite and context.store.read(lambda tx: checkpoints.get(tx, path, time.time())) is not None:
         way_out = "pass overwrite" if path.kind is CheckpointKind.TRAINING else "delete it first"
         raise UserError(f"path {path.name!r}: {path} exists already; choose another name or {way_out}")
+    # Copy the weights from the device.
     context.models.ensure_resident([model_id])
     parts = {StatePart.WEIGHTS, StatePart.OPTIMIZER} if request.kind == "weights" else {StatePart.WEIGHTS}
     snapshot, step = context.backend.capture(model_id, parts), model.num_steps
@@ -224,6 +245,7 @@ def _save_weights(context: EngineContext, queued: QueuedRequest, model_id: Model
         except Exception as error:
             context.fail(queued, error)
 
+    # Describe the checkpoint.
     now, base_model = time.time(), context.settings.base_models[0]
     run = manifests.make_run_metadata(
         model_id=model_id, owner=model.owner, base_model=base_model, spec=model.spec, now=now, step=step
@@ -234,23 +256,28 @@ def _save_weights(context: EngineContext, queued: QueuedRequest, model_id: Model
         expires_at=None if request.ttl_s is None else now + request.ttl_s,
         user_metadata=request.user_metadata,
     )
-    # Later requests of the model wait: if they were committed first, a crash would repeat this save with later weights.
+    # Write the files. Later requests of the model wait: if they were committed before this save, a
+    # crash would repeat the save with the later weights.
     context.background_writer.submit(
         context.recovery.make_writer(write, {**run, **saved}), on_written, model_id=model_id, blocks=True
     )
 
 
 def _save_ephemeral(context: EngineContext, queued: QueuedRequest, model_id: ModelId, request: SaveWeights) -> None:
-    """Capture a model's weights as a sampler, commit the result, and start to write the files."""
+    """Make a sampler of a model's weights, commit the result, and start to write the files."""
     name = request.sampling_session_id
     assert name is not None
     if context.store.read(lambda tx: sampling_sessions.get(tx, name)) is not None:
         raise UserError(f"sampling_session_seq_id: {name} exists already")
     context.ephemeral_samplers.check_capacity()
+
+    # Copy the weights from the device, and load them for sampling.
     context.models.ensure_resident([model_id])
     sampler = make_sampler_id(queued.request_id)
     snapshot = context.backend.capture(model_id, {StatePart.WEIGHTS})
     context.samplers.preload(sampler, snapshot, queued.session_id)
+
+    # Commit before the files are written. After a crash the save is replayed.
     model = context.models.get(model_id)
     effect_order, step = model.assign_effect_order(), model.num_steps
     now = time.time()
@@ -268,6 +295,7 @@ def _save_ephemeral(context: EngineContext, queued: QueuedRequest, model_id: Mod
             is_inflight=request.is_inflight,
             step=step,
         )
+
         sampling_sessions.create_session(tx, session)
         if request.is_inflight:
             sampling_sessions.update_inflight(tx, model_id, sampler, step)
@@ -279,7 +307,10 @@ def _save_ephemeral(context: EngineContext, queued: QueuedRequest, model_id: Mod
 
 
 def _replay_save_weights(recovery: Recovery, logged: LoggedRequest, request: SaveWeights) -> None:
-    """Create the sampler of an ephemeral save again if it is lost. A save by name is not in the log."""
+    """Make the sampler of an ephemeral save again if its files are missing.
+
+    Named saves are not in the log.
+    """
     name, sampler = request.sampling_session_id, make_sampler_id(logged.queued.request_id)
     assert request.name is None
     if name is not None and recovery.ephemeral_samplers.is_missing(name, sampler):
@@ -288,11 +319,14 @@ def _replay_save_weights(recovery: Recovery, logged: LoggedRequest, request: Sav
 
 
 def _write_external(snapshot: Snapshot, base_model: str, age_recipients: Collection[str], directory: Path) -> None:
-    """Write a snapshot for use elsewhere: with the base model's public name, encrypted if there are recipients."""
+    """Write a snapshot for use outside this server.
+
+    It has the public name of the base model, and is encrypted if there are `age_recipients`.
+    """
     snapshot.write(directory)
-    path = directory / _ADAPTER_CONFIG
+    path = directory / CONFIG_FILE
     config: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    config["base_model_name_or_path"] = base_model  # the backend wrote a path on this machine
+    config["base_model_name_or_path"] = base_model  # the backend wrote a local path
     path.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
     if age_recipients:
         encrypt_files(directory, age_recipients)
@@ -309,7 +343,7 @@ def _record_checkpoint(
     now = time.time()
 
     def rows(tx: Session) -> None:
-        # Made here, because a write that waited for a full disk runs again, and a row is inserted once per object.
+        # Make a new row on each call: if the disk was full, the transaction runs again.
         checkpoint = CheckpointRow(
             model_id=path.model_id,
             kind=path.kind,
@@ -351,9 +385,15 @@ class RequestKind:
     """How the engine executes and replays the requests of one kind."""
 
     execute: Callable[[EngineContext, QueuedRequest, ModelId, Any], None] | None
-    """Checks a request, changes the model and commits the result. None for passes, see `training`."""
+    """Checks a request, changes the model and commits the result.
+
+    None for passes, which `training` executes.
+    """
     replay: Callable[[Recovery, LoggedRequest, Any], None] | None
-    """Changes the restored model as `execute` did. None if no model is restored after such a request."""
+    """Repeats the change on a restored model.
+
+    None if the model is never restored after such a request.
+    """
 
 
 KINDS: dict[type, RequestKind] = {

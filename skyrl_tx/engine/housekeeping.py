@@ -1,4 +1,4 @@
-"""Heartbeat timeouts, retention and garbage collection."""
+"""Periodic maintenance: heartbeat timeouts, retention and garbage collection."""
 
 import logging
 import math
@@ -28,14 +28,17 @@ from skyrl_tx.store.database import Store
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-_NOTHING = "no artifact is removed now"
+_NOTHING_REMOVED = "no artifact is removed now"
 _CHECK_PERIOD_S = 0.05
 _MAX_CLOCK_STEP_S = 5.0
-"""Difference between the progress of the two clocks that is a suspend or a clock step, not an adjustment."""
+"""Difference between the two clocks that counts as a set clock or a suspended machine."""
 _BATCH_ROWS = 500
-"""Points or groups of samples that one transaction removes."""
+"""Rows that one transaction removes beyond a limit, for example points of a run."""
 _MAX_CHECK_GAP_S = 60.0
-"""Uptime that one check adds to `get_continuous_s` at most: an engine that was busy for longer cannot know more."""
+"""Maximum uptime that one check adds to `get_continuous_s`.
+
+A busy engine cannot know what happened in between.
+"""
 
 
 def _split_batches(keys: Sequence[T]) -> Iterator[Sequence[T]]:
@@ -43,10 +46,13 @@ def _split_batches(keys: Sequence[T]) -> Iterator[Sequence[T]]:
 
 
 class ApiUptime:
-    """API uptime as seen by the engine. Clients can send heartbeats and requests only during this time.
+    """How long the API has been up, as seen by the engine.
 
-    The time of day, by which heartbeats are stamped, also advances while the machine is suspended, and in steps when
-    somebody sets it. Either is an outage here: the monotonic clock does not advance with it.
+    Clients can send requests only during this time.
+
+    Heartbeats have the time of day. It also advances while the machine is suspended, and jumps when
+    somebody sets the clock. Both count as an outage. They are detected by comparison with the
+    monotonic clock, which does neither.
     """
 
     def __init__(self, store: Store) -> None:
@@ -55,26 +61,31 @@ class ApiUptime:
         self._total_s = self._continuous_s = 0.0
 
     def get_total_s(self) -> float:
-        """Return the total uptime: a clock that stops while the API is down."""
+        """Return the total uptime in seconds. It does not advance while the API is down."""
         self._check()
         return self._total_s
 
     def get_continuous_s(self) -> float:
-        """Return the uptime since the API was last down."""
+        """Return the uptime in seconds since the last outage."""
         self._check()
         return self._continuous_s
 
     def _check(self) -> None:
+        # Compare the two clocks. Checks are limited, because looking for the API takes a system
+        # call.
         elapsed = time.monotonic() - self._checked_at
-        step = time.time() - self._checked_time_of_day - elapsed
-        is_step = abs(step) > _MAX_CLOCK_STEP_S
-        if elapsed < _CHECK_PERIOD_S and not is_step:  # a check takes a system call
+        jump = time.time() - self._checked_time_of_day - elapsed
+        has_jumped = abs(jump) > _MAX_CLOCK_STEP_S
+        if elapsed < _CHECK_PERIOD_S and not has_jumped:
             return
         self._checked_at += elapsed
-        self._checked_time_of_day += elapsed + step
-        if is_step:
+        self._checked_time_of_day += elapsed + jump
+
+        # Count the time if the API was up.
+        if has_jumped:
             _log.warning(
-                "the time of day has stepped by %.0f s, or the machine was suspended; no session expires", step
+                "the clock was set by %.0f s, or the machine was suspended; sessions get new time to send heartbeats",
+                jump,
             )
             self._continuous_s = 0.0
         elif self._store.is_peer_running():
@@ -86,17 +97,17 @@ class ApiUptime:
 
 @dataclass(frozen=True, slots=True)
 class Housekeeping:
-    """Frees what closed sessions hold, and removes expired data."""
+    """Releases resources of closed sessions, and removes expired data."""
 
     context: EngineContext
     artifacts: ArtifactStore
     sampling: SamplingExecutor
     api_uptime: ApiUptime
     claims: list[identity.Claim] = field(default_factory=list[identity.Claim])
-    """At most one, of an object store; the next collection uses it."""
+    """At most one claim of an object store, which the next garbage collection uses."""
 
     def evict_idle_models(self, is_waiting: Callable[[ModelId], bool], now: float) -> None:
-        """Evict the models of closed sessions that have no running or waiting request."""
+        """Evict models of closed sessions, unless they have running or waiting requests."""
         models = self.context.models
         for model in models.list_resident():
             is_needed = model.model_id in models.busy or is_waiting(model.model_id)
@@ -104,22 +115,22 @@ class Housekeeping:
                 models.evict(model)
 
     def forget_idle_models(self, schedule: Schedule) -> None:
-        """Forget the models that have no running or waiting request and are not on the device.
+        """Forget models that are not on the device and have no running or waiting requests.
 
-        The database has all that is needed to use them again.
+        Their next request reads them from the database again.
         """
         active = self.context.models.busy | self.context.background_writer.blocked_models
         self.context.models.forget_evicted(lambda model_id: model_id in active or schedule.is_waiting(model_id))
         schedule.forget_idle_models(active | {model.model_id for model in self.context.models.list_resident()})
 
     def fail_orphaned_samples(self, now: float) -> None:
-        """Fail the samples of closed sessions. Their clients cannot fetch them."""
+        """Fail the samples of closed sessions, because their clients can no longer fetch them."""
         for session_id in self.sampling.list_sessions():
             if (how := self._describe_session_end(session_id, now)) is not None:
                 self.sampling.end_session(session_id, f"its session {how}; begin a new one to sample again")
 
     def expire(self, now: float) -> None:
-        """Remove models, checkpoints, samplers, logprobs and losses past their retention; close silent sessions."""
+        """Remove data past its retention, for example models, and close silent sessions."""
         clock, retention = self._make_clock(now), self.context.retention
 
         def drop(tx: Session) -> list[ModelId]:
@@ -129,22 +140,23 @@ class Housekeeping:
 
         for model_id in self.context.store.write(drop):
             self.context.models.discard(model_id)
-            removed = "removed model %s: it was deleted, or its session is past its retention"
-            _log.info(removed, model_id, extra={"model_id": model_id})
+            reason = "removed model %s: it was deleted, or its session is past its retention"
+            _log.info(reason, model_id, extra={"model_id": model_id})
 
     def collect_garbage(self, read_position: int, now: float, *, is_keeper: bool = True) -> None:
-        """Start to take away unreferenced artifacts if this engine is the keeper, and evict unreferenced samplers.
+        """Evict unreferenced samplers. The keeper also starts to remove unreferenced artifacts.
 
-        Nothing is removed while requests that arrived after `read_position` wait: they may name an artifact that lost
-        its other references since. The open samples of other engines count as references.
+        Nothing is removed while there are requests after `read_position`, which this engine has not
+        read. They may refer to an artifact whose other references have just been removed. Samples
+        that wait or run in other engines count as references.
         """
 
         def look(tx: Session) -> tuple[bool, set[ArtifactId] | None]:
             unread = futures.list_pending(tx, read_position, 1, engine=self.context.store.engine_number)
             return bool(unread), checkpoints.find_referenced_artifacts(tx)
 
-        # Find out whether anything may be removed. One transaction: a request that arrives later names a referenced
-        # artifact or a young one.
+        # Decide whether anything may be removed. This is one transaction: requests that arrive
+        # after it can only refer to artifacts that are referenced or young.
         claim = self._claim() if is_keeper else None
         if is_keeper and claim is None:
             return
@@ -153,10 +165,10 @@ class Housekeeping:
             _log.debug("no artifact is removed now: there are unread requests")
             return
         if referenced is None:
-            _log.warning("no artifact is removed now: a waiting load_weights is damaged and its artifact is unknown")
+            _log.warning("no artifact is removed now: a waiting load_weights is damaged, so its artifact is unknown")
             return
 
-        # Free samplers here, then files in the background.
+        # Evict samplers now, and remove files in the background.
         in_use = self.sampling.list_samplers_in_use()
         keep = referenced | {ArtifactId(sampler) for sampler in in_use}
         self._evict_idle_samplers(keep, in_use, now)
@@ -164,7 +176,7 @@ class Housekeeping:
             self._collect_artifacts(claim, keep)
 
     def _collect_artifacts(self, claim: identity.Claim, keep: Collection[ArtifactId]) -> None:
-        """Start to take away all artifacts except these, those that the claim leaves alone, and young ones."""
+        """Start to remove all artifacts except `keep`, unclaimed artifacts and young artifacts."""
 
         def collect() -> None:
             self.artifacts.collect({*keep, *claim.unclaimed}, claim.looked_at)
@@ -172,65 +184,69 @@ class Housekeeping:
             self.artifacts.empty_trash(retention_s=settings.trash_retention_s, max_bytes=settings.max_trash_bytes)
 
         def on_collected(collected: Future[None]) -> None:
-            if (error := collected.exception()) is not None:  # they only take disk space
+            if (error := collected.exception()) is not None:  # the artifacts only take disk space
                 _log.error("cannot remove unreferenced artifacts; retrying later", exc_info=error)
 
         self.context.background_writer.submit(collect, on_collected)
 
     def _claim(self) -> identity.Claim | None:
-        """Return the right to collect artifacts, or None if there is none now.
+        """Return the right to remove artifacts, or None if this engine does not have it now.
 
-        That of an object store is claimed in the background, for the next collection: no step waits for a network.
+        An object store is claimed in the background, and the claim is used by the next garbage
+        collection. So the engine's loop never waits for the network.
         """
         store, artifacts = self.context.store, self.artifacts
         if not artifacts.is_remote:
             try:
                 return identity.claim(store, artifacts)
             except OSError as error:
-                _log.error("%s: the identity of the data directory cannot be written: %s", _NOTHING, error)
+                _log.error("%s: cannot write the identity of the data directory: %s", _NOTHING_REMOVED, error)
                 return None
 
         def on_claimed(claimed: Future[identity.Claim]) -> None:
             try:
                 self.claims.append(claimed.result())
             except OSError as error:
-                _log.error("%s: %s", _NOTHING, error)
+                _log.error("%s: %s", _NOTHING_REMOVED, error)
 
         self.context.background_writer.submit(lambda: identity.claim(store, artifacts), on_claimed)
         return self.claims.pop() if self.claims else None
 
     def prune(self, now: float) -> bool:
-        """Remove some rows past their retention, for example old results. Returns whether more are left."""
+        """Remove some rows past their retention, for example old results.
+
+        Returns True if more are left.
+        """
         clock, retention = self._make_clock(now), self.context.retention
         is_full = self.context.store.write(lambda tx: retention.prune(tx, clock)) >= pruning.MAX_ROWS
         return self.context.store.vacuum() or is_full
 
     def trim_tables(self) -> None:
-        """Start to remove the rows beyond the bounds of features, for example old points of long runs."""
+        """Start to remove rows beyond limits of features, for example old points of long runs."""
         store = self.context.store
-        grown = [(bound, bound.grown) for bound in self.context.observers.list_row_limits() if bound.grown]
-        for bound, _ in grown:
-            bound.grown = set()
+        grown = [(limit, limit.grown) for limit in self.context.observers.list_row_limits() if limit.grown]
+        for limit, _ in grown:
+            limit.grown = set()
 
         def remove() -> None:
-            for bound, keys in grown:
+            for limit, keys in grown:
                 for key in keys:
                     for batch in _split_batches(
-                        store.read(lambda tx, bound=bound, key=key: bound.find_superfluous(tx, key))
+                        store.read(lambda tx, limit=limit, key=key: limit.find_superfluous(tx, key))
                     ):
-                        store.write(lambda tx, bound=bound, batch=batch: bound.remove(tx, batch))
+                        store.write(lambda tx, limit=limit, batch=batch: limit.remove(tx, batch))
 
         def on_removed(removed: Future[None]) -> None:
-            if (error := removed.exception()) is not None:  # they only take disk space
-                _log.error("cannot remove rows beyond their bounds; retrying later", exc_info=error)
-                for bound, keys in grown:
-                    bound.grown |= keys
+            if (error := removed.exception()) is not None:  # the rows only take disk space
+                _log.error("cannot remove rows that exceed their limits; retrying later", exc_info=error)
+                for limit, keys in grown:
+                    limit.grown |= keys
 
         if grown:
             self.context.background_writer.submit(remove, on_removed)
 
     def _describe_session_end(self, session_id: SessionId, now: float) -> str | None:
-        """Return how a session ended or that its heartbeat timed out; None while it is open."""
+        """Return how a session ended, for example by a heartbeat timeout, or None if it is open."""
         row = self.context.store.read(lambda tx: sessions.find(tx, session_id))
         if row is None:
             return "is gone"
@@ -240,7 +256,10 @@ class Housekeeping:
         return f"sent no heartbeat for {timeout_s:.0f} s" if row.last_heartbeat_at < now - timeout_s else None
 
     def _extend_timeout_s(self, limit_s: float) -> float:
-        """Return a timeout or retention: infinite until the API was up long enough for clients to return."""
+        """Extend a timeout or retention after an outage.
+
+        It is infinite until clients have had time to return.
+        """
         settings = self.context.settings
         enough_s = min(settings.session_timeout_s, settings.session_retention_s)
         return limit_s if self.api_uptime.get_continuous_s() >= min(limit_s, enough_s) else math.inf
@@ -251,9 +270,9 @@ class Housekeeping:
     def _evict_idle_samplers(self, keep: Collection[ArtifactId], in_use: Collection[SamplerId], now: float) -> None:
         """Evict samplers that are unreferenced, or that only closed sessions used."""
         for sampler, used_by in self.context.samplers.find_idle().items():
-            is_wanted = sampler in in_use or any(
+            is_needed = sampler in in_use or any(
                 self._describe_session_end(session_id, now) is None for session_id in used_by
             )
-            if not is_wanted or ArtifactId(sampler) not in keep:
+            if not is_needed or ArtifactId(sampler) not in keep:
                 self.context.samplers.evict(sampler)
                 _log.info("evicted sampler %s", sampler)

@@ -1,4 +1,4 @@
-"""Reads new requests in order of arrival, as far as there is memory for them."""
+"""Read new requests from the database in order of arrival, while there is memory for them."""
 
 import time
 from collections.abc import Sequence
@@ -14,15 +14,19 @@ from skyrl_tx.store import futures
 
 _PAGE_REQUESTS = 256
 _MAX_READ_TIME_S = 0.1
-_DEFERRED_BODY_BYTES = 65_536  # a pass of this size takes much longer than the extra statement that reads its body
+_DEFERRED_BODY_BYTES = 65_536
+"""Size of a body that is read later.
+
+Such a pass takes much longer than the additional statement for its body.
+"""
 
 
 class Intake:
-    """Hands stored requests to the schedule and the sampling queue.
+    """Adds stored requests to the schedule and to the sampling queue.
 
-    While the memory for waiting requests is full, an owner with more than its share of it falls behind: its training
-    requests stay in the database and are read in order once there is memory for them. Those of other owners are read.
-    Samples are always read, because back-pressure bounds their memory.
+    If the memory for waiting requests is full, an owner that uses more than its share falls behind:
+    its training requests stay in the database until there is memory for them. The requests of
+    other owners are read. Samples are always read, because back-pressure bounds their memory.
     """
 
     def __init__(self, context: EngineContext, schedule: Schedule, sampling: SamplingExecutor) -> None:
@@ -31,16 +35,19 @@ class Intake:
         self._sampling = sampling
         self._engine = context.store.engine_number
         self.position = 0
-        """The last request that was read, or is left to an owner that is behind."""
-        self._behind: dict[str, int] = {}  # the last request of each owner that was read
+        """Position of the last request that was read or skipped because its owner is behind."""
+        self._behind: dict[str, int] = {}  # owners that are behind, and the position of the last request that was read
 
     @property
     def complete_position(self) -> int:
-        """The position up to which all requests of all owners were read."""
+        """All requests up to this position were read, for every owner."""
         return min(self._behind.values(), default=self.position)
 
     def read(self, is_busy: bool) -> bool:
-        """Read new requests, for a limited time while the device is busy. Returns whether there was any."""
+        """Read new requests, for a limited time if the device is busy.
+
+        Returns True if there were any.
+        """
         end = time.monotonic() + _MAX_READ_TIME_S
         worked = False
         while self._read_page(is_busy):
@@ -50,7 +57,10 @@ class Intake:
         return worked
 
     def _has_memory(self, owner: str, is_busy: bool) -> bool:
-        """Whether an owner's requests may be read. If nothing runs, all in memory may wait for unread ones."""
+        """Whether requests of an owner may be read.
+
+        Always if the device is idle, because all requests in memory may be waiting for unread ones.
+        """
         limit, by_owner = self._context.settings.max_backlog_bytes, self._schedule.num_bytes_by_owner
         if not is_busy or self._schedule.num_bytes + self._sampling.num_bytes < limit:
             return True
@@ -58,19 +68,29 @@ class Intake:
         return by_owner[owner] < (limit - self._sampling.num_bytes) // num_owners
 
     def _read_page(self, is_busy: bool) -> bool:
-        """Read a page of requests. Large passes are queued without bodies, so one client's backlog hides no others."""
+        """Read a page of requests. Returns True if there were any.
+
+        Large passes are queued without their bodies, so that the backlog of one client does not
+        fill the memory and keep the requests of other clients from being read.
+        """
         is_full = self._schedule.num_bytes >= self._context.settings.max_backlog_bytes // 2
         max_body_bytes = 0 if is_full else _DEFERRED_BODY_BYTES
+
+        # Owners that are behind come first.
         for owner in list(self._behind):
             if self._has_memory(owner, is_busy) and self._catch_up(owner, max_body_bytes):
                 return True
+
+        # Read the next page of all owners.
         position = self.position
 
         def look(tx: Session) -> tuple[int, list[futures.PendingRequest]]:
-            last = futures.get_last_position(tx)  # read before the page, so that no request between them is skipped
+            last = futures.get_last_position(tx)  # before the page, so that no new request is skipped
             return last, futures.list_pending(tx, position, _PAGE_REQUESTS, max_body_bytes, engine=self._engine)
 
         last, page = self._context.store.read(look)
+
+        # Add its requests. An owner without memory falls behind.
         for pending in page:
             self.position = pending.position
             if pending.model_id is None:
@@ -81,12 +101,12 @@ class Intake:
                 self._add(pending)
             else:
                 self._behind[pending.owner] = pending.position - 1
-        if len(page) < _PAGE_REQUESTS:  # requests after the page were cancelled before they were read
+        if len(page) < _PAGE_REQUESTS:  # requests between the page and `last` were cancelled before they were read
             self.position = max(self.position, last)
         return bool(page)
 
     def _catch_up(self, owner: str, max_body_bytes: int) -> bool:
-        """Read a page of an owner that is behind. Returns whether there was any request."""
+        """Read a page of requests of an owner that is behind. Returns True if there were any."""
         after, up_to = self._behind[owner], self.position
         page = self._context.store.read(
             lambda tx: futures.list_pending_by_owner(
@@ -106,13 +126,13 @@ class Intake:
             self._sampling.add(queued)
             return
         if queued.model_id not in self._schedule:
-            self._context.request_log.wait_for_commits()  # the model may have been forgotten just now
+            self._context.request_log.wait_for_commits()  # the cursor depends on committed results
             self._schedule.add_model(queued.model_id, self._context.recovery.read_sequence_cursor(queued.model_id))
         self._schedule.add(queued)
 
     def read_bodies(self, requests: Sequence[QueuedRequest]) -> list[QueuedRequest]:
-        """Read deferred bodies."""
+        """Return the same requests with their bodies, which were deferred."""
         request_ids = [queued.request_id for queued in requests]
         rows = self._context.store.read(lambda tx: futures.list_by_id(tx, request_ids))
-        found = {row.request_id: row for row in rows}
-        return [QueuedRequest.from_row(found[request_id]) for request_id in request_ids]
+        row_by_id = {row.request_id: row for row in rows}
+        return [QueuedRequest.from_row(row_by_id[request_id]) for request_id in request_ids]

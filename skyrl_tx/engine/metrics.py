@@ -1,7 +1,11 @@
-"""The engine's metrics: counted when a result is committed, and measured by the loop once a second.
+"""The engine's metrics and status.
 
-Names follow Prometheus and vLLM: the prefix `skyrl_tx_`, base units, `_total` for what only grows. No owner, model,
-session or path is a label, except the owner in one family, with `--metrics-owners`.
+`EngineMetrics` counts when a result is committed, and the loop updates its gauges once a second.
+`StatusPublisher` writes the engine's status to the database, where the API reads it.
+
+Metric names follow the conventions of Prometheus and vLLM: the prefix `skyrl_tx_`, base units, and
+`_total` for counters. No label contains an owner, model, session or path. The only exception is
+`owner_tokens` with `--metrics-owners`.
 """
 
 import logging
@@ -33,6 +37,9 @@ from skyrl_tx.store.errors import StoreError, StoreUnreachable
 from skyrl_tx.store.pauses import Pause
 from skyrl_tx.store.tables import EngineStateRow, EngineStatus
 
+_log = logging.getLogger(__name__)
+_STATUS_PERIOD_S = 1.0
+
 _MAX_OWNERS = 50
 _OTHERS = "other"
 _WAITS_S = (0.01, 0.05, 0.25, 1.0, 2.5, 10.0, 30.0, 120.0, 600.0)
@@ -48,41 +55,43 @@ _WORK_BY_CALL: Mapping[str, Work] = {
     **dict.fromkeys(("begin_sample", "step_sample", "cancel_sample", "end_sample"), "sample"),
     **dict.fromkeys(("create_model", "restore", "capture", "load_sampler"), "state"),
 }
-"""The work of each call of the backend, as `LoopActivity` names it; the loop's time in other calls is negligible."""
+"""The kind of work of each backend call, by its name in `LoopActivity`.
+
+Other calls take no noticeable time.
+"""
 
 
 class _BackendMeters(Collector):
-    """The last `Meters` of the backend as metrics. What the backend does not tell has no sample."""
+    """Exports the last `Meters` of the backend.
+
+    A meter that the backend does not report has no sample.
+    """
 
     _GAUGES: Mapping[str, str] = {
-        "decode_slots": "Samples that can decode at once.",
-        "decode_slots_used": "Samples that decode.",
-        "kv_cache_tokens": "Positions of the KV cache.",
-        "kv_cache_tokens_used": "Positions of the pages that prompts and samples have, shared ones once.",
-        "prefix_cache_tokens": "Positions of the pages of cached prompts, and of their states at their size.",
-        "sampler_servers_lost": "Servers that draw samples for the backend and do not respond.",
-        "trainer_gap_max_nats": "The largest difference that a comparison of sampler and trainer has found.",
+        "decode_slots": "Samples that can decode at the same time.",
+        "decode_slots_used": "Samples that are decoding.",
+        "kv_cache_tokens": "Size of the KV cache in tokens.",
+        "kv_cache_tokens_used": "Tokens of KV cache pages that prompts and samples use. A shared page counts once.",
+        "prefix_cache_tokens": "Tokens of KV cache pages that hold cached prompts, including their states.",
+        "sampler_servers_lost": "Sampling servers that do not respond.",
+        "trainer_gap_max_nats": "Largest difference between sampler and trainer log-probabilities so far.",
     }
-    _COUNTERS: Mapping[str, tuple[str, str]] = {
-        "compilations": ("compilations", "Programs that were compiled, or read from a compilation cache."),
-        "compile_seconds": ("compile_seconds", "Time of the compiler in seconds."),
+    _COUNTERS: Mapping[str, str] = {
+        "compilations": "Programs that were compiled, or read from a compilation cache.",
+        "compile_seconds": "Seconds spent compiling.",
         "out_of_memory_retries": (
-            "out_of_memory_retries",
-            "Passes that started again with smaller micro-batches because a device was out of memory.",
+            "Passes that were restarted with smaller micro-batches because a device was out of memory."
         ),
-        "micro_batches": ("micro_batches", "Micro-batches that the device computed for passes."),
-        "padding_tokens": ("padding_tokens", "Positions of micro-batches that held no token of a request."),
+        "micro_batches": "Micro-batches of passes that the device computed.",
+        "padding_tokens": "Tokens of micro-batches that were padding.",
         "fallback_samples": (
-            "fallback_samples",
-            "Samples that the trainer drew because all servers of its sampler were lost (--sampler-fallback trainer).",
+            "Samples that the trainer drew because all servers of its sampler were lost (--sampler-fallback trainer)."
         ),
         "compared_tokens": (
-            "compared_tokens",
-            "Sampled tokens whose log-probabilities were compared with the trainer's (--sampler-check-share).",
+            "Sampled tokens whose log-probabilities were compared with the trainer's (--sampler-check-share)."
         ),
         "trainer_gap_nats": (
-            "trainer_gap_nats",
-            "Sum of the absolute differences of log-probabilities; divided by compared_tokens it is their mean.",
+            "Sum of the absolute differences of log-probabilities. Divide by compared_tokens to get the mean."
         ),
     }
 
@@ -94,15 +103,19 @@ class _BackendMeters(Collector):
         meters = self.last
         for name, text in self._GAUGES.items():
             yield GaugeMetricFamily(f"skyrl_tx_{name}", text, value=getattr(meters, name))
-        for name, (family, text) in self._COUNTERS.items():
-            yield CounterMetricFamily(f"skyrl_tx_{family}", text, value=getattr(meters, name))
+        for name, text in self._COUNTERS.items():
+            yield CounterMetricFamily(f"skyrl_tx_{name}", text, value=getattr(meters, name))
+
+        # Memory of each device.
         used = GaugeMetricFamily("skyrl_tx_device_memory_bytes", "Memory of a device in use.", labels=["device"])
         limit = GaugeMetricFamily("skyrl_tx_device_memory_limit_bytes", "Memory of a device.", labels=["device"])
         for number, memory in enumerate(meters.device_memory):
             used.add_metric([str(number)], memory.used_bytes)
             limit.add_metric([str(number)], memory.limit_bytes)
+
+        # Time by kind of work.
         seconds = CounterMetricFamily(
-            "skyrl_tx_device_seconds", "Time of the engine's loop in calls of the backend.", labels=["work"]
+            "skyrl_tx_device_seconds", "Seconds that the engine's loop spent in backend calls.", labels=["work"]
         )
         for work, value in self.seconds.items():
             seconds.add_metric([work], value)
@@ -110,7 +123,7 @@ class _BackendMeters(Collector):
 
 
 class _ResidentMemory(Collector):
-    """The memory of the engine's process: one of the families that a `ProcessCollector` has."""
+    """Exports the resident memory of the engine process, as `ProcessCollector` reports it."""
 
     def __init__(self) -> None:
         self._process = ProcessCollector(namespace="skyrl_tx_engine", registry=None)
@@ -122,12 +135,12 @@ class _ResidentMemory(Collector):
 class EngineMetrics:
     """All metrics of one engine.
 
-    Written by the engine's thread; the registry is read by any thread. `totals` has the counts that are published with
-    the engine's status.
+    The engine's thread updates them, any thread may read the registry. `totals` holds the counts
+    that are published with the engine's status.
     """
 
     def __init__(self, *, with_owners: bool = False) -> None:
-        """`with_owners`: count tokens by owner too."""
+        """`with_owners`: also count tokens by owner."""
         self.registry = CollectorRegistry()
         self.totals: Totals[str] = Totals()
         self._backend = _BackendMeters()
@@ -135,46 +148,56 @@ class EngineMetrics:
         self.registry.register(self._backend)
         self.registry.register(_ResidentMemory())
         counter, gauge, histogram = self._make_counter, self._make_gauge, self._make_histogram
+
+        # Requests. Labels are cached, because looking them up takes longer than counting.
         completed = counter("requests_completed", "Requests with a committed result.", "kind", "outcome")
-        queue_s = histogram("request_queue_seconds", "From arrival to the first start.", _WAITS_S, "kind")
-        run_s = histogram("request_run_seconds", "From the last start to the result.", _WAITS_S, "kind")
-        # Labels are looked up once, because that takes longer than counting.
+        queue_s = histogram("request_queue_seconds", "Time from arrival to the start of execution.", _WAITS_S, "kind")
+        run_s = histogram("request_run_seconds", "Time from the start of execution to the result.", _WAITS_S, "kind")
         self._completed = cache(completed.labels)
         self._queue_s = cache(queue_s.labels)
         self._run_s = cache(run_s.labels)
         self._waiting = gauge("requests_waiting", "Requests that have not started.", "queue")
         self._paused = gauge("requests_paused", "Requests that wait because of a quota.", "queue")
         self._running = gauge("requests_running", "Requests that have started.", "queue")
-        self._backlog = gauge("backlog_bytes", "Memory of waiting requests.", "queue")
-        self._backlog_limit = gauge("backlog_limit_bytes", "Memory for waiting requests.", "queue")
+        self._backlog = gauge("backlog_bytes", "Memory used by waiting requests.", "queue")
+        self._backlog_limit = gauge("backlog_limit_bytes", "Memory limit for waiting requests.", "queue")
+
+        # Training.
         tokens = counter("training_tokens", "Tokens of completed passes.", "pass")
         self._tokens = {kind: tokens.labels(label) for kind, label in _PASSES.items()}
         self._nonfinite = counter("nonfinite", "Losses and gradient norms that were NaN or infinite.", "what")
+
+        # Sampling.
         self._samples = counter("samples_finished", "Samples that ended.", "reason")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of completed sample requests.", "cached")
         self._generated = counter("generation_tokens", "Sampled tokens of completed requests.")
         self._first_token_s = histogram(
-            "time_to_first_token_seconds", "From a sample request's arrival to its first token.", _WAITS_S
+            "time_to_first_token_seconds", "Time from the arrival of a sample request to its first token.", _WAITS_S
         )
         self._inter_token_s = histogram(
-            "inter_token_seconds", "Mean time between two tokens of a sample request's longest sample.", _TOKENS_S
+            "inter_token_seconds", "Mean time between two tokens of the longest sample of a request.", _TOKENS_S
         )
+
+        # Models and samplers on the device.
         self._places: Mapping[str, Gauge] = {
             "models_resident": gauge("models_resident", "Models in training on the device."),
-            "models_places": gauge("models_places", "The most models in training on the device at once."),
+            "models_places": gauge("models_places", "Maximum number of models in training on the device."),
             "samplers_resident": gauge("samplers_resident", "Samplers on the device."),
-            "samplers_places": gauge("samplers_places", "The most samplers on the device at once."),
+            "samplers_places": gauge("samplers_places", "Maximum number of samplers on the device."),
             "effects_since_snapshot": gauge(
-                "effects_since_snapshot", "The most requests of one model that a recovery would replay."
+                "effects_since_snapshot", "Largest number of requests of one model that a recovery would replay."
             ),
         }
-        self.restores = counter("model_restores", "Models that were restored from their snapshot and log.")
-        self.sampler_loads = counter("sampler_loads", "Samplers that were loaded to the device.")
+        self.restores = counter("model_restores", "Models that were restored from their snapshot and the log.")
+        self.sampler_loads = counter("sampler_loads", "Samplers that were loaded onto the device.")
+
+        # Storage and owners.
         self._snapshots = counter("snapshots", "Recovery snapshots.", "outcome")
-        self.store_write_s = histogram("engine_store_write_seconds", "Commits of the engine to the store.", _WRITES_S)
+        self.store_write_s = histogram("engine_store_write_seconds", "Time of a database commit.", _WRITES_S)
         self._owner_tokens = counter("owner_tokens", "Tokens by owner (--metrics-owners).", "owner", "kind")
 
-        # A rate cannot see the first event of a series that begins with it.
+        # Create these series now: a rate does not see the first event of a series that starts with
+        # it.
         for child in "loss", "gradient":
             self._nonfinite.labels(child)
         for child in "ok", "failed":
@@ -183,7 +206,7 @@ class EngineMetrics:
     def record_completion(
         self, kind: str, owner: str, request: Request | None, result: Result, *, created_at: float, started_at: float
     ) -> None:
-        """Count a request that gets its result now. Times are seconds since the epoch."""
+        """Count a request that has its result now. Times are seconds since the epoch."""
         now = time.time()
         kind, failure = _get_kind_label(kind, request), isinstance(result, Failure)
         outcome = f"{result.category}_error" if isinstance(result, Failure) else "ok"
@@ -192,6 +215,7 @@ class EngineMetrics:
         if started_at >= created_at > 0:
             self._queue_s(kind).observe(started_at - created_at)
             self._run_s(kind).observe(max(now - started_at, 0.0))
+
         match result:
             case ForwardBackwardOutput():
                 self._count_pass(kind, owner, result)
@@ -235,7 +259,7 @@ class EngineMetrics:
         self._owner_tokens.labels(owner if owner in owners else _OTHERS, kind).inc(num_tokens)
 
     def observe_sample_latency(self, *, created_at: float, first_token_at: float, num_steps: int) -> None:
-        """Observe the pace of a completed sample request, whose longest sample has `num_steps` tokens."""
+        """Observe the latencies of a sample request whose longest sample has `num_steps` tokens."""
         if created_at:
             self._first_token_s.observe(max(first_token_at - created_at, 0.0))
         if num_steps > 1:
@@ -246,7 +270,7 @@ class EngineMetrics:
         self._samples.labels("cancelled").inc(num_samples)
 
     def count_nonfinite(self, what: Literal["loss", "gradient"]) -> None:
-        """Count a loss, or the norm of a gradient, that is NaN or infinite."""
+        """Count a loss or a gradient norm that is NaN or infinite."""
         self._nonfinite.labels(what).inc()
         self.totals["nonfinite"] += 1
 
@@ -261,20 +285,24 @@ class EngineMetrics:
         queues: Mapping[str, Mapping[str, int]],
         places: Mapping[str, int],
     ) -> Mapping[str, Any]:
-        """Set the gauges; return all that is published with the status, as JSON.
+        """Set the gauges. Returns the JSON values that are published with the status.
 
         Args:
-            backend: The state of the backend.
-            call_seconds: The seconds so far in calls of the backend, by the name of the call.
-            queues: For each queue the requests `waiting`, `paused` and `running`, `backlog_bytes` and
-                `backlog_limit_bytes`.
-            places: The models and samplers on the device, their places, and `effects_since_snapshot`.
+            backend: The meters of the backend.
+            call_seconds: Total seconds in backend calls, by the name of the call.
+            queues: For `training` and `sampling`, the number of requests that are `waiting`,
+                `paused` and `running`, and `backlog_bytes` and `backlog_limit_bytes`.
+            places: Number and maximum number of the models and samplers on the device, and
+                `effects_since_snapshot`.
         """
+        # The backend's meters, and its time by kind of work.
         seconds: dict[Work, float] = dict.fromkeys(get_args(Work), 0.0)
         for name, value in call_seconds.items():
             if (work := _WORK_BY_CALL.get(name)) is not None:
                 seconds[work] += value
         self._backend.last, self._backend.seconds = backend, seconds
+
+        # The queues, and the models and samplers on the device.
         for queue, values in queues.items():
             self._waiting.labels(queue).set(values["waiting"])
             self._paused.labels(queue).set(values["paused"])
@@ -283,13 +311,14 @@ class EngineMetrics:
             self._backlog_limit.labels(queue).set(values["backlog_limit_bytes"])
         for name, value in places.items():
             self._places[name].set(value)
-        known = {name: value for name, value in asdict(backend).items() if value is not None}
+
+        reported = {name: value for name, value in asdict(backend).items() if value is not None}
         return {
             "totals": dict(self.totals),
             "device_seconds": seconds,
             "queues": queues,
             "places": places,
-            "backend": known,
+            "backend": reported,
         }
 
     def _make_counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -303,19 +332,15 @@ class EngineMetrics:
 
 
 def _get_kind_label(kind: str, request: Request | None) -> str:
-    """Return the kind of a request for people: a pass is named by what it computes."""
+    """Return the `kind` label of a request. A pass is labeled forward or forward_backward."""
     if kind != "model_pass":
         return kind
     is_backward = isinstance(request, ModelPass | Rejected) and request.backward
     return "forward_backward" if is_backward else "forward"
 
 
-_log = logging.getLogger(__name__)
-_PERIOD_S = 1.0
-
-
 class StatusPublisher:
-    """Writes the engine's current status to the database: at once when it changes, and every second."""
+    """Writes the engine's status to the database: every second, and immediately when it changes."""
 
     def __init__(self, store: Store, boot_id: str, base_models: list[str], watchdog: Watchdog) -> None:
         self._store = store
@@ -325,23 +350,22 @@ class StatusPublisher:
         self._status: EngineStatus = "starting"
         self._capabilities: Mapping[str, object] = {}
         self.sample_load: engine_state.SampleLoad | None = None
-        """Published with the next status."""
+        """Part of the next published status, like `meters` and `pauses`."""
         self.meters: Mapping[str, object] | None = None
-        """Published with the next status."""
         self.pauses: Sequence[Pause] = ()
-        """Published with the next status."""
         self._failure: StoreUnreachable | None = None
         self._ended = threading.Event()
         self._thread = ServiceThread("engine-status", self._repeat)
 
     def start(self) -> None:
-        """Publish "starting", and go on publishing."""
+        """Publish the status `starting`, and start the thread that publishes every second."""
         self._publish()
         self._thread.start()
 
     def set_status(self, status: EngineStatus, capabilities: Capabilities) -> None:
-        """Change the status and publish it at once, with the capabilities that clients and operators see."""
+        """Change the status and publish it, with the capabilities that clients can see."""
         self._status = status
+
         self._capabilities = {
             "max_context_length": capabilities.max_context_length,
             "vocab_size": capabilities.vocab_size,
@@ -364,12 +388,12 @@ class StatusPublisher:
         self._thread.join()
 
     def check(self) -> None:
-        """Raise StoreUnreachable if the database was lost: this process cannot write any more."""
+        """Raise StoreUnreachable if the database is lost, so that the engine ends."""
         if self._failure is not None:
             raise self._failure
 
     def _repeat(self) -> None:
-        while not self._ended.wait(_PERIOD_S):
+        while not self._ended.wait(_STATUS_PERIOD_S):
             try:
                 self._publish()
             except StoreUnreachable as error:
@@ -380,16 +404,20 @@ class StatusPublisher:
                 _log.error("cannot write the engine's status; retrying: %s", error)
 
     def _publish(self) -> None:
+        """Write the status to the database."""
+        # Read the fields now: the loop may change them before the transaction runs.
         status, capabilities, load, meters = self._status, self._capabilities, self.sample_load, self.meters
         pauses, activity, detail = self.pauses, self._watchdog.describe_activity(), self._watchdog.overdue
 
         def work(tx: Session) -> None:
             now = engine_state.get_shared_time(tx)
             row = EngineStateRow(
+                # The engine and its process.
                 number=self._store.engine_number,
                 host=socket.gethostname(),
                 boot_id=self._boot_id,
                 pid=os.getpid(),
+                # Its state.
                 status=status,
                 capabilities=capabilities,
                 base_models=self._base_models,

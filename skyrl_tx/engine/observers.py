@@ -1,4 +1,4 @@
-"""Calls the observers of all features for each completed request, and finds the weights that a sample came from."""
+"""Call the observers of all features, and find the origin of sampled weights."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ _MAX_ORIGINS = 4096
 
 @dataclass(slots=True)
 class ResultObservers:
-    """Asks each observer for its rows about a completed request, and joins them."""
+    """Calls all observers for a completed request, and combines the rows that they write."""
 
     store: Store
     observers: Sequence[ResultObserver] = ()
@@ -32,8 +32,8 @@ class ResultObservers:
     )
 
     def list_row_limits(self) -> list[RowLimit[Any]]:
-        """Return the limits of the rows that observers write."""
-        return [bound for observer in self.observers for bound in observer.row_limits]
+        """Return the limits of the rows of all observers."""
+        return [limit for observer in self.observers for limit in observer.row_limits]
 
     def observe_pass(
         self, queued: QueuedRequest, model: LiveModel, output: ForwardBackwardOutput, num_tokens: int, time: DeviceTime
@@ -46,7 +46,7 @@ class ResultObservers:
     def observe_step(
         self, queued: QueuedRequest, model: LiveModel, output: OptimStepOutput, time: DeviceTime
     ) -> ObserverRows | None:
-        """Return the rows about an optimizer step, which `model` has counted."""
+        """Return the rows about an optimizer step. `model.num_steps` includes it."""
         return _combine_rows(observer.observe_step(queued, model, output, time) for observer in self.observers)
 
     def observe_sample(
@@ -61,11 +61,14 @@ class ResultObservers:
         )
 
     def observe_save(self, queued: QueuedRequest, model_id: ModelId) -> ObserverRows | None:
-        """Return the rows about a save with a name."""
+        """Return the rows about a save of a named checkpoint."""
         return _combine_rows(observer.observe_save(queued, model_id) for observer in self.observers)
 
     def note_sampler(self, sampler: SamplerId, model: LiveModel) -> None:
-        """Remember the step of an ephemeral sampler, because in-flight sessions forget it at the next save."""
+        """Remember the optimizer step of an ephemeral sampler.
+
+        In-flight sessions forget it at the next save.
+        """
         self._remember_origin(None, sampler, Origin(model.model_id, model.num_steps))
 
     def _find_origin(self, name: SamplingSessionId | None, sampler: SamplerId | None) -> Origin:
@@ -84,7 +87,7 @@ class ResultObservers:
 
 
 def _combine_rows(rows: Iterable[ObserverRows | None]) -> ObserverRows | None:
-    """Return what writes all of these rows, or None if there are none."""
+    """Combine functions that write rows. Returns None if there are none."""
     present = [write for write in rows if write is not None]
     if len(present) < 2:
         return present[0] if present else None

@@ -1,7 +1,8 @@
-"""Validates requests against the backend's capabilities, and converts them to its input and its results back.
+"""Convert requests to the backend's input and its results to outputs, and check requests.
 
-All are pure functions. A check raises UserError with a message that names the field as the SDK does, its value
-and the bound.
+All functions are pure. A check compares a request with the backend's capabilities. It raises
+UserError with the field as the SDK names it, the value and the limit, for example `num_samples 0
+must be 1 or more`.
 """
 
 import math
@@ -44,11 +45,22 @@ from skyrl_tx.contract.requests import (
 )
 from skyrl_tx.contract.results import ForwardBackwardOutput, PassResult
 
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
+_TARGETS_ONLY = LossSpec(name=CUSTOM, inputs={TARGET_TOKENS: LossInput(is_integer=True, max_ndim=2)})
+"""The inputs that all custom losses have."""
+_MAX_RESULT_LOGPROBS = 2**26
+"""Maximum number of log-probabilities in the result of one sample request, which are 512 MiB."""
+_MIN_TEMPERATURE = 1e-30
+"""Logits of up to a hundred million, divided by this temperature, still fit into float32."""
+
 
 def make_pass_examples(
     request_id: RequestId, model_id: ModelId, request: ModelPass, capabilities: Capabilities
 ) -> Iterator[PassExample]:
-    """Yield a valid request's examples, in the contract's dtypes, with all loss inputs and loss config values."""
+    """Yield the examples of a valid pass in the dtypes of the contract.
+
+    Loss inputs and loss config values that the request leaves out have their defaults.
+    """
     if not isinstance(request.custom, UnsetType):
         yield from _make_custom_examples(request_id, model_id, request, request.custom)
         return
@@ -68,7 +80,7 @@ def make_pass_examples(
 def _make_custom_examples(
     request_id: RequestId, model_id: ModelId, request: ModelPass, loss: CustomLoss
 ) -> Iterator[PassExample]:
-    """Yield the examples of a valid request with a custom loss, in the contract's dtypes."""
+    """Yield the examples of a valid pass with a custom loss, in the dtypes of the contract."""
     for datum in request.data:
         inputs: dict[str, NumberArray] = {}
         for declared in loss.inputs:
@@ -76,6 +88,7 @@ def _make_custom_examples(
                 array = np.ascontiguousarray(datum.loss_inputs[declared.name], np.float32)
                 inputs[declared.name] = array.reshape(()) if declared.rank == 0 else array
         inputs[TARGET_TOKENS] = np.ascontiguousarray(datum.loss_inputs[TARGET_TOKENS], np.int32)
+
         yield PassExample(
             request_id=request_id,
             model_id=model_id,
@@ -88,7 +101,7 @@ def _make_custom_examples(
 
 
 def _fill_loss_inputs(datum: Datum, spec: LossSpec) -> Mapping[str, NumberArray]:
-    # Absent inputs take the shape of the present ones. Targets are always present.
+    # A missing input gets the shape of another input. Targets are never missing.
     shape = next((array.shape for array in datum.loss_inputs.values()), datum.tokens.shape)
     inputs: dict[str, NumberArray] = {}
     for name, expected in spec.inputs.items():
@@ -99,12 +112,16 @@ def _fill_loss_inputs(datum: Datum, spec: LossSpec) -> Mapping[str, NumberArray]
 
 
 def combine_pass_results(results: Sequence[PassResult], num_tokens: int) -> ForwardBackwardOutput:
-    """Combine the results of one request's examples. Each metric's suffix names how the SDK combines it over chunks.
+    """Combine the results of the examples of one request.
 
-    The SDK weights means by the number of datums in a chunk, but means here are over positions. So each mean comes with
-    its total and count, whose quotient is the mean over any number of chunks. A mean without positions is left out.
+    The SDK splits a large request into chunks and combines the metrics of the chunks. The suffix of
+    a metric, for example `:sum`, says how. It weights means by the number of datums of a chunk, but
+    our means are over positions. So each mean comes with its sum and count: the sum over all chunks
+    divided by the count over all chunks is the correct mean. A mean over no positions is left out.
+
     Metrics of custom losses are sums and means over datums, as the SDK weights them.
     """
+    # Add up the results.
     sums: dict[str, float] = {"loss": 0.0}
     totals: dict[str, float] = {}
     counts: dict[str, float] = {}
@@ -117,6 +134,8 @@ def combine_pass_results(results: Sequence[PassResult], num_tokens: int) -> Forw
             counts[name] = counts.get(name, 0.0) + term.count
         for name, value in result.metrics.items():
             custom[name] = custom.get(name, 0.0) + value
+
+    # Name the metrics.
     metrics = {f"{name}:sum": float(value) for name, value in sums.items()}
     metrics |= {"num_tokens:sum": float(num_tokens), "num_datums:sum": float(len(results))}
     for name, total in totals.items():
@@ -131,7 +150,10 @@ def combine_pass_results(results: Sequence[PassResult], num_tokens: int) -> Forw
 def make_sample_request(
     request_id: RequestId, request: Sample, capabilities: Capabilities, cache_scope: str = ""
 ) -> SampleRequest:
-    """Convert a valid request. `max_tokens` null becomes what fits in the context."""
+    """Convert a valid sample request.
+
+    If `max_tokens` is null, it becomes the rest of the context.
+    """
     max_tokens = request.params.max_tokens
     if max_tokens is None:
         max_tokens = capabilities.max_context_length - request.prompt.size
@@ -147,18 +169,12 @@ def make_sample_request(
 
 
 def slice_sample_request(request: SampleRequest, first: int, end: int) -> SampleRequest:
-    """Return the samples from `first` to `end` of a request. Only the first part has the prompt options."""
+    """Return a request for the samples `first` to `end` (exclusive).
+
+    Only the first part has the prompt options.
+    """
     options = PromptOptions(sample_topk=request.options.sample_topk) if first else request.options
     return replace(request, first_index=first, num_samples=end - first, options=options)
-
-
-_MAX_FLOAT32 = float(np.finfo(np.float32).max)
-_TARGETS_ONLY = LossSpec(name=CUSTOM, inputs={TARGET_TOKENS: LossInput(is_integer=True, max_ndim=2)})
-"""The inputs that all custom losses share."""
-_MAX_RESULT_LOGPROBS = 2**26
-"""The most sampled tokens of one request, times the log-probabilities of each: a result of 512 MiB."""
-_MIN_TEMPERATURE = 1e-30
-"""Logits divided by this fit in float32, up to a hundred million."""
 
 
 def check_create(request: CreateModel, capabilities: Capabilities, base_models: Collection[str]) -> None:
@@ -170,7 +186,10 @@ def check_create(request: CreateModel, capabilities: Capabilities, base_models: 
 def check_load(
     request: LoadWeights, capabilities: Capabilities, base_models: Collection[str], current: ModelSpec | None
 ) -> None:
-    """Check `load_weights`. `current` is the existing model's spec, None if the request creates the model."""
+    """Check `load_weights`.
+
+    `current` is the spec of the model, or None if the request creates the model.
+    """
     if request.base_model is not None:
         _check_base_model(request.base_model, base_models)
     _check_spec(request.spec, capabilities)
@@ -179,7 +198,10 @@ def check_load(
     for name in ("rank", "train_attn", "train_mlp", "train_unembed"):
         theirs, ours = getattr(request.spec.lora, name), getattr(current.lora, name)
         if theirs != ours:
-            raise UserError(f"path {request.path!r}: its lora_config.{name} is {theirs}, the model's is {ours}")
+            raise UserError(
+                f"path {request.path!r}: the checkpoint has lora_config.{name} {theirs}, but the model has {ours}; "
+                "load it into a new model"
+            )
 
 
 def check_save(request: SaveWeights) -> None:
@@ -187,7 +209,7 @@ def check_save(request: SaveWeights) -> None:
     if request.name is not None:
         checkpoint_name(request.name)
     elif request.kind != "sampler_weights" or request.sampling_session_id is None:
-        raise UserError("path: a name is needed to save weights")
+        raise UserError("path is missing: name the checkpoint")
     if request.ttl_s is not None and request.ttl_s <= 0:
         raise UserError(f"ttl_seconds {request.ttl_s} must be positive")
 
@@ -229,28 +251,34 @@ def check_sample(request: Sample, capabilities: Capabilities) -> None:
     if request.num_samples <= 0:
         raise UserError(f"num_samples {request.num_samples} must be 1 or more")
     _check_sampling(request.params, capabilities.vocab_size)
+
+    # The number of tokens. `max_tokens` null means the rest of the context.
     length, limit = request.prompt.size, capabilities.max_context_length
     max_tokens = request.params.max_tokens
     if max_tokens is None:
         if length >= limit:
             raise UserError(
-                f"prompt has {length} tokens: no room for a new one in the context of {limit} "
-                "(sampling_params.max_tokens is null: as many as fit)"
+                f"prompt has {length} tokens: no new token fits into the context of {limit} tokens; shorten the prompt "
+                "(sampling_params.max_tokens is null, which means the rest of the context)"
             )
         max_tokens = limit - length
+
+    # They must fit into the context and the KV cache.
     if max_tokens <= 0:
         raise UserError(f"sampling_params.max_tokens {max_tokens} must be 1 or more")
-    num_tokens, most = length + max_tokens, capabilities.max_sample_tokens
-    if num_tokens > min(limit, most):
-        exceeded = f"the context of {limit} tokens" if num_tokens > limit else f"the room for samples, {most} tokens"
+    num_tokens, capacity = length + max_tokens, capabilities.max_sample_tokens
+    if num_tokens > min(limit, capacity):
+        exceeded = f"the context of {limit} tokens" if num_tokens > limit else f"the KV cache of {capacity} tokens"
         raise UserError(f"prompt of {length} tokens + sampling_params.max_tokens {max_tokens} exceeds {exceeded}")
     _check_options(request.options, length, capabilities)
+
+    # The size of the result.
     num_logprobs = request.num_samples * max_tokens * (1 + request.options.sample_topk)
     if num_logprobs > _MAX_RESULT_LOGPROBS:
         raise UserError(
             f"num_samples {request.num_samples} x max_tokens {max_tokens} x (1 + topk_sample_logprobs "
             f"{request.options.sample_topk}) is {num_logprobs} log-probabilities: must be at most "
-            f"{_MAX_RESULT_LOGPROBS}; send several requests"
+            f"{_MAX_RESULT_LOGPROBS}; send multiple requests"
         )
 
 
@@ -266,10 +294,10 @@ def _check_custom_pass(request: ModelPass, loss: CustomLoss, capabilities: Capab
 
 
 def _check_custom_inputs(field: str, datum: Datum, loss: CustomLoss, needs: Needs) -> None:
-    """Check the inputs of one datum other than its targets, and that its size fits the loss."""
+    """Check the inputs of a datum except its targets, and that its size fits the loss."""
     length = datum.tokens.size
 
-    # Each input is there.
+    # Each input is present.
     shapes = {LOGPROBS: datum.loss_inputs[TARGET_TOKENS].shape}
     for declared in loss.inputs:
         if declared.name == LOGPROBS:
@@ -281,7 +309,7 @@ def _check_custom_inputs(field: str, datum: Datum, loss: CustomLoss, needs: Need
             f"{field}.loss_fn_inputs[{declared.name!r}]", array, declared, length
         )
 
-    # Each input has its declared rank, and all have one width.
+    # Each input has its declared rank, and all have the same number of targets per position.
     width: int | None = None
     for declared in loss.inputs:
         shape = shapes[declared.name]
@@ -297,20 +325,23 @@ def _check_custom_inputs(field: str, datum: Datum, loss: CustomLoss, needs: Need
                 )
             width = shape[1]
 
-    # The loss is defined for this size, and can be computed.
+    # The datum is large enough for the loss, and not too large to compute it.
     if length < needs.positions:
         raise UserError(f"{field} has {length} tokens; loss {loss.name!r} needs at least {needs.positions}")
     if (width or 1) < needs.targets:
         raise UserError(f"{field} has {width} targets per position; loss {loss.name!r} needs at least {needs.targets}")
     if (count := needs.num_elements(length, width or 1)) > MAX_ELEMENTS:
         raise UserError(
-            f"{field}: loss {loss.name!r} would compute {count} numbers of its {length} tokens; must be at most "
+            f"{field}: loss {loss.name!r} would compute {count} numbers for its {length} tokens; must be at most "
             f"{MAX_ELEMENTS}"
         )
 
 
 def _check_custom_input(field: str, array: NumberArray, expected: CustomLossInput, length: int) -> tuple[int, ...]:
-    """Check an input's numbers; return its shape. A scalar may arrive as [1]: protobuf has no empty shape."""
+    """Check the numbers of an input and return its shape.
+
+    A scalar may have the shape [1], because protobuf cannot represent an empty shape.
+    """
     if expected.rank == 0 and array.size == 1:
         shape: tuple[int, ...] = ()
     else:
@@ -318,15 +349,15 @@ def _check_custom_input(field: str, array: NumberArray, expected: CustomLossInpu
         if not shape or shape[0] != length or array.size == 0:
             raise UserError(f"{field} has shape {list(shape)}; model_input has {length} tokens")
     if array.dtype.kind in "iu" and ((array > MAX_EXACT) | (array < -MAX_EXACT)).any():
-        raise UserError(f"{field} holds a whole number above {MAX_EXACT}, which float32 does not hold exactly")
+        raise UserError(f"{field} contains an integer above {MAX_EXACT}, which float32 does not hold exactly")
     if not np.isfinite(array).all():
-        raise UserError(f"{field} holds {array[~np.isfinite(array)][0]}; numbers must be finite")
+        raise UserError(f"{field} contains {array[~np.isfinite(array)][0]}; numbers must be finite")
     return shape
 
 
 def _check_base_model(name: str, base_models: Collection[str]) -> None:
     if name not in base_models:
-        raise UserError(f"base_model {name[:200]!r} is not served here; served is {_join_names(base_models)}")
+        raise UserError(f"base_model {name[:200]!r} is not served here; this server has {_join_names(base_models)}")
 
 
 def _check_spec(spec: ModelSpec, capabilities: Capabilities) -> None:
@@ -335,12 +366,12 @@ def _check_spec(spec: ModelSpec, capabilities: Capabilities) -> None:
     lora: LoraSpec = spec.lora
     if not 1 <= lora.rank <= capabilities.max_lora_rank:
         raise UserError(f"lora_config.rank {lora.rank} must be from 1 to {capabilities.max_lora_rank}")
-    wanted = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
-    if not any(wanted.values()):
+    targets = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
+    if not any(targets.values()):
         raise UserError("lora_config: train_attn, train_mlp and train_unembed are all false: nothing to train")
-    for target, is_wanted in wanted.items():
-        if is_wanted and target not in capabilities.lora_targets:
-            raise UserError(f"lora_config.train_{target} True: this server cannot train it")
+    for target, is_trained in targets.items():
+        if is_trained and target not in capabilities.lora_targets:
+            raise UserError(f"lora_config.train_{target} True: this server cannot train these layers")
 
 
 def _check_tokens(field: str, tokens: NumberArray, vocab_size: int) -> None:
@@ -356,13 +387,16 @@ def _check_vocabulary(field: str, tokens: NumberArray, vocab_size: int, lowest: 
 
 
 def _check_datum(field: str, datum: Datum, spec: LossSpec, capabilities: Capabilities) -> None:
+    # The tokens.
     _check_tokens(f"{field}.model_input", datum.tokens, capabilities.vocab_size)
     length = datum.tokens.size
-    context, most = capabilities.max_context_length, capabilities.max_training_length
-    if most is None and length > context:
+    context, limit = capabilities.max_context_length, capabilities.max_training_length
+    if limit is None and length > context:
         raise UserError(f"{field}.model_input has {length} tokens; the context is {context}")
-    if most is not None and length > most:
-        raise UserError(f"{field}.model_input has {length} tokens; an example in training has at most {most}")
+    if limit is not None and length > limit:
+        raise UserError(f"{field}.model_input has {length} tokens; an example in training has at most {limit}")
+
+    # The loss inputs.
     for name in datum.loss_inputs:
         if name not in spec.inputs:
             raise UserError(f"{field}.loss_fn_inputs[{name!r}]: {spec.name} takes {_join_names(spec.inputs)}")
@@ -374,6 +408,7 @@ def _check_datum(field: str, datum: Datum, spec: LossSpec, capabilities: Capabil
             shapes[name] = array.shape
         elif expected.fill is None:
             raise UserError(f"{field}.loss_fn_inputs[{name!r}] is missing: {spec.name} needs it")
+
     if len(set(shapes.values())) > 1:
         listed = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
         raise UserError(f"{field}.loss_fn_inputs disagree in shape: {listed}")
@@ -381,20 +416,20 @@ def _check_datum(field: str, datum: Datum, spec: LossSpec, capabilities: Capabil
 
 def _check_input(field: str, array: NumberArray, expected: LossInput, length: int, capabilities: Capabilities) -> None:
     if not 1 <= array.ndim <= expected.max_ndim or array.size == 0:
-        raise UserError(f"{field} has shape {list(array.shape)}; expected is [{length}]")
+        raise UserError(f"{field} has shape {list(array.shape)}; expected [{length}]")
     if array.shape[0] != length:
         raise UserError(f"{field} has length {array.shape[0]}, model_input has {length} tokens")
     _check_width(field, array, capabilities.vocab_size)
     if expected.is_integer:
         if array.dtype.kind not in "iu":
-            raise UserError(f"{field} is of dtype {array.dtype.name}; expected are whole numbers (int64)")
+            raise UserError(f"{field} has dtype {array.dtype.name}; expected integers (int64)")
         _check_vocabulary(field, array, capabilities.vocab_size)
     elif not np.isfinite(array).all():
-        raise UserError(f"{field} holds {array[~np.isfinite(array)][0]}; numbers must be finite")
+        raise UserError(f"{field} contains {array[~np.isfinite(array)][0]}; numbers must be finite")
 
 
 def _check_width(field: str, array: NumberArray, vocab_size: int) -> None:
-    """Check the number of targets per position of an array [T] or [T, K]."""
+    """Check the number K of targets per position. The array has shape [T] or [T, K]."""
     if array.ndim == 1:
         return
     width = array.shape[1]
@@ -403,30 +438,33 @@ def _check_width(field: str, array: NumberArray, vocab_size: int) -> None:
     if width > vocab_size:
         raise UserError(
             f"{field} has shape {list(array.shape)}: a position may have at most {vocab_size} targets, "
-            "which is all of the vocabulary"
+            "the size of the vocabulary"
         )
 
 
 def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
+    # Distribution.
     if params.temperature != 0 and not _MIN_TEMPERATURE <= params.temperature <= _MAX_FLOAT32:
         raise UserError(
-            f"sampling_params.temperature {params.temperature} must be a finite number, {_MIN_TEMPERATURE} or more, "
-            "or 0, which is greedy"
+            f"sampling_params.temperature {params.temperature} must be 0 (greedy), or a finite number from "
+            f"{_MIN_TEMPERATURE}"
         )
     if not 0 < params.top_p <= 1:
         raise UserError(f"sampling_params.top_p {params.top_p} must be in (0, 1]")
     if params.top_k < -1:
         raise UserError(f"sampling_params.top_k {params.top_k} must be -1 (off) or more")
+
+    # Stop strings and tokens.
     if (count := len(params.stop_strings)) > MAX_STOP_STRINGS:
         raise UserError(f"sampling_params.stop has {count} strings: must have at most {MAX_STOP_STRINGS}")
     if (count := len(params.stop_token_ids)) > MAX_STOP_TOKENS:
         raise UserError(f"sampling_params.stop has {count} tokens: must have at most {MAX_STOP_TOKENS}")
     if (longest := max(map(len, params.stop_strings), default=0)) > MAX_STOP_CHARS:
         raise UserError(
-            f"sampling_params.stop holds a string of {longest} characters: must have at most {MAX_STOP_CHARS}"
+            f"sampling_params.stop contains a string of {longest} characters: must have at most {MAX_STOP_CHARS}"
         )
     if "" in params.stop_strings:
-        raise UserError("sampling_params.stop holds an empty string")
+        raise UserError("sampling_params.stop contains an empty string")
     for token in params.stop_token_ids:
         if not 0 <= token < vocab_size:
             raise UserError(f"sampling_params.stop: token {token} is outside the vocabulary of {vocab_size} tokens")
@@ -443,12 +481,13 @@ def _check_options(options: PromptOptions, length: int, capabilities: Capabiliti
             raise UserError(f"{name} {value} must be from 0 to {limit}")
     if options.last_n is not None and not 1 <= options.last_n <= length - 1:
         raise UserError(f"prompt_logprobs_last_n {options.last_n} must be from 1 to {length - 1} for this prompt")
+
     targets = options.target_tokens
     if targets is not None:
         if not capabilities.offers_target_logprobs:
             raise UserError("target_prompt_logprobs is not offered by this server")
         if targets.ndim != 2 or targets.shape[0] != length - 1:
-            raise UserError(f"target_prompt_logprobs has shape {list(targets.shape)}; expected is [{length - 1}, K]")
+            raise UserError(f"target_prompt_logprobs has shape {list(targets.shape)}; expected [{length - 1}, K]")
         _check_width("target_prompt_logprobs", targets, capabilities.vocab_size)
         _check_vocabulary("target_prompt_logprobs", targets, capabilities.vocab_size, lowest=-1)
 

@@ -1,7 +1,9 @@
-"""Restores models: reads the newest snapshot, then replays the log records after it in order.
+"""Restore models after a crash or an eviction.
 
-The stored requests are the log. Replay gives the same bits because backends are batch-invariant: a model's numbers
-depend on its own requests only. Named saves and forward passes change no model and are not replayed.
+A model is restored from its newest snapshot. Then the requests after the snapshot are replayed in
+order. The `futures` table is the log: it stores all requests with their log sequence numbers.
+Replay gives the same bits, because backends are batch-invariant: the results of a model depend only
+on its own requests. Named saves and forward passes change no model, so they are not replayed.
 """
 
 import logging
@@ -34,7 +36,7 @@ _BASE_MODEL_HASH = "base_model_hash"
 
 
 def make_artifact_metadata(capabilities: Capabilities) -> Mapping[str, str]:
-    """Return the metadata of every artifact: the base model and the software that computed it."""
+    """Return the metadata of all artifacts: the base model, the software and the hardware."""
     return {**_make_fingerprint_metadata(capabilities.fingerprint), _BASE_MODEL_HASH: capabilities.base_model_hash}
 
 
@@ -44,7 +46,7 @@ def _make_fingerprint_metadata(fingerprint: Mapping[str, str]) -> dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class LoggedRequest:
-    """A request that changed its model, or whose failure did, with its log sequence number."""
+    """A request that changed its model (or whose failure did), with its log sequence number."""
 
     queued: QueuedRequest
     model_id: ModelId
@@ -54,7 +56,7 @@ class LoggedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """Snapshots, and the replay of the log."""
+    """Restores models from snapshots and the log."""
 
     backend: AbstractBackend
     capabilities: Capabilities
@@ -63,38 +65,46 @@ class Recovery:
     metadata: Mapping[str, str]
     ephemeral_samplers: EphemeralSamplers
     replay: Callable[["Recovery", LoggedRequest], None]
-    """Repeats the effect of a request on the restored model, without committing a result again."""
+    """Repeats the effect of a request on the restored model. Commits no result."""
 
     def check_base_model(self, base_model: str) -> None:
-        """Raise UserError if the database has models of other base weights, or with adapters of another form."""
+        """Raise UserError if the database has models that this server cannot continue.
+
+        Their base weights differ, or a setting of their adapters, for example `expert-lora`.
+        """
         here = self.capabilities.base_model_hash
-        others = self.store.read(lambda tx: models.list_on_other_base(tx, here)) if here else []
-        if not others:
+        incompatible = self.store.read(lambda tx: models.list_on_other_base(tx, here)) if here else []
+        if not incompatible:
             return
-        found = f"{len(others)} models in this data directory, the first {others[0].model_id}, "
-        theirs = others[0].base_model_hash or ""
+
+        # The base weights or the adapters differ: say which, and what to do.
+        subject = f"{len(incompatible)} models in this data directory, for example {incompatible[0].model_id}, "
+        theirs = incompatible[0].base_model_hash or ""
         if forms := _compare_adapter_forms(theirs, here):
             raise UserError(
-                f"{found}have adapters of {forms[0]}, but this server makes adapters of {forms[1]}; start it with "
-                f"{_format_flag(forms[0])}, or add --fresh to leave them behind"
+                f"{subject}have adapters of {forms[0]}, but this server makes adapters of {forms[1]}; start it with "
+                f"{_format_flag(forms[0])}, or add --fresh to leave these models behind"
             )
         raise UserError(
-            f"{found}are trained on other weights than those of {base_model}: theirs have the hash {_shorten_hash(theirs)}, "
-            f"these {_shorten_hash(here)}; serve the model that they are trained on, or add --fresh to leave them behind"
+            f"{subject}were trained on other weights than {base_model}: their base model has the hash "
+            f"{_shorten_hash(theirs)}, {base_model} has {_shorten_hash(here)}; serve the base model that they were "
+            "trained on, or add --fresh to leave these models behind"
         )
 
     def make_writer(self, write: Callable[[Path], None], extra: Mapping[str, str]) -> Callable[[], Artifact]:
-        """Return a function that creates an artifact from what `write` writes, for the background thread.
+        """Return a function that creates an artifact with the files that `write` writes.
 
-        The backend is asked now, because only the loop's thread may call it.
+        The returned function runs on the background thread. The metadata is collected now, because
+        only the loop's thread may call the backend.
         """
         metadata = {**self.metadata, **_make_fingerprint_metadata(self.backend.fingerprint_changes()), **extra}
         return lambda: self.artifacts.create(write, metadata)
 
     def restore(self, model_id: ModelId, spec: ModelSpec) -> int:
-        """Put a model into the backend as its last committed request left it.
+        """Load a model into the backend, in its state after the last committed request.
 
-        Returns the log sequence number of its newest snapshot. Raises ServerError if the state is lost.
+        Returns the log sequence number of the snapshot that was used, or 0. Raises ServerError if
+        the state is lost.
         """
         with ExitStack() as files:
             return self._restore(model_id, spec, files)
@@ -103,6 +113,8 @@ class Recovery:
         started = time.monotonic()
         row = self.store.read(lambda tx: models.get_snapshot(tx, model_id))
         snapshot, contained = (None, 0) if row is None else self._open_newest(row, files)
+
+        # Load the snapshot, then replay the log after it.
         num_replayed = 0
         try:
             if snapshot is not None:
@@ -118,6 +130,7 @@ class Recovery:
         except Exception:
             self.backend.delete_model(model_id)  # discard the partially restored model
             raise
+
         if row is not None or num_replayed:
             elapsed = time.monotonic() - started
             restored = "restored model %s: replayed %d requests, %.2f s"
@@ -125,9 +138,10 @@ class Recovery:
         return contained
 
     def _iterate_log(self, model_id: ModelId, effect_order: int) -> Iterator[futures.PendingRequest]:
-        """Yield a model's log records after a log sequence number.
+        """Yield the log records of a model after a log sequence number.
 
-        They are read one by one: after days without a snapshot, all of them together may not fit in memory.
+        Records are read one at a time, because all of them together may not fit in memory, for
+        example after days without a snapshot.
         """
         after = effect_order
         while page := self.store.read(partial(futures.read_log, model_id=model_id, effect_order=after, limit=1)):
@@ -135,15 +149,17 @@ class Recovery:
             after = page[0].effect_order or 0
 
     def read_sequence_cursor(self, model_id: ModelId) -> SequenceCursor:
-        """Return a model's position in its sequence, from its requests with results."""
+        """Return the position of a model in its sequence, from the requests that have results."""
         last = self.store.read(lambda tx: futures.get_last_answered_seq(tx, model_id))
         barrier = self.store.read(lambda tx: futures.get_last_answered_seq(tx, model_id, codec.BARRIER_KINDS))
         return SequenceCursor(last + 1, barrier)
 
     def _open_newest(self, row: SnapshotRow, files: ExitStack) -> tuple[Snapshot | None, int]:
-        """Return a snapshot and its log sequence number, or (None, 0) to replay from the beginning.
+        """Open a snapshot.
 
-        Raises ServerError if the files are bad and the log no longer has its first records.
+        Returns it with its log sequence number, or (None, 0) to replay from the beginning.
+
+        Raises ServerError if the files are damaged and the first records of the log are gone.
         """
         try:
             return self.open_weights(row.artifact_id, files), row.effect_order
@@ -152,29 +168,35 @@ class Recovery:
             if kept[: row.effect_order] != list(range(1, row.effect_order + 1)):
                 written_at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(row.created_at))
                 raise ServerError(
-                    f"model {row.model_id} is lost: its snapshot after request {row.effect_order}, of "
-                    f"{written_at}, is bad ({error.message}), and the requests before it are no "
-                    "longer kept; checkpoints saved by name can still be loaded"
+                    f"model {row.model_id} is lost: its snapshot after request {row.effect_order}, written at "
+                    f"{written_at}, is damaged ({error.message}), and the requests before it have been removed; "
+                    "checkpoints that were saved by name can still be loaded"
                 ) from error
-            bad = "model %s: %s; replaying it from its beginning instead"
-            _log.error(bad, row.model_id, error.message, extra={"model_id": row.model_id})
+            damaged = "model %s: %s; replaying all of its requests instead"
+            _log.error(damaged, row.model_id, error.message, extra={"model_id": row.model_id})
             return None, 0
 
     def open_weights(self, artifact_id: ArtifactId, files: ExitStack) -> Snapshot:
-        """Open weights, whose files stay until `files` is closed.
+        """Open the weights of an artifact. Its files stay on disk until `files` is closed.
 
-        Raises ServerError if files are missing or damaged, UserError if they do not fit, and StoreUnreachable, which
-        ends the engine, if the object store does not respond: the weights are not lost.
+        Raises:
+            ServerError: Files are missing or damaged.
+            UserError: The weights belong to another base model, or have other adapters.
+            StoreUnreachable: The object store does not respond. It ends the engine, because the
+                weights are not lost.
         """
+        # Fetch the files.
         try:
             files.enter_context(self.artifacts.keep_local(artifact_id))
             artifact = self.artifacts.open(artifact_id)
         except ArtifactsUnreachable as error:
             raise StoreUnreachable(str(error)) from error
         except (ArtifactMissing, ArtifactCorrupt, OSError) as error:
-            _log.error("artifact %s cannot be read: %s", artifact_id, error)
-            reason = error.strerror if isinstance(error, OSError) else error  # without the path: clients read this
+            _log.error("cannot read artifact %s: %s", artifact_id, error)
+            reason = error.strerror if isinstance(error, OSError) else error  # clients must not see the path
             raise ServerError(f"weights cannot be read: {reason}") from error
+
+        # Compare the base model and the adapters.
         here = self.capabilities.base_model_hash
         if here and (theirs := artifact.metadata.get(_BASE_MODEL_HASH)) and theirs != here:
             if forms := _compare_adapter_forms(theirs, here):
@@ -183,18 +205,23 @@ class Recovery:
                     f"load them on a server with {_format_flag(forms[0])}"
                 )
             raise UserError(
-                f"these weights belong to another base model than the one that is served: theirs has the hash "
-                f"{_shorten_hash(theirs)}, this one {_shorten_hash(here)}"
+                f"these weights belong to another base model, with the hash {_shorten_hash(theirs)}: this server's has "
+                f"{_shorten_hash(here)}; load them on a server of their base model"
             )
+
+        # Warn about other software or hardware.
         snapshot = self.backend.open_snapshot(artifact.path)
         for name, value in {**self.capabilities.fingerprint, **self.backend.fingerprint_changes()}.items():
             if (before := artifact.metadata.get(_FINGERPRINT + name, value)) != value:
-                mismatch = f"artifact {artifact_id} was written with {name} {before}, this is {value}"
+                mismatch = f"artifact {artifact_id} was written with {name} {before}, but this engine has {value}"
                 _log.warning("%s: results are not bit-equal to earlier ones", mismatch)
         return snapshot
 
     def load(self, model_id: ModelId, request: requests.LoadWeights, spec: ModelSpec) -> None:
-        """Load a training checkpoint into a model. Raises UserError naming its path if it does not fit."""
+        """Load a training checkpoint into a model.
+
+        Raises UserError with the path if it does not fit.
+        """
         parts = {StatePart.WEIGHTS, StatePart.OPTIMIZER} if request.optimizer else {StatePart.WEIGHTS}
         with ExitStack() as files:
             source = self.open_weights(request.artifact_id, files)
@@ -205,7 +232,7 @@ class Recovery:
 
 
 def _compare_adapter_forms(theirs: str, here: str) -> tuple[str, str] | None:
-    """Return the settings of both forms of adapters, if the base weights are the same."""
+    """Return the adapter settings of both hashes if the base weights are equal, else None."""
     (their_weights, their_form), (weights, form) = split_hash(theirs), split_hash(here)
     return (their_form, form) if their_weights == weights else None
 

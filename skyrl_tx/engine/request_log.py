@@ -1,6 +1,7 @@
-"""The log of requests: each as the engine holds it, its delivery attempts, and the commit of its result.
+"""Requests in the engine: decoded requests, delivery attempts and commits of results.
 
-Each result is one transaction, in the order of the log.
+Each result is committed in its own transaction. Commits keep the order in which the engine calls
+`RequestLog.commit`.
 """
 
 import logging
@@ -27,40 +28,50 @@ from skyrl_tx.store.errors import StoreError
 from skyrl_tx.store.futures import PendingRequest, StoredRequest
 
 _log = logging.getLogger(__name__)
-_TOUCH_PERIOD_S = 5.0  # `last_request_at` is informative only; updating it seldom keeps commits short
+_TOUCH_PERIOD_S = 5.0  # `last_request_at` is only informative: rare updates keep commits short
 _MAX_TOUCHED = 1000
 DEFERRED_BYTES = 1024
 """Estimated memory of a request whose body has not been read."""
 Rows = Callable[[Session], object]
-"""Writes further rows in the transaction of a result."""
+"""Writes additional rows in the transaction of a result."""
 ObserverRows = Callable[[Session, float], object]
-"""Writes what observers record about a completed request, at a time, in the transaction of its result."""
+"""Writes the rows of observers in the transaction of a result.
+
+The second argument is the time of the commit.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedRequest(StoredRequest):
-    """One decoded request."""
+    """A decoded request."""
 
     request: Request | None
-    """None for a pass whose body is still only in the database; a `Rejected` with the reason if it is damaged."""
+    """The decoded request.
+
+    None for a pass whose body has not been read. A damaged request is a `Rejected` with the reason.
+    """
     num_bytes: int = 0
     """Estimated memory of this request."""
     num_deferred_bytes: int = 0
-    """Size of a body that has not been read, else 0."""
+    """Size of the body if it has not been read, else 0."""
 
     @classmethod
     def from_row(cls, pending: PendingRequest) -> "QueuedRequest":
-        """Decode a stored request. One that cannot be decoded becomes a `Rejected` with the reason."""
+        """Decode a stored request.
+
+        A request that cannot be decoded becomes a `Rejected` with the reason.
+        """
         request: Request | None = None
         try:
             if pending.is_damaged:
-                raise codec.CodecError("the stored request is damaged: its checksum is not that of what was written")
+                raise codec.CodecError("the stored request is damaged: its checksum does not match")
             if not pending.num_left_out:
                 decoded = codec.decode(pending.body)
                 assert not isinstance(decoded, ModelSpec)
                 request = decoded  # pyright: ignore[reportAssignmentType]
         except codec.CodecError as error:
             request = Rejected(kind=pending.kind, message=str(error), backward=pending.kind == "model_pass")
+
         return cls(
             **{field.name: getattr(pending, field.name) for field in fields(StoredRequest)},
             request=request,
@@ -69,18 +80,18 @@ class QueuedRequest(StoredRequest):
         )
 
     def check_crashes(self, max_attempts: int) -> None:
-        """Raise ServerError if the engine crashed too often while it ran this request alone."""
+        """Raise ServerError if this request, running alone, crashed the engine too often."""
         if self.crashes >= max_attempts:
-            raise ServerError(f"given up: the engine crashed {self.crashes} times while it ran this alone")
+            raise ServerError(f"given up: the engine crashed {self.crashes} times while it ran this request alone")
 
     @property
     def is_barrier(self) -> bool:
-        """Whether the client sends this request only after all earlier ones were acknowledged."""
+        """Whether the client sends this only after all earlier requests were acknowledged."""
         return self.kind in codec.BARRIER_KINDS
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a pass; 0 for other kinds."""
+        """Number of tokens of a pass. 0 for requests of other kinds."""
         return sum(datum.tokens.size for datum in self.model_pass.data) if self.model_pass else 0
 
     @property
@@ -90,20 +101,21 @@ class QueuedRequest(StoredRequest):
 
 
 class DeliveryAttempts:
-    """Counts delivery attempts on disk. A crash leaves the count, a result or a clean stop removes it. Thread-safe.
+    """Counts delivery attempts in the database. Thread-safe.
 
-    While `is_alone` is set, the counted requests run alone on the device: a crash is their fault.
+    A result and a clean stop remove the count of a request, a crash leaves it. While `is_alone` is
+    set, requests run one at a time, so a crash is caused by the request that was running.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._lock = threading.Lock()  # held until a write is queued, so that writes are in the order of decisions
-        self._counted: dict[RequestId, float] = {}  # when the attempt began, in seconds since the epoch
+        self._lock = threading.Lock()  # held until a write is queued, so that writes keep the order of the calls
+        self._counted: dict[RequestId, float] = {}  # start of the attempt, in seconds since the epoch
         self._is_counting = True
         self.is_alone = False
 
     def count(self, request_ids: Collection[RequestId]) -> None:
-        """Count one more attempt of each request, and wait for the commit. No effect after `undo_all_on_stop`."""
+        """Count an attempt of each request, and wait for the commit. Does nothing after a stop."""
         with self._lock:
             if not self._is_counting:
                 return
@@ -116,17 +128,17 @@ class DeliveryAttempts:
         failpoint("engine.attempt")
 
     def forget(self, request_ids: Collection[RequestId]) -> None:
-        """Forget requests that have a result: its commit reset their counts."""
+        """Forget requests that have a result. The commit of the result has reset their counts."""
         with self._lock:
             for request_id in request_ids:
                 self._counted.pop(request_id, None)
 
     def get_start_time(self, request_id: RequestId) -> float:
-        """Return when the counted attempt of a request began, in seconds since the epoch; 0 if none is counted."""
+        """Return when the attempt of a request started (seconds since the epoch), or 0."""
         return self._counted.get(request_id, 0.0)
 
     def undo(self, request_ids: Collection[RequestId]) -> None:
-        """Uncount requests that were stopped cleanly and will run again."""
+        """Undo the counts of requests that were stopped cleanly and will run again."""
         with self._lock:
             undone = self._counted.keys() & set(request_ids)
             if not undone:
@@ -137,10 +149,10 @@ class DeliveryAttempts:
         written.result()
 
     def undo_all_on_stop(self, stop: threading.Event) -> None:
-        """Wait for `stop`, then uncount all running requests and count no more.
+        """Wait for `stop`, then undo the counts of all running requests and count no more.
 
-        A process that is killed because it stops too slowly then leaves no count. Needs a thread of its own, because
-        the engine's thread may be waiting for the device.
+        Then no count is left even if the process is killed because it stops too slowly. This needs
+        its own thread, because the engine's thread may be waiting for the device.
         """
         stop.wait()
         with self._lock:
@@ -148,10 +160,10 @@ class DeliveryAttempts:
         try:
             self.undo(list(self._counted))
         except StoreError as error:
-            _log.error("cannot reset the delivery attempts of running requests: %s", error)
+            _log.error("cannot undo the delivery attempts of running requests: %s", error)
 
     def close(self) -> None:
-        """Stop counting and leave the counts on disk."""
+        """Stop counting. Counts that are in the database stay there."""
         with self._lock:
             self._is_counting = False
             self._counted.clear()
@@ -159,13 +171,13 @@ class DeliveryAttempts:
 
 @dataclass(slots=True)
 class RequestLog:
-    """Commits results in the given order, with their log sequence numbers and dependent rows."""
+    """Commits results in order, with log sequence numbers and dependent rows."""
 
     store: Store
     attempts: DeliveryAttempts
     meters: EngineMetrics = field(default_factory=EngineMetrics)
     on_result: Callable[[QueuedRequest, Result], None] | None = None
-    """Called for each request that gets its result."""
+    """Called for each request that has a result."""
     _pending: deque[Future[None]] = field(default_factory=deque[Future[None]])
     _touched: dict[ModelId, float] = field(default_factory=dict[ModelId, float])
 
@@ -178,10 +190,15 @@ class RequestLog:
         effect_order: int | None = None,
         observed: ObserverRows | None = None,
     ) -> None:
-        """Commit a request's result and `rows` in one transaction, without waiting for the disk.
+        """Commit a result and `rows` in one transaction, without waiting for the disk.
 
-        `effect_order` is the request's log sequence number; None if it did not change its model. `observed` is left out
-        if the request was completed before, by a cancellation.
+        Args:
+            queued: The request.
+            result: Its result.
+            rows: Writes dependent rows.
+            effect_order: The log sequence number. None if the request did not change its model.
+            observed: Writes the rows of observers. Skipped if the request already has a result,
+                for example because it was cancelled.
         """
         failpoint("engine.result")
         written = self.store.write_soon(self._make_transaction(queued, result, rows, observed, effect_order))
@@ -191,7 +208,10 @@ class RequestLog:
         failpoint("engine.answer")
 
     def commit_and_wait(self, queued: QueuedRequest, result: Result, rows: Rows, observed: ObserverRows | None) -> None:
-        """Like `commit`, but wait. Raises what `rows` raises; nothing is committed then."""
+        """Like `commit`, but wait for the commit.
+
+        If `rows` raises an error, nothing is committed.
+        """
         self.store.write(self._make_transaction(queued, result, rows, observed))
         self._count_result(queued, result)
         self.attempts.forget([queued.request_id])
@@ -209,12 +229,12 @@ class RequestLog:
             self.on_result(queued, result)
 
     def check_commits(self) -> None:
-        """Raise the error of a finished commit, if any."""
+        """Raise the error of a finished commit, if there is one."""
         while self._pending and self._pending[0].done():
             self._pending.popleft().result()
 
     def wait_for_commits(self) -> None:
-        """Wait until all results are on disk. Raises the first error."""
+        """Wait until all results are committed. Raises the first error."""
         while self._pending:
             self._pending.popleft().result()
 
@@ -233,16 +253,22 @@ class RequestLog:
             now = time.time()
             if failed:
                 _log.debug("%s %s failed: %s", queued.kind, queued.request_id, result)
+
+            # The log record of a request that changed its model.
             if effect_order is not None:
                 assert model_id is not None
                 counted = models.assign_effect_order(tx, model_id, is_step=is_step)
                 assert counted == effect_order, f"log record {effect_order} of {model_id} is no. {counted} on disk"
+
+            # The result. A sample may have been cancelled.
             if futures.complete(tx, queued.request_id, data, failed=failed, effect_order=effect_order, now=now):
                 if observed is not None:
                     observed(tx, now)
             else:
-                level = logging.DEBUG if isinstance(queued.request, Sample) else logging.WARNING  # samples: cancelled
+                level = logging.DEBUG if isinstance(queued.request, Sample) else logging.WARNING
                 _log.log(level, "%s request %s already has a result or was removed", queued.kind, queued.request_id)
+
+            # The time of the model's last request, and dependent rows.
             if model_id is not None and now - self._touched.get(model_id, 0.0) >= _TOUCH_PERIOD_S:
                 if len(self._touched) >= _MAX_TOUCHED:
                     self._touched.clear()

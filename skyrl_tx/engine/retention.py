@@ -1,4 +1,4 @@
-"""The retention rules of the core's tables, and what is done with the rules of all features."""
+"""Retention rules of the core, and their execution together with the rules of optional features."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,45 +63,49 @@ _CORE_RULES = (
     RetentionRule(name="ephemeral samplers", expire=_release_samplers, prune=_prune_sampling_sessions),
     RetentionRule(name="recorded logprobs", expire=lambda tx, clock: recorded_logprobs.expire(tx, clock.now)),
     RetentionRule(name="custom losses", expire=lambda tx, clock: custom_losses.expire(tx, clock.now)),
-    RetentionRule(name="partial results", expire=lambda tx, _: completions.prune(tx)),
+    RetentionRule(name="partial results", expire=lambda tx, _: completions.prune_partials(tx)),
     RetentionRule(name="sessions", expire=_finish_sessions, prune=_prune_sessions),
     RetentionRule(name="results", prune=_prune_results),
     RetentionRule(name="requests", prune=_prune_requests),
     RetentionRule(name="audit", prune=lambda tx, clock: audit.expire(tx, clock.now - audit.RETENTION_S)),
 )
-"""Runs are not among them: the engine discards a run that expires, see `Housekeeping.expire`."""
+"""Runs have no rule here: the engine must also discard an expired run, see `Housekeeping.expire`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The rules of the core and of all features."""
+    """The retention rules of the core and of all features."""
 
     rules: Sequence[RetentionRule]
 
     @classmethod
     def collect(cls, extensions: Sequence[EngineExtension]) -> "Retention":
-        """Return the rules of the core and of these features."""
+        """Return the rules of the core and of the given features."""
         return cls((*_CORE_RULES, *(rule for extension in extensions for rule in extension.retention)))
 
     def expire(self, tx: Session, clock: RetentionClock) -> None:
-        """Remove all rows past their retention, for the rules that do so at once."""
+        """Remove all rows past their retention, for rules with `expire`."""
         for rule in self.rules:
             if rule.expire is not None:
                 rule.expire(tx, clock)
 
     def prune(self, tx: Session, clock: RetentionClock) -> int:
-        """Remove some rows past their retention. Returns the largest number of rows of one rule."""
+        """Remove some rows past their retention.
+
+        Returns the largest number of rows that one rule removed.
+        """
         ended = pruning.delete_ended_models(tx, clock.compute_cutoff(clock.settings.run_retention_s), self.remove_runs)
         return max(ended, *(rule.prune(tx, clock) for rule in self.rules if rule.prune is not None))
 
     def remove_runs(self, tx: Session, model_ids: Sequence[ModelId]) -> None:
-        """Remove the rows of runs that are removed after their retention."""
+        """Remove the dependent rows of runs that are removed."""
         for rule in self.rules:
             if rule.remove_runs is not None:
                 rule.remove_runs(tx, model_ids)
 
     def delete_runs(self, tx: Session, model_ids: Sequence[ModelId]) -> None:
-        """Remove the rows of runs that somebody deleted."""
+        """Remove the dependent rows of runs that a client or the operator deleted."""
         self.remove_runs(tx, model_ids)
         for rule in self.rules:
             if rule.delete_runs is not None:

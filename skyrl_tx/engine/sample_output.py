@@ -1,4 +1,4 @@
-"""Assembles the output of one sample request from the backend's deltas, and finds stop strings in it."""
+"""Assemble the output of a sample request from deltas, and find stop strings in it."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,15 +17,19 @@ from skyrl_tx.contract.results import (
 )
 
 _MARGIN_CHARS = 8
-"""A window may start and end inside a character, whose bytes show as up to three, and a tokenizer drops a space."""
+"""Extra characters of the window for stop strings.
+
+The window may start or end inside a character, whose bytes decode to up to three replacement
+characters, and the tokenizer may drop a space at the start.
+"""
 _CHARS_PER_TOKEN = 4
 
 
 class SampleAssembler:
-    """Joins the deltas of one request's samples."""
+    """Joins the deltas of the samples of one request."""
 
     def __init__(self, request: SampleRequest, text_of: Callable[[list[int]], str]) -> None:
-        """`text_of` decodes tokens, for stop strings."""
+        """`text_of` decodes tokens to text. It is used only if the request has stop strings."""
         self.request = request
         self._sequences = [
             _Sequence(StopStringMatcher(request.params.stop_strings, text_of)) for _ in range(request.num_samples)
@@ -33,9 +37,11 @@ class SampleAssembler:
         self._prompt = PromptResult()
 
     def add(self, delta: SampleDelta) -> bool:
-        """Add one delta. Returns whether a stop string ends this sample, which the backend cannot know.
+        """Add a delta.
 
-        Deltas after the end of their sample are dropped.
+        Returns True if a stop string ends this sample, which the backend cannot know.
+
+        Deltas that arrive after the end of their sample are dropped.
         """
         if delta.prompt is not None:
             self._prompt = delta.prompt
@@ -47,7 +53,7 @@ class SampleAssembler:
         return sum(sequence.stop_reason is None for sequence in self._sequences)
 
     def build_output(self) -> SampleOutput:
-        """Return the output of all samples, once complete."""
+        """Return the output of all samples. All of them must have ended."""
         return SampleOutput(
             sequences=tuple(sequence.join() for sequence in self._sequences),
             prompt=self._prompt,
@@ -81,13 +87,15 @@ class _Sequence:
     def join(self) -> SampledSequence:
         assert self.stop_reason is not None
         tokens = np.concatenate([delta.tokens for delta in self._deltas])
+        logprobs = np.concatenate([delta.logprobs for delta in self._deltas])
         end = len(tokens) - self._num_dropped
+
         topks = [delta.topk for delta in self._deltas if delta.topk is not None]
         topk = None
         if topks:
             ids = np.concatenate([part.token_ids for part in topks])
             topk = TopK(token_ids=ids[:end], logprobs=np.concatenate([part.logprobs for part in topks])[:end])
-        logprobs = np.concatenate([delta.logprobs for delta in self._deltas])
+
         return SampledSequence(
             tokens=tokens[:end],
             logprobs=logprobs[:end],
@@ -98,7 +106,7 @@ class _Sequence:
 
 
 class StopStringMatcher:
-    """Finds stop strings in the text of one growing sample, also across token boundaries."""
+    """Finds stop strings in a growing sample, even if they span multiple tokens."""
 
     def __init__(self, stop_strings: Sequence[str], text_of: Callable[[list[int]], str]) -> None:
         self._stop_strings = tuple(stop_strings)
@@ -107,9 +115,11 @@ class StopStringMatcher:
         self._window: list[int] = []
 
     def feed(self, tokens: list[int]) -> int | None:
-        """Add tokens. Returns how many of them to keep if a stop string ends among them, else None.
+        """Add tokens.
 
-        The token that completes the match is kept.
+        If a stop string ends among them, returns how many of them to keep, else None.
+
+        The token that completes the stop string is kept.
         """
         if not self._stop_strings:
             return None
@@ -123,7 +133,7 @@ class StopStringMatcher:
         return any(stop in text for stop in self._stop_strings)
 
     def _take_tail(self, tokens: list[int]) -> list[int]:
-        """Return the last tokens, with enough text for the start of any later match."""
+        """Return enough of the last tokens to contain the start of any later match."""
         needed = self._longest + _MARGIN_CHARS
         count = needed // _CHARS_PER_TOKEN + 1
         while count < len(tokens):

@@ -1,11 +1,15 @@
-"""Chooses the next sample request: the owner with the fewest open samples for its weight, and its sessions in turns.
+"""Decide which sample request starts next.
 
-No clock, store or backend. Owners whose samples wait share the KV cache slots by weight: an owner with more than its
-share starts no sample until others have theirs, and takes every slot that no other owner wants. Slots are whole, so
-owners that have their share in whole slots take turns by virtual time, which grows by the tokens of what has started.
+Owners share by weight, and the sessions of an owner take turns.
 
-A request keeps its turn order while its samples start one by one: it stays the head of its queue until all of them have
-started, and its queue moves to the end after each turn.
+This module uses no clock, database or backend. Owners with waiting samples share the KV cache
+slots by weight. An owner with more than its share starts no sample until the other waiting owners
+have their shares, but may use every slot that no other owner wants. Slots cannot be divided, so
+owners with the same number of slots for their weight take turns by virtual time, which grows with
+the tokens of the samples that have started.
+
+The samples of one request start one by one. The request stays the head of its queue until all of
+them have started. After each turn its queue moves behind the other queues of its owner.
 """
 
 from collections import Counter, deque
@@ -22,21 +26,24 @@ from skyrl_tx.engine.schedule import FairShare, VirtualTime
 
 
 class OwnerKey(NamedTuple):
-    """One owner's requests that decode, or those for one token, which need no KV cache slot."""
+    """One owner and kind of request.
+
+    The kinds are samples that decode, and single-token samples, which need no KV cache slot.
+    """
 
     owner: str
     decodes: bool
 
 
 class QueueKey(NamedTuple):
-    """One queue: the requests of a session, of one of both kinds."""
+    """One queue: the requests of a session of one of the two kinds."""
 
     session_id: SessionId
     decodes: bool
 
 
 def get_owner_key(queued: QueuedRequest) -> OwnerKey:
-    """Return whose share of the capacity a sample request takes."""
+    """Return the owner and kind that a sample request counts for."""
     return OwnerKey(queued.owner, decodes=_needs_decoding(queued))
 
 
@@ -56,7 +63,7 @@ def _needs_decoding(queued: QueuedRequest) -> bool:
 
 
 class _OwnerQueues:
-    """The queues of one owner and kind, the least recently served first, with the number of its last turn."""
+    """The queues of an owner and kind, least recently served first, and the owner's last turn."""
 
     def __init__(self, last_turn: int) -> None:
         self.last_turn = last_turn
@@ -64,7 +71,7 @@ class _OwnerQueues:
 
 
 class _OwnerRank(NamedTuple):
-    """The numbers that decide when an owner is next: open samples for its weight, virtual time, last turn."""
+    """The rank of an owner: open samples relative to its weight, virtual time, and last turn."""
 
     is_last: bool
     num_open: int
@@ -72,12 +79,12 @@ class _OwnerRank(NamedTuple):
     turns: _OwnerQueues
 
     def get_sort_key(self) -> tuple[bool, int, VirtualTime, int]:
-        """Return what places are sorted by."""
+        """Return the key for sorting owners."""
         return self.is_last, self.num_open, self.at, self.turns.last_turn
 
 
 class Turn(NamedTuple):
-    """The request that is next. `failure` is why it fails, if admission lets it fail."""
+    """The next request. `failure` is the error message if admission rejects it."""
 
     queued: QueuedRequest
     failure: str | None = None
@@ -91,9 +98,9 @@ class SampleQueue:
         self._owners: dict[OwnerKey, _OwnerQueues] = {}
         self._fair_share = {decodes: FairShare(lambda: self._admission.weights) for decodes in (True, False)}
         self._turn_numbers = count(1)
-        self._num_passed: Counter[QueueKey] = Counter()  # requests that started before a blocked queue's head
+        self._num_passed: Counter[QueueKey] = Counter()  # requests that started while this queue was blocked
         self._blocked: set[QueueKey] = set()
-        self._passed: set[QueueKey] = set()  # the blocked ones that may not be passed without end
+        self._passed: set[QueueKey] = set()  # blocked queues that only STARVATION_BOUND requests may overtake
 
     def __len__(self) -> int:
         return sum(len(queue) for turns in self._owners.values() for queue in turns.queues.values())
@@ -106,24 +113,24 @@ class SampleQueue:
         self._get_queue(queued).append(queued)
 
     def add_first(self, queued: QueuedRequest) -> None:
-        """Add a request at the head of its queue, to run it again."""
+        """Add a request at the head of its queue, because it must run again."""
         self._get_queue(queued).appendleft(queued)
 
     def iterate_heads(self) -> Iterator[tuple[QueuedRequest, int]]:
-        """Yield the head of each queue, with the number of its requests."""
+        """Yield the head of each queue and the length of the queue."""
         return ((queue[0], len(queue)) for turns in self._owners.values() for queue in turns.queues.values())
 
     def iterate_queues(self) -> Iterator[Sequence[QueuedRequest]]:
-        """Yield the requests of each queue, which are of one session."""
+        """Yield each queue. All requests of a queue belong to one session."""
         return (queue for turns in self._owners.values() for queue in turns.queues.values())
 
     def start_round(self) -> None:
-        """Start a round of admission: no queue is blocked."""
+        """Start a round of admission, in which no queue is blocked yet."""
         self._blocked.clear()
         self._passed.clear()
 
     def block(self, queued: QueuedRequest) -> None:
-        """Skip this head's queue for the rest of the round: its sampler has no slot."""
+        """Skip the queue of this head for the rest of the round: its sampler has no slot."""
         self._blocked.add(get_queue_key(queued))
         owner = get_owner_key(queued)
         if not self._fair_share[owner.decodes].get_virtual_time(owner.owner).is_last:
@@ -137,34 +144,40 @@ class SampleQueue:
         has_capacity: Callable[[bool], bool],
         may_join: Callable[[QueuedRequest], bool],
     ) -> Turn | None:
-        """Return the next head that may run, or fails because of admission; None without either.
+        """Return the next head that can start or that admission rejects. None if there is none.
 
-        Of each kind the owners with the fewest open samples for their weight come first, and of these the one with the
-        least virtual time, then the one least recently served; the kinds themselves take turns. Owners of weight 0 come
-        after those of both kinds. A running request may always continue, as its kind has capacity. No request starts
-        after a blocked queue was passed `STARVATION_BOUND` times, unless its owner has weight 0: all wait until running
-        requests release a sampler slot.
+        Among the owners of one kind, the one with the fewest open samples for its weight is first,
+        then the one with the smaller virtual time, then the one least recently served. The two
+        kinds take turns. Owners of weight 0 come after all other owners.
+
+        A request with open samples may always start more samples if its kind has capacity. No new
+        request starts after `STARVATION_BOUND` requests have overtaken a blocked queue (queues of
+        owners of weight 0 do not count): all wait until a running request releases an adapter slot.
 
         Args:
-            running: The requests with open samples.
-            num_open: Number of each owner's open samples.
-            has_capacity: Whether a sample that decodes, or one that does not, has capacity.
-            may_join: Whether a request may start next to those that run.
+            running: Requests with open samples.
+            num_open: Number of open samples per owner and kind.
+            has_capacity: Whether samples of a kind may start. The argument is `decodes`.
+            may_join: Whether a request may start while other requests are running.
         """
         can_start = all(self._num_passed[key] < STARVATION_BOUND for key in self._passed)
         for turns in self._sort_owners(num_open, has_capacity):
             for key, queue in turns.queues.items():
                 if key in self._blocked:
                     continue
+
+                # A running request may always continue.
                 head = queue[0]
                 if head.request_id in running:
                     return Turn(head)
+
+                # A new request must pass the starvation bound and admission.
                 can_start = can_start and may_join(head)
                 if not can_start:
                     continue
                 decision = self._admission.may_start(head)
                 if isinstance(decision, Wait):
-                    self._record_arrival(get_owner_key(head))  # a wait for a quota saves up nothing
+                    self._record_arrival(get_owner_key(head))  # blocked time earns no credit
                     continue
                 return Turn(head, decision.reason if isinstance(decision, Fail) else None)
         return None
@@ -174,14 +187,16 @@ class SampleQueue:
         return self._admission.is_counting and isinstance(self._admission.may_start(queued), Wait)
 
     def record_start(self, queued: QueuedRequest) -> None:
-        """Record that a head starts its first samples: it passes the blocked queues."""
+        """Record that a head starts its first samples, and overtakes the blocked queues."""
         self._num_passed.pop(get_queue_key(queued), None)
         self._num_passed.update(self._passed)
 
     def end_turn(self, queued: QueuedRequest, *, has_more: bool, num_tokens: int = 1) -> None:
-        """Move a head's queue to the end. Remove the head unless it `has_more` samples to start.
+        """Move the queue of a head behind the owner's other queues.
 
-        `num_tokens` is what the samples that started may take.
+        Remove the head unless it `has_more` samples.
+
+        `num_tokens` is the maximum number of tokens of the samples that have started.
         """
         turns, key, owner = self._owners[get_owner_key(queued)], get_queue_key(queued), get_owner_key(queued)
         self._fair_share[owner.decodes].charge(owner.owner, num_tokens)
@@ -195,13 +210,13 @@ class SampleQueue:
             del self._owners[get_owner_key(queued)]
 
     def remove(self, request_ids: Collection[RequestId]) -> list[QueuedRequest]:
-        """Remove requests and return those that were here."""
+        """Remove requests. Returns the removed ones."""
         removed = [queued for queued in self if queued.request_id in request_ids]
         for owner, key in {(get_owner_key(queued), get_queue_key(queued)) for queued in removed}:
             queues = self._owners[owner].queues
-            kept = deque(queued for queued in queues[key] if queued.request_id not in request_ids)
-            if kept:
-                queues[key] = kept
+            remaining = deque(queued for queued in queues[key] if queued.request_id not in request_ids)
+            if remaining:
+                queues[key] = remaining
             else:
                 del queues[key]
                 if not queues:
@@ -209,7 +224,7 @@ class SampleQueue:
         return removed
 
     def _get_queue(self, queued: QueuedRequest) -> deque[QueuedRequest]:
-        """Return the queue of a request; a new one is the last in its order."""
+        """Return the queue of a request. A new queue is added behind the owner's other queues."""
         owner = get_owner_key(queued)
         if owner not in self._owners:
             self._owners[owner] = _OwnerQueues(next(self._turn_numbers))
@@ -222,8 +237,8 @@ class SampleQueue:
     def _sort_owners(
         self, num_open: Mapping[OwnerKey, int], has_capacity: Callable[[bool], bool]
     ) -> list[_OwnerQueues]:
-        """Return the owners' turns of the kinds with capacity, in order."""
-        of_kind: list[list[_OwnerRank]] = []
+        """Return the owners of all kinds with capacity, in the order of their turns."""
+        ranks_by_kind: list[list[_OwnerRank]] = []
         for decodes in (True, False):
             if has_capacity(decodes):
                 share = self._fair_share[decodes]
@@ -232,20 +247,24 @@ class SampleQueue:
                     for key, turns in self._owners.items()
                     if key.decodes == decodes
                 ]
-                least = min((weight for weight, _, _ in waiting if weight), default=1)
-                # Open samples in units of what the owner with the least weight has of one.
-                owners = [
+
+                # Divide the open samples by the weight. One open sample of the owner with the
+                # smallest weight is 1.
+                min_weight = min((weight for weight, _, _ in waiting if weight), default=1)
+                ranks = [
                     _OwnerRank(
                         weight == 0,
-                        num_open.get(key, 0) * least // (weight or least),
+                        num_open.get(key, 0) * min_weight // (weight or min_weight),
                         share.get_virtual_time(key.owner),
                         turns,
                     )
                     for weight, key, turns in waiting
                 ]
-                owners.sort(key=_OwnerRank.get_sort_key)
-                of_kind += [owners] if owners else []
-        of_kind.sort(key=lambda owners: owners[0].turns.last_turn)
-        places = [place for owners in of_kind for place in owners]
-        places.sort(key=lambda place: place.is_last)  # of both kinds
-        return [place.turns for place in places]
+                ranks.sort(key=_OwnerRank.get_sort_key)
+                ranks_by_kind += [ranks] if ranks else []
+
+        # The kinds take turns. Owners of weight 0 come last, regardless of the kind.
+        ranks_by_kind.sort(key=lambda ranks: ranks[0].turns.last_turn)
+        order = [rank for ranks in ranks_by_kind for rank in ranks]
+        order.sort(key=lambda rank: rank.is_last)
+        return [rank.turns for rank in order]

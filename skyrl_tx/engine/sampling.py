@@ -1,4 +1,4 @@
-"""Runs samples on the backend, one decode slice at a time."""
+"""Run sample requests on the backend, one decode slice at a time."""
 
 import logging
 import sys
@@ -27,19 +27,22 @@ from skyrl_tx.store.engine_state import REQUEST_BYTES
 
 _log = logging.getLogger(__name__)
 _SLOTS_PER_QUEUED = 8
-"""The backend holds one waiting sample for this many KV cache slots: a free slot is filled without delay."""
+"""The backend may hold one waiting sample for this many KV cache slots.
+
+So a free slot is filled at once.
+"""
 
 
 class _Running:
-    """One request of which the first `num_started` samples are in the backend."""
+    """A running request. Its first `num_started` samples have been given to the backend."""
 
     def __init__(self, queued: QueuedRequest, assembler: SampleAssembler) -> None:
         self.queued = queued
         self.assembler = assembler
         self.num_started = 0
-        self.clock_s = 0.0  # the device's clock at the ends of samples, less that at their starts
+        self.clock_s = 0.0  # device time of its samples: the clock at their ends minus the clock at their starts
         self.first_token_at = 0.0
-        self.num_streamed = Counter[int]()  # tokens of each sample
+        self.num_streamed = Counter[int]()  # tokens that were streamed, by sample index
         request = assembler.request
         self.num_tokens = request.num_samples * (request.prompt.size + (request.params.max_tokens or 0))
 
@@ -50,11 +53,11 @@ class _Running:
 
     @property
     def num_open(self) -> int:
-        """Number of samples that have started and not ended."""
+        """Number of samples that have started but not ended."""
         return self.assembler.num_open - self.num_left
 
     def take_partial(self, delta: SampleDelta) -> completions.Partial:
-        """Return the new tokens of a streamed sample."""
+        """Return the new tokens of a streamed sample, for clients."""
         start = self.num_streamed[delta.index]
         self.num_streamed[delta.index] += delta.tokens.size
         return completions.Partial(
@@ -68,28 +71,32 @@ class _Running:
 
 
 class SamplingExecutor:
-    """All sample requests, waiting and running."""
+    """The waiting and running sample requests of this engine."""
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
         self._queue = SampleQueue(context.admission)
         self._running: dict[RequestId, _Running] = {}
-        self._isolated: set[RequestId] = set()  # a slice with these failed, so each runs alone
+        self._isolated: set[RequestId] = set()  # requests of a failed decode slice: each runs alone
         self._num_running_tokens = 0
+
+        # With KV cache slots: limits for samples in the backend, and for samples that one turn of a
+        # request starts.
         slots = context.capabilities.sample_slots
         self._max_open = slots + -(-slots // _SLOTS_PER_QUEUED) if slots else sys.maxsize
-        self._max_per_turn = 1 if slots else sys.maxsize  # samples of one request that start in one turn
+        self._max_per_turn = 1 if slots else sys.maxsize
+
         self._last_cancellation = 0
-        self._clock_s, self._num_live = 0.0, 0  # device seconds of one sample that runs all the time
+        self._clock_s, self._num_live = 0.0, 0  # device seconds per sample that always runs, and samples in the backend
         self.newest = 0
-        """Position of the last request that was added."""
+        """Position of the newest request that was added."""
         self.num_bytes = 0
         """Memory of the waiting requests."""
         self.num_open_bytes_by_owner: Counter[str] = Counter()
-        """Estimated memory of each owner's requests without a result, as back-pressure counts it."""
+        """Estimated memory of each owner's requests without a result. Used for back-pressure."""
 
     def add(self, queued: QueuedRequest) -> None:
-        """Add a request. An invalid one fails at once."""
+        """Add a request. An invalid request fails at once."""
         try:
             queued.check_crashes(self._context.settings.max_attempts)
             if isinstance(queued.request, Rejected):
@@ -97,14 +104,21 @@ class SamplingExecutor:
             if not isinstance(queued.request, Sample):
                 raise UserError(f"{queued.kind}: model_id is missing")
             prepare.check_sample(queued.request, self._context.capabilities)
+
+            # The request must fit into the memory for samples: otherwise the API could never admit
+            # it.
             size, limit = queued.num_bytes + REQUEST_BYTES, self._context.settings.max_queued_sample_bytes
-            if size > limit:  # back-pressure could never admit it
-                raise UserError(f"prompt: the request takes {size} bytes, all that wait may take {limit}")
+            if size > limit:
+                raise UserError(
+                    f"prompt: the request takes {size} bytes, but all waiting samples together may take {limit}: "
+                    "shorten the prompt"
+                )
             if queued.request.params.stop_strings:
                 self._context.backend.text_of([])  # raises if the backend has no tokenizer
         except Exception as error:
             self._context.fail(queued, error)
             return
+
         self._queue.add(queued)
         self.newest = max(self.newest, queued.position)
         self.num_bytes += queued.num_bytes
@@ -112,29 +126,29 @@ class SamplingExecutor:
 
     @property
     def num_waiting(self) -> int:
-        """The number of requests with samples that have not started."""
+        """Number of requests with samples that have not started."""
         return len(self._queue)
 
     @property
     def num_paused(self) -> int:
-        """The number of requests with samples that have not started because of a quota."""
+        """Number of requests whose samples have not started because of a quota."""
         return sum(count for head, count in self._queue.iterate_heads() if self._is_paused(head))
 
     @property
     def num_running(self) -> int:
-        """The number of requests with a started sample."""
+        """Number of requests with at least one started sample."""
         return len(self._running)
 
     def find_movable(self, position: int) -> list[QueuedRequest]:
-        """Return the requests up to a position that another engine can start in place of this one, oldest first.
+        """Return requests up to a position that another engine could start, oldest first.
 
-        None of their samples has started, no quota holds them back, and their weights are in files.
+        None of their samples has started, no quota pauses them, and their weights are on disk.
         """
-        found: list[QueuedRequest] = []
+        movable: list[QueuedRequest] = []
         for queue in self._queue.iterate_queues():
             if not self._is_paused(queue[0]):
-                found += [each for each in queue if each.position <= position and self._is_movable(each)]
-        return sorted(found, key=lambda queued: queued.position)
+                movable += [queued for queued in queue if queued.position <= position and self._is_movable(queued)]
+        return sorted(movable, key=lambda queued: queued.position)
 
     def _is_movable(self, queued: QueuedRequest) -> bool:
         sampler = get_sample(queued).sampler
@@ -143,7 +157,7 @@ class SamplingExecutor:
         return sampler is None or self._context.ephemeral_samplers.is_written(sampler)
 
     def forget_given(self, request_ids: Collection[RequestId]) -> None:
-        """Forget waiting requests that another engine has now."""
+        """Forget waiting requests that were given to another engine."""
         self._remove(request_ids)
 
     def list_sessions(self) -> set[SessionId]:
@@ -161,11 +175,16 @@ class SamplingExecutor:
         return {sampler for queued in self._list_requests() if (sampler := get_sample(queued).sampler) is not None}
 
     def run_slice(self) -> bool:
-        """Start samples as capacity allows and decode one slice. Returns whether any sample was running."""
+        """Start samples if there is capacity, and decode one slice.
+
+        Returns True if any sample was running.
+        """
         self._remove_cancelled()
         self._admit()
         if not self._running:
             return False
+
+        # Decode.
         clock, taken = self._context.device_clock, DeviceTime("slice")
         try:
             with clock.measure_dispatch(taken), clock.measure_completion(taken):
@@ -175,24 +194,30 @@ class SamplingExecutor:
         except Exception as error:
             self._on_slice_failure(error)
             return True
+
+        # All samples in the backend have run for the same time.
         if self._num_live:
             self._clock_s += taken.device_s / self._num_live
         failpoint("sample.slice")
+
         self._process_deltas(deltas)
         return True
 
     def stop(self) -> None:
-        """Drop running requests without a result and without a counted attempt. The next engine runs them again."""
+        """Drop running requests without a result.
+
+        The next engine runs them, and no attempt is counted.
+        """
         request_ids = list(self._running)
         self._drop_all()
         self._context.attempts.undo(request_ids)
 
     def _list_requests(self) -> list[QueuedRequest]:
-        """All requests; those with started and waiting samples occur twice."""
+        """Return all requests. A request with started and waiting samples occurs twice."""
         return [*self._queue, *(running.queued for running in self._running.values())]
 
     def _remove_cancelled(self) -> None:
-        """Drop cancelled requests. The API has already stored their results."""
+        """Drop cancelled requests. The API has stored their results."""
         if not self._running and not self._queue:
             return
         store, engine = self._context.store, self._context.store.engine_number
@@ -205,7 +230,7 @@ class SamplingExecutor:
             self._context.request_log.meters.count_cancelled(get_sample(queued).num_samples)
 
     def _remove(self, request_ids: Collection[RequestId]) -> list[QueuedRequest]:
-        """Drop requests, waiting or running, and return those that were here."""
+        """Drop requests, waiting or running. Returns the dropped ones."""
         removed = [running.queued for running in self._running.values() if running.queued.request_id in request_ids]
         for queued in removed:
             self._drop(self._running[queued.request_id])
@@ -218,10 +243,15 @@ class SamplingExecutor:
         return removed
 
     def _admit(self) -> None:
-        """Hand samples to the backend, as capacity allows. With KV cache slots, one sample of each queue per turn."""
+        """Start samples while there is capacity.
+
+        With KV cache slots, each turn starts one sample of a queue. Without, it starts all samples
+        of a request.
+        """
+        # Count the samples in the backend.
         started: list[QueuedRequest] = []
-        first_samples: dict[RequestId, int] = {}  # of each request, the first sample that starts now
-        num_open: Counter[OwnerKey] = Counter()  # samples in the backend
+        first_samples: dict[RequestId, int] = {}  # for each request, the first sample that starts in this call
+        num_open: Counter[OwnerKey] = Counter()
         num_open_of_kind: Counter[bool] = Counter()
         for running in self._running.values():
             num_open[get_owner_key(running.queued)] += running.num_open
@@ -230,6 +260,7 @@ class SamplingExecutor:
         def has_capacity(decodes: bool) -> bool:
             return num_open_of_kind[decodes] < self._max_open
 
+        # Take turns until no request can start.
         self._queue.start_round()
         while True:
             turn = self._queue.choose_next(
@@ -242,6 +273,7 @@ class SamplingExecutor:
                 self._remove({queued.request_id})
                 self._context.fail(queued, UserError(turn.failure))
                 continue
+            # The first sample of a request needs its sampler on the device.
             running = self._running.get(queued.request_id)
             if running is None:
                 sampler = get_sample(queued).sampler
@@ -250,6 +282,7 @@ class SamplingExecutor:
                     continue
                 running = self._start_request(queued)
                 started.append(queued)
+            # Start one sample, or all.
             first_samples.setdefault(queued.request_id, running.num_started)
             count = min(running.num_left, self._max_per_turn)
             running.num_started += count
@@ -257,14 +290,15 @@ class SamplingExecutor:
             num_open_of_kind[get_owner_key(queued).decodes] += count
             num_tokens = count * (running.num_tokens // running.assembler.request.num_samples)
             self._queue.end_turn(queued, has_more=running.num_left > 0, num_tokens=num_tokens)
+
         self._submit_samples(started, first_samples)
 
     def _is_paused(self, queued: QueuedRequest) -> bool:
-        """Whether a request waits because of a quota. The samples of one that runs do not."""
+        """Whether a request waits because of a quota. A running request never does."""
         return queued.request_id not in self._running and self._queue.is_paused(queued)
 
     def _can_join(self, queued: QueuedRequest) -> bool:
-        """Whether a request may start next to those that run."""
+        """Whether a request may start while other requests are running."""
         if not self._running:
             return True
         if queued.request_id in self._isolated or not self._isolated.isdisjoint(self._running):
@@ -273,7 +307,7 @@ class SamplingExecutor:
         return capabilities.sample_slots > 0 or self._num_running_tokens < capabilities.max_sample_tokens
 
     def _start_request(self, queued: QueuedRequest) -> _Running:
-        """Make a queue's head a running request. None of its samples is in the backend yet."""
+        """Make the head of a queue a running request. None of its samples is in the backend yet."""
         if self._context.admission.is_counting:
             self._context.admission.record_start(queued)
         self._queue.record_start(queued)
@@ -288,7 +322,7 @@ class SamplingExecutor:
         return running
 
     def _submit_samples(self, started: list[QueuedRequest], first_samples: Mapping[RequestId, int]) -> None:
-        """Count the attempts of `started`, and pass each request's new samples to the backend."""
+        """Count the attempts of `started`, and submit the new samples to the backend."""
         if started:
             self._context.attempts.count([queued.request_id for queued in started])
         for request_id, first in first_samples.items():
@@ -296,34 +330,35 @@ class SamplingExecutor:
             self._count_live(running, running.num_started - first)
             request = running.assembler.request
             part = prepare.slice_sample_request(request, first, running.num_started)
+
             try:
                 if request.sampler is not None:
                     self._context.samplers.load(request.sampler)
                 self._context.backend.begin_sample(PreparedSampleBatch(requests=(part,)))
             except FATAL_ERRORS:
                 raise
-            except SlotsBusy:  # the sampler's model must be restored first, and no place is free
+            except SlotsBusy:  # the model of the sampler must be restored first, and all adapter slots are busy
                 self._put_back([running])
             except Exception as error:
                 self._finish(running, error)
 
     def _count_live(self, running: _Running, num_new: int) -> None:
-        """Count samples of a request that start in the backend, or with a negative number those that end."""
+        """Count samples that start in the backend, or that end if the number is negative."""
         self._num_live += num_new
         running.clock_s -= num_new * self._clock_s
 
     def _on_slice_failure(self, error: Exception) -> None:
-        """Isolate the running requests: each runs again alone with its recorded seed, so that only one fails."""
+        """Run each request again alone, with its recorded seed, so that only one fails."""
         failed = list(self._running.values())
         if len(failed) == 1:
             self._finish(failed[0], error)
             return
-        _log.warning("a decode slice of %d requests failed; each runs alone now: %s", len(failed), error)
+        _log.warning("a decode slice of %d requests failed; running each request alone: %s", len(failed), error)
         self._put_back(failed)
         self._isolated.update(running.queued.request_id for running in failed)
 
     def _put_back(self, stopped: list[_Running]) -> None:
-        """Let running requests wait again, before others."""
+        """Let running requests wait again, at the heads of their queues."""
         for running in stopped:
             self._drop(running)
         self._context.attempts.undo([running.queued.request_id for running in stopped])
@@ -332,15 +367,17 @@ class SamplingExecutor:
             self.num_bytes += running.queued.num_bytes
 
     def _process_deltas(self, deltas: Sequence[SampleDelta]) -> None:
+        """Add the tokens of a decode slice to their requests, and finish complete requests."""
         streamed: list[completions.Partial] = []
         for delta in deltas:
             running = self._running.get(delta.request_id)
             if running is None:
                 continue
             if delta.error is not None:
-                self._context.backend.check_devices()  # on a lost device every sample would fail
+                self._context.backend.check_devices()  # if the device is lost, every sample would fail
                 self._finish(running, ServerError(delta.error))
                 continue
+
             try:
                 if not running.first_token_at and delta.tokens.size:
                     running.first_token_at = time.time()
@@ -349,14 +386,17 @@ class SamplingExecutor:
                     self._count_live(running, -1)
                 if is_stopped:  # by a stop string: free its slot
                     self._context.backend.end_sample(delta.request_id, delta.index)
-                elif running.queued.is_streamed and delta.tokens.size:  # the tokens of a stop are in the result
+                elif running.queued.is_streamed and delta.tokens.size:  # after a stop string, the result has the tokens
                     streamed.append(running.take_partial(delta))
             except FATAL_ERRORS:
                 raise
             except Exception as error:
                 self._finish(running, error)
+
         if streamed:
-            self._context.store.write_soon(lambda tx: completions.add(tx, streamed)).add_done_callback(_log_failure)
+            self._context.store.write_soon(lambda tx: completions.add_partials(tx, streamed)).add_done_callback(
+                _log_failure
+            )
         for running in [running for running in self._running.values() if not running.assembler.num_open]:
             self._finish(running)
 
@@ -383,7 +423,7 @@ class SamplingExecutor:
             if name is not None:
                 sampling_sessions.record_use(tx, name, now)
             if queued.is_streamed:
-                completions.delete_by_request(tx, queued.request_id)
+                completions.delete_partials(tx, queued.request_id)
             if request.is_recorded:
                 recorded_logprobs.record(tx, queued.session_id, request.prompt.size, logprobs, now)
 
@@ -391,7 +431,7 @@ class SamplingExecutor:
         self._context.request_log.commit(queued, output, rows, observed=observed)
 
     def _forget(self, queued: QueuedRequest) -> None:
-        """Count a request no longer: it has a result."""
+        """Stop counting the memory of a request, because it has a result."""
         self.num_open_bytes_by_owner[queued.owner] -= queued.num_bytes + REQUEST_BYTES
         if not self.num_open_bytes_by_owner[queued.owner]:
             del self.num_open_bytes_by_owner[queued.owner]
@@ -415,5 +455,5 @@ class SamplingExecutor:
 
 
 def _log_failure(written: Future[None]) -> None:
-    if (error := written.exception()) is not None:  # the client gets these tokens with the result
-        _log.warning("new tokens of streamed samples were not written: %s", error)
+    if (error := written.exception()) is not None:  # no harm: the result has these tokens too
+        _log.warning("cannot write new tokens of streamed samples: %s", error)

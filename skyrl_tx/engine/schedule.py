@@ -1,10 +1,13 @@
-"""Chooses the next request: owners share by weight, an owner's models take turns, each model in `seq_id` order.
+"""Decide which request runs next. Samples have their own queue, see `sample_queue`.
 
-No clock, store or backend.
+Owners share the device by weight. The models of one owner take turns, and the requests of one
+model run in `seq_id` order. This module uses no clock, database or backend: callers pass the time,
+and `Schedule.read_bodies` reads the bodies of large requests.
 
-The SDK posts the requests of one call out of order, and some sequence numbers never arrive. A request behind a sequence
-gap waits until the gap timeout has passed. It does not wait if a barrier has arrived, because the client sends a
-barrier only after all earlier requests were acknowledged.
+The SDK posts the requests of one call out of order, and some sequence numbers never arrive. A
+request behind a sequence gap waits until the gap timeout has passed. It does not wait if a barrier
+(for example an optim_step) has arrived, because the client sends a barrier only after the server
+has acknowledged all earlier requests.
 """
 
 from bisect import insort
@@ -19,27 +22,54 @@ from skyrl_tx.engine.admission import START, Admission, Fail, Wait
 from skyrl_tx.engine.request_log import QueuedRequest
 
 _MAX_OWNERS = 1024
+"""If there are this many virtual times, the ones without an effect are forgotten."""
+
+MAX_RUNNING_BATCHES = 4
+"""How many batches of passes may run at the same time. Each keeps its gradients in memory.
+
+A long pass (more tokens than the budget) must leave a slot free for short passes. It must leave
+one more if its session is already running a long pass, and one more if its owner is and there are
+other owners. So neither an owner nor a session can occupy the device with long passes.
+"""
+
+_MAX_BATCH_REQUESTS = 32
+
+_NON_PASS_TOKENS = 256
+"""Cost in tokens of a request that is no pass, for example an optimizer step.
+
+Used for fair sharing.
+"""
+
+ReadBodies = Callable[[Sequence[QueuedRequest]], Sequence[QueuedRequest]]
+"""Reads the deferred bodies of requests."""
 
 
 class VirtualTime(NamedTuple):
-    """The work that an owner has got, divided by its weight. That of an owner of weight 0 is after all others."""
+    """The amount of work that an owner received, divided by its weight.
+
+    The owner with the smallest virtual time is served next. Owners of weight 0 come last.
+    """
 
     is_last: bool
     at: float
 
 
 class FairShare:
-    """The virtual time of each owner, for one kind of capacity. Without weights every owner has weight 1."""
+    """The virtual time of each owner, for one kind of capacity.
+
+    An owner without a weight has weight 1.
+    """
 
     def __init__(self, weights: Callable[[], Mapping[str, int]] = dict) -> None:
         self._weights = weights
         self._times: dict[str, VirtualTime] = {}
-        # Virtual times of the work that started last: of owners with a weight, and of those of weight 0.
+        # Virtual times at which work was last started, by `is_last`: False for owners with a weight
+        # above 0.
         self._started = {False: 0.0, True: 0.0}
 
     @property
     def is_weighted(self) -> bool:
-        """Whether any owner has another share than the others."""
+        """Whether any owner has a weight other than 1."""
         return any(weight != 1 for weight in self._weights().values())
 
     def get_weight(self, owner: str) -> int:
@@ -48,59 +78,42 @@ class FairShare:
 
     def get_virtual_time(self, owner: str) -> VirtualTime:
         """Return the virtual time of an owner."""
-        is_last, found = self.get_weight(owner) == 0, self._times.get(owner)
-        if found is None or found.is_last != is_last:  # new, or its weight has changed from 0 or to it
+        is_last, recorded = self.get_weight(owner) == 0, self._times.get(owner)
+        if recorded is None or recorded.is_last != is_last:  # a new owner, or its weight has become 0 or was 0
             return VirtualTime(is_last, self._started[is_last])
-        return found
+        return recorded
 
     def reset(self) -> None:
-        """Forget what owners got."""
+        """Forget all virtual times."""
         self._times.clear()
         self._started = {False: 0.0, True: 0.0}
 
     def record_arrival(self, owner: str) -> None:
-        """Note that an owner has work, and had none that could start."""
+        """Record that an owner has new work, or is blocked.
+
+        Idle or blocked time earns no credit.
+        """
         if len(self._times) >= _MAX_OWNERS:
             self._times = {name: time for name, time in self._times.items() if time.at > self._started[time.is_last]}
         is_last, at = self.get_virtual_time(owner)
         self._times[owner] = VirtualTime(is_last, max(at, self._started[is_last]))
 
     def charge(self, owner: str, amount: float) -> None:
-        """Count work that starts now."""
+        """Charge an owner for work that starts now, for example its number of tokens."""
         is_last, start = self.get_virtual_time(owner)
         self._started[is_last] = max(self._started[is_last], start)
         self._times[owner] = VirtualTime(is_last, start + amount / (self.get_weight(owner) or 1))
 
 
-MAX_RUNNING_BATCHES = 4
-"""Running batches of passes, each with its own gradients in memory.
-
-The last place is reserved for batches within the token budget. One place each before it is reserved for these and for
-long passes of owners without a running long pass, if there are several owners, and of sessions without one, so that
-neither an owner nor a session can occupy the device alone.
-"""
-
-
-ReadBodies = Callable[[Sequence[QueuedRequest]], Sequence[QueuedRequest]]
-"""Reads the deferred bodies of requests."""
-
-
-_MAX_BATCH_REQUESTS = 32
-
-
-_NON_PASS_TOKENS = 256
-"""The tokens for which a request counts that is no pass, such as an optimizer step."""
-
-
 @dataclass(frozen=True, slots=True)
 class SequenceCursor:
-    """A model's position in its sequence: the number expected next, and the number of the last barrier."""
+    """A model's position in its sequence: the next expected number, and the last barrier."""
 
     next_seq: int = 1
     barrier_seq: int = 0
 
     def advance(self, queued: QueuedRequest) -> "SequenceCursor":
-        """Return the cursor once this request has started."""
+        """Return the cursor after a request has started."""
         seq = queued.seq_id or 0
         barrier_seq = max(self.barrier_seq, seq) if queued.is_barrier else self.barrier_seq
         return SequenceCursor(max(self.next_seq, seq + 1), barrier_seq)
@@ -108,26 +121,26 @@ class SequenceCursor:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """The next thing to run: a batch of passes of one direction, or one request of another kind.
-
-    `refusal` is set if the only request arrived after a later barrier took effect, and `failure` if admission lets it
-    fail. `is_long`: the only request is a pass that exceeds the token budget.
-    """
+    """The next thing to run: a batch of passes of one direction, or one request of another kind."""
 
     requests: tuple[QueuedRequest, ...]
     refusal: str | None = None
+    """Error text if the single request arrived after a later barrier took effect."""
     failure: str | None = None
+    """Error text if admission rejected the single request."""
     is_long: bool = False
+    """Whether the single request is a pass that exceeds the token budget."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Schedule:
-    """All waiting requests except samples. `now` is a clock in seconds that stops while clients cannot send.
+    """All waiting requests except samples.
 
-    Deferred bodies are read when their turn is near: up to `max_read_bytes` for all models, and at least one request of
-    each.
+    `now` arguments are seconds of API uptime: the clock stops while clients cannot send requests.
 
-    The cost of a step depends on the models with waiting requests, not on those that have none.
+    Bodies of large requests are read when their turn is near: up to `max_read_bytes` in total, and
+    at least one request of each model. The cost of `take` grows with the number of models that
+    have waiting requests, not with the number of known models.
     """
 
     gap_timeout_s: float
@@ -139,15 +152,18 @@ class Schedule:
     read_bodies: ReadBodies = lambda requests: requests
     admission: Admission = field(default_factory=Admission)
     fair_share: FairShare = field(default_factory=FairShare)
-    """The tokens that each owner was given, while there are several."""
+    """The tokens charged to each owner. Unused while there is only one owner."""
     on_arrival: Callable[[str], None] = lambda owner: None
-    """Called with an owner that shares with others and had no request that could start."""
+    """Called with an owner when it has its first request, and while it waits for a quota or gap.
+
+    Only if there are other owners. Fair sharing then gives the owner no credit for the past.
+    """
     num_bytes_by_owner: Counter[str] = field(default_factory=Counter[str])
     """Memory of the waiting requests."""
     _queues: "dict[ModelId, _ModelQueue]" = field(default_factory=lambda: {})
     _waiting: "dict[ModelId, _ModelQueue]" = field(default_factory=lambda: {})
-    _owners: dict[str, int] = field(default_factory=dict[str, int])
-    """The last turn of each owner who has a queue."""
+    _last_served_by_owner: dict[str, int] = field(default_factory=dict[str, int])
+    """For each owner with a queue, the value of `_num_served` when it was last served."""
     _num_requests: Counter[str] = field(default_factory=Counter[str])
     _num_served: int = 0
 
@@ -160,7 +176,7 @@ class Schedule:
         return model_id in self._queues
 
     def add_model(self, model_id: ModelId, cursor: SequenceCursor) -> None:
-        """Add a model's queue, before its first request."""
+        """Add a model's queue. Must be called before the model's first request is added."""
         self._queues[model_id] = _ModelQueue(cursor)
 
     def is_waiting(self, model_id: ModelId) -> bool:
@@ -168,20 +184,20 @@ class Schedule:
         return model_id in self._waiting
 
     def forget(self, model_id: ModelId) -> None:
-        """Forget a model without waiting requests: it belongs to another engine."""
+        """Forget a model without waiting requests, because it was moved to another engine."""
         assert model_id not in self._waiting
         self._queues.pop(model_id, None)
 
     def forget_idle_models(self, active: Collection[ModelId]) -> None:
         """Remove the queues of models that have no waiting request and are not `active`.
 
-        The database must have the results of their requests before they are added again.
+        Before such a model is added again, the results of its requests must have been committed.
         """
         for model_id in self._queues.keys() - self._waiting.keys() - set(active):
             del self._queues[model_id]
         present = {queue.owner for queue in self._queues.values()}
-        for owner in self._owners.keys() - present:
-            del self._owners[owner], self.num_bytes_by_owner[owner], self._num_requests[owner]
+        for owner in self._last_served_by_owner.keys() - present:
+            del self._last_served_by_owner[owner], self.num_bytes_by_owner[owner], self._num_requests[owner]
         if not self.is_shared:
             self.fair_share.reset()
 
@@ -190,7 +206,7 @@ class Schedule:
         assert queued.model_id is not None
         queue = self._waiting[queued.model_id] = self._queues[queued.model_id]
         queue.add(queued)
-        self._owners.setdefault(queue.owner, 0)
+        self._last_served_by_owner.setdefault(queue.owner, 0)
         if self.is_shared and not self._num_requests[queue.owner]:
             self._record_arrival(queue.owner)
         self._num_requests[queue.owner] += 1
@@ -206,10 +222,10 @@ class Schedule:
         sessions_with_long: Collection[SessionId] = (),
         owners_with_long: Collection[str] = (),
     ) -> ScheduledBatch | None:
-        """Remove and return the next step, or None if nothing can run.
+        """Remove and return the next batch or request, or None if nothing can run.
 
         Args:
-            now: Time of the clock of this schedule.
+            now: API uptime in seconds.
             blocked: Models that wait for a background write.
             busy: Models of running batches.
             num_running: Number of running batches.
@@ -219,17 +235,18 @@ class Schedule:
         if num_running and len(busy) >= self.max_models:
             return None
         turns = self._order_queues({*blocked, *busy})
+
         for queue in turns:
             first = self._find_runnable(queue, now)
             if first is None:
                 self._drop_unused_share(queue)
                 continue
 
-            # A request that arrived too late ends now.
+            # A request that arrived too late fails now.
             if refusal := queue.explain_refusal(first):
                 return ScheduledBatch((self._take_request(queue, first),), refusal)
 
-            # A pass needs a place among the running batches.
+            # A pass needs a slot among the running batches. See MAX_RUNNING_BATCHES.
             is_long = first.num_tokens > self.max_pass_tokens
             num_reserved = int(is_long)
             if is_long:
@@ -238,7 +255,7 @@ class Schedule:
             if first.model_pass is not None and MAX_RUNNING_BATCHES - num_running <= num_reserved:
                 continue
 
-            # With a place, admission decides whether the request starts.
+            # Admission may let the request start, wait or fail.
             decision = self.admission.may_start(first)
             if isinstance(decision, Wait):
                 self._drop_unused_share(queue)
@@ -247,42 +264,44 @@ class Schedule:
                 return ScheduledBatch((self._take_request(queue, first),), failure=decision.reason)
             if first.model_pass is None:
                 return ScheduledBatch((self._start_request(queue, first),))
+
+            # Add passes of the same direction, from all models.
             requests = self._fill_batch(queue, first, turns, now, self.max_models - len(busy))
             return ScheduledBatch(tuple(requests), is_long=is_long)
         return None
 
     @property
     def is_shared(self) -> bool:
-        """Whether there are several owners, so that their shares count."""
-        return len(self._owners) > 1
+        """Whether there are multiple owners, so that weights matter."""
+        return len(self._last_served_by_owner) > 1
 
     @property
     def num_waiting(self) -> int:
-        """The number of requests that have not been taken."""
+        """Number of waiting requests."""
         return sum(map(len, self._waiting.values()))
 
     @property
     def num_paused(self) -> int:
-        """The number of requests that wait because of a quota, or behind such a request of their model."""
+        """Number of requests that wait because of a quota, or behind such a request."""
         if not self.admission.is_counting:
             return 0
         firsts = ((queue.first, len(queue)) for queue in self._waiting.values())
         return sum(count for first, count in firsts if first is not None and self._is_paused(first))
 
     def get_next_deadline(self) -> float | None:
-        """Return the time at which the next gap timeout ends, or None if there is no sequence gap."""
+        """Return when the next gap timeout ends, or None if no request waits behind a gap."""
         return min(
             (queue.gap_since + self.gap_timeout_s for queue in self._waiting.values() if queue.gap_since is not None),
             default=None,
         )
 
     def _drop_unused_share(self, queue: "_ModelQueue") -> None:
-        """Note that an owner waits for a quota or a gap: it gets no larger share of the device later."""
+        """Record that an owner waits for a quota or a gap: blocked time earns no credit."""
         if self.is_shared:
             self._record_arrival(queue.owner)
 
     def _is_paused(self, queued: QueuedRequest) -> bool:
-        """Whether a pass waits because of a quota, also one whose body has not been read."""
+        """Whether a pass waits because of a quota. Its body need not have been read."""
         return queued.kind == "model_pass" and isinstance(self.admission.may_start(queued), Wait)
 
     def _record_arrival(self, owner: str) -> None:
@@ -290,39 +309,45 @@ class Schedule:
         self.on_arrival(owner)
 
     def _order_queues(self, excluded: Collection[ModelId]) -> list["_ModelQueue"]:
-        """Queues with requests: one of each owner, then a second one, and so on.
+        """Return the queues with requests: one of each owner, then a second one, and so on.
 
-        Owners come in the order of their virtual times, an owner's queues with the least recently served one first.
-        All queues of owners of weight 0 come last.
+        Owners come in the order of their virtual times. Among the queues of one owner, the least
+        recently served queue comes first. All queues of owners of weight 0 come last.
         """
         waiting = [queue for model_id, queue in self._waiting.items() if model_id not in excluded]
         waiting.sort(key=lambda queue: queue.last_served)
         if not self.is_shared:
             return waiting
+        # Sort by weight 0, the queue's number among the queues of its owner, virtual time, and last
+        # turn of the owner.
         num_before: Counter[str] = Counter()
-        places: list[tuple[bool, int, VirtualTime, int]] = []
+        ranks: list[tuple[bool, int, VirtualTime, int]] = []
         for queue in waiting:
             owner = queue.owner
             at = self.fair_share.get_virtual_time(owner)
-            places.append((at.is_last, num_before[owner], at, self._owners[owner]))
+            ranks.append((at.is_last, num_before[owner], at, self._last_served_by_owner[owner]))
             num_before[queue.owner] += 1
-        order = sorted(range(len(waiting)), key=places.__getitem__)
+        order = sorted(range(len(waiting)), key=ranks.__getitem__)
         return [waiting[index] for index in order]
 
     def _fill_batch(
         self, lead: "_ModelQueue", first: QueuedRequest, turns: list["_ModelQueue"], now: float, max_models: int
     ) -> Iterator[QueuedRequest]:
-        """Yield `first` and further passes of the same direction, within the batch's budget.
+        """Yield `first` and more passes of the same direction, within the token budget of a batch.
 
-        With weights a batch has one owner: the micro-batches of batches are shared by weight.
+        If owners have unequal weights, a batch contains requests of one owner only, because the
+        device's time is divided among batches.
         """
         assert first.model_pass is not None
         if self.is_shared and self.fair_share.is_weighted:
             turns = [queue for queue in turns if queue.owner == lead.owner]
+
         budget, num_models, num_left = self.max_pass_tokens, 0, self.max_batch_requests
         for queue in [lead, *(queue for queue in turns if queue is not lead)]:
             if num_models == max_models or budget <= 0 or not num_left:
                 return
+
+            # Take passes of this model until one does not fit.
             is_taken = False
             while (queued := self._find_runnable(queue, now)) is not None:
                 is_same = queued.model_pass is not None and queued.model_pass.backward == first.model_pass.backward
@@ -340,11 +365,14 @@ class Schedule:
             num_models += is_taken
 
     def _find_runnable(self, queue: "_ModelQueue", now: float) -> QueuedRequest | None:
-        """Return the queue's first request that may run, after reading deferred bodies of it and its successors."""
+        """Return the first request of a queue that may run, with its body.
+
+        If the body was deferred, this also reads the bodies of the next requests.
+        """
         head = queue.find_runnable(now, self.gap_timeout_s)
         if head is None or not head.num_deferred_bytes:
             return head
-        if self.admission.is_counting and self._is_paused(head):  # its body stays on disk
+        if self.admission.is_counting and self._is_paused(head):  # do not read the body of a paused request
             return None
         deferred = queue.find_deferred(head, _MAX_BATCH_REQUESTS, self.max_read_bytes // len(self._waiting))
         for before, after in zip(deferred, self.read_bodies(deferred), strict=True):
@@ -354,7 +382,7 @@ class Schedule:
 
     def _take_request(self, queue: "_ModelQueue", queued: QueuedRequest) -> QueuedRequest:
         self._num_served += 1
-        queue.last_served = self._owners[queue.owner] = self._num_served
+        queue.last_served = self._last_served_by_owner[queue.owner] = self._num_served
         queue.remove_head(queued)
         assert queued.model_id is not None
         if not queue.is_waiting:
@@ -388,7 +416,10 @@ class _ModelQueue:
 
     @property
     def first(self) -> QueuedRequest | None:
-        """The request with the lowest number, which may have to wait for others; without numbers the oldest one."""
+        """The waiting request with the lowest number, which may not be runnable yet.
+
+        If there is none, the oldest.
+        """
         return next(chain(self._numbered, self._unnumbered), None)
 
     @property
@@ -404,7 +435,10 @@ class _ModelQueue:
             self._unnumbered.append(queued)
 
     def find_runnable(self, now: float, gap_timeout_s: float) -> QueuedRequest | None:
-        """Return the first request that may run. Requests without a number run in order of arrival."""
+        """Return the first request that may run.
+
+        Requests without a number run in order of arrival.
+        """
         numbered = self._numbered[0] if self._numbered else None
         if numbered is not None and not self._can_run(numbered, now, gap_timeout_s):
             numbered = None
@@ -414,17 +448,19 @@ class _ModelQueue:
         return numbered or unnumbered
 
     def find_deferred(self, head: QueuedRequest, max_requests: int, max_bytes: int) -> list[QueuedRequest]:
-        """Return the head and its successors with deferred bodies, as far as `max_bytes` allow."""
+        """Return the head, and the requests after it whose deferred bodies fit into `max_bytes`."""
         successors = (*self._numbered[:max_requests], *islice(self._unnumbered, max_requests))
-        found = [head]
-        for queued in (each for each in successors if each is not head):
+        deferred = [head]
+        for queued in successors:
+            if queued is head:
+                continue
             max_bytes -= queued.num_deferred_bytes
             if queued.num_deferred_bytes and max_bytes >= head.num_deferred_bytes:
-                found.append(queued)
-        return found
+                deferred.append(queued)
+        return deferred
 
     def replace(self, before: QueuedRequest, after: QueuedRequest) -> None:
-        """Replace a request by itself with its body."""
+        """Replace a request by the same request with its body."""
         for queue in (self._numbered, self._unnumbered):
             for index, queued in enumerate(islice(queue, _MAX_BATCH_REQUESTS)):
                 if queued is before:
@@ -432,16 +468,16 @@ class _ModelQueue:
                     return
 
     def explain_refusal(self, queued: QueuedRequest) -> str | None:
-        """Return why a request arrived too late, or None."""
+        """Return the error message for a request that arrived too late, else None."""
         if not queued.seq_id or queued.seq_id > self._cursor.barrier_seq:
             return None
         return (
-            f"seq_id {queued.seq_id} came too late: seq_id {self._cursor.barrier_seq}, an optim_step, save or load "
-            "that comes after it, has taken effect"
+            f"seq_id {queued.seq_id} arrived too late: seq_id {self._cursor.barrier_seq}, a later optim_step, save or "
+            "load of this model, has already run"
         )
 
     def remove_head(self, queued: QueuedRequest) -> None:
-        """Remove the request that `head` returned, and advance the cursor."""
+        """Remove the request that `find_runnable` returned, and advance the cursor."""
         self.gap_since = None
         self._cursor = self._cursor.advance(queued)
         if self._numbered and self._numbered[0] is queued:
@@ -452,7 +488,8 @@ class _ModelQueue:
 
     def _can_run(self, queued: QueuedRequest, now: float, gap_timeout_s: float) -> bool:
         assert queued.seq_id is not None
-        # A barrier in this queue has a number at or above the first request's, so the missing ones will never arrive.
+        # The client sent the barrier after all earlier requests were acknowledged: the missing
+        # numbers will not arrive.
         if queued.seq_id <= self._cursor.next_seq or self._num_barriers:
             return True
         if self.gap_since is None:

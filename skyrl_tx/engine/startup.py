@@ -1,9 +1,10 @@
-"""The start-up phase: recovers from the last engine's crash before new requests run.
+"""Recover from the crash of the previous engine, before new requests run.
 
-A request that has no result but a counted delivery attempt was running when an engine ended, and may be the cause. It
-is quarantined: executed alone, while nothing else runs and no file is being written. If the engine crashes meanwhile,
-its supervisor counts that for this request (`futures.record_end`), until `max_attempts` fails it. A kill from outside,
-a power loss or a lost database is no crash: the request runs again.
+A request without a result that has a counted delivery attempt was running when an engine ended, so
+it may have caused the crash. Such a request is quarantined: it runs alone, while no file is being
+written. If the engine crashes again, its supervisor counts the crash for this request
+(`futures.record_engine_end`). After `max_attempts` crashes the request fails. A kill from outside,
+a power loss or a lost database is no crash, so it is not counted.
 """
 
 import logging
@@ -23,9 +24,10 @@ _log = logging.getLogger(__name__)
 
 
 def recreate_lost_samplers(context: EngineContext) -> None:
-    """Create the ephemeral samplers whose files a crash prevented, by replaying their models.
+    """Create ephemeral samplers whose files a crash prevented, by replaying their models.
 
-    The replay is a delivery attempt of the saves, so that a save whose replay crashes engines is given up.
+    The replay counts as a delivery attempt of the saves. So the engine gives up a save whose replay
+    crashes the engine again and again.
     """
     for model_id, saves in sorted(context.ephemeral_samplers.find_lost().items()):
         if (reason := _replay_saves(context, model_id, saves)) is not None:
@@ -36,7 +38,7 @@ def recreate_lost_samplers(context: EngineContext) -> None:
 
 
 def _replay_saves(context: EngineContext, model_id: ModelId, saves: Collection[RequestId]) -> str | None:
-    """Replay a model with its ephemeral saves. Returns why that failed, or None."""
+    """Replay a model with its ephemeral saves. Returns the reason if that failed, else None."""
     crashes, reason = context.store.read(lambda tx: futures.get_max_crashes(tx, saves)), None
     if crashes >= context.settings.max_attempts:
         return f"the engine crashed {crashes} times while it restored them"
@@ -47,7 +49,7 @@ def _replay_saves(context: EngineContext, model_id: ModelId, saves: Collection[R
         raise
     except RequestError as error:
         reason = error.message
-    except Exception as error:  # any error concerns this model only
+    except Exception as error:  # the error affects only this model
         reason = report_internal_error(f"restoring model {model_id}", error).message
     context.attempts.undo(saves)
     return reason
@@ -56,9 +58,11 @@ def _replay_saves(context: EngineContext, model_id: ModelId, saves: Collection[R
 def replay_quarantined(
     context: EngineContext, training: TrainingExecutor, sampling: SamplingExecutor, is_stopping: Callable[[], bool]
 ) -> None:
-    """Execute the quarantined requests one at a time: samples first, then each model's in `seq_id` order.
+    """Execute the quarantined requests one at a time.
 
-    Returns early when the engine stops.
+    Samples come first, then the requests of each model in `seq_id` order.
+
+    Returns early if the engine must stop.
     """
     store = context.store
     quarantined = [
@@ -66,9 +70,11 @@ def replay_quarantined(
     ]
     if not quarantined:
         return
-    _log.warning("%d requests were running at the last crash; each runs alone now", len(quarantined))
-    by_model: dict[ModelId, list[QueuedRequest]] = {}
+    _log.warning("%d requests were running at the last crash; running each request alone", len(quarantined))
     _wait_for_writes(context)
+
+    # Samples.
+    by_model: dict[ModelId, list[QueuedRequest]] = {}
     for queued in quarantined:
         if queued.model_id is not None and not isinstance(queued.request, Sample):
             by_model.setdefault(queued.model_id, []).append(queued)
@@ -80,19 +86,22 @@ def replay_quarantined(
             if is_stopping():
                 return
         _wait_for_writes(context)
+
+    # Requests to models.
     for model_id, requests in by_model.items():
         schedule = _make_schedule(context, model_id, requests)
-        while not is_stopping() and (step := schedule.take(0.0)) is not None:
-            training.start_scheduled(step)
+        while not is_stopping() and (batch := schedule.take(0.0)) is not None:
+            training.start_scheduled(batch)
             while training.run_micro_batch():
                 pass
             _wait_for_writes(context)
 
 
 def _make_schedule(context: EngineContext, model_id: ModelId, requests: list[QueuedRequest]) -> Schedule:
-    """Schedule a model's quarantined requests one by one, after those that precede them and arrived since.
+    """Make a schedule of a model's quarantined requests, and of earlier requests that have not started.
 
-    A sequence gap before a quarantined request does not delay it: the crashed engine had waited already.
+    It runs one request at a time. A sequence gap does not delay a request, because the engine that
+    crashed has already waited for it.
     """
     last_seq = max(queued.seq_id or 0 for queued in requests)
     preceding = context.store.read(lambda tx: futures.list_not_started(tx, model_id, last_seq))
@@ -104,6 +113,9 @@ def _make_schedule(context: EngineContext, model_id: ModelId, requests: list[Que
 
 
 def _wait_for_writes(context: EngineContext) -> None:
-    """Wait until files and results are on disk, so that a crash while writing counts for one request only."""
+    """Wait until files and results are on disk.
+
+    A crash while writing then counts for one request only.
+    """
     context.background_writer.drain()
     context.request_log.wait_for_commits()

@@ -1,4 +1,4 @@
-"""Runs the requests of models: passes in batches of many requests, other requests one by one."""
+"""Run training requests: passes in batches of multiple requests, other requests one at a time."""
 
 import logging
 from collections import deque
@@ -20,11 +20,16 @@ from skyrl_tx.engine.schedule import FairShare, ScheduledBatch
 from skyrl_tx.process.failpoints import failpoint
 
 _log = logging.getLogger(__name__)
+_NON_PASS_COST = 0.25
+"""Cost in micro-batches of a request that is no pass.
+
+An optimizer step does not read the base weights.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _PreparedPass:
-    """A valid request and its examples for the backend."""
+    """A valid request with its examples for the backend."""
 
     queued: QueuedRequest
     model_id: ModelId
@@ -34,34 +39,34 @@ class _PreparedPass:
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Requests that started together, in groups that run one after the other.
+    """Requests that started together. They run in groups, one group after the other.
 
-    `on_device` is the running pass of the first group. `owner` and `session_id` are those of the first request.
+    A batch starts with a single group. If that group fails, each of its requests becomes a group.
     """
 
     models: frozenset[ModelId]
     owner: str
+    """Owner of the first request."""
     session_id: SessionId
+    """Session of the first request."""
     is_long: bool
     groups: deque[Sequence[_PreparedPass]]
     running_pass: Pass | None = None
+    """The running pass of the first group."""
     taken: DeviceTime = field(default_factory=lambda: DeviceTime("pass"))
-    """The time of the device that the first group has taken."""
+    """The device time of the first group so far."""
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the next step waits for the compiler."""
+        """Whether the next micro-batch waits for the compiler."""
         return self.running_pass is not None and self.running_pass.is_waiting
 
 
-_NON_PASS_COST = 0.25
-"""The micro-batches for which a request counts that is no pass: an optimizer step does not read the base weights."""
-
-
 class TrainingExecutor:
-    """Runs batches of different models in turns of one micro-batch: owners by weight, then the batches of an owner.
+    """Runs batches of different models, one micro-batch at a time.
 
-    If a batch fails, each of its requests runs again alone, so that only the cause fails.
+    Owners share the device by weight, and the batches of one owner take turns. If a batch fails,
+    each of its requests runs again alone, so that only the request that caused the failure fails.
     """
 
     def __init__(self, context: EngineContext) -> None:
@@ -71,28 +76,32 @@ class TrainingExecutor:
         self._is_shared = False
 
     def set_shared(self, is_shared: bool) -> None:
-        """Tell whether several owners use the device. What one got alone does not count later."""
+        """Set whether multiple owners use the device.
+
+        Work of a single owner is not charged to it later.
+        """
         if self._is_shared and not is_shared:
             self._fair_share.reset()
         self._is_shared = is_shared
 
     def record_arrival(self, owner: str) -> None:
-        """Note that an owner's requests wait, and none waited before.
+        """Record that an owner has requests again.
 
-        An owner whose batches all wait for its optimizer steps keeps its place.
+        An owner with running batches keeps its virtual time: its requests may just have waited for
+        those batches.
         """
         if owner not in self._batches:
             self._fair_share.record_arrival(owner)
 
     def has_turn_before(self, owner: str) -> bool:
-        """Whether running batches have a turn before the next request of an owner that is no pass."""
+        """Whether running batches come before the next request of an owner that is no pass."""
         if not self._batches or not self._is_shared:
             return bool(self._batches)
         return min(map(self._fair_share.get_virtual_time, self._batches)) < self._fair_share.get_virtual_time(owner)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there are running batches, and all wait for the compiler."""
+        """Whether there are running batches and all of them wait for the compiler."""
         return bool(self._batches) and all(self._find_runnable_batch(owner) is None for owner in self._batches)
 
     @property
@@ -115,37 +124,44 @@ class TrainingExecutor:
         """Owners with a running long pass."""
         return {owner for owner, batches in self._batches.items() if any(batch.is_long for batch in batches)}
 
-    def start_scheduled(self, step: ScheduledBatch) -> None:
-        """Start a batch of passes, or execute one request of another kind."""
-        first = step.requests[0]
-        _log.debug("%s: %d requests, first %s of %s", first.kind, len(step.requests), first.request_id, first.model_id)
-        if step.refusal is not None:
-            refused = Failure(message=step.refusal, category=ErrorCategory.USER)
-            self._context.request_log.commit(first, refused)  # the gradient stays complete
-        elif step.failure is not None:
-            refuse(self._context, first, step.failure)
+    def start_scheduled(self, scheduled: ScheduledBatch) -> None:
+        """Start a batch of passes, or execute a single request of another kind."""
+        first = scheduled.requests[0]
+        _log.debug(
+            "%s: %d requests, first %s of %s", first.kind, len(scheduled.requests), first.request_id, first.model_id
+        )
+        if scheduled.refusal is not None:
+            refused = Failure(message=scheduled.refusal, category=ErrorCategory.USER)
+            self._context.request_log.commit(first, refused)  # not `fail`: the gradient stays complete
+        elif scheduled.failure is not None:
+            refuse(self._context, first, scheduled.failure)
         elif first.model_pass is not None:
-            self._start_batch(step.requests, is_long=step.is_long)
+            self._start_batch(scheduled.requests, is_long=scheduled.is_long)
         else:
             if self._is_shared:
                 self._fair_share.charge(first.owner, _NON_PASS_COST)
             handle(self._context, first)
 
     def run_micro_batch(self) -> bool:
-        """Dispatch one micro-batch of the next batch, and commit its results at its end. Returns whether any ran.
+        """Dispatch one micro-batch of the next batch. Returns True if a batch is running.
 
-        While all batches wait for the compiler, one of them waits for a short time.
+        After the last micro-batch of a group, commit the results. If all batches wait for the
+        compiler, the first of them waits for a short time.
         """
         if not self._batches:
             return False
-        able = {owner: batch for owner in self._batches if (batch := self._find_runnable_batch(owner)) is not None}
-        candidates = able or {owner: batches[0] for owner, batches in self._batches.items()}
+
+        # Choose a batch: by the virtual time of its owner, or in turns if there is one owner.
+        runnable = {owner: batch for owner in self._batches if (batch := self._find_runnable_batch(owner)) is not None}
+        candidates = runnable or {owner: batches[0] for owner, batches in self._batches.items()}
         if self._is_shared:
             owner = min(candidates, key=self._fair_share.get_virtual_time)
-            if able:
-                self._fair_share.charge(owner, 1.0)  # micro-batches have a constant number of tokens
+            if runnable:
+                self._fair_share.charge(owner, 1.0)  # all micro-batches have about the same number of tokens
         else:
             owner = next(iter(candidates))
+
+        # Run it, then move it and its owner to the end.
         batches, batch = self._batches.pop(owner), candidates[owner]
         batches.remove(batch)
         self._advance_batch(batch)
@@ -158,31 +174,41 @@ class TrainingExecutor:
         return True
 
     def _find_runnable_batch(self, owner: str) -> _Batch | None:
-        """Return an owner's next batch that does not wait for the compiler; None if all wait."""
+        """Return an owner's next batch that does not wait for the compiler, or None."""
         return next((batch for batch in self._batches[owner] if not batch.is_waiting), None)
 
     def _start_batch(self, requests: Sequence[QueuedRequest], *, is_long: bool) -> None:
-        """Start a batch of models without another running batch. Invalid requests fail at once."""
-        group = [each for each in map(self._prepare, requests) if each is not None]
+        """Start a batch of requests whose models have no running batch.
+
+        Invalid requests fail at once.
+        """
+        group = [prepared for prepared in map(self._prepare, requests) if prepared is not None]
         if group:
-            self._context.attempts.count([each.queued.request_id for each in group])
-            models = frozenset(each.model_id for each in group)
+            self._context.attempts.count([prepared.queued.request_id for prepared in group])
+            models = frozenset(prepared.model_id for prepared in group)
             self._context.models.busy.update(models)
             first = group[0].queued
             batch = _Batch(models, first.owner, first.session_id, is_long, deque([group]))
             self._batches.setdefault(first.owner, deque()).append(batch)
 
     def _advance_batch(self, batch: _Batch) -> None:
+        """Dispatch the next micro-batch of the first group.
+
+        If it was the last one, finish the group.
+        """
         requests, clock = batch.groups[0], self._context.device_clock
         results: list[PassResult] | Exception
         try:
+            # Start the group. Its attempts are counted already, because restoring a model may crash
+            # the engine.
             if batch.running_pass is None:
                 batch.taken = DeviceTime("pass")
-                # After the attempts are counted, because restoring a model can crash the engine too.
                 self._context.models.ensure_resident({request.model_id for request in requests})
                 examples = tuple(example for request in requests for example in request.examples)
                 prepared = PreparedModelPassBatch(examples=examples)
                 batch.running_pass = self._context.backend.begin_pass(prepared, backward=requests[0].backward)
+
+            # Dispatch a micro-batch. After the last one, fetch the results.
             with clock.measure_dispatch(batch.taken):
                 is_dispatched = batch.running_pass.step()
             failpoint("engine.dispatched")
@@ -196,6 +222,8 @@ class TrainingExecutor:
             if batch.running_pass is not None:
                 batch.running_pass.abort()
             results = error
+
+        # Commit the results. If the group has failed, run each of its requests alone.
         batch.running_pass = None
         batch.groups.popleft()
         if not isinstance(results, Exception):
@@ -203,10 +231,11 @@ class TrainingExecutor:
         elif len(requests) == 1:
             self._context.fail(requests[0].queued, results)
         else:
-            _log.warning("a batch of %d requests failed; each runs alone now: %s", len(requests), results)
+            _log.warning("a batch of %d requests failed; running each request alone: %s", len(requests), results)
             batch.groups.extend([request] for request in requests)
 
     def _prepare(self, queued: QueuedRequest) -> _PreparedPass | None:
+        """Check a request and make its examples. Returns None if the request has failed."""
         request = queued.model_pass
         assert request is not None and queued.model_id is not None
         try:
@@ -222,9 +251,11 @@ class TrainingExecutor:
         return _PreparedPass(queued, queued.model_id, request.backward, tuple(examples))
 
     def _commit(self, requests: Sequence[_PreparedPass], results: list[PassResult], taken: DeviceTime) -> None:
+        """Commit the result of each request. Device time is divided by the number of tokens."""
         start = 0
         sizes = [request.queued.num_tokens for request in requests]
         per_token_s = taken.device_s / sum(sizes)
+
         for request, num_tokens in zip(requests, sizes, strict=True):
             end = start + len(request.examples)
             output = prepare.combine_pass_results(results[start:end], num_tokens)
@@ -232,7 +263,8 @@ class TrainingExecutor:
             effect_order = model.assign_effect_order() if request.backward else None
             share = replace(taken, device_s=per_token_s * num_tokens)
             observed = self._context.observers.observe_pass(request.queued, model, output, num_tokens, share)
-            # One transaction each: in a common one the first client would wait for the last result.
+            # One transaction per request: otherwise the first client would wait for the last
+            # result.
             self._context.request_log.commit(request.queued, output, effect_order=effect_order, observed=observed)
             start = end
         assert start == len(results), f"the backend gave {len(results)} results for {start} examples"

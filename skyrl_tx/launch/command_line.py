@@ -1,4 +1,4 @@
-"""Helpers of commands: flags, access to a data directory, and output of records as a table or as JSON."""
+"""Helpers for commands: common flags, access to a data directory, and output."""
 
 import argparse
 import getpass
@@ -36,22 +36,23 @@ Record = dict[str, object]
 
 
 def parse_path(text: str) -> Path:
-    """Convert the value of a flag or an argument."""
+    """Convert the value of a flag or an argument to an absolute path."""
     return Path(text).expanduser().absolute()
 
 
 def parse_duration_s(text: str) -> float:
-    """Convert a duration such as 45s, 90m, 12h or 30d, or a number of seconds. Raises ArgumentTypeError for others."""
-    found = re.fullmatch(r"(\d{1,9})([smhd]?)", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must be a number of seconds, or one with a unit: 45s, 90m, 12h, 30d"
-        )
-    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}[found[2]]
+    """Convert a duration to seconds, for example 45s, 90m, 12h, 30d or 3600.
+
+    Raises ArgumentTypeError if the text is no duration.
+    """
+    match = re.fullmatch(r"(\d{1,9})([smhd]?)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds, or have a unit: 45s, 90m, 12h, 30d")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}[match[2]]
 
 
 def add_since(parser: argparse.ArgumentParser, days: int) -> None:
-    """Add the flag --since, a duration in seconds; `days` is the default."""
+    """Add the flag --since, a duration in seconds. The default is a number of days."""
     parser.add_argument(
         "--since",
         type=parse_duration_s,
@@ -62,10 +63,10 @@ def add_since(parser: argparse.ArgumentParser, days: int) -> None:
 
 
 def finish_parser(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int | None]) -> None:
-    """Add the flags that name a data directory, and set the function that runs the command.
+    """Add the flags of a data directory, and set the function that runs the command.
 
-    It may return an exit status; None means 0. What it raises for bad input and for unusable data becomes a
-    `CommandError`.
+    `run` may return an exit status; None means 0. Its errors about bad input and unusable data
+    become `CommandError`.
     """
 
     def run_with_errors(arguments: argparse.Namespace) -> int | None:
@@ -74,6 +75,7 @@ def finish_parser(parser: argparse.ArgumentParser, run: Callable[[argparse.Names
         except (UserError, StoreError, ArtifactMissing, ArtifactCorrupt, ArtifactsUnreachable) as error:
             raise CommandError(str(error)) from error
 
+    # The flags have environment variables, like the settings of the server.
     parser.add_argument(
         "--data-dir",
         type=parse_path,
@@ -85,19 +87,25 @@ def finish_parser(parser: argparse.ArgumentParser, run: Callable[[argparse.Names
         default=os.environ.get(f"{ENVIRONMENT_PREFIX}DATABASE_URL"),
         help="the server's database if it is not a file in --data-dir (default: $SKYRL_TX_DATABASE_URL)",
     )
+
+    # The location of the weights is stored in the data directory, unless the flag is given.
     parser.add_argument(
         "--artifacts",
         default=os.environ.get(f"{ENVIRONMENT_PREFIX}ARTIFACTS"),
         help="the server's object store, if its weights are not in --data-dir (default: $SKYRL_TX_ARTIFACTS, or the "
         "one that --data-dir names)",
     )
+
     parser.set_defaults(run=run_with_errors)
 
 
 def finish_list_parser(
     parser: argparse.ArgumentParser, read: Callable[[Session, argparse.Namespace], Sequence[Record]], nothing: str
 ) -> None:
-    """Add the common flags and --json; the command prints the records that `read` returns, or `nothing`."""
+    """Add the common flags and --json to a command that prints the records that `read` returns.
+
+    Without records it prints the text `nothing`.
+    """
 
     def run(arguments: argparse.Namespace) -> None:
         with open_database(arguments) as store:
@@ -112,7 +120,10 @@ def finish_list_parser(
 
 
 def open_database(arguments: argparse.Namespace, *, create: bool = False) -> closing[Store]:
-    """Open the database, which a server may be using; raises CommandError if there is none and `create` is False."""
+    """Open the database. A server may be using it.
+
+    Raises CommandError if it does not exist, unless `create`.
+    """
     data_dir: Path = arguments.data_dir
     url: str | None = arguments.database_url or None
     if not create and url is None and not (data_dir / DATABASE_NAME).is_file():
@@ -121,16 +132,19 @@ def open_database(arguments: argparse.Namespace, *, create: bool = False) -> clo
 
 
 def find_checkpoint(store: Store, text: str) -> CheckpointRow:
-    """Return a checkpoint by its path; raises UserError for an invalid path, CommandError for an unknown checkpoint."""
+    """Return a checkpoint by its path.
+
+    Raises UserError for an invalid path, CommandError for an unknown checkpoint.
+    """
     path = CheckpointPath.parse(text)
     row = store.read(lambda tx: checkpoints.get(tx, path, time.time()))
     if row is None:
-        raise CommandError(f"{path}: there is no such checkpoint; `skyrl-tx checkpoints list` shows all")
+        raise CommandError(f"{path}: there is no such checkpoint; run `skyrl-tx checkpoints list` to see all")
     return row
 
 
 def open_artifact_store(arguments: argparse.Namespace) -> ArtifactStore:
-    """Open the artifacts of a data directory. Raises CommandError."""
+    """Open the artifacts of a data directory. Raises CommandError if they cannot be opened."""
     try:
         return open_artifacts(arguments.data_dir, arguments.artifacts or None)
     except InvalidLocation as error:
@@ -138,7 +152,7 @@ def open_artifact_store(arguments: argparse.Namespace) -> ArtifactStore:
 
 
 def confirm(question: str) -> bool:
-    """Ask for confirmation. Raises CommandError without a terminal."""
+    """Ask for confirmation on the terminal. Raises CommandError if there is no terminal."""
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
@@ -148,12 +162,12 @@ def confirm(question: str) -> bool:
 def record_audit(
     tx: Session, event: audit.Event, *, path: CheckpointPath | None = None, **details: audit.Detail
 ) -> None:
-    """Add an entry about a command to the audit log, with the account that runs it."""
+    """Add an entry about a command to the audit log, with the account that runs the command."""
     audit.record(tx, event, audit.OPERATOR, time.time(), path=path, os_user=get_os_user(), **details)
 
 
 def get_os_user() -> str:
-    """Return the account that runs the command, for the audit log; its number if it has no name."""
+    """Return the account that runs the command, or its number if it has no name."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -161,7 +175,7 @@ def get_os_user() -> str:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Return a size for people."""
+    """Format a size, for example `1.5 GiB`."""
     size, unit = float(num_bytes), "B"
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":
@@ -171,7 +185,10 @@ def format_bytes(num_bytes: int) -> str:
 
 
 class Progress:
-    """Reports long work on standard error: continuously on a terminal, else every ten seconds."""
+    """Prints the progress of long work to standard error.
+
+    It prints continuously on a terminal, and every ten seconds elsewhere.
+    """
 
     def __init__(self, what: str, total_bytes: int) -> None:
         self._what, self._total = what, total_bytes
@@ -182,7 +199,7 @@ class Progress:
         self._has_printed = False
 
     def add(self, num_bytes: int) -> None:
-        """Count finished work."""
+        """Add finished work."""
         self._done += num_bytes
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + self._period_s
@@ -197,12 +214,12 @@ class Progress:
 
 
 def format_time(seconds: float | None) -> str | None:
-    """Return a time as text in UTC."""
+    """Format a time in UTC, for example `2026-01-31 12:00:00Z`."""
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
 def format_table(records: Sequence[Record]) -> Iterator[str]:
-    """Yield the lines of a table of records with equal keys."""
+    """Yield the lines of a table of records. All records must have the same keys."""
     rows = [[_format_cell(value) for value in record.values()] for record in records]
     rows.insert(0, [name.upper().replace("_", " ") for name in records[0]])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

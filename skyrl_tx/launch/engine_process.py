@@ -1,4 +1,9 @@
-"""The engine as a process: in the foreground, or as a child that never outlives its parent."""
+"""The engine process: how it is started, runs and ends.
+
+The parent process (`serve`) starts the engine as a child with `EngineProcess` and watches it. The
+child ends when its parent ends. `run_in_foreground` runs the engine without a parent, for the
+command `skyrl-tx engine`. Both run `run_engine` on the main thread of the process.
+"""
 
 import asyncio
 import faulthandler
@@ -60,13 +65,16 @@ from skyrl_tx.store.writer import RetryPolicy
 _log = logging.getLogger(__name__)
 
 _OPEN_AGAIN_S = 1.0
-FULL_COLLECTION_AFTER = 20
-"""See `tune_garbage_collection`."""
 _RECORD_S = 5.0
+FULL_COLLECTION_AFTER = 20
+"""Smaller garbage collections before a full one, see `tune_garbage_collection`."""
 STUCK_STATUS = 75
-"""Exit status of an engine that ends because a call does not return (EX_TEMPFAIL of sysexits.h)."""
+"""Exit status of an engine with a backend call that does not return (EX_TEMPFAIL)."""
 MIN_INTERPRETER_TIMEOUT_S = 30.0
-"""Calls that load libraries and weights may keep the interpreter's lock for seconds."""
+"""Minimum time limit for the interpreter's lock.
+
+Loading libraries and weights may hold it for seconds.
+"""
 
 
 _CRASH_SIGNALS = {
@@ -78,20 +86,29 @@ _CRASH_SIGNALS = {
     signal.SIGSYS,
     signal.SIGTRAP,
 }
-"""Signals that a process causes itself. Others come from outside, also SIGKILL unless memory was exhausted."""
+"""Signals that a process causes itself.
+
+Other signals come from outside, except SIGKILL if memory was exhausted.
+"""
 
 
 class EngineLost(Exception):
-    """The backend or the database was lost; a new process continues from the log."""
+    """The backend or the database was lost. A new process continues from the log."""
 
 
 _EXPECTED_ERRORS = (RequestError, StoreError, StoreInUse, OSError, ValueError)
-"""Errors caused by a wrong path, model or setting; their message suffices without a traceback."""
+"""Errors caused by a wrong path, model or setting.
+
+Their message is sufficient without a traceback.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLaunch:
-    """Arguments of an engine process; pickled for the child, so backend and sampler are given by name."""
+    """The arguments of an engine process.
+
+    They are pickled, so backend and sampler are given by name.
+    """
 
     settings: EngineSettings
     backend: str
@@ -99,37 +116,47 @@ class EngineLaunch:
     log_level: LogLevel
     log_format: LogFormat = "text"
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Variables of a child's environment, such as those that choose its devices."""
+    """Additional environment variables of the child, for example CUDA_VISIBLE_DEVICES."""
     hosts: HostsSettings = field(default_factory=HostsSettings)
-    """Several hosts that hold the model together. A rank above 0 runs no engine: it follows that of rank 0."""
+    """The hosts that hold the model together.
+
+    A host with a rank above 0 repeats the calls of rank 0.
+    """
     sampler: str | None = None
     sampler_config: BaseModel | None = None
     sampler_check_share: float = 0.0
     sampler_falls_back: bool = False
     apps: Sequence[App] = ()
-    """The optional features, whose functions the child imports."""
+    """Optional features. The child imports their functions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineEnd:
-    """Reason for the end of an engine process."""
+    """Why an engine process ended."""
 
     message: str
     is_final: bool
-    """Whether the settings are wrong or the data directory is in use, so that a restart would fail in the same way."""
+    """Whether a restart would fail in the same way, for example because a setting is wrong."""
     is_crash: bool
-    """Whether the engine's own work ended it; False for a kill from outside and for a lost database."""
+    """Whether the engine's own work caused the end.
+
+    False for a kill from outside and for a lost database.
+    """
     was_killed: bool = False
     """Whether a signal from outside ended it."""
     was_unreachable: bool = False
-    """Whether the database or the object store could not be reached, which may pass."""
+    """Whether the database or the object store could not be reached.
+
+    A restart may succeed later.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLocation:
-    """The machine and the process in which an engine runs.
+    """The machine and process of an engine, and the id of this run.
 
-    A container that starts again has the host name and the process id of before, so `boot_id` says which run it is.
+    A restarted container may have the same host name and process id as before, so `boot_id`
+    distinguishes the runs.
     """
 
     host: str
@@ -138,35 +165,38 @@ class EngineLocation:
 
 
 class EngineProcess:
-    """Handle of an engine in a child process."""
+    """An engine in a child process, as the parent sees it."""
 
     def __init__(self, launch: EngineLaunch) -> None:
-        """Start the child; its messages are received by `wait`."""
+        """Start the child. `wait` receives its messages."""
         enable_huge_pages(os.environ)  # inherited by the child
         spawn = multiprocessing.get_context("spawn")
         self._pipe, child_end = spawn.Pipe()
-        self._count_memory_kills = _count_memory_kills()
+        self._num_memory_kills = _count_memory_kills()
         self._boot_id = engine_state.make_boot_id()
         arguments = launch, child_end, self._boot_id
         self._process = spawn.Process(target=_run_child, args=arguments, name="skyrl-tx engine")
-        # Ctrl-C in a terminal signals the whole process group. SIGINT is blocked in the child: the parent stops it.
+
+        # Start the child with SIGINT blocked: Ctrl-C signals all processes of the terminal, but the
+        # parent must decide when the child stops.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        # Only the child holds its end now, so that the pipe breaks when either process ends, in whatever way.
+
+        # Close the child's end of the pipe here, so that the pipe breaks when either process ends.
         child_end.close()
         _log.info("engine process %d started", self.location.pid)
 
     @property
     def location(self) -> EngineLocation:
         """The machine, the process id and the run of the child."""
-        assert self._process.pid is not None  # it has been started
+        assert self._process.pid is not None  # it was started
         return EngineLocation(socket.gethostname(), self._process.pid, self._boot_id)
 
     async def wait(self, on_ready: Callable[[Capabilities], None]) -> EngineEnd:
-        """Wait for the end of the child and return its reason; calls `on_ready` when the engine is ready."""
+        """Wait until the child ends, and return why. Calls `on_ready` when the engine is ready."""
         end: EngineEnd | None = None
         while (message := await _receive(self._pipe)) is not None:
             if isinstance(message, Capabilities):
@@ -175,20 +205,24 @@ class EngineProcess:
                 end = message
         await asyncio.to_thread(self._process.join)
         self._pipe.close()
-        return end or _end_from_exit_code(self._process.exitcode or 0, _count_memory_kills() > self._count_memory_kills)
+        was_memory_exhausted = _count_memory_kills() > self._num_memory_kills
+        return end or _end_from_exit_code(self._process.exitcode or 0, was_memory_exhausted)
 
     def request_stop(self) -> None:
-        """Ask the engine to finish its step, take its snapshots and exit."""
-        with suppress(OSError):  # it has ended
+        """Ask the engine to finish its batch, take snapshots and exit."""
+        with suppress(OSError):  # it has already ended
             self._pipe.send("stop")
 
     def kill(self) -> None:
-        """Kill the child; every acknowledged request is on disk."""
+        """Kill the child. No acknowledged request is lost, because all are on disk."""
         self._process.kill()
 
 
 async def _receive(pipe: Connection) -> Capabilities | EngineEnd | None:
-    """Wait for the child's next message: it is ready, or why it ends. None once it has ended."""
+    """Wait for the next message of the child: that it is ready, or why it ends.
+
+    None after it has ended.
+    """
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     loop.add_reader(pipe.fileno(), readable.set)
@@ -203,7 +237,10 @@ async def _receive(pipe: Connection) -> Capabilities | EngineEnd | None:
 
 
 def _end_from_exit_code(exit_code: int, was_memory_exhausted: bool) -> EngineEnd:
-    """Return the end of a process that sent no reason: its exit code, or a signal's negative number."""
+    """Return why a process ended that sent no reason.
+
+    A negative exit code is the number of a signal.
+    """
     if exit_code == EXIT_STATUS:
         message = "one of its threads ended; its log says why"
         return EngineEnd(message=message, is_final=False, is_crash=False)
@@ -221,7 +258,7 @@ def _end_from_exit_code(exit_code: int, was_memory_exhausted: bool) -> EngineEnd
 
 
 def _count_memory_kills() -> int:
-    """Return how many processes the kernel has killed because memory was exhausted; 0 where it does not tell."""
+    """Return how many processes the kernel has killed for lack of memory. 0 if unknown."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()  # the counter includes kills within a cgroup
     except OSError:
@@ -229,33 +266,9 @@ def _count_memory_kills() -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
 
-def run_in_foreground(launch: EngineLaunch, on_ready: Callable[[Capabilities], None]) -> None:
-    """Run the engine in this process until a signal; a second one exits at once. Raises CannotServe."""
-    boot_id = engine_state.make_boot_id()
-    try:
-        _run(launch, boot_id, on_ready, _end_in_foreground, second_signal_exits=True)
-    except Exception as error:
-        end = _end_from_error(error)
-        if end.is_crash:
-            with closing(open_store(launch.settings, threading.Event())) as store:
-                store.write(lambda tx: record_end(tx, boot_id, is_crash=True))
-        if launch.hosts.size > 1:
-            _log.critical("%s", end.message)
-            os._exit(1)  # at its exit JAX would wait for the other hosts
-        raise CannotServe(end.message) from error
-
-
-def record_end(tx: Session, boot_id: str, *, is_crash: bool) -> None:
-    """Record the end of a run of an engine: a crash counts for the request that ran alone.
-
-    A run that has published no status has run nothing. One whose number another engine has now counts for nothing.
-    """
-    if (number := engine_state.find_number(tx, boot_id)) is not None:
-        futures.record_engine_end(tx, is_crash=is_crash, engine=number)
-
-
 def _run_child(launch: EngineLaunch, parent: Connection, boot_id: str) -> None:
-    """Run the engine as a child; the entry point of its process."""
+    """Run the engine as a child. This is the entry point of the child process."""
+    # Set up the process.
     os.environ.update(launch.environment)
     configure_logging("engine", launch.log_level, launch.log_format)
     enable_stack_dumps()
@@ -266,6 +279,7 @@ def _run_child(launch: EngineLaunch, parent: Connection, boot_id: str) -> None:
         parent.send(EngineEnd(message=reason, is_final=False, is_crash=True))
         _end_stuck_process(reason)
 
+    # Run, and tell the parent why the engine ends.
     try:
         _run(launch, boot_id, parent.send, on_stuck, second_signal_exits=False)
         if launch.hosts.rank > 0:
@@ -273,18 +287,57 @@ def _run_child(launch: EngineLaunch, parent: Connection, boot_id: str) -> None:
     except Exception as error:
         parent.send(_end_from_error(error))
         if launch.hosts.size > 1:
-            os._exit(1)  # at its exit JAX would wait for the other hosts
+            os._exit(1)  # a normal exit would wait for the other hosts in JAX
         sys.exit(1)
 
 
 def _follow_parent(parent: Connection) -> None:
-    """Stop on the parent's request, and exit when the parent ends."""
+    """Stop when the parent asks for it, and exit when the parent ends."""
     try:
         while True:
             parent.recv()
             os.kill(os.getpid(), signal.SIGTERM)
     except (EOFError, OSError):
         os._exit(1)
+
+
+def run_in_foreground(launch: EngineLaunch, on_ready: Callable[[Capabilities], None]) -> None:
+    """Run the engine in this process until a signal. A second signal exits at once.
+
+    Raises CannotServe.
+    """
+    boot_id = engine_state.make_boot_id()
+    try:
+        _run(launch, boot_id, on_ready, _end_in_foreground, second_signal_exits=True)
+    except Exception as error:
+        # Record a crash. There is no parent that does it.
+        end = _end_from_error(error)
+        if end.is_crash:
+            with closing(open_store(launch.settings, threading.Event())) as store:
+                store.write(lambda tx: record_end(tx, boot_id, is_crash=True))
+
+        if launch.hosts.size > 1:
+            _log.critical("%s", end.message)
+            os._exit(1)  # a normal exit would wait for the other hosts in JAX
+        raise CannotServe(end.message) from error
+
+
+def _end_in_foreground(store: Store, reason: str) -> None:
+    """Record the crash, because there is no parent that does it, and end this process."""
+    with suppress(StoreError, TimeoutError):  # if the database is lost too, the crash is not counted
+        store.write_soon(lambda tx: futures.record_engine_end(tx, is_crash=True, engine=store.engine_number)).result(
+            _RECORD_S
+        )
+    _end_stuck_process(reason)
+
+
+def record_end(tx: Session, boot_id: str, *, is_crash: bool) -> None:
+    """Record the end of a run of an engine. A crash counts for the request that ran alone.
+
+    Does nothing if the run has published no status, or if another engine has its number now.
+    """
+    if (number := engine_state.find_number(tx, boot_id)) is not None:
+        futures.record_engine_end(tx, is_crash=is_crash, engine=number)
 
 
 def _run(
@@ -295,10 +348,13 @@ def _run(
     *,
     second_signal_exits: bool,
 ) -> None:
+    """Run the engine, or follow rank 0 on the other hosts. Returns after a clean stop."""
     tune_garbage_collection(full_after=FULL_COLLECTION_AFTER)
     if launch.hosts.rank > 0:
         _follow(launch.hosts, on_ready)
         return
+
+    # Combine the backend with the sampler.
     backend, config = find_backend(launch.backend), launch.backend_config
     if launch.sampler is not None and launch.sampler_config is not None:
         backend, config = compose(
@@ -309,6 +365,8 @@ def _run(
             check_share=launch.sampler_check_share,
             falls_back=launch.sampler_falls_back,
         )
+
+    # Run.
     with _interpreter_watchdog(launch.settings.step_timeout_s):
         run_engine(
             launch.settings,
@@ -326,7 +384,10 @@ def _run(
 def _wrap_for_hosts(
     launch: EngineLaunch, backend: AbstractBackend, on_lost: Callable[[str], object]
 ) -> AbstractBackend:
-    """Return the backend as rank 0 of several hosts; as it is on one host."""
+    """Return a backend that sends its calls to the other hosts.
+
+    With one host, return the backend itself.
+    """
     if launch.hosts.size == 1:
         return backend
     welcome = Welcome(
@@ -338,35 +399,155 @@ def _wrap_for_hosts(
 
 
 def _follow(hosts: HostsSettings, on_ready: Callable[[Capabilities], None]) -> None:
-    """Repeat the calls of rank 0 in this process, which SIGTERM ends at once. Raises EngineLost with rank 0."""
+    """Repeat the calls of rank 0 in this process. SIGTERM ends it at once.
+
+    Raises EngineLost if rank 0 is lost.
+    """
     try:
         follow(hosts, on_ready=on_ready, on_lost=_end_stuck_process)
     except LeaderLost as error:
         raise EngineLost(str(error)) from error
 
 
-def _end_in_foreground(store: Store, reason: str) -> None:
-    """Record the crash, which no parent does, and end this process."""
-    with suppress(StoreError, TimeoutError):  # the next engine finds out by itself
-        store.write_soon(lambda tx: futures.record_engine_end(tx, is_crash=True, engine=store.engine_number)).result(
-            _RECORD_S
-        )
-    _end_stuck_process(reason)
+def run_engine(
+    settings: EngineSettings,
+    spec: BackendSpec,
+    backend_config: BaseModel,
+    on_ready: Callable[[Capabilities], None] = lambda _: None,
+    on_stuck: Callable[[Store, str], object] = lambda _store, _reason: None,
+    *,
+    boot_id: str | None = None,
+    over_hosts: Callable[[AbstractBackend, Callable[[str], object]], AbstractBackend] = lambda backend, _: backend,
+    second_signal_exits: bool = True,
+    apps: Sequence[App] = (),
+) -> None:
+    """Run an engine on the main thread until SIGTERM or SIGINT.
+
+    Args:
+        settings: Settings of the engine.
+        spec: The backend.
+        backend_config: Settings of the backend.
+        on_ready: Called when the engine is ready.
+        on_stuck: Called on another thread when a backend call exceeds its time limit.
+        boot_id: Id of this run. The default is a new id.
+        over_hosts: Wraps the backend if multiple hosts hold the model. Its second argument ends
+            this process with a reason.
+        second_signal_exits: Whether a second signal ends the process at once. A parent decides
+            this for its child.
+        apps: Optional features.
+
+    Raises EngineLost if the backend or the database was lost, and other errors if the engine cannot
+    start.
+    """
+    # Open the database, which may have to wait.
+    stop = threading.Event()
+    meters = EngineMetrics(with_owners=settings.metrics_owners)
+    store = open_store(settings, stop)
+
+    # A signal stops the loop.
+    def on_signal(number: int) -> None:
+        if stop.is_set() and second_signal_exits:
+            os._exit(128 + number)
+        stop.set()
+        store.wake()
+
+    with (
+        closing(store),
+        _serve_metrics_port(settings, meters),
+        handle_signals({signal.SIGTERM, signal.SIGINT}, on_signal),
+    ):
+        try:
+            # Load the backend and open the artifacts.
+            backend = over_hosts(
+                spec.load()(settings.base_model, backend_config), lambda reason: on_stuck(store, reason)
+            )
+            artifacts = open_artifacts(
+                settings.data_dir,
+                settings.artifacts,
+                max_cache_bytes=settings.max_artifact_cache_bytes,
+                min_free_bytes=settings.min_free_disk_bytes,
+            )
+
+            # Make the engine and run its loop.
+            engine = Engine(
+                settings,
+                backend,
+                store,
+                artifacts,
+                meters,
+                boot_id or engine_state.make_boot_id(),
+                load_engine_extensions(apps),
+            )
+            path = get_socket_path(settings.data_dir, store.engine_number)
+            with _serve_metrics_socket(path, engine.meters), record_notices(store, "engine"):
+                engine.run(stop, on_ready, lambda reason: on_stuck(store, reason))
+        except (BackendLost, StoreError, ArtifactsUnreachable) as error:
+            raise EngineLost(f"backend, database or object store lost: {error}") from error
 
 
-def _end_stuck_process(reason: str) -> None:
-    """End this process at once, because a call of the backend does not return; log the stacks of all threads."""
-    _log.critical("%s; this process ends, and the next one continues from the log. All stacks:", reason)
-    faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
-    os._exit(STUCK_STATUS)
+def open_store(settings: EngineSettings, stop: threading.Event) -> Store:
+    """Open the engine's database.
+
+    If it is full or locked, this and later writes wait until it is not, or `stop`.
+    """
+    store: Store | None = None
+
+    def report(tx: Session, detail: str) -> None:
+        engine_state.report_waiting(tx, 1 if store is None else store.engine_number, detail)
+
+    retry, url = RetryPolicy(until=stop, report=report), settings.store_url
+    while True:
+        try:
+            store = Store.open(settings.data_dir, role="engine", url=url, retry=retry, is_shared=settings.engines > 1)
+            return store
+        except StoreBlocked as error:
+            _log.warning("%s; trying again", error)
+            time.sleep(_OPEN_AGAIN_S)
+
+
+@contextmanager
+def _serve_metrics_port(settings: EngineSettings, meters: EngineMetrics) -> Generator[None]:
+    """Serve the engine's metrics at `--metrics-port`, if it is set.
+
+    Raises OSError if the port cannot be used.
+    """
+    if not settings.metrics_port:
+        yield
+        return
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(serve_http(settings.metrics_host, settings.metrics_port, meters.registry))
+        except OSError as error:
+            where = f"--metrics-host {settings.metrics_host} --metrics-port {settings.metrics_port}"
+            raise OSError(f"{where}: {error.strerror or error}") from error
+        yield
+
+
+@contextmanager
+def _serve_metrics_socket(path: Path, meters: EngineMetrics) -> Generator[None]:
+    """Serve the engine's metrics to the API.
+
+    If that is not possible, the engine runs without it.
+    """
+    try:
+        served = MetricsSocket(path, lambda is_openmetrics: render(meters.registry, is_openmetrics=is_openmetrics))
+    except OSError as error:
+        _log.warning("cannot serve the metrics of the engine to the API: %s", error)
+        yield
+        return
+    try:
+        yield
+    finally:
+        served.close()
 
 
 @contextmanager
 def _interpreter_watchdog(timeout_s: float) -> Generator[None]:
-    """End this process, with all stacks, when no Python code has run for a time. 0: never.
+    """End this process if no Python code has run for a time, and log all stacks. 0 disables this.
 
-    A call that keeps the interpreter's lock stops every thread that could notice it, except faulthandler's, which is
-    written in C. As long as Python code runs, its timer starts again and again.
+    A call that never releases the interpreter's lock stops all Python threads, including the
+    watchdog. So this uses the timer of `faulthandler`, which is written in C. As long as Python
+    code runs, a thread restarts the timer.
     """
     ended = threading.Event()
     log = sys.__stderr__ or sys.stderr
@@ -388,8 +569,18 @@ def _interpreter_watchdog(timeout_s: float) -> Generator[None]:
             faulthandler.cancel_dump_traceback_later()
 
 
+def _end_stuck_process(reason: str) -> None:
+    """End this process because a backend call does not return. Logs the stacks of all threads."""
+    _log.critical("%s; this process ends, and the next one continues from the log. All stacks:", reason)
+    faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
+    os._exit(STUCK_STATUS)
+
+
 def _end_from_error(error: Exception) -> EngineEnd:
-    """Return the end that an error causes, with a message of one line; logs the traceback of an unexpected error."""
+    """Return the end that an error causes, with a message of one line.
+
+    Logs unexpected errors with their traceback.
+    """
     message = " ".join(str(error).split())
     if isinstance(error, _EXPECTED_ERRORS) and message:
         _log.debug("the engine failed", exc_info=error)
@@ -402,110 +593,3 @@ def _end_from_error(error: Exception) -> EngineEnd:
         is_crash=not isinstance(error.__cause__ or error, (StoreError, StoreInUse, OSError)),
         was_unreachable=isinstance(error.__cause__, (StoreUnreachable, ArtifactsUnreachable)),
     )
-
-
-def run_engine(
-    settings: EngineSettings,
-    spec: BackendSpec,
-    backend_config: BaseModel,
-    on_ready: Callable[[Capabilities], None] = lambda _: None,
-    on_stuck: Callable[[Store, str], object] = lambda _store, _reason: None,
-    *,
-    boot_id: str | None = None,
-    over_hosts: Callable[[AbstractBackend, Callable[[str], object]], AbstractBackend] = lambda backend, _: backend,
-    second_signal_exits: bool = True,
-    apps: Sequence[App] = (),
-) -> None:
-    """Run an engine on the main thread until SIGTERM or SIGINT.
-
-    `boot_id` is the id of this run, a new one by default. `over_hosts` returns the backend with which the engine works;
-    it also receives what ends this process.
-    A second signal ends the process at once, unless `second_signal_exits` is False because a parent decides on that.
-    Raises EngineLost, and other errors if the engine cannot start.
-    """
-    stop = threading.Event()
-    meters = EngineMetrics(with_owners=settings.metrics_owners)
-    store = open_store(settings, stop)
-
-    def on_signal(number: int) -> None:
-        if stop.is_set() and second_signal_exits:
-            os._exit(128 + number)
-        stop.set()
-        store.wake()
-
-    with (
-        closing(store),
-        _serve_metrics_port(settings, meters),
-        handle_signals({signal.SIGTERM, signal.SIGINT}, on_signal),
-    ):
-        try:
-            backend = over_hosts(
-                spec.load()(settings.base_model, backend_config), lambda reason: on_stuck(store, reason)
-            )
-            artifacts = open_artifacts(
-                settings.data_dir,
-                settings.artifacts,
-                max_cache_bytes=settings.max_artifact_cache_bytes,
-                min_free_bytes=settings.min_free_disk_bytes,
-            )
-            engine = Engine(
-                settings,
-                backend,
-                store,
-                artifacts,
-                meters,
-                boot_id or engine_state.make_boot_id(),
-                load_engine_extensions(apps),
-            )
-            path = get_socket_path(settings.data_dir, store.engine_number)
-            with _serve_metrics_socket(path, engine.meters), record_notices(store, "engine"):
-                engine.run(stop, on_ready, lambda reason: on_stuck(store, reason))
-        except (BackendLost, StoreError, ArtifactsUnreachable) as error:
-            raise EngineLost(f"backend, database or object store lost: {error}") from error
-
-
-@contextmanager
-def _serve_metrics_socket(path: Path, meters: EngineMetrics) -> Generator[None]:
-    """Serve the engine's metrics to the API. An engine that cannot runs without."""
-    try:
-        served = MetricsSocket(path, lambda is_openmetrics: render(meters.registry, is_openmetrics=is_openmetrics))
-    except OSError as error:
-        _log.warning("the metrics of the engine cannot be served: %s", error)
-        yield
-        return
-    try:
-        yield
-    finally:
-        served.close()
-
-
-@contextmanager
-def _serve_metrics_port(settings: EngineSettings, meters: EngineMetrics) -> Generator[None]:
-    """Serve the engine's metrics at a port, if one is set. Raises OSError if it cannot be used."""
-    if not settings.metrics_port:
-        yield
-        return
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(serve_http(settings.metrics_host, settings.metrics_port, meters.registry))
-        except OSError as error:
-            where = f"--metrics-host {settings.metrics_host} --metrics-port {settings.metrics_port}"
-            raise OSError(f"{where}: {error.strerror or error}") from error
-        yield
-
-
-def open_store(settings: EngineSettings, stop: threading.Event) -> Store:
-    """Open the engine's database. Waits while it is full or locked, now and with each later write, until `stop`."""
-    store: Store | None = None
-
-    def report(tx: Session, detail: str) -> None:
-        engine_state.report_waiting(tx, 1 if store is None else store.engine_number, detail)
-
-    retry, url = RetryPolicy(until=stop, report=report), settings.store_url
-    while True:
-        try:
-            store = Store.open(settings.data_dir, role="engine", url=url, retry=retry, is_shared=settings.engines > 1)
-            return store
-        except StoreBlocked as error:
-            _log.warning("%s; trying again", error)
-            time.sleep(_OPEN_AGAIN_S)

@@ -1,4 +1,4 @@
-"""The interface of a launcher, which starts engines elsewhere than on this machine."""
+"""Placement of engines: launchers for other machines, and the devices of this machine."""
 
 from __future__ import annotations
 
@@ -20,48 +20,59 @@ if TYPE_CHECKING:
 
 GROUP = "skyrl_tx.launchers"
 BUILT_IN = ("flags", "lws")
-"""Launchers of this package: engines are children of this process."""
+"""With these values of `--launcher`, the engines are child processes of the server."""
 
 
 class RunningEngine(Protocol):
-    """One life of an engine, which has been started, such as `EngineProcess`."""
+    """One run of an engine that has been started, for example an `EngineProcess`."""
 
     @property
     def location(self) -> EngineLocation | None:
-        """The machine and process in which it runs; None as long as that is open."""
+        """The machine and process in which it runs. None until that is known."""
         ...
 
     async def wait(self, on_ready: Callable[[Capabilities], None]) -> EngineEnd:
-        """Wait for its end and return the reason; calls `on_ready` when it is ready."""
+        """Wait until the engine ends, and return why. Calls `on_ready` when it is ready."""
         ...
 
     def request_stop(self) -> None:
-        """Ask it to finish its step, take its snapshots and end."""
+        """Ask the engine to finish its batch, take snapshots and end."""
         ...
 
     def kill(self) -> None:
-        """End it at once."""
+        """End the engine immediately."""
         ...
 
 
 EngineStarts: TypeAlias = "Sequence[Callable[[], RunningEngine]]"
-"""One function for each engine, which starts it. The supervisor calls it again after the engine has ended."""
+"""For each engine, a function that starts it.
+
+The supervisor calls it again after the engine has ended.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherSpec:
-    """The object that an entry point of the group `skyrl_tx.launchers` refers to; importing it must be fast."""
+    """The target of an entry point of the group `skyrl_tx.launchers`. Importing it must be fast."""
 
     config: type[BaseModel]
-    """Its fields become flags below the launcher's name, such as `--ray.address`, each with a default."""
-    load: Callable[[], Callable[[Any, EngineLaunch, int], AbstractContextManager[EngineStarts]]]
-    """Imports and returns a function of the config, the arguments of an engine, and the number of engines.
+    """The launcher's settings.
 
-    Its context lasts as long as engines may be started. It raises CannotServe if the launcher cannot be used."""
+    A field becomes a flag with the launcher's name, for example `--ray.address`.
+
+    Each field must have a default."""
+    load: Callable[[], Callable[[Any, EngineLaunch, int], AbstractContextManager[EngineStarts]]]
+    """Imports and returns a function of the config, the engine's arguments and `--engines`.
+
+    That function returns a context manager. Engines may be started inside its context. It raises
+    CannotServe if the launcher cannot be used."""
 
 
 def find_launcher(name: str) -> LauncherSpec:
-    """Return the spec of a launcher. Raises UserError, with the installed names, if there is none of that name."""
+    """Return the spec of a launcher.
+
+    Raises UserError with the installed names if there is no such launcher.
+    """
     return find_spec(GROUP, "launcher", name, LauncherSpec)
 
 
@@ -76,33 +87,51 @@ _ONE_CHIP = {
     "TPU_PROCESS_BOUNDS": "1,1,1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""Variables of a process that uses one chip of several (docs.cloud.google.com/tpu, libtpu)."""
+"""Environment variables of a process that uses one of multiple TPU chips.
+
+Source: docs.cloud.google.com/tpu, and libtpu.
+"""
 
 
 def assign_devices(num_engines: int, environment: Mapping[str, str], devices: Path) -> list[Mapping[str, str]]:
-    """Return the environment variables of each engine that let it see its own accelerators only.
+    """Divide the accelerators of this machine. Returns environment variables for each engine.
 
-    A machine without any shares nothing out. `devices` is `/dev`. Raises CannotServe if there are no equal parts.
+    For example, 4 GPUs and 2 engines give CUDA_VISIBLE_DEVICES=0,1 and 2,3. Without accelerators
+    there are no variables. `devices` is the directory `/dev`. Raises CannotServe if the
+    accelerators cannot be divided equally.
     """
     if num_engines == 1:
         return [{}]
+
+    # GPUs: an equal number for each engine.
     if gpus := _list_visible_devices(environment.get(_GPUS), devices, r"nvidia(\d+)"):
         size, rest = divmod(len(gpus), num_engines)
         if not size or rest:
-            raise CannotServe(f"--engines {num_engines}: {len(gpus)} GPUs are not shared out in equal parts")
+            raise CannotServe(
+                f"--engines {num_engines}: {len(gpus)} GPUs cannot be divided equally; choose a number of engines that "
+                f"divides {len(gpus)}"
+            )
         return [{_GPUS: ",".join(gpus[start : start + size])} for start in range(0, len(gpus), size)]
+
+    # TPU chips: one for each engine.
     if chips := _list_visible_devices(environment.get(_CHIPS), devices, r"accel(\d+)") or _list_visible_devices(
         None, devices / "vfio", r"(\d+)"
     ):
         if len(chips) != num_engines:
-            raise CannotServe(f"--engines {num_engines}: there are {len(chips)} TPU chips, and an engine gets one")
+            raise CannotServe(
+                f"--engines {num_engines}: there are {len(chips)} TPU chips, and each engine gets one; set --engines "
+                f"{len(chips)}"
+            )
         return [{_CHIPS: chip, **_ONE_CHIP} for chip in chips]
     return [{} for _ in range(num_engines)]
 
 
 def _list_visible_devices(chosen: str | None, devices: Path, pattern: str) -> list[str]:
-    """Return the names of the devices that were chosen by a variable, by default the numbers of those that exist."""
+    """Return the devices that an environment variable chose.
+
+    By default, the numbers of all devices in `/dev`.
+    """
     if chosen is not None:
         return [name.strip() for name in chosen.split(",") if name.strip()]
-    found = [re.fullmatch(pattern, path.name) for path in devices.iterdir()] if devices.is_dir() else []
-    return sorted((match[1] for match in found if match), key=int)
+    matches = [re.fullmatch(pattern, path.name) for path in devices.iterdir()] if devices.is_dir() else []
+    return sorted((match[1] for match in matches if match), key=int)

@@ -1,4 +1,7 @@
-"""Settings of 0.2 that are no more. For one release they are accepted, ignored, and named in a warning."""
+"""Settings of 0.2 that no longer exist.
+
+For one release, a server ignores them and logs a warning.
+"""
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,19 +68,25 @@ _REMOVED: Mapping[str, str] = {
     "sampler_config.outage_timeout_s": "10 minutes apply",
     "sampler_config.max_restarts": "3 apply",
 }
-"""Text about what applies now, by the name of the setting: with dots, as in a flag, and underscores, as in the file."""
+"""The removed settings, and what the server does instead.
+
+Names have dots as in a flag, and underscores as in the file.
+"""
 
 Exists = Callable[[str], bool]
-"""Says whether a setting of a name exists. A backend may have a setting that another one lost."""
+"""Returns whether a setting exists.
+
+One backend may still have a setting that another backend lost.
+"""
 
 
 def is_removed(name: str) -> bool:
-    """Whether a setting existed in the last release, and no longer exists."""
+    """Whether a setting existed in the last release, but no longer exists."""
     return name in _REMOVED
 
 
 class _NoteRemoved(argparse.Action):
-    """Notes that a removed flag was given, and ignores its value."""
+    """Records that a removed flag was given, and ignores its value."""
 
     def __call__(
         self, parser: object, namespace: argparse.Namespace, values: object, option: str | None = None
@@ -86,7 +95,10 @@ class _NoteRemoved(argparse.Action):
 
 
 def add_removed_flags(parser: argparse.ArgumentParser, exists: Exists) -> None:
-    """Accept the flags of removed settings; `removed_settings` of the parsed arguments has their names."""
+    """Accept the flags of removed settings.
+
+    The parsed arguments have their names in `removed_settings`.
+    """
     for name in _REMOVED:
         if not exists(name):
             flag = name.replace("_", "-")
@@ -102,22 +114,22 @@ def add_removed_flags(parser: argparse.ArgumentParser, exists: Exists) -> None:
 
 
 def drop_values(values: Mapping[str, Any], exists: Exists, prefix: str = "") -> tuple[dict[str, Any], list[str]]:
-    """Return the values of the environment or of a file without removed settings, and the names of these."""
-    kept: dict[str, Any] = {}
+    """Drop removed settings from values of the environment or a file. Returns their names too."""
+    remaining: dict[str, Any] = {}
     names: list[str] = []
     for key, value in values.items():
         name = prefix + key
         if name in _REMOVED and not exists(name):
             names.append(name)
         elif isinstance(value, Mapping) and not prefix:
-            kept[key], inner = drop_values(value, exists, f"{name}.")
+            remaining[key], inner = drop_values(value, exists, f"{name}.")
             names += inner
         else:
-            kept[key] = value
-    return kept, names
+            remaining[key] = value
+    return remaining, names
 
 
 def describe_removed(names: Sequence[str]) -> Iterator[str]:
-    """Yield a warning for each name, which says what applies now."""
+    """Yield a warning for each removed setting that was given."""
     for name in dict.fromkeys(names):
         yield f"--{name.replace('_', '-')} no longer exists and is ignored: {_REMOVED[name]}"

@@ -1,4 +1,8 @@
-"""Settings of the quickstart, and of the server: composed of those of the API, the engine and the backend."""
+"""Settings of the server and of the quickstart.
+
+`make_settings_class` combines the settings of the API, the engine, the chosen backend and sampler,
+launchers and apps. Values come from flags, environment variables and a YAML file.
+"""
 
 import math
 import os
@@ -32,25 +36,28 @@ from skyrl_tx.server.settings import ApiFlags, ApiSettings
 DEFAULT_BACKEND = "jax"
 ENVIRONMENT_PREFIX = "SKYRL_TX_"
 _WITH_SAMPLER = ("sampler_check_share", "sampler_fallback")
-"""Settings that concern any sampler."""
+"""Settings that apply to all samplers."""
 _TEST_VARIABLES = frozenset({"SKYRL_TX_REQUIRE_ENVIRONMENTS", failpoints.VARIABLE})
 
 
 class SettingsError(CommandError):
-    """A setting is invalid; the message names it."""
+    """A setting is invalid. The message names it."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, status=2)
 
 
 def get_default_data_dir() -> Path:
-    """Return the data directory by the XDG base directory specification."""
+    """Return the default data directory, by the XDG base directory specification."""
     home = os.environ.get("XDG_DATA_HOME")
     return (Path(home) if home else Path.home() / ".local" / "share") / "skyrl_tx"
 
 
 class ServerSettings(BaseSettings, ApiFlags, EngineFlags):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """All settings of a server. Flags override environment variables, which override the YAML file."""
+    """All settings of a server.
+
+    Flags override environment variables, which override the YAML file.
+    """
 
     model_config = SettingsConfigDict(
         env_prefix=ENVIRONMENT_PREFIX,
@@ -74,28 +81,28 @@ class ServerSettings(BaseSettings, ApiFlags, EngineFlags):  # pyright: ignore[re
     backend: str = DEFAULT_BACKEND
     """Name of an installed backend, such as 'jax' or 'fake'."""
     sampler: str | None = None
-    """Name of an installed sampler that draws the samples in place of the backend, such as 'vllm'."""
+    """Name of an installed sampler that draws the samples instead of the backend, such as 'vllm'."""
     sampler_check_share: float = Field(default=0.01, ge=0, le=1)
-    """Share of a sampler's samples whose log-probabilities the backend computes too, to measure how far they differ."""
+    """Share of a sampler's samples whose log-probabilities the backend also computes, to measure the difference."""
     sampler_fallback: Literal["wait", "trainer"] = "wait"
-    """Treatment of samples while all servers of a sampler are lost: they wait, or the backend itself draws them.
-    It draws other tokens from the same seed."""
+    """Behavior while all servers of a sampler are lost: samples wait, or the backend draws them.
+    The backend draws different tokens from the same seed."""
     fresh: bool = False
     """Abandon the models of earlier starts; their named checkpoints can still be loaded."""
     log_level: LogLevel = "info"
-    """Least severity of log messages."""
+    """Minimum severity of log messages."""
     log_format: LogFormat = "text"
-    """Form of log lines: text, or one JSON object a line for log collectors."""
+    """Format of log lines: text, or one JSON object per line for log collectors."""
     launcher: str = "flags"
-    """Source of size, rank and address of several hosts.
-    'flags': --hosts.*; 'lws': the variables of a Kubernetes LeaderWorkerSet. Another installed launcher, such as 'ray',
-    starts the engines of all hosts."""
+    """Source of size, rank and address of multiple hosts.
+    'flags': --hosts.*; 'lws': the variables of a Kubernetes LeaderWorkerSet. Any other installed launcher, such as
+    'ray', starts the engines of all hosts."""
     hosts: HostsFlags = Field(default_factory=HostsFlags)
-    """Several hosts that hold one model together."""
+    """Multiple hosts that hold one model together."""
     backend_config: BaseModel
     sampler_config: BaseModel | None = None
     app_settings: ClassVar[tuple[type[BaseModel], ...]] = ()
-    """The classes of the settings of apps, whose fields are here too."""
+    """The settings classes of apps. This class has their fields too."""
 
     @field_validator("data_dir", "config", "ssl_certfile", "ssl_keyfile", "chat_template")
     @classmethod
@@ -109,7 +116,7 @@ class ServerSettings(BaseSettings, ApiFlags, EngineFlags):  # pyright: ignore[re
 
     @model_validator(mode="after")
     def _check_sampler_settings(self) -> Self:
-        """Refuse settings that only a sampler has, unless they are the defaults."""
+        """Without a sampler, reject values other than the defaults for settings of samplers."""
         for name in _WITH_SAMPLER:
             if self.sampler is None and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{_format_flag(name)}: --sampler is not set")
@@ -127,14 +134,17 @@ class ServerSettings(BaseSettings, ApiFlags, EngineFlags):  # pyright: ignore[re
 
     @property
     def has_remote_engines(self) -> bool:
-        """Whether a launcher starts the engines, not this process."""
+        """Whether a launcher starts the engines on other machines."""
         return self.launcher not in BUILT_IN
 
     @property
     def host_settings(self) -> HostsSettings:
-        """The hosts, as the launcher says. Raises SettingsError if it does not.
+        """The hosts that hold the model.
 
-        A launcher draws address and key for each start of an engine: here are none.
+        Raises SettingsError if the settings of hosts are incomplete.
+
+        A launcher that starts engines chooses their address and key at each start, so they are
+        not set here.
         """
         if self.has_remote_engines:
             for name in "rank", "address":
@@ -142,23 +152,23 @@ class ServerSettings(BaseSettings, ApiFlags, EngineFlags):  # pyright: ignore[re
                     raise SettingsError(f"--hosts.{name}: --launcher {self.launcher} sets it on each host")
             return self._complete_hosts(self.hosts)
         try:
-            found = from_leader_worker_set(self.hosts, os.environ) if self.launcher == "lws" else self.hosts
-            found.check_joinable()
+            hosts = from_leader_worker_set(self.hosts, os.environ) if self.launcher == "lws" else self.hosts
+            hosts.check_joinable()
         except ValueError as error:
             raise SettingsError(f"--{error}") from error
-        return self._complete_hosts(found)
+        return self._complete_hosts(hosts)
 
     def _complete_hosts(self, hosts: HostsFlags) -> HostsSettings:
-        """Return the settings of hosts with the limit of one call, which is that of one host."""
+        """Add the time limit of one call. It is the same as on one host: `--step-timeout-s`."""
         return HostsSettings.model_validate({**hosts.model_dump(), "silence_s": self.step_timeout_s or math.inf})
 
     def make_api_settings(self) -> ApiSettings:
-        """Return the API's settings, with those of apps."""
+        """Return the settings of the API, including the settings of apps."""
         apps = [kind.model_validate(self.model_dump(include=set(kind.model_fields))) for kind in self.app_settings]
         return ApiSettings.model_validate({**self.model_dump(include=set(ApiFlags.model_fields)), "apps": apps})
 
     def make_engine_settings(self) -> EngineSettings:
-        """Return the engine's settings."""
+        """Return the settings of the engine."""
         return EngineSettings.model_validate(self.model_dump(include=set(EngineFlags.model_fields)))
 
 
@@ -167,7 +177,7 @@ Architecture = Literal["qwen3", "qwen3_5"]
 
 
 class QuickstartSettings(BaseSettings):
-    """The flags of `skyrl-tx quickstart`; environment variables do not change them."""
+    """The flags of `skyrl-tx quickstart`. Environment variables do not change them."""
 
     model_config = SettingsConfigDict(
         extra="forbid",
@@ -179,7 +189,7 @@ class QuickstartSettings(BaseSettings):
     )
 
     architecture: Architecture = "qwen3"
-    """Architecture of the tiny model; that of Qwen3.5 has linear attention in three of four layers."""
+    """Architecture of the tiny model. Qwen3.5 has linear attention in three of four layers."""
     data: Path | None = None
     """JSON lines with 'question' and 'answer', for example all of GSM8K; default: the built-in excerpt."""
     output: Path = Path("skyrl-tx-quickstart")
@@ -195,29 +205,28 @@ class QuickstartSettings(BaseSettings):
     def settings_customise_sources(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls, settings_cls: type[BaseSettings], init_settings: Source, **_: Source
     ) -> tuple[Source, ...]:
-        """Return no sources other than flags."""
+        """Read flags only."""
         return (init_settings,)
 
 
 @dataclass(frozen=True, slots=True)
 class ShortFlag:
-    """A short name of a field of `backend_config` or `sampler_config`, from the spec of an installed part."""
+    """A short flag that a backend or sampler declares for a field of its settings."""
 
     kind: Literal["backend", "sampler"]
-    part: str
     field: str
     info: FieldInfo
 
 
 def list_short_flags() -> dict[str, ShortFlag]:
-    """Return the short names of all installed backends and samplers."""
-    specs: list[tuple[Literal["backend", "sampler"], str, BackendSpec | SamplerSpec]] = [
-        *(("backend", name, find_backend(name)) for name in list_installed(BACKEND_GROUP)),
-        *(("sampler", name, find_sampler(name)) for name in list_installed(SAMPLER_GROUP)),
+    """Return the short flags of all installed backends and samplers, by name."""
+    specs: list[tuple[Literal["backend", "sampler"], BackendSpec | SamplerSpec]] = [
+        *(("backend", find_backend(name)) for name in list_installed(BACKEND_GROUP)),
+        *(("sampler", find_sampler(name)) for name in list_installed(SAMPLER_GROUP)),
     ]
     return {
-        flag: ShortFlag(kind, name, field, spec.config.model_fields[field])
-        for kind, name, spec in specs
+        flag: ShortFlag(kind, field, spec.config.model_fields[field])
+        for kind, spec in specs
         for flag, field in spec.flags.items()
     }
 
@@ -230,9 +239,15 @@ def make_settings_class(
     apps: Sequence[type[BaseModel]] = (),
     on_removed: Callable[[Sequence[str]], object] = lambda _: None,
 ) -> type[ServerSettings]:
-    """Return ServerSettings with the settings of a backend, of a sampler if one is chosen, of launchers and of apps.
+    """Make a ServerSettings class with settings of a backend, a sampler, launchers and apps.
 
-    `file_values` rank below flags and environment. `on_removed` receives the names of removed settings in both.
+    Args:
+        spec: The backend.
+        file_values: Values of the configuration file. Flags and environment variables
+            override them.
+        sampler: The sampler, if one is chosen.
+        apps: The settings classes of apps.
+        on_removed: Called with the names of removed settings that were given.
     """
     shorts = list_short_flags()
 
@@ -255,6 +270,7 @@ def make_settings_class(
                 "sampler_config": _merge_sampler_values(sampler, values, shorts),
             }
 
+    # Fields of the sampler and of launchers.
     about = "settings of the sampler"
     sampler_field: tuple[Any, Any] = (
         (CliSuppress[None], Field(default=None, description=about))
@@ -265,6 +281,8 @@ def make_settings_class(
         name: (launcher.config, Field(default_factory=launcher.config, description=f"with --launcher {name}"))
         for name, launcher in list_launchers().items()
     }
+
+    # Fields of short flags.
     aliases: dict[str, Any] = {
         name: (
             cast(Any, short.info.annotation) | None,
@@ -272,6 +290,7 @@ def make_settings_class(
         )
         for name, short in shorts.items()
     }
+
     bases: Any = (WithParts, *apps)
     composed: Any = create_model(
         "ServerSettings",
@@ -286,7 +305,10 @@ def make_settings_class(
 
 
 def has_setting(settings: type[BaseModel], name: str) -> bool:
-    """Whether a class has a setting, whose name may have dots, such as `backend_config.mesh.tp`."""
+    """Whether a class has a setting.
+
+    The name may have dots, for example `backend_config.mesh.tp`.
+    """
     first, _, rest = name.partition(".")
     field = settings.model_fields.get(first)
     if field is None or not rest:
@@ -298,7 +320,7 @@ def has_setting(settings: type[BaseModel], name: str) -> bool:
 def _merge_backend_values(
     spec: BackendSpec, values: Mapping[str, Any], shorts: Mapping[str, ShortFlag]
 ) -> dict[str, Any]:
-    """Return the backend's settings with those of short flags merged in; raises ValueError for unknown names."""
+    """Return the backend's settings, including short flags. Raises ValueError for unknown names."""
     given = dict(values.get("backend_config") or {})
     for name, short in shorts.items():
         if short.kind == "backend" and values.get(name) is not None:
@@ -314,7 +336,7 @@ def _merge_backend_values(
 def _merge_sampler_values(
     sampler: SamplerSpec | None, values: Mapping[str, Any], shorts: Mapping[str, ShortFlag]
 ) -> dict[str, Any] | None:
-    """Return the sampler's settings with those of short flags merged in; raises ValueError for unknown names."""
+    """Return the sampler's settings, including short flags. Raises ValueError for unknown names."""
     given = dict(values.get("sampler_config") or {})
     set_shorts = [name for name, short in shorts.items() if short.kind == "sampler" and values.get(name) is not None]
     if sampler is None:
@@ -341,7 +363,7 @@ def _format_flag(name: str) -> str:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Read a YAML file of settings; raises SettingsError with its path."""
+    """Read a YAML file of settings. Raises SettingsError with the path if that fails."""
     try:
         values = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -358,7 +380,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
 def check_environment(environment: Mapping[str, str], apps: Sequence[type[BaseModel]] = ()) -> list[str]:
     """Return the names of removed settings in the environment.
 
-    Raises SettingsError for a variable with our prefix that is no setting and never was.
+    Raises SettingsError if a variable has our prefix, but is neither a setting nor a removed one.
     """
     known = {*ServerSettings.model_fields, *list_short_flags(), *list_launchers()}
     known |= {name for app in apps for name in app.model_fields}
@@ -375,7 +397,7 @@ def check_environment(environment: Mapping[str, str], apps: Sequence[type[BaseMo
 
 
 def describe_validation_error(error: ValidationError) -> str:
-    """Return one line per invalid setting, each starting with its flag."""
+    """Return one line per invalid setting. Each line starts with the flag."""
     lines: list[str] = []
     for detail in error.errors():
         flag = "--" + ".".join(str(part) for part in detail["loc"]).replace("_", "-")

@@ -1,4 +1,11 @@
-"""Server commands: `serve` runs the API in this process and each engine in a child that it restarts after a crash."""
+"""The commands that run a server: `serve`, `api` and `engine`.
+
+`serve` runs the API in this process and each engine in a child process. An engine that ends is
+restarted. The file begins with the commands. Then follow the steps of their start, the loop that
+runs API and engines until a signal, and the supervisor of one engine.
+"""
+
+from __future__ import annotations
 
 import asyncio
 import contextlib
@@ -41,239 +48,44 @@ from skyrl_tx.store.notices import record_notices
 _log = logging.getLogger(__name__)
 
 _STOP_S = 30.0
-"""Time for the engine to finish its step and take its snapshots."""
+"""Seconds for the engine to finish its batch and take snapshots."""
 _GRACE_S = 2
-"""Time for open calls to get their response when the API stops."""
+"""Seconds for open calls to get their response when the API stops."""
 _MAX_STARTS = 5
-"""Starts in a row without progress before the server gives up: together with their delays they take seconds."""
+"""Number of starts in a row without progress after which the server gives up.
+
+They take seconds in total.
+"""
 _MAX_DELAY_S = 15.0
 _DATABASE_RETRY_S = 0.5
 _RELEASE_S = 3.0
-"""Time after which a killed engine no longer counts as running."""
+"""Seconds after which a killed engine no longer counts as running."""
 _FULL_COLLECTION_AFTER = 1_000
 """Practically never: long polls create no cyclic garbage, and other calls are short."""
 
 
-class SupervisedApi(ApiServer):
-    """The API on a socket, with signals handled by the supervisor."""
-
-    def __init__(self, settings: ServerSettings, store: Store, apps: Sequence[App] = ()) -> None:
-        super().__init__(settings.make_api_settings(), store, load_server_extensions(apps))
-        self.config.timeout_graceful_shutdown = _GRACE_S
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
-        """Capture no signals."""
-        yield
-
-
-class RestartPolicy:
-    """Restarts with exponential backoff, and a limit on starts without progress."""
-
-    def __init__(self, max_starts: int, *, first_delay_s: float = 0.25) -> None:
-        self._max_starts = max_starts
-        self._first_delay_s = first_delay_s
-        self._starts_without_progress = 0
-
-    def compute_next_delay_s(self, *, made_progress: bool) -> float | None:
-        """Return the seconds to wait before the next start, or None to give up."""
-        self._starts_without_progress = 1 if made_progress else self._starts_without_progress + 1
-        if self._starts_without_progress >= self._max_starts:
-            return None
-        return min(self._first_delay_s * 2 ** (self._starts_without_progress - 1), _MAX_DELAY_S)
-
-
-class EngineSupervisor:
-    """Keeps one engine running until stopped."""
-
-    def __init__(
-        self,
-        start: Callable[[], RunningEngine],
-        restarts: RestartPolicy,
-        *,
-        on_ready: Callable[[Capabilities], None],
-        record_end: Callable[[EngineEnd, float], bool],
-    ) -> None:
-        """`record_end(end, since)` counts a crash for the request that caused it.
-
-        It returns whether a request was completed after `since`, in seconds since the epoch.
-        """
-        self._start = start
-        self._restarts = restarts
-        self._on_ready = on_ready
-        self._record_end = record_end
-        self._stopping = asyncio.Event()
-        self._engine: RunningEngine | None = None
-        self.was_ready = False
-        """Whether the engine was ever ready."""
-        self._is_ready = False
-
-    async def run(self) -> None:
-        """Run the engine until stopped; raises CannotServe if it cannot start or crashes repeatedly."""
-        while not self._stopping.is_set():
-            started_at = time.time()
-            self._is_ready = False
-            self._engine = self._start()
-            end = await self._engine.wait(self._handle_ready)
-            if self._stopping.is_set():
-                return
-            if end.is_final and not self.was_ready:
-                raise CannotServe(end.message)
-            made_progress = await self._check_progress(end, started_at) or end.was_killed or end.was_unreachable
-            delay_s = self._restarts.compute_next_delay_s(made_progress=made_progress)
-            if delay_s is None:
-                raise CannotServe(f"the engine crashes repeatedly, giving up; last: {end.message}")
-            _log.warning("engine exited: %s; restarting it in %.2f s", end.message, delay_s)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), delay_s)
-
-    async def _check_progress(self, end: EngineEnd, started_at: float) -> bool:
-        """Record the end and return whether the engine made progress, as does one that loses the database."""
-        was_unavailable = False
-        while not self._stopping.is_set():
-            try:
-                return await asyncio.to_thread(self._record_end, end, started_at) or was_unavailable
-            except (StoreUnreachable, StoreBlocked) as error:
-                if not was_unavailable:
-                    _log.warning("%s; the engine restarts when the database is available", error)
-                was_unavailable = True
-            except StoreError as error:
-                raise CannotServe(str(error)) from error
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), _DATABASE_RETRY_S)
-        return True
-
-    @property
-    def location(self) -> EngineLocation | None:
-        """The machine and process in which the engine runs now, or ran last."""
-        return None if self._engine is None else self._engine.location
-
-    def stop(self) -> None:
-        """Let the engine finish its step and exit."""
-        self._stopping.set()
-        if self._engine is not None:
-            self._engine.request_stop()
-
-    def stop_after_rank_0(self, within_s: float) -> None:
-        """Stop a host that follows when rank 0 has ended, or after a time; at once if it does not follow, or again.
-
-        Rank 0 needs it to finish its step and to take its snapshots.
-        """
-        if self._stopping.is_set() or not self._is_ready:
-            self.stop()
-            return
-        self._stopping.set()
-        asyncio.get_running_loop().call_later(within_s, self.stop)
-
-    def kill(self) -> None:
-        """Kill the engine."""
-        if self._engine is not None:
-            self._engine.kill()
-
-    def _handle_ready(self, ready: Capabilities) -> None:
-        if not self.was_ready:
-            self._on_ready(ready)
-        self.was_ready = self._is_ready = True
-
-
-async def run_servers(api: SupervisedApi, listener: socket.socket, engines: Sequence[EngineSupervisor]) -> None:
-    """Run the API and the given engines until a signal.
-
-    Raises CannotServe if the API cannot continue, or none of the engines.
-    """
-    with _stop_on_signal(engines) as stop:
-        await _serve_until(stop, api, listener, engines)
-    if not api.started:
-        raise CannotServe("the API could not start; the log above says why")
-
-
-async def _serve_until(
-    stop: asyncio.Event, api: SupervisedApi, listener: socket.socket, engines: Sequence[EngineSupervisor]
-) -> None:
-    """Run the servers until `stop` is set, or the API or all engines have ended."""
-    serving = asyncio.create_task(api.serve(sockets=[listener]))
-    supervising = asyncio.create_task(_supervise(engines)) if engines else None
-    stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait({task for task in (serving, supervising, stopped) if task}, return_when=asyncio.FIRST_COMPLETED)
-    # All stop together, so that results that the engines finish now still reach open long polls.
-    api.should_exit = True
-    if supervising is not None:
-        await _stop(supervising, engines)
-    await serving
-    stopped.cancel()
-    if supervising is not None:
-        await supervising
-
-
-async def _run_alone(engines: Sequence[EngineSupervisor]) -> None:
-    """Run engines without an API until a signal. Raises CannotServe if none can continue."""
-    with _stop_on_signal(engines) as stop:
-        supervising, stopped = asyncio.create_task(_supervise(engines)), asyncio.create_task(stop.wait())
-        await asyncio.wait({supervising, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        await _stop(supervising, engines)
-        stopped.cancel()
-        await supervising
-
-
-@contextlib.contextmanager
-def _stop_on_signal(engines: Sequence[EngineSupervisor]) -> Generator[asyncio.Event]:
-    """Yield an event that SIGINT and SIGTERM set. A second signal kills the engines and exits."""
-    stop = asyncio.Event()
-
-    def on_signal(number: int) -> None:
-        if stop.is_set():
-            for engine in engines:
-                engine.kill()
-            os._exit(128 + number)
-        _log.info("stopping: finishing the running work and accepting no more; a second signal exits at once")
-        stop.set()
-
-    loop = asyncio.get_running_loop()
-    with handle_signals({signal.SIGINT, signal.SIGTERM}, lambda number: loop.call_soon_threadsafe(on_signal, number)):
-        yield stop
-
-
-async def _stop(supervising: asyncio.Task[None], engines: Sequence[EngineSupervisor]) -> None:
-    """Stop the engines, and kill those that do not stop in time."""
-    for engine in engines:
-        engine.stop()
-    _, running = await asyncio.wait({supervising}, timeout=_STOP_S)
-    if running:
-        _log.warning("the engine did not stop within %d s; killing it: every acknowledged request is on disk", _STOP_S)
-        for engine in engines:
-            engine.kill()
-
-
-async def _supervise(engines: Sequence[EngineSupervisor]) -> None:
-    """Keep engines running until stopped. If one cannot continue, the others go on; raises the error of the last."""
-    running = {asyncio.create_task(engine.run()) for engine in engines}
-    while running:
-        ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        for task in ended:
-            if (error := task.exception()) is None:
-                continue
-            if not running:
-                raise error
-            _log.error("%s; %d engines go on", error, len(running))
-
-
 def serve(settings: ServerSettings, apps: Sequence[App]) -> int:
-    """Run the API and the engine until a signal; raises CannotServe."""
+    """Run the API and the engines until a signal. Raises CannotServe."""
+    # Check the settings.
     check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
     launch = make_engine_launch(settings, apps)
     if launch.hosts.rank > 0:
         raise CannotServe(f"host {launch.hosts.rank} of {launch.hosts.size} serves no API: run `skyrl-tx engine` here")
+
     with (
         contextlib.closing(listen(settings.host, settings.port)) as listener,
         contextlib.closing(_open_store(settings)) as store,
         _open_launcher(settings, launch) as starts,
     ):
+        # Check the data, and abandon old models with --fresh.
         if settings.engines == 1 or settings.fresh:
             _refuse_second_engine(store)
         _open_artifacts(settings)
         if settings.fresh:
             _abandon_models(store)
         _log.info("skyrl_tx %s loads %s with backend %s", __version__, settings.base_model, settings.backend)
+
+        # Print how to connect when the first engine is ready.
         requires_key = not settings.no_auth and store.read(keys.has_any)
         url, num_ready = get_url(listener, settings.scheme), itertools.count(1)
 
@@ -283,6 +95,7 @@ def serve(settings: ServerSettings, apps: Sequence[App]) -> int:
             if settings.engines > 1:
                 _log.info("%d of %d engines are ready", number, settings.engines)
 
+        # Run until a signal.
         engines = [_make_supervisor(start, store, on_ready) for start in starts]
         tune_garbage_collection(full_after=_FULL_COLLECTION_AFTER)
         with record_notices(store, "api"):
@@ -290,41 +103,8 @@ def serve(settings: ServerSettings, apps: Sequence[App]) -> int:
     return 0
 
 
-@contextlib.contextmanager
-def _open_launcher(settings: ServerSettings, launch: EngineLaunch) -> Generator[EngineStarts]:
-    """Yield what starts each engine: as a child of this process, or where a launcher says. Raises CannotServe."""
-    if settings.metrics_port:
-        raise CannotServe("--metrics-port is for an engine alone: `skyrl-tx engine` on its own machine")
-    if not settings.has_remote_engines:
-        shares = assign_devices(settings.engines, os.environ, Path("/dev"))
-        yield [partial(EngineProcess, replace(launch, environment=environment)) for environment in shares]
-        return
-    start_engines = find_launcher(settings.launcher).load()
-    with start_engines(getattr(settings, settings.launcher), launch, settings.engines) as starts:
-        yield starts
-
-
-def _make_supervisor(
-    start: Callable[[], RunningEngine], store: Store, on_ready: Callable[[Capabilities], None]
-) -> EngineSupervisor:
-    """Return the supervisor of one engine."""
-
-    def record(end: EngineEnd, since: float) -> bool:
-        """Record the end of the engine; return whether a request was completed after `since`."""
-
-        def work(tx: Session) -> bool:
-            if supervisor.location is not None:
-                record_end(tx, supervisor.location.boot_id, is_crash=end.is_crash)
-            return futures.has_answered_since(tx, since)
-
-        return store.write(work)
-
-    supervisor = EngineSupervisor(start, RestartPolicy(_MAX_STARTS), on_ready=on_ready, record_end=record)
-    return supervisor
-
-
 def serve_api(settings: ServerSettings, apps: Sequence[App] = ()) -> int:
-    """Run the API alone until a signal; raises CannotServe."""
+    """Run only the API until a signal. Raises CannotServe."""
     check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
     with (
         contextlib.closing(listen(settings.host, settings.port)) as listener,
@@ -332,7 +112,7 @@ def serve_api(settings: ServerSettings, apps: Sequence[App] = ()) -> int:
     ):
         url = get_url(listener, settings.scheme)
         _open_artifacts(settings)
-        _log.info("skyrl_tx %s, the API alone at %s, data in %s", __version__, url, settings.data_dir)
+        _log.info("skyrl_tx %s, API only, at %s, data in %s", __version__, url, settings.data_dir)
         tune_garbage_collection(full_after=_FULL_COLLECTION_AFTER)
         with record_notices(store, "api"):
             asyncio.run(run_servers(SupervisedApi(settings, store, apps), listener, []))
@@ -340,29 +120,38 @@ def serve_api(settings: ServerSettings, apps: Sequence[App] = ()) -> int:
 
 
 def serve_engine(settings: ServerSettings, apps: Sequence[App]) -> int:
-    """Run the engine alone until a signal; raises CannotServe."""
+    """Run only the engine until a signal. Raises CannotServe."""
     launch = make_engine_launch(settings, apps)
+
+    # A host of a rank above 0 repeats the calls of rank 0.
     if launch.hosts.rank > 0:
         return _follow(launch)
-    _log.info("skyrl_tx %s, the engine alone, data in %s", __version__, settings.data_dir)
+    _log.info("skyrl_tx %s, engine only, data in %s", __version__, settings.data_dir)
+
+    # A launcher starts engines on other machines.
     if settings.has_remote_engines:
         with contextlib.closing(_open_database(settings)) as store, _open_launcher(settings, launch) as starts:
             is_ready = partial(_log_ready, settings, url=None)
             asyncio.run(_run_alone([_make_supervisor(start, store, is_ready) for start in starts]))
         return 0
+
+    # Otherwise the engine runs in this process.
     run_in_foreground(launch, lambda ready: _log_ready(settings, ready, None))
     return 0
 
 
 def _follow(launch: EngineLaunch) -> int:
-    """Follow rank 0 until a signal, and start again whenever it ends; raises CannotServe if it refuses this host."""
+    """Follow rank 0 until a signal, and start again when it ends.
+
+    Raises CannotServe if rank 0 rejects this host.
+    """
     hosts = launch.hosts
     _log.info("skyrl_tx %s, host %d of %d, which follows %s", __version__, hosts.rank, hosts.size, hosts.address)
     follower = EngineSupervisor(
         lambda: EngineProcess(launch),
         RestartPolicy(_MAX_STARTS),
         on_ready=lambda _: _log.info("host %d is ready", hosts.rank),
-        record_end=lambda _end, _started_at: True,  # rank 0 counts crashes, and gives up
+        record_end=lambda _end, _started_at: True,  # only rank 0 counts crashes and gives up
     )
 
     async def run() -> None:
@@ -377,13 +166,17 @@ def _follow(launch: EngineLaunch) -> int:
 
 
 def make_engine_launch(settings: ServerSettings, apps: Sequence[App] = ()) -> EngineLaunch:
-    """Return the arguments of the engine process."""
+    """Return the arguments of the engine process.
+
+    Raises CannotServe if the settings do not fit together.
+    """
     hosts = _resolve_hosts(settings)
     if hosts.size > 1 and settings.sampler is not None:
         raise CannotServe(
             f"--sampler {settings.sampler}: it cannot be used with --hosts.size {hosts.size}: every host repeats each "
-            "call of the backend, so each would send every sample to the sampler; use one host, or no sampler"
+            "backend call, so each would send every sample to the sampler; use one host, or no sampler"
         )
+
     return EngineLaunch(
         settings=settings.make_engine_settings(),
         backend=settings.backend,
@@ -406,6 +199,20 @@ def _resolve_hosts(settings: ServerSettings) -> HostsSettings:
         raise CannotServe(str(error)) from error
 
 
+@contextlib.contextmanager
+def _open_launcher(settings: ServerSettings, launch: EngineLaunch) -> Generator[EngineStarts]:
+    """Yield a function for each engine that starts it: as a child, or with a launcher."""
+    if settings.metrics_port:
+        raise CannotServe("--metrics-port is for an engine alone: `skyrl-tx engine` on its own machine")
+    if not settings.has_remote_engines:
+        shares = assign_devices(settings.engines, os.environ, Path("/dev"))
+        yield [partial(EngineProcess, replace(launch, environment=environment)) for environment in shares]
+        return
+    start_engines = find_launcher(settings.launcher).load()
+    with start_engines(getattr(settings, settings.launcher), launch, settings.engines) as starts:
+        yield starts
+
+
 def _open_database(settings: ServerSettings) -> Store:
     try:
         return Store.open(settings.data_dir, role="api", url=settings.store_url, is_shared=settings.engines > 1)
@@ -414,7 +221,10 @@ def _open_database(settings: ServerSettings) -> Store:
 
 
 def _open_store(settings: ServerSettings) -> Store:
-    """Open the database for an API. Raises CannotServe if others reach the API and there are no keys."""
+    """Open the database for the API.
+
+    Raises CannotServe if other machines reach the API and there are no keys.
+    """
     store = _open_database(settings)
     api = settings.make_api_settings()
     if not (api.is_loopback or api.no_auth or store.read(lambda tx: keys.has_usable(tx, time.time()))):
@@ -432,7 +242,10 @@ def _open_store(settings: ServerSettings) -> Store:
 
 
 def _open_artifacts(settings: ServerSettings) -> None:
-    """Raise CannotServe if the place of the artifacts is refused; record it otherwise."""
+    """Check the location of the artifacts and record it.
+
+    Raises CannotServe if it cannot be used.
+    """
     try:
         open_artifacts(settings.data_dir, settings.artifacts)
     except (InvalidLocation, ArtifactsUnreachable) as error:
@@ -440,7 +253,10 @@ def _open_artifacts(settings: ServerSettings) -> None:
 
 
 def _refuse_second_engine(store: Store) -> None:
-    """Raise CannotServe, before anything is changed, if an engine is running on the database."""
+    """Raise CannotServe if an engine is running on the database.
+
+    Called before anything is changed.
+    """
     end = time.monotonic() + _RELEASE_S
     while store.is_peer_running():
         if time.monotonic() > end:
@@ -451,7 +267,7 @@ def _refuse_second_engine(store: Store) -> None:
 
 
 def _abandon_models(store: Store) -> None:
-    """Abandon the models of earlier starts, and log which ones and what remains."""
+    """Abandon the models of earlier starts. Logs them, and which checkpoints remain."""
     abandoned, num_saved, size_bytes = store.write(
         lambda tx: (models.abandon_all(tx), *checkpoints.count(tx, time.time())),
     )
@@ -465,15 +281,263 @@ def _abandon_models(store: Store) -> None:
     )
 
 
+def _make_supervisor(
+    start: Callable[[], RunningEngine], store: Store, on_ready: Callable[[Capabilities], None]
+) -> EngineSupervisor:
+    """Make the supervisor of one engine, which records its crashes in the database."""
+
+    def record(end: EngineEnd, since: float) -> bool:
+        """Record the end of the engine. Returns True if a request was completed after `since`."""
+
+        def work(tx: Session) -> bool:
+            if supervisor.location is not None:
+                record_end(tx, supervisor.location.boot_id, is_crash=end.is_crash)
+            return futures.has_answered_since(tx, since)
+
+        return store.write(work)
+
+    supervisor = EngineSupervisor(start, RestartPolicy(_MAX_STARTS), on_ready=on_ready, record_end=record)
+    return supervisor
+
+
 def _log_ready(settings: ServerSettings, ready: Capabilities, url: str | None, *, requires_key: bool = False) -> None:
-    """Log what is served, and how to connect."""
+    """Log which model is served, and how to connect."""
     _log.info("devices: %s", ", ".join(ready.devices))
     _log.info("model: %s, %s parameters", settings.public_model_name, f"{ready.num_parameters:,}")
     _log.info("data: %s", settings.data_dir)
     if url is None:
         _log.info("ready")
         return
+
     _log.info("ready at %s; connect with", url)
     _log.info("    import tinker")
-    key = "tml-…" if requires_key else "tml-local"  # the SDK asks for a key of this form in any case
+    key = "tml-…" if requires_key else "tml-local"  # the SDK requires a key of this form, even without authentication
     _log.info('    service = tinker.ServiceClient(base_url="%s", api_key="%s")', url, key)
+
+
+async def run_servers(api: SupervisedApi, listener: socket.socket, engines: Sequence[EngineSupervisor]) -> None:
+    """Run the API and engines until a signal.
+
+    Raises CannotServe if the API or all engines cannot continue.
+    """
+    with _stop_on_signal(engines) as stop:
+        await _serve_until(stop, api, listener, engines)
+    if not api.started:
+        raise CannotServe("the API could not start; the log above says why")
+
+
+async def _serve_until(
+    stop: asyncio.Event, api: SupervisedApi, listener: socket.socket, engines: Sequence[EngineSupervisor]
+) -> None:
+    """Run the API and engines until `stop` is set, the API has ended or all engines have ended."""
+    serving = asyncio.create_task(api.serve(sockets=[listener]))
+    supervising = asyncio.create_task(_supervise(engines)) if engines else None
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({task for task in (serving, supervising, stopped) if task}, return_when=asyncio.FIRST_COMPLETED)
+
+    # Stop all at the same time, so that open long polls still receive the results of stopping
+    # engines.
+    api.should_exit = True
+    if supervising is not None:
+        await _stop(supervising, engines)
+    await serving
+    stopped.cancel()
+
+    # Raise the error of the engines, if there is one.
+    if supervising is not None:
+        await supervising
+
+
+async def _run_alone(engines: Sequence[EngineSupervisor]) -> None:
+    """Run engines without an API until a signal. Raises CannotServe if no engine can continue."""
+    with _stop_on_signal(engines) as stop:
+        supervising, stopped = asyncio.create_task(_supervise(engines)), asyncio.create_task(stop.wait())
+        await asyncio.wait({supervising, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        await _stop(supervising, engines)
+        stopped.cancel()
+        await supervising
+
+
+@contextlib.contextmanager
+def _stop_on_signal(engines: Sequence[EngineSupervisor]) -> Generator[asyncio.Event]:
+    """Yield an event that SIGINT and SIGTERM set. A second signal kills the engines and exits."""
+    stop = asyncio.Event()
+
+    def on_signal(number: int) -> None:
+        if stop.is_set():
+            for engine in engines:
+                engine.kill()
+            os._exit(128 + number)
+        _log.info("stopping: finishing the running work and accepting no new work; a second signal exits at once")
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    with handle_signals({signal.SIGINT, signal.SIGTERM}, lambda number: loop.call_soon_threadsafe(on_signal, number)):
+        yield stop
+
+
+async def _supervise(engines: Sequence[EngineSupervisor]) -> None:
+    """Run engines until they stop.
+
+    Raises the error of the last engine if no engine can continue.
+    """
+    running = {asyncio.create_task(engine.run()) for engine in engines}
+    while running:
+        ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            if (error := task.exception()) is None:
+                continue
+            if not running:
+                raise error
+            _log.error("%s; %d other engines continue", error, len(running))
+
+
+async def _stop(supervising: asyncio.Task[None], engines: Sequence[EngineSupervisor]) -> None:
+    """Stop the engines. Kill them if they do not stop within `_STOP_S`."""
+    for engine in engines:
+        engine.stop()
+    _, running = await asyncio.wait({supervising}, timeout=_STOP_S)
+    if running:
+        _log.warning("the engine did not stop within %d s; killing it: every acknowledged request is on disk", _STOP_S)
+        for engine in engines:
+            engine.kill()
+
+
+class SupervisedApi(ApiServer):
+    """The API on a socket. The supervisor handles the signals."""
+
+    def __init__(self, settings: ServerSettings, store: Store, apps: Sequence[App] = ()) -> None:
+        super().__init__(settings.make_api_settings(), store, load_server_extensions(apps))
+        self.config.timeout_graceful_shutdown = _GRACE_S
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Do nothing, instead of installing signal handlers."""
+        yield
+
+
+class EngineSupervisor:
+    """Starts an engine, and starts it again when it ends, until `stop`."""
+
+    def __init__(
+        self,
+        start: Callable[[], RunningEngine],
+        restarts: RestartPolicy,
+        *,
+        on_ready: Callable[[Capabilities], None],
+        record_end: Callable[[EngineEnd, float], bool],
+    ) -> None:
+        """Supervise an engine.
+
+        Args:
+            start: Starts the engine.
+            restarts: When to restart it.
+            on_ready: Called when the engine is ready for the first time.
+            record_end: Called with the end of the engine and the time of its start, in seconds
+                since the epoch. It counts a crash for the request that caused it, and returns
+                whether a request was completed since the start.
+        """
+        self._start = start
+        self._restarts = restarts
+        self._on_ready = on_ready
+        self._record_end = record_end
+        self._stopping = asyncio.Event()
+        self._engine: RunningEngine | None = None
+        self.was_ready = False
+        """Whether the engine has ever been ready."""
+        self._is_ready = False
+
+    async def run(self) -> None:
+        """Run the engine until `stop`.
+
+        Raises CannotServe if it cannot start or crashes repeatedly.
+        """
+        while not self._stopping.is_set():
+            # Start the engine and wait for its end.
+            started_at = time.time()
+            self._is_ready = False
+            self._engine = self._start()
+            end = await self._engine.wait(self._handle_ready)
+            if self._stopping.is_set():
+                return
+
+            # Give up if a restart would fail too.
+            if end.is_final and not self.was_ready:
+                raise CannotServe(end.message)
+            made_progress = await self._record_progress(end, started_at) or end.was_killed or end.was_unreachable
+            delay_s = self._restarts.compute_next_delay_s(made_progress=made_progress)
+            if delay_s is None:
+                raise CannotServe(f"the engine crashes repeatedly, giving up; last: {end.message}")
+
+            # Wait before the restart.
+            _log.warning("engine exited: %s; restarting it in %.2f s", end.message, delay_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay_s)
+
+    async def _record_progress(self, end: EngineEnd, started_at: float) -> bool:
+        """Record the end of the engine.
+
+        Returns True if a request was completed, or the database was unavailable.
+        """
+        was_unavailable = False
+        while not self._stopping.is_set():
+            try:
+                return await asyncio.to_thread(self._record_end, end, started_at) or was_unavailable
+            except (StoreUnreachable, StoreBlocked) as error:
+                if not was_unavailable:
+                    _log.warning("%s; the engine restarts when the database is available", error)
+                was_unavailable = True
+            except StoreError as error:
+                raise CannotServe(str(error)) from error
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), _DATABASE_RETRY_S)
+        return True
+
+    @property
+    def location(self) -> EngineLocation | None:
+        """The machine and process of the current or last run of the engine."""
+        return None if self._engine is None else self._engine.location
+
+    def stop(self) -> None:
+        """Ask the engine to finish its batch and exit, and do not restart it."""
+        self._stopping.set()
+        if self._engine is not None:
+            self._engine.request_stop()
+
+    def stop_after_rank_0(self, within_s: float) -> None:
+        """Stop a host with a rank above 0: when rank 0 has ended, or after `within_s` seconds.
+
+        Rank 0 needs this host to finish its batch and to take snapshots. The host stops at once if
+        it is not ready, or if this is the second call.
+        """
+        if self._stopping.is_set() or not self._is_ready:
+            self.stop()
+            return
+        self._stopping.set()
+        asyncio.get_running_loop().call_later(within_s, self.stop)
+
+    def kill(self) -> None:
+        """Kill the engine."""
+        if self._engine is not None:
+            self._engine.kill()
+
+    def _handle_ready(self, ready: Capabilities) -> None:
+        if not self.was_ready:
+            self._on_ready(ready)
+        self.was_ready = self._is_ready = True
+
+
+class RestartPolicy:
+    """Exponential backoff between restarts, with a limit for starts without progress."""
+
+    def __init__(self, max_starts: int, *, first_delay_s: float = 0.25) -> None:
+        self._max_starts = max_starts
+        self._first_delay_s = first_delay_s
+        self._starts_without_progress = 0
+
+    def compute_next_delay_s(self, *, made_progress: bool) -> float | None:
+        """Return the seconds to wait before the next start, or None to give up."""
+        self._starts_without_progress = 1 if made_progress else self._starts_without_progress + 1
+        if self._starts_without_progress >= self._max_starts:
+            return None
+        return min(self._first_delay_s * 2 ** (self._starts_without_progress - 1), _MAX_DELAY_S)

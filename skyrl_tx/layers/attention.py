@@ -1,7 +1,7 @@
-"""Causal attention with grouped heads, over whole rows and over a cache.
+"""Causal attention with grouped heads: over whole rows, and over a KV cache.
 
-Legend: B batch, T query and U key tokens, N heads, K kv heads, G query heads per kv head (N = K * G), S decode slots, C
-cache positions, H head dim, which may be another for values.
+Legend: B batch, T query and U key tokens, N heads, K kv heads, G query heads per kv head
+(N = K * G), S decode slots, C cache positions, H head dim, which may differ between keys and values.
 """
 
 import math
@@ -23,7 +23,10 @@ from skyrl_tx.layers.kv_cache import KeyValues, Pages
 from skyrl_tx.layers.stable_bits import exp_unfused, sum_last_dim
 
 DENSE_LENGTH = 64
-"""Up to this many tokens all scores are computed at once; above, blocks are faster and use memory linear in T."""
+"""Up to this many tokens, all scores are computed at once.
+
+Above, blocks are faster, and their memory is linear in T.
+"""
 
 PAST_BLOCK_KEYS = 256
 """Keys per block of the past."""
@@ -39,19 +42,27 @@ def causal_attention(
     window: int | None = None,
     kernel: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
-    """Return attention of each position over itself and all earlier ones, float32 [B, T, N, H].
+    """Return attention of each position over itself and earlier positions, float32 [B, T, N, H].
 
-    With `start_BT`, ascending along T, a position attends to nothing before its start, so that a row may hold several
-    consecutive sequences. With a window it attends to at most that many positions, itself included. The sink of a head
-    is the score of one more key, whose value is 0; its gradient is not computed. There is no padding mask: rows are
-    padded at the right, to which no real position attends. Rows of more than DENSE_LENGTH tokens are computed by the
-    kernel for these heads (`kernels.choice.Kernels.attend`) if there is one.
+    There is no padding mask: rows are padded on the right, and no real position attends to the
+    padding.
+
+    Args:
+        q_BTNH: Queries.
+        k_BTKH: Keys.
+        v_BTKH: Values.
+        start_BT: The first key that a position attends to, ascending along T. A row can so hold
+            multiple sequences, for example 0, 0, 0, 3, 3 for two sequences of three and two tokens.
+        sinks_N: For each head, the score of one more key whose value is 0. Sinks get no gradient.
+        window: A position attends to at most this many positions, including itself.
+        kernel: The kernel for these heads (see `Kernels.get_attention_kernel`), if there is one. It
+            computes rows of more than DENSE_LENGTH tokens.
     """
     B, T, N, H = q_BTNH.shape
     if kernel is not None and T > DENSE_LENGTH:
         return kernel(q_BTNH, k_BTKH, v_BTKH, start_BT, sinks_N)
     K = k_BTKH.shape[2]
-    if window is not None and window < T:  # a window is a start that moves with the position
+    if window is not None and window < T:  # equivalent to a start that moves with the position
         first_T = jnp.maximum(jnp.arange(T, dtype=jnp.int32) - (window - 1), 0)
         start_BT = jnp.broadcast_to(first_T, (B, T)) if start_BT is None else jnp.maximum(start_BT, first_T)
     q_BKGTH = jnp.transpose(q_BTNH.reshape(B, T, K, N // K, H), (0, 2, 3, 1, 4))
@@ -68,7 +79,7 @@ def dense_attention(
     start_BT: jax.Array | None = None,
     sinks_KG: jax.Array | None = None,
 ) -> jax.Array:
-    """Return what `flash_attention` returns, from all scores at once."""
+    """Compute the same as `flash_attention`, from all scores at once."""
     scores = _compute_scores("bkgth,bkuh->bkgtu", q_BKGTH, k_BKUH)
     visible_BTU = jnp.tri(q_BKGTH.shape[3], dtype=jnp.bool_)[None]
     if start_BT is not None:
@@ -94,13 +105,15 @@ def paged_attention(
     window: int | None = None,
     kernel: Callable[..., SoftmaxStats] | None = None,
 ) -> jax.Array:
-    """Return attention of new tokens at `position_BT` over the past of their rows and over new keys, [B, T, N, H].
+    """Return attention of new tokens over the past of their rows and over new keys, [B, T, N, H].
 
-    Row b attends to its positions < `start_B[b]`, and token t to the new keys [B, K, U, H] that `seen_TU` names. The
-    past is read in blocks up to the longest, whatever the number of pages is, and from the first block that is in the
-    window of any token. A block that a row does not attend to changes none of its bits. Windows and sinks are as in
-    `causal_attention`; a window must be in `seen_TU` too. The past is read by the kernel for these heads
-    (`kernels.choice.Kernels.past`) if there is one.
+    Row b attends to its past positions below `start_B[b]`, and token t, at `position_BT[b, t]`, to
+    the new keys [B, K, U, H] that `seen_TU[t]` selects. Windows and sinks are as in
+    `causal_attention`; `seen_TU` must already respect the window.
+
+    The past is read in blocks, from the first block in the window of any token up to the longest
+    row, so the cost does not depend on the number of pages. A block that a row does not attend to
+    changes none of its bits. `kernel` reads the past (see `Kernels.get_past_kernel`) if given.
     """
     B, T, N, H = q_BTNH.shape
     K = new.k.shape[1]
@@ -110,6 +123,7 @@ def paged_attention(
         carry = _add_past(carry, q_BKGTH, past, start_B, position_BT, window)
     else:
         carry = merge_stats(carry, kernel(q_BKGTH, past, start_B, position_BT[:, 0]))
+
     scores = jnp.where(seen_TU, _compute_scores("bkgth,bkuh->bkgtu", q_BKGTH, new.k), MASKED_SCORE)
     _, total, out = add_keys(carry, scores, new.values)
     return jnp.transpose(out / total[..., None], (0, 3, 1, 2, 4)).reshape(B, T, N, H)
@@ -125,27 +139,27 @@ def decode_attention(
     *,
     kernel: Callable[..., SoftmaxStats],
 ) -> jax.Array:
-    """Return what `paged_attention` returns for the last of the recent tokens of rows, [S, N, H].
+    """Return the result of `paged_attention` for the last recent token of each row, [S, N, H].
 
-    Past and recent tokens are read by one kernel (`kernels.choice.Kernels.step`).
+    One kernel reads both the past and the recent tokens (see `Kernels.get_step_kernel`).
     """
     S, N, H = q_SNH.shape
     K = recent.k.shape[1]
     q_SKGH = q_SNH.reshape(S, K, N // K, H)
-    found = kernel(q_SKGH, past, start_S, recent, num_recent)
+    stats = kernel(q_SKGH, past, start_S, recent, num_recent)
     if sinks_N is not None:
         no_key = jax.tree.map(
             lambda x: x[:, :, :, 0], make_empty_stats(q_SKGH[:, :, :, None], H, _group_sinks(sinks_N, K))
         )
-        found = merge_stats(no_key, found)
-    _, total, out = found
+        stats = merge_stats(no_key, stats)
+    _, total, out = stats
     return (out / total[..., None]).reshape(S, N, H)
 
 
 def attend_past_in_blocks(
     q_BKGTH: jax.Array, past: Pages, start_B: jax.Array, first_B: jax.Array, *, window: int | None
 ) -> SoftmaxStats:
-    """Return what kernels return of the past (`kernels.choice.AttendPast`), by the loop that is used without one."""
+    """Return the statistics of the past like an `AttendPast` kernel, with a plain loop."""
     position_BT = first_B[:, None] + jnp.arange(q_BKGTH.shape[3])
     return _add_past(make_empty_stats(q_BKGTH, q_BKGTH.shape[4], None), q_BKGTH, past, start_B, position_BT, window)
 
@@ -183,12 +197,13 @@ def attend_segments(
     *,
     window: int | None = None,
 ) -> jax.Array:
-    """Return attention of one new token per slot over its cached past and the recent tokens, [S, N, H].
+    """Return attention of one new token per slot over the past and the recent tokens, [S, N, H].
 
-    The arrays are those of one layer. The past has consecutive segments (see `Segments`), of which slot s attends to
-    positions < `start_S[s]`. Of `recent` [S, K, T, H] every slot attends to the first
-    `num_recent`, which include the new token. With a window it attends to at most that many positions, the new token
-    included. Segments that a slot does not attend to change none of its bits.
+    All arrays are of one layer. The past has consecutive segments (see `Segments`), and slot s
+    attends to its positions below `start_S[s]`. Of `recent` [S, K, T, H], every slot attends to the
+    first `num_recent` tokens, which include the new token. With a window, it attends to at most
+    that many positions, including the new token. Segments that a slot does not attend to change
+    none of its bits.
     """
     S, N, H = q_SNH.shape
     K = recent.k.shape[1]
@@ -196,6 +211,8 @@ def attend_segments(
     seen_T = jnp.arange(recent.values.shape[2]) < num_recent
     if window is not None:
         seen_T &= jnp.arange(recent.values.shape[2]) >= num_recent - window
+
+    # Scores of the recent tokens, then of each segment.
     scored = [(jnp.where(seen_T, _compute_scores("skgh,skth->skgt", q_SKGH, recent.k), -jnp.inf), recent.values)]
     first = 0
     for segment in past:
@@ -205,13 +222,15 @@ def attend_segments(
         scores = _compute_scores("skgh,skch->skgc" if segment.v is None else "skgh,skhc->skgc", q_SKGH, segment.k)
         scored.append((jnp.where(seen_SC[:, None, None], scores, -jnp.inf), segment.values))
         first += segment.values.shape[2]
+
+    # Softmax over all of them.
     highest = reduce(jnp.maximum, [scores.max(-1, keepdims=True) for scores, _ in scored])
     out, total = jnp.float32(0), jnp.float32(0)
     if (sinks_KG := _group_sinks(sinks_N, K)) is not None:
         highest = jnp.maximum(highest, sinks_KG[:, :, None])
         total = jnp.exp(sinks_KG[:, :, None] - highest)
     for scores, v in scored:
-        weights = exp_unfused(scores - highest)  # the same exp for any number of slots
+        weights = exp_unfused(scores - highest)  # exp gives the same bits for any number of slots
         out += jnp.einsum("skgc,skch->skgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
         total += sum_last_dim(weights)[..., None]
     return (out / total).reshape(S, N, H)

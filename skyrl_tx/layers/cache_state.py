@@ -1,14 +1,18 @@
-"""The cache of the decoder: what it keeps of prompts and samples, and what a mixer sees of it.
+"""The KV cache of the decoder: its arrays, and how layers read and write them.
 
-It has one `Held` for each stack of layers, with two kinds of arrays. *Positions*, such as keys and values, grow with
-the tokens and are in pages; a mixer never sees how they are stored, but calls `attend`. *Fixed-size state*, such as
-that of linear attention, is replaced as a whole. The host decides which pages and states a row has: its `Table`.
+The cache has one `LayerCache` for each stack of layers, with two kinds of arrays:
 
-On a mesh each shard of the batch axis has pages and states of its own, and the rows that read and write them, so that
-nothing of the cache is sent to another shard.
+- *Positions*, for example keys and values, grow with the number of tokens and are stored in pages.
+  A mixer never sees how they are stored: it calls `attend`.
+- *Fixed-size state*, for example the state of linear attention, is replaced as a whole.
 
-Legend: n layers of a stack, S rows of a decode step, B batch rows, M pages of a row, P positions of a page, N heads (or
-copies), K kv heads, T tokens, H head dim, R shards.
+The host decides which pages and states a row has, and passes them as a `BlockTable`.
+
+On a mesh, each shard of the batch axis has its own pages and states and the rows that use them, so
+that no part of the cache is ever sent to another shard.
+
+Legend: n layers of a stack, S rows of a decode step, B batch rows, M pages of a row, P positions of
+a page, N heads (or copies), K kv heads, T tokens, H head dim, R shards.
 """
 
 from collections.abc import Callable
@@ -26,9 +30,9 @@ from skyrl_tx.layers.parameter import Axis, Parameter
 from skyrl_tx.layers.sharding import UNSHARDED, Layout
 
 
-def get_position_axes(each: Parameter) -> tuple[Axis | None, ...]:
-    """Return the logical axes of an array of positions, given what `CacheSpec` says of one position."""
-    heads, dim = each.axes
+def get_position_axes(parameter: Parameter) -> tuple[Axis | None, ...]:
+    """Return the logical axes of an array of positions, given its entry in `CacheSpec`."""
+    heads, dim = parameter.axes
     return "layers", "batch", heads, None, dim
 
 
@@ -36,7 +40,7 @@ def get_position_axes(each: Parameter) -> tuple[Axis | None, ...]:
 class LayerCache:
     """The cache of one stack: trees with leaves [n, pages, K, P, H] and [n, states, ...].
 
-    What is new of rows has the leaves [n, B, K, T, H] and [n, B, ...].
+    The same class holds new entries of rows, with leaves [n, B, K, T, H] and [n, B, ...].
     """
 
     positions: Any = ()
@@ -44,27 +48,27 @@ class LayerCache:
 
 
 Cache = tuple[LayerCache, ...]
-"""The cache of all stacks. Page 0 and state 0 are empty: nothing is written to them."""
+"""The cache of all stacks. Page 0 and state 0 stay empty: nothing is written to them."""
 
 
 @struct.dataclass
 class BlockTable:
-    """The block table: where the cache has what it keeps of rows. Page p holds the same positions in all stacks.
+    """The pages and the state of each row. A page number means the same positions in all stacks.
 
-    Numbers are those within the row's shard.
+    Numbers count within the shard of the row.
     """
 
-    page_BM: jax.Array  # int32: page m has the positions from m * P on; 0 if the row has none
-    state_B: jax.Array  # int32; 0 if the row has none
+    page_BM: jax.Array  # int32: page m holds the positions from m * P on; 0 if the row has no such page
+    state_B: jax.Array  # int32; 0 if the row has no state
 
 
 @struct.dataclass
 class PrefillLayerCache:
-    """The cache of one layer before chunks of prompts: the state [B, ...], and the positions before `start`."""
+    """The cache of one layer during prefill: the state [B, ...] and the positions before `start`."""
 
     past: Pages
     fixed: Any
-    start: jax.Array  # of all rows, or of each [B]
+    start: jax.Array  # scalar, or [B]
 
     def attend(
         self,
@@ -76,9 +80,10 @@ class PrefillLayerCache:
         window: int | None = None,
         kernel: Callable[..., SoftmaxStats] | None = None,
     ) -> tuple[jax.Array, KeyValues]:
-        """Return attention over the past and the chunk, [B, T, N, H], and the chunk's keys and values.
+        """Return attention over past and chunk, [B, T, N, H], and the chunk's keys and values.
 
-        Without values, the keys are the values too. The kernel is that for chunks (`kernels.choice.Kernels.past`).
+        Without values, the keys also serve as values. `kernel` is an `AttendPast` (see
+        `kernels.registry`).
         """
         B, T = q_BTNH.shape[:2]
         new = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 1, 2), KeyValues(k=k_BTKH, v=v_BTKH))
@@ -95,7 +100,7 @@ class PrefillLayerCache:
 
 @struct.dataclass
 class DecodeLayerCache:
-    """The cache of one layer before a decode step: the state [S, ...], the past, and the tokens of the slice."""
+    """The cache of one layer in a decode step: the state [S, ...], the past, the slice's tokens."""
 
     past: Segments | Pages
     recent: KeyValues
@@ -114,10 +119,10 @@ class DecodeLayerCache:
         kernel: Callable[..., SoftmaxStats] | None = None,
         step: Callable[..., SoftmaxStats] | None = None,
     ) -> tuple[jax.Array, KeyValues]:
-        """Return attention over all tokens up to the new one, [S, N, H], and the slice's keys and values with it.
+        """Return attention over all tokens up to the new one, [S, N, H], and the recent tokens.
 
-        The kernels are those for the past (`kernels.choice.Kernels.past`) and for a whole step (`Kernels.step`);
-        segments have none.
+        The recent tokens are the slice's keys and values, including the new token. `kernel` is an
+        `AttendPast` and `step` an `AttendStep` (see `kernels.registry`). Segments use neither.
         """
         recent = append_token(self.recent, KeyValues(k=k_SKH, v=v_SKH), self.num_recent)
         num_recent, start_S, past = self.num_recent + 1, self.start_S, self.past
@@ -125,6 +130,7 @@ class DecodeLayerCache:
             return attend_segments(q_SNH, past, recent, start_S, num_recent, sinks_N, window=window), recent
         if step is not None:
             return decode_attention(q_SNH, past, start_S, recent, num_recent, sinks_N, kernel=step), recent
+
         token_T = jnp.arange(recent.values.shape[2])
         seen_T = token_T < num_recent if window is None else (token_T < num_recent) & (token_T >= num_recent - window)
         position_S1 = start_S[:, None] + self.num_recent
@@ -136,21 +142,25 @@ class DecodeLayerCache:
 
 @struct.dataclass
 class DecodeSliceCache:
-    """The cache during a decode slice: by stack the past, which is read-only, and what the steps change.
+    """The cache during a decode slice: the read-only past, and the part that steps change.
 
-    `live` holds the recent tokens [n, S, K, T, H] and the state: both are stacks, or by layer, tuples of layers, and
-    `Held()` of a stack that keeps nothing. A step that takes its layer out of a stack copies it: on CPU that took
-    longer than attention. The past is in its pages; or by layer too, copies in segments.
+    `live` has one entry per stack, with the recent tokens [n, S, K, T, H] and the states. An entry
+    is a `LayerCache` of the whole stack or a tuple with one per layer, and it is `LayerCache()` for
+    a stack that caches nothing. A step that takes its layer out of a stack copies it, which on CPU
+    took longer than attention.
+
+    `past` has the pages of each stack, or a tuple with the `Segments` of each layer, which are
+    copies.
     """
 
     past: tuple[Any, ...]
     live: tuple[LayerCache | tuple[LayerCache, ...], ...]
     page_SM: jax.Array
-    start_S: jax.Array  # int32: positions that each row's past has
-    num_recent: jax.Array  # int32 scalar
+    start_S: jax.Array  # int32: number of positions in each row's past
+    num_recent: jax.Array  # int32 scalar: tokens of the slice so far
 
     def get_layer(self, stack: int, layer: Any, fixed: Any) -> DecodeLayerCache:
-        """Return what one layer of a stack has; `fixed` is its state."""
+        """Return the cache of one layer of a stack, whose state is `fixed`."""
         past, live = self.past[stack], self.live[stack]
         past = past[layer] if past and isinstance(past, tuple) else Pages(past, layer, self.page_SM)
         if isinstance(live, tuple):
@@ -166,11 +176,11 @@ def read_states(cache: Cache, table: BlockTable, layout: Layout = UNSHARDED) -> 
     def read_shard(fixed: Any, state_B: jax.Array) -> Any:
         return jax.tree.map(lambda leaf: leaf.at[:, state_B].get(mode="clip"), fixed)
 
-    return layout.map_shards(read_shard, (1, 0), 1)(tuple(held.fixed for held in cache), table.state_B)
+    return layout.map_shards(read_shard, (1, 0), 1)(tuple(stack.fixed for stack in cache), table.state_B)
 
 
 def unstack_layers(stack: Any) -> tuple[Any, ...]:
-    """Return a tree of stacked arrays [n, ...] as n trees, none if it is empty."""
+    """Split a tree of stacked arrays [n, ...] into n trees; an empty tree gives none."""
     num_layers = next((leaf.shape[0] for leaf in jax.tree.leaves(stack)), 0)
     return tuple(jax.tree.map(lambda leaf, layer=layer: leaf[layer], stack) for layer in range(num_layers))
 
@@ -185,14 +195,14 @@ def write_cache(
 ) -> Cache:
     """Write the first `size` new positions of each row from `start_B` on, and replace its state.
 
-    What is new is in stacks or by layer. `size` is one for all rows, or [B]. Positions for which a row has no page, and
-    the state of a row that has none, are ignored.
+    `new` is stacked or by layer. `size` is a scalar or [B]. Positions without a page, and the state
+    of a row without a state slot, are ignored.
     """
 
     def write_shard(cache: Cache, new: Cache, table: BlockTable, start_B: jax.Array, size_B: jax.Array) -> Cache:
         def write_positions(into: jax.Array, new_nBKTH: jax.Array) -> jax.Array:
-            given = into, new_nBKTH.astype(into.dtype), table.page_BM, start_B, size_B
-            return jax.lax.platform_dependent(*given, tpu=write_by_page, default=write_by_position)
+            arguments = into, new_nBKTH.astype(into.dtype), table.page_BM, start_B, size_B
+            return jax.lax.platform_dependent(*arguments, tpu=write_by_page, default=write_by_position)
 
         def write_state(into: jax.Array, new: jax.Array) -> jax.Array:
             state_B = jnp.where(table.state_B > 0, table.state_B, into.shape[1])
@@ -200,10 +210,10 @@ def write_cache(
 
         return tuple(
             LayerCache(
-                jax.tree.map(write_positions, held.positions, each.positions),
-                jax.tree.map(write_state, held.fixed, each.fixed),
+                jax.tree.map(write_positions, stack.positions, new_stack.positions),
+                jax.tree.map(write_state, stack.fixed, new_stack.fixed),
             )
-            for held, each in zip(cache, new, strict=True)
+            for stack, new_stack in zip(cache, new, strict=True)
         )
 
     def stack_layers(new: LayerCache | tuple[LayerCache, ...]) -> LayerCache:
@@ -218,10 +228,10 @@ def write_cache(
 def write_by_position(
     into: jax.Array, new_nBKTH: jax.Array, page_BM: jax.Array, start_B: jax.Array, size_B: jax.Array
 ) -> jax.Array:
-    """Write the first `size_B` positions of each row into its pages, each head of each position by itself.
+    """Write the first `size_B` positions of each row into its pages, each head separately.
 
-    All dims but the last are indexed. For slices between indices, XLA on TPU copies the cache into another layout and
-    back.
+    All dims but the last are indexed. With slices between the indices, XLA on TPU would copy the
+    cache into another layout and back.
     """
     (_, num_pages, _, page_size, _), token_T = into.shape, jnp.arange(new_nBKTH.shape[3])
     position_BT = start_B[:, None] + token_T
@@ -236,14 +246,17 @@ def write_by_position(
 def write_by_page(
     into: jax.Array, new_nBKTH: jax.Array, page_BM: jax.Array, start_B: jax.Array, size_B: jax.Array
 ) -> jax.Array:
-    """Do the same by changing whole pages, one after another: few large copies, as many small ones are slow on TPU."""
+    """Do the same as `write_by_position`, by rewriting whole pages one after another.
+
+    On TPU, a few large copies are faster than many small ones.
+    """
     page_size, (_, B, _, T, _), M = into.shape[3], new_nBKTH.shape, page_BM.shape[1]
-    span = (T + page_size - 2) // page_size + 1  # the pages that T positions may lie in
+    span = (T + page_size - 2) // page_size + 1  # the number of pages that T positions may touch
 
     def write_page(i: jax.Array, into: jax.Array) -> jax.Array:
         row, index = i // span, start_B[i // span] // page_size + i % span
         page = jnp.where(index < M, page_BM[row, jnp.minimum(index, M - 1)], 0)
-        first = index * page_size - start_B[row]  # the token of the page's first position, which may be before the row
+        first = index * page_size - start_B[row]  # the token at the page's first position; may be negative
         token_P = first + jnp.arange(page_size)
         padded = jnp.pad(new_nBKTH[:, row], ((0, 0), (0, 0), (page_size, page_size), (0, 0)))
         own = jax.lax.dynamic_slice_in_dim(padded, first + page_size, page_size, axis=2)
@@ -262,10 +275,11 @@ def copy_pages(
     num_states_R: jax.Array,
     layout: Layout = UNSHARDED,
 ) -> Cache:
-    """Copy the first pages of a list of each shard, each a source and a target, and the first states of another.
+    """Copy pages and states of each shard, given as (source, target) pairs.
 
-    They are copied one by one, so that no second cache exists. A copy of page 0, or of state 0, clears the target: no
-    attention has to be trusted with a NaN of its former tenant.
+    The first `num_pages_R` and `num_states_R` pairs of each shard count. They are copied one by
+    one, so that no second cache is allocated. A copy of page 0 or state 0 clears the target, so
+    that attention never reads a NaN of a previous owner.
     """
 
     def copy_pairs(tree: Any, pair_N2: jax.Array, count: jax.Array) -> Any:
@@ -278,9 +292,9 @@ def copy_pages(
     def copy_shard(
         cache: Cache, page_1N2: jax.Array, num_pages: jax.Array, state_1N2: jax.Array, num_states: jax.Array
     ):
-        positions = copy_pairs(tuple(held.positions for held in cache), page_1N2[0], num_pages[0])
-        fixed = copy_pairs(tuple(held.fixed for held in cache), state_1N2[0], num_states[0])
-        return tuple(LayerCache(*each) for each in zip(positions, fixed, strict=True))
+        positions = copy_pairs(tuple(stack.positions for stack in cache), page_1N2[0], num_pages[0])
+        fixed = copy_pairs(tuple(stack.fixed for stack in cache), state_1N2[0], num_states[0])
+        return tuple(map(LayerCache, positions, fixed))
 
     return layout.map_shards(copy_shard, (1, 0, 0, 0, 0), 1)(cache, page_RN2, num_pages_R, state_RN2, num_states_R)
 
@@ -294,9 +308,9 @@ def open_decode_slice(
     max_tokens: int,
     has_separate_layers: bool = False,
 ) -> DecodeSliceCache:
-    """Return the cache for a decode slice of up to `max_tokens`; rows hold `start_S` positions.
+    """Return the cache for a decode slice of up to `max_tokens`. Rows hold `start_S` positions.
 
-    What steps change is by layer if the parameters are.
+    `has_separate_layers` says whether the parameters are by layer; `live` is then by layer too.
     """
     num_rows = table.state_B.shape[0]
 
@@ -306,11 +320,11 @@ def open_decode_slice(
 
     states = read_states(cache, table, layout)
     live = (
-        LayerCache(jax.tree.map(make_empty, held.positions), fixed) for held, fixed in zip(cache, states, strict=True)
+        LayerCache(jax.tree.map(make_empty, stack.positions), fixed) for stack, fixed in zip(cache, states, strict=True)
     )
     return DecodeSliceCache(
-        past=tuple(held.positions for held in cache),
-        live=tuple((unstack_layers(held) or held) if has_separate_layers else held for held in live),
+        past=tuple(stack.positions for stack in cache),
+        live=tuple((unstack_layers(stack) or stack) if has_separate_layers else stack for stack in live),
         page_SM=table.page_BM,
         start_S=start_S,
         num_recent=jnp.int32(0),
@@ -320,28 +334,33 @@ def open_decode_slice(
 def open_decode_slice_by_layer(
     cache: Cache, table: BlockTable, start_S: jax.Array, *, read_length: int, max_tokens: int
 ) -> DecodeSliceCache:
-    """Like `open_decode_slice`, with copies by layer of what the rows have; `start_S` <= `read_length`."""
+    """Like `open_decode_slice`, but copies the past and the states of the rows by layer.
 
-    def make_live(held: LayerCache, num: int) -> LayerCache | tuple[LayerCache, ...]:
+    `start_S` must be at most `read_length`.
+    """
+
+    def make_live(stack: LayerCache, num: int) -> LayerCache | tuple[LayerCache, ...]:
         num_rows = table.state_B.shape[0]
         empty = jax.tree.map(
-            lambda leaf: jnp.zeros((num_rows, leaf.shape[2], max_tokens, leaf.shape[4]), leaf.dtype), held.positions
+            lambda leaf: jnp.zeros((num_rows, leaf.shape[2], max_tokens, leaf.shape[4]), leaf.dtype), stack.positions
         )
 
         def read_state(leaf: jax.Array, layer: int) -> jax.Array:
             return leaf.at[layer, table.state_B].get(mode="clip")
 
-        layers = (LayerCache(empty, jax.tree.map(partial(read_state, layer=layer), held.fixed)) for layer in range(num))
-        return tuple(layers) if num else held
+        layers = (
+            LayerCache(empty, jax.tree.map(partial(read_state, layer=layer), stack.fixed)) for layer in range(num)
+        )
+        return tuple(layers) if num else stack
 
-    def read_layer_segments(held: LayerCache, layer: int) -> Segments:
-        return read_segments(Pages(held.positions, layer, table.page_BM), read_length) if held.positions else ()
+    def read_layer_segments(stack: LayerCache, layer: int) -> Segments:
+        return read_segments(Pages(stack.positions, layer, table.page_BM), read_length) if stack.positions else ()
 
-    num_layers = [next((leaf.shape[0] for leaf in jax.tree.leaves(held)), 0) for held in cache]
+    num_layers = [next((leaf.shape[0] for leaf in jax.tree.leaves(stack)), 0) for stack in cache]
     return DecodeSliceCache(
         past=tuple(
-            tuple(read_layer_segments(held, layer) for layer in range(num))
-            for held, num in zip(cache, num_layers, strict=True)
+            tuple(read_layer_segments(stack, layer) for layer in range(num))
+            for stack, num in zip(cache, num_layers, strict=True)
         ),
         live=tuple(map(make_live, cache, num_layers)),
         page_SM=table.page_BM,
@@ -351,5 +370,5 @@ def open_decode_slice_by_layer(
 
 
 def close_decode_slice(cache: Cache, ended: DecodeSliceCache, table: BlockTable, layout: Layout = UNSHARDED) -> Cache:
-    """Write what a decode slice changed, see `write`."""
+    """Write the changes of a decode slice into the cache, see `write_cache`."""
     return write_cache(cache, ended.live, table, ended.start_S, ended.num_recent, layout)

@@ -1,9 +1,10 @@
-"""Causal attention in blocks that never holds the scores of all pairs, forwards or backwards.
+"""Causal attention in blocks, which never holds the scores of all pairs, forwards or backwards.
 
-Dao et al. 2022, arXiv:2205.14135, written as loops of XLA. Blocks wholly in the future are never visited.
+Dao et al. 2022, arXiv:2205.14135, written as XLA loops. Blocks that lie wholly in the future are
+not visited.
 
-Legend: B batch, K kv heads, G query heads per kv head, T tokens, H head dim (that of values may be another), Q queries
-and U keys of a block.
+Legend: B batch, K kv heads, G query heads per kv head, T tokens, H head dim, which may differ
+between keys and values, Q queries and U keys of a block.
 """
 
 import math
@@ -17,15 +18,15 @@ from skyrl_tx.layers.remat import mark_matmul
 BLOCK = 64
 """Number of queries, and of keys, per block.
 
-With gradient on CPU, 64 was measured 1.3 times as fast as 128 at 8 x 256 and 1 x 4,096 tokens, 1.4 times at 1 x 2,048,
-and equal at 16 x 128. Dense attention is slower than both from 128 tokens on.
+With gradient on CPU, 64 was measured 1.3 times as fast as 128 at 8 x 256 and 1 x 4,096 tokens, 1.4
+times at 1 x 2,048, and equal at 16 x 128. Dense attention is slower than both from 128 tokens on.
 """
 
 MASKED_SCORE = -1e30
 """The score of a masked position."""
 
 SoftmaxStats = tuple[jax.Array, jax.Array, jax.Array]
-"""The highest score of the keys so far, the sum of weights relative to it, and the weighted sum of values."""
+"""The highest score of the keys so far, the sum of weights relative to it, and the weighted values."""
 
 
 def flash_attention(
@@ -38,13 +39,14 @@ def flash_attention(
     query_block: int = BLOCK,
     key_block: int = BLOCK,
 ) -> jax.Array:
-    """Return attention of each position over itself and all earlier ones, float32 [B, K, G, T, H].
+    """Return attention of each position over itself and earlier ones, float32 [B, K, G, T, H].
 
-    With `start_BT`, ascending along T, a position attends to nothing before its start, so that a row may hold several
-    consecutive sequences. Blocks wholly before a start are not visited either. Sinks are constants: see `make_empty_stats`.
+    `start_BT`, ascending along T, is the first key that each position attends to, so that a row may
+    hold multiple consecutive sequences. Blocks wholly before a start are not visited either. Sinks
+    are constants, see `make_empty_stats`.
     """
     T = q_BKGTH.shape[3]
-    padded = -T % math.lcm(query_block, key_block)  # at the right, to which no real position attends
+    padded = -T % math.lcm(query_block, key_block)  # on the right, where no real position attends to it
 
     def pad(x: jax.Array) -> jax.Array:
         return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, padded), (0, 0)])
@@ -57,10 +59,10 @@ def flash_attention(
 
 
 def make_empty_stats(q_BKGQH: jax.Array, value_dim: int, sinks_KG: jax.Array | None) -> SoftmaxStats:
-    """Return the statistics before any key. A sink of a head is the score of one more key, whose value is 0.
+    """Return the statistics before any key. A sink is the score of one more key, whose value is 0.
 
-    Without sinks the highest score is finite, because a query may attend to nothing in the first blocks: its first real
-    score scales that sum to 0.
+    Without sinks the highest score starts finite, because a query may attend to nothing in its
+    first blocks. Its first real score then scales the sum so far to 0.
     """
     zeros = jnp.zeros((*q_BKGQH.shape[:-1], value_dim), jnp.float32)
     if sinks_KG is None:
@@ -78,11 +80,13 @@ def add_keys(carry: SoftmaxStats, scores_BKGQU: jax.Array, v_BKUH: jax.Array) ->
     return higher, total * rescale + weights.sum(-1), out * rescale[..., None] + added
 
 
-def merge_stats(one: SoftmaxStats, other: SoftmaxStats) -> SoftmaxStats:
+def merge_stats(first: SoftmaxStats, second: SoftmaxStats) -> SoftmaxStats:
     """Return the statistics of the keys of both."""
-    higher = jnp.maximum(one[0], other[0])
-    first, second = jnp.exp(one[0] - higher), jnp.exp(other[0] - higher)
-    return higher, one[1] * first + other[1] * second, one[2] * first[..., None] + other[2] * second[..., None]
+    (highest, total, out), (other_highest, other_total, other_out) = first, second
+    higher = jnp.maximum(highest, other_highest)
+    scale, other_scale = jnp.exp(highest - higher), jnp.exp(other_highest - higher)
+    total = total * scale + other_total * other_scale
+    return higher, total, out * scale[..., None] + other_out * other_scale[..., None]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -107,7 +111,7 @@ def _forward(
     start_BT: jax.Array,
     sinks_KG: jax.Array | None,
 ):
-    """Return the output and the residuals of the backward pass, with each query's logsumexp of scores [B, K, G, T]."""
+    """Return the output and the residuals, including each query's logsumexp of scores [B, K, G, T]."""
 
     def run_query_block(_: None, start: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
         q_BKGQH = _slice_block(q, start, query_block)
@@ -168,7 +172,7 @@ _flash.defvjp(_forward, _backward)
 
 
 def _count_key_blocks(start: jax.Array, query_block: int, key_block: int) -> jax.Array:
-    """Return the number of key blocks that are visible to queries from `start` on."""
+    """Return the number of key blocks that queries from `start` on can see."""
     return (start + query_block + key_block - 1) // key_block
 
 

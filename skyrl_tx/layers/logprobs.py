@@ -1,6 +1,7 @@
 """Log-probabilities of given tokens, without the logits of all positions in memory.
 
-Legend: B batch, T tokens, D embed, V vocab, K targets per position, P positions (B * T), C positions of a chunk.
+Legend: B batch, T tokens, D embed, V vocab, K targets per position, P positions (B * T), C
+positions of a chunk.
 """
 
 from collections.abc import Callable
@@ -14,16 +15,18 @@ from skyrl_tx.layers.lora import AdaptedMap, ConcatenatedMap, LoraPair, RowAdapt
 from skyrl_tx.layers.stable_bits import exp_unfused
 
 PositionLoss = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
-"""(log-probabilities of positions, what else the loss reads there) -> the loss's derivative by each, and other outputs.
+"""A loss of single positions: (log-probabilities, further inputs) -> (derivative, further outputs).
 
-The outputs are a tree of arrays [B, T, ...], as what the loss reads is.
+The derivative is by the log-probabilities. Inputs and outputs are trees of arrays [B, T, ...].
 """
 
-CHUNK_POSITIONS = (
-    256  # positions whose logits exist at once; measured as fast as any larger, see the memory of [C, V] float32
-)
+CHUNK_POSITIONS = 256
+"""Positions whose logits exist at once, in [C, V] float32. Measured as fast as any larger chunk."""
 JOINED_CHUNKS = 4
-"""How many of these GPUs compute at once: with 256 positions they read the unembedding as long as they multiply."""
+"""GPUs compute this many chunks at once.
+
+With 256 positions they spend as much time on reading the unembedding as on multiplying.
+"""
 
 
 def logits(hidden: jax.Array, unembed_VD: jax.Array, adapter: RowAdapter | None) -> jax.Array:
@@ -41,9 +44,12 @@ def target_logprobs(
     *,
     chunk: int = CHUNK_POSITIONS,
 ) -> jax.Array:
-    """Return log p(target) at each position, float32 in the shape of `targets` ([B, T] or [B, T, K]).
+    """Return log p(target) at each position, float32 in the shape of `targets`.
 
-    Differentiable with respect to the hidden states and the adapter, whose gradient recomputes each chunk's logits.
+    `targets` is [B, T], or [B, T, K] for K targets per position.
+
+    The result is differentiable by the hidden states and the adapter. The gradient recomputes the
+    logits of each chunk.
     """
     run = partial(_target_logprobs, adapter=adapter, chunk=chunk)
     return _run_by_platform(run, unembed_VD, hidden_BTD, targets)
@@ -85,10 +91,12 @@ def loss_and_gradient(
     *,
     chunk: int = CHUNK_POSITIONS,
 ) -> tuple[Any, jax.Array, LoraPair]:
-    """Return outputs of a loss, its gradient by the hidden states, and `total` plus that by the adapter.
+    """Return the loss's outputs and its gradients by the hidden states and by the adapter.
 
-    The gradient is taken with the logits of each chunk, so that they are computed once. This requires that the loss of
-    a position depends on that position alone; `inputs` is a tree of arrays [B, T, ...], chunked alike.
+    The gradient by the adapter is added to `total`. The gradient is computed while the logits of a
+    chunk exist, so logits are computed once. This requires that the loss of a position depends on
+    this position alone. `inputs` is a tree of arrays [B, T, ...], which is split into the same
+    chunks.
     """
     run = partial(_compute_gradient, adapter=adapter, loss=loss, chunk=chunk)
     return _run_by_platform(run, unembed_VD, hidden_BTD, targets, inputs, total)
@@ -116,15 +124,19 @@ def _compute_gradient(
         logprobs, exp_CV, total_C1 = _score(unembed.apply(x_CD), targets)
         d_logprobs, outputs = loss(logprobs, inputs)
         d_logprobs_CK = d_logprobs.reshape(targets_CK.shape)
-        # d log p(target) / d logits = one at the target, less the softmax everywhere
+
+        # d log p(target) / d logits = (1 at the target) - softmax
         d_y_CV = exp_CV * (-d_logprobs_CK.sum(axis=-1, keepdims=True) / total_C1)
-        # In the loop that computes it, where additions at indices would be one of their own. On CPU several targets
-        # have that one, as each would be compared with all tokens.
+
+        # Add at the target by comparing with all tokens, in the loop that computes `d_y_CV`;
+        # additions at indices would be a separate loop. Multiple targets use indices on CPU,
+        # because comparing each target with all tokens takes longer.
         if is_joined or targets_CK.shape[1] == 1:
             is_target_CVK = jnp.arange(d_y_CV.shape[1])[:, None] == targets_CK[:, None]
             d_y_CV = d_y_CV + jnp.where(is_target_CVK, d_logprobs_CK[:, None], 0).sum(axis=-1)
         else:
             d_y_CV = d_y_CV.at[jnp.arange(x_CD.shape[0])[:, None], targets_CK].add(d_logprobs_CK)
+
         d_x_CD, d_pair = unembed.compute_gradient(x_CD, d_y_CV)
         return jax.tree.map(jnp.add, total, d_pair), (outputs, d_x_CD.reshape(hidden.shape))
 
@@ -135,10 +147,11 @@ def _compute_gradient(
 
 
 def _run_by_platform(run: Callable[..., Any], unembed_VD: jax.Array, *arguments: Any) -> Any:
-    """Run a function of the unembedding; on GPU, unless it is float32, with the factor of the adapter next to it.
+    """Run a function of the unembedding, with `is_joined` on GPU unless the unembedding is float32.
 
-    The logits of a chunk are the largest arrays of a pass. XLA for GPUs has a kernel for each product and each sum, and
-    none keeps them in a cache.
+    Joined means that the factor of the adapter is appended to the unembedding. The logits of a
+    chunk are the largest arrays of a pass. XLA for GPUs has a separate kernel for each product and
+    each sum, and none keeps the logits in a cache.
     """
     if unembed_VD.dtype == jnp.float32:
         return run(unembed_VD, *arguments, is_joined=False)
@@ -149,27 +162,37 @@ def _run_by_platform(run: Callable[..., Any], unembed_VD: jax.Array, *arguments:
 def _adapt_unembedding(
     hidden_BTD: jax.Array, unembed_VD: jax.Array, adapter: RowAdapter, is_joined: bool
 ) -> AdaptedMap | ConcatenatedMap:
-    """Return the unembedding with the adapter of all rows, for all positions: scored alike with or without gradient."""
+    """Return the unembedding with the adapter that all rows share.
+
+    The choice depends on the number of all positions, so positions score alike with and without a
+    gradient.
+    """
     num_positions = hidden_BTD.shape[0] * hidden_BTD.shape[1]
     adapted = AdaptedMap.from_weight(unembed_VD, adapter.pair, adapter.scale, num_positions, is_transposed=True)
     return ConcatenatedMap.from_adapted(adapted) if is_joined else adapted
 
 
 def _score(y_CV: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return log p(target) in the shape of `targets`, and the softmax's numerators [C, V] and denominators [C, 1]."""
+    """Return log p(target) in the shape of `targets`, and the softmax.
+
+    The softmax is returned as its numerators [C, V] and denominators [C, 1].
+    """
     highest_C1 = jax.lax.stop_gradient(y_CV.max(axis=-1, keepdims=True))
-    exp_CV = exp_unfused(y_CV - highest_C1)  # kept for the gradient, if there is one
+    exp_CV = exp_unfused(y_CV - highest_C1)  # the gradient, if there is one, needs it too
     total_C1 = exp_CV.sum(axis=-1, keepdims=True)
     chosen_CK = jnp.take_along_axis(y_CV, targets.reshape(y_CV.shape[0], -1), axis=-1, mode="promise_in_bounds")
     return (chosen_CK - highest_C1 - jnp.log(total_C1)).reshape(targets.shape), exp_CV, total_C1
 
 
 def _split_chunks(x: jax.Array, chunk: int) -> jax.Array:
-    """Cut [B, T, ...] along T, all rows together, into [chunks, B, about chunk / B, ...]; zeros fill the last."""
+    """Split [B, T, ...] along T into [chunks, B, about chunk / B, ...], padded with zeros.
+
+    All rows are split together.
+    """
     B, T = x.shape[:2]
-    step = max(1, min(T, chunk // B))
-    x = jnp.pad(x, [(0, 0), (0, -T % step)] + [(0, 0)] * (x.ndim - 2))
-    return jnp.swapaxes(x.reshape(B, -1, step, *x.shape[2:]), 0, 1)
+    length = max(1, min(T, chunk // B))
+    x = jnp.pad(x, [(0, 0), (0, -T % length)] + [(0, 0)] * (x.ndim - 2))
+    return jnp.swapaxes(x.reshape(B, -1, length, *x.shape[2:]), 0, 1)
 
 
 def _join_chunks(chunks: jax.Array, num_rows: int, length: int) -> jax.Array:

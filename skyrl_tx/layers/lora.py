@@ -1,17 +1,18 @@
-"""Low-rank adapters: Hu et al. 2021, arXiv:2106.09685.
+"""LoRA adapters: Hu et al. 2021, arXiv:2106.09685.
 
-Legend: A adapter slots, L layers, B batch rows, G groups of rows, M rows and tokens (of a group), T tokens, I inputs
-and O outputs of a linear map, R rank.
+Legend: A adapter slots, L layers, B batch rows, G groups of rows, M rows and tokens (of a group), T
+tokens, I inputs and O outputs of a linear map, R rank.
 
 An `Adapter` has one of two forms, which differ in the shape of `scale`:
-- *one adapter for all rows*: scale is a scalar, leaves are [L, I, R] and [L, R, O] (no L for the unembedding). Two
-  plain matmuls; this is what training differentiates.
-- *slots*: scale is [A] and every leaf has a leading A. `RowSlots` says which rows read which slot. What a row reads of
-  another's slot, times zero, is nothing: slots have finite numbers, and what makes the update of an adapter NaN is its
-  scale.
 
-Ranks are padded to one R with zeros. Zero columns of A against zero rows of B get zero gradients, so padding, and
-targets that are not trained, stay zero.
+- *One adapter for all rows*: `scale` is a scalar, and leaves are [L, I, R] and [L, R, O] (without L
+  for the unembedding). A map takes two more plain products. Training differentiates this form.
+- *Slots*: `scale` is [A], and every leaf has a leading A. `RowSlots` says which rows use which
+  slot. A row may multiply the weights of another slot by zero, so all weights must be finite. An
+  adapter with NaN weights therefore has a NaN scale instead.
+
+Ranks are padded with zeros to a common R. Zero columns of A and zero rows of B get zero gradients,
+so padding stays zero, and so do targets that are not trained.
 """
 
 import math
@@ -40,7 +41,7 @@ AdapterWeights = dict[str, LoraPair]
 
 @struct.dataclass
 class Adapter:
-    """One adapter, or a stack of slots. `scale` (alpha / rank) is not trained, so it is not part of the weights."""
+    """One adapter, or a stack of slots. `scale` (alpha / rank) is not trained, so it is no weight."""
 
     weights: AdapterWeights
     scale: jax.Array  # float32 scalar, or [A]
@@ -48,10 +49,10 @@ class Adapter:
 
 @struct.dataclass
 class RowSlots:
-    """The adapter slots that a batch of rows reads, and which rows read which.
+    """The adapter slots that a batch of rows uses, and which rows use which.
 
-    Without `group_M` the rows are G groups of as many neighbours. With it they are in any order, and row m reads slot
-    `slot_G[group_M[m]]`.
+    Without `group_M`, the rows are G groups of equally many consecutive rows. With `group_M`, rows
+    are in any order, and row m uses slot `slot_G[group_M[m]]`.
     """
 
     slot_G: jax.Array  # int32
@@ -66,16 +67,19 @@ class RowSlots:
 
 @struct.dataclass
 class RowAdapter:
-    """The adapter of one linear map: shared by all rows, or one for each group of rows, see `RowSlots`."""
+    """The adapter of one linear map: shared by all rows, or one per group of rows (see `RowSlots`)."""
 
     pair: LoraPair  # [I, R] and [R, O], or with a leading G
     scale: jax.Array  # scalar, or [G]
     group_M: jax.Array | None = None
     joins: bool = struct.field(pytree_node=False, default=False)
-    """Whether a `ConcatenatedMap` may be computed: on one device, as the dim that grows may be cut on several."""
+    """Whether a `ConcatenatedMap` may be used.
+
+    Only on a single device, because the dim that grows may be sharded on a mesh.
+    """
 
     def compute_delta(self, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """Return the update for `x` [B, ..., I]: float32 [B, ..., O], factors multiplied in `dtype`."""
+        """Return the update for `x` [B, ..., I]: float32 [B, ..., O], multiplied in `dtype`."""
         a, b = self.pair.a.astype(dtype), self.pair.b.astype(dtype)
         if self.scale.ndim == 0:
             return multiply(multiply(x, a), b) * self.scale
@@ -90,46 +94,52 @@ class RowAdapter:
 RowAdapters = Mapping[str, RowAdapter]
 
 RowsByLayer = dict[str, tuple[RowAdapter, ...]]
-"""The adapters of the rows for each linear map, in each layer that has it."""
+"""The adapters of the rows for each linear map, in each layer that has the map."""
 
 
 @struct.dataclass
 class GatheredAdapter(Adapter):
-    """A stack of slots with the adapters of the rows, gathered once before a loop."""
+    """A stack of slots, with the adapters of the rows gathered once before a loop."""
 
     rows: RowsByLayer
 
 
 def multiply(x: jax.Array, weight: jax.Array, result: Any = jnp.float32) -> jax.Array:
-    """Return `x` [..., I] times `weight` [I, O] in the weight's type, accumulated in float32, in the type `result`.
+    """Return `x` [..., I] times `weight` [I, O] in the weight's type, accumulated in float32.
 
-    As one matrix product, whatever the dims before: XLA on CPU was measured to take twice as long for the gradient of
-    an MLP with adapters when rows and tokens stay two dims.
+    The result has the type `result`. All leading dims are merged into one: XLA on CPU took twice as
+    long for the gradient of an MLP with adapters when rows and tokens were two dims.
     """
-    flat = x.astype(weight.dtype).reshape(math.prod(x.shape[:-1]), x.shape[-1])  # -1 knows no rank of 0
+    flat = x.astype(weight.dtype).reshape(math.prod(x.shape[:-1]), x.shape[-1])  # -1 would fail for rank 0
     y = jnp.dot(flat, weight, preferred_element_type=result)
     return y.reshape(*x.shape[:-1], weight.shape[-1])
 
 
 def multiply_groups(x_MI: jax.Array, factor_GIO: jax.Array, group_M: jax.Array | None = None) -> jax.Array:
-    """Return rows times the factor of their group in its type: float32 [M, O]. The groups are as in `RowSlots`.
+    """Return rows times the factor of their group in its type: float32 [M, O].
 
-    With `group_M` it is one product of all rows with all factors, so that each factor is read once; of its narrower
-    side only what belongs to the row is kept. This is G times the arithmetic, which decoding has to spare.
+    For groups see `RowSlots`.
 
-    Without, a row that is a group by itself is computed twice: XLA on CPU adds the products of one row in another order
-    than those of several, and samples must not depend on how many others share their adapter.
+    With `group_M`, one product multiplies all rows with all factors, so that each factor is read
+    once; of the narrower side, only the part that belongs to the row is kept. This takes G times
+    the arithmetic, which decoding can spare.
+
+    Without `group_M`, a row that is alone in its group is computed twice. XLA on CPU sums the
+    products of one row in a different order, and a sample must not depend on how many samples share
+    its adapter.
     """
     num_groups, inputs, outputs = factor_GIO.shape
     if group_M is not None:
         is_own_MG1 = (group_M[:, None] == jnp.arange(num_groups))[..., None]
-        # Apart from the product with the weight, which XLA on GPU would copy to append the factors to it.
+        # Behind a barrier: XLA on GPU would otherwise copy the weight of the map to append the
+        # factors to it.
         x_MI = jax.lax.optimization_barrier(x_MI.astype(factor_GIO.dtype))
         if outputs < inputs:
             y_MGO = jnp.einsum("mi,gio->mgo", x_MI, factor_GIO, preferred_element_type=jnp.float32)
             return jnp.where(is_own_MG1, y_MGO, 0).sum(axis=1)
         x_MGI = jnp.where(is_own_MG1, x_MI[:, None], 0)
         return jnp.einsum("mgi,gio->mo", x_MGI, factor_GIO, preferred_element_type=jnp.float32)
+
     x_GMI = x_MI.astype(factor_GIO.dtype).reshape(num_groups, -1, x_MI.shape[-1])
     is_single = x_GMI.shape[1] == 1
     if is_single:
@@ -139,17 +149,18 @@ def multiply_groups(x_MI: jax.Array, factor_GIO: jax.Array, group_M: jax.Array |
 
 
 def linear(x: jax.Array, weight: jax.Array, adapter: RowAdapter | None, bias: jax.Array | None = None) -> jax.Array:
-    """Return `x` [B, ..., I] times `weight` [I, O] plus the adapter's update and the bias.
+    """Return `x` [B, ..., I] times `weight` [I, O], plus the adapter's update and the bias.
 
-    Multiplies in the weight's type and accumulates in float32. The sum is rounded to the weight's type, in which the
-    backward pass keeps it, and returned in float32, as norms and sums compute. The gradient of an adapter shared by all
-    rows is written by hand, and takes the weight and the scale for constants.
+    Products are in the weight's type and accumulate in float32. The sum is rounded to the weight's
+    type, in which the backward pass keeps it, and returned as float32, in which norms and sums
+    compute. The gradient of an adapter that all rows share is written by hand; it treats the weight
+    and the scale as constants.
     """
     dtype = weight.dtype
     if adapter is None:
         y = multiply(x.astype(dtype), weight)
     elif adapter.scale.ndim == 0:
-        flat_MI = x.reshape(-1, x.shape[-1]).astype(jnp.float32)  # in which its gradient is added up
+        flat_MI = x.reshape(-1, x.shape[-1]).astype(jnp.float32)  # so that its gradient accumulates in float32
         flat_MO: jax.Array = _multiply_adapted(flat_MI, weight, adapter.pair, adapter.scale, adapter.joins)
         y = flat_MO.reshape(*x.shape[:-1], weight.shape[-1])
     else:
@@ -163,15 +174,17 @@ def linear(x: jax.Array, weight: jax.Array, adapter: RowAdapter | None, bias: ja
 class AdaptedMap:
     """A linear map with one adapter for all rows, and its gradient, for many rows.
 
-    In float32 and for enough rows the update is added to the weight, once, instead of to every row: a product of
-    [I, R] and [R, O] in place of M rows times I and O by R, from where on that is no more arithmetic. A bfloat16 weight
-    would swallow a small update, so there the two stay apart.
+    In float32 and with enough rows, the update is merged into the weight once instead of being
+    applied to every row: a product [I, R] x [R, O] replaces products of M rows with A and with B.
+    It is merged when this takes no more arithmetic. In bfloat16 the update stays separate, because
+    the rounding of the weight would lose a small update.
 
-    Then what is added up leaves its products in the type `result`, and is added up in float32; the map itself, which is
-    the largest term of its result, in float32. Half the size is half the time of a device that waits for its memory.
+    If it is separate, its product has the type `result` and is added in float32 to the product of
+    the weight, the largest term, which stays float32. A 16-bit type halves the time of a device
+    that waits for its memory.
     """
 
-    weight: jax.Array  # [I, O], or [O, I] if it is transposed; with the update, if that is merged
+    weight: jax.Array  # [I, O], or [O, I] if transposed; includes the update if merged
     pair: LoraPair  # in the weight's type
     scale: jax.Array
     is_merged: bool = struct.field(pytree_node=False)
@@ -189,10 +202,10 @@ class AdaptedMap:
         *,
         is_transposed: bool = False,
     ) -> "AdaptedMap":
-        """Prepare the map for `num_rows` rows in all.
+        """Prepare the map for a total of `num_rows` rows.
 
-        A transposed weight stays [O, I], so that a loop in which the map is used reads it as it is stored: XLA on CPU
-        copies what enters a loop in another order of dims.
+        A transposed weight stays [O, I], so that a loop reads it as it is stored. XLA on CPU would
+        copy a weight that enters a loop in another order of dims.
         """
         sizes = weight.shape
         is_merged = weight.dtype == jnp.float32 and num_rows * sum(sizes) >= math.prod(sizes)
@@ -204,7 +217,7 @@ class AdaptedMap:
 
     @property
     def weight_IO(self) -> jax.Array:
-        """The weight in the order of inputs and outputs."""
+        """The weight as [I, O]."""
         return self.weight.T if self.is_transposed else self.weight
 
     def compute_inner(self, x_MI: jax.Array) -> jax.Array:
@@ -212,7 +225,10 @@ class AdaptedMap:
         return _compute_inner(x_MI, self.pair, self.scale)
 
     def apply(self, x_MI: jax.Array, inner_MR: jax.Array | None = None) -> jax.Array:
-        """Return the map of `x`, float32 [M, O], with the `inner` that is needed unless the update is merged."""
+        """Return the map of `x`, float32 [M, O].
+
+        `inner_MR` is the result of `compute_inner`, if known.
+        """
         y_MO = multiply(x_MI, self.weight_IO)
         if self.is_merged:
             return y_MO
@@ -222,7 +238,7 @@ class AdaptedMap:
     def compute_gradient(
         self, x_MI: jax.Array, d_y_MO: jax.Array, inner_MR: jax.Array | None = None
     ) -> tuple[jax.Array, LoraPair]:
-        """Return the gradients of `x` and of the pair, float32, given the gradient `d_y` of the product."""
+        """Return the gradients of `x` and of the pair, float32, given the gradient of the product."""
         d_h_MR = multiply(d_y_MO, self.pair.b.T) * self.scale
         d_x_MI = multiply(d_y_MO, self.weight_IO.T, self.result).astype(jnp.float32)
         if not self.is_merged:
@@ -236,36 +252,39 @@ class AdaptedMap:
 
 @struct.dataclass
 class ConcatenatedMap:
-    """An `AdaptedMap` whose second factor lies next to the weight, so that the update is a part of one sum.
+    """An `AdaptedMap` with the second factor appended to the weight, for a single product.
 
-    It takes a copy of the weight and one of the rows, which pay on GPUs: XLA has a kernel for each product there, and
-    one that adds the update to the result, which is read and written again.
+    This copies the weight and the rows, which pays off on GPUs: XLA runs one kernel per product
+    there, and another kernel to add the update, which reads and writes the result again.
     """
 
-    weight_KO: jax.Array  # K are the inputs of the map, and then the ranks
+    weight_KO: jax.Array  # K is the inputs of the map, then the ranks
     pair: LoraPair  # in the weight's type
     scale: jax.Array
 
     @classmethod
     def from_adapted(cls, adapted: AdaptedMap) -> "ConcatenatedMap":
-        """Join the two; the update of `adapted` must not be merged."""
+        """Append the second factor to the weight. The update of `adapted` must not be merged."""
         weight_KO = jnp.concatenate([adapted.weight_IO, adapted.pair.b])
         return cls(weight_KO=weight_KO, pair=adapted.pair, scale=adapted.scale)
 
     @staticmethod
     def is_faster(num_rows: int, weight_IO: jax.Array) -> bool:
-        """Return whether the copies take less than adding the update: by bytes, for layers of Qwen3-0.6B and 8B."""
+        """Return whether the copies take less time than adding the update.
+
+        The rule compares bytes, and was derived for layers of Qwen3-0.6B and 8B.
+        """
         inputs, outputs = weight_IO.shape
         return weight_IO.dtype != jnp.float32 and num_rows >= inputs and 2 * outputs >= inputs
 
     def apply(self, x_MI: jax.Array, inner_MR: jax.Array | None = None, result: Any = jnp.float32) -> jax.Array:
-        """Return the map of `x` [M, O] in the type `result`, with `inner` as in `AdaptedMap`."""
+        """Return the map of `x` [M, O] in the type `result`, with `inner_MR` as in `AdaptedMap`."""
         x_MI = x_MI.astype(self.weight_KO.dtype)
         inner_MR = _compute_inner(x_MI, self.pair, self.scale) if inner_MR is None else inner_MR
         return multiply(jnp.concatenate([x_MI, inner_MR], axis=1), self.weight_KO, result)
 
     def compute_gradient(self, x_MI: jax.Array, d_y_MO: jax.Array) -> tuple[jax.Array, LoraPair]:
-        """Return the gradients of `x` and of the pair, float32, given the gradient `d_y` of the product."""
+        """Return the gradients of `x` and of the pair, float32, given the gradient of the product."""
         dtype = self.weight_KO.dtype
         d_x_MI, d_h_MR = jnp.split(multiply(d_y_MO, self.weight_KO.T), [x_MI.shape[1]], axis=1)
         d_h_MR = d_h_MR * self.scale
@@ -284,23 +303,24 @@ def _compute_inner(x_MI: jax.Array, pair: LoraPair, scale: jax.Array) -> jax.Arr
 class ExpertMap:
     """A linear map of one expert with its adapter: x -> x W + scale (x A) B.
 
-    Without A, which all experts share, x A is given. Without B, scale (x A) is returned next to x W.
+    If all experts share A, the caller passes x A. If all experts share B, scale (x A) is returned
+    in addition to x W.
     """
 
     weight_IO: jax.Array
-    a_IR: jax.Array | None  # both in the weight's type
+    a_IR: jax.Array | None  # in the weight's type, like B
     b_RO: jax.Array | None
     scale: jax.Array
 
     def apply(self, x_PI: jax.Array, inner_PR: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
-        """Return the map of `x`, float32."""
+        """Return the map of `x`, float32, and scale (x A) if B is shared."""
         y_PO, h_PR = multiply(x_PI, self.weight_IO), self._compute_inner(x_PI, inner_PR)
         return (y_PO, h_PR) if self.b_RO is None else (y_PO + multiply(h_PR, self.b_RO), None)
 
     def compute_gradient(
         self, x_PI: jax.Array, inner_PR: jax.Array | None, d_y_PO: jax.Array, d_outer_PR: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array | None, LoraPair]:
-        """Return the gradients of `x`, of `inner` and of the pair, float32, given those of both results."""
+        """Return the gradients of `x`, `inner` and the pair, float32, from gradients of both results."""
         dtype = self.weight_IO.dtype
         if self.b_RO is not None:
             d_outer_PR = multiply(d_y_PO, self.b_RO.T)
@@ -323,8 +343,8 @@ class ExpertMap:
 def _sum_outer_products(narrow_MR: jax.Array, wide_MI: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Return the sum over M of outer products, float32 [R, I], multiplied in `dtype`.
 
-    Behind a barrier, lest XLA turn the transpose of it into the product the other way round: on CPU [I, R] was
-    measured to take three times as long as [R, I].
+    The barrier keeps XLA from turning a transpose of the result into the product the other way
+    round: on CPU, [I, R] took three times as long as [R, I].
     """
     narrow, wide = narrow_MR.astype(dtype), wide_MI.astype(dtype)
     over_rows = (((0,), (0,)), ((), ()))
@@ -334,7 +354,10 @@ def _sum_outer_products(narrow_MR: jax.Array, wide_MI: jax.Array, dtype: jnp.dty
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def multiply_factor(x_MI: jax.Array, factor_IO: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Return rows times one factor of an adapter, multiplied in `dtype`: float32 [M, O], and so is its gradient."""
+    """Return rows times one factor of an adapter, multiplied in `dtype`, float32 [M, O].
+
+    The gradient is float32 too.
+    """
     return multiply(x_MI, factor_IO.astype(dtype))
 
 
@@ -357,7 +380,8 @@ multiply_factor.defvjp(_multiply_factor_forward, _multiply_factor_backward)
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _multiply_adapted(
     x_MI: jax.Array, weight_IO: jax.Array, pair: LoraPair, scale: jax.Array, joins: bool
-) -> jax.Array:  # in the weight's type
+) -> jax.Array:
+    """Return the map of `x` in the weight's type."""
     return _multiply_adapted_forward(x_MI, weight_IO, pair, scale, joins)[0]
 
 
@@ -365,7 +389,8 @@ def _multiply_adapted_forward(x_MI: jax.Array, weight_IO: jax.Array, pair: LoraP
     dtype = weight_IO.dtype
     x_MI = x_MI.astype(dtype)
     adapted = AdaptedMap.from_weight(weight_IO, pair, scale, x_MI.shape[0], result=dtype)
-    # Kept, because it is so narrow that reading `x` takes all the time of computing it.
+    # Kept for the backward pass: it is so narrow that reading `x` takes all the time of recomputing
+    # it.
     inner_MR = None if adapted.is_merged else mark_matmul(adapted.compute_inner(x_MI))
 
     def apply_separately(adapted: AdaptedMap, x_MI: jax.Array, inner_MR: jax.Array | None) -> jax.Array:
@@ -394,7 +419,7 @@ _multiply_adapted.defvjp(_multiply_adapted_forward, _multiply_adapted_backward)
 
 
 def gather_rows(adapter: Adapter, slot_G: jax.Array) -> RowsByLayer:
-    """Return the adapters of groups of neighbouring rows, layer by layer; those of experts are not gathered."""
+    """Return the adapters of groups of rows by layer. The adapters of experts are not gathered."""
     rows, slots = RowsByLayer(), RowSlots(slot_G)
     for name, pair in adapter.weights.items():
         if pair.a.ndim == 3:
@@ -405,7 +430,10 @@ def gather_rows(adapter: Adapter, slot_G: jax.Array) -> RowsByLayer:
 
 
 def select_rows(adapter: Adapter, name: str, slots: RowSlots | None, layer: Any) -> RowAdapter:
-    """Return the adapters of the rows for one target of a *slots* adapter; `layer` is None for the unembedding."""
+    """Return the adapters of the rows for one target of a *slots* adapter.
+
+    `layer` is None for the unembedding.
+    """
     if isinstance(adapter, GatheredAdapter) and name in adapter.rows:
         return adapter.rows[name][layer or 0]
     assert slots is not None, "an adapter with slots needs the slots of the rows"

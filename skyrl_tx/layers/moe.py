@@ -1,13 +1,17 @@
-"""A mixture of experts: a router sends each token to a few of many feed-forwards (Shazeer et al., arXiv:1701.06538).
+"""Mixture of experts: a router sends each token to a few of many feed-forwards (arXiv:1701.06538).
 
-Legend: M tokens, D embed, E experts, K experts of a token, F mlp, W tiles, P places of a tile, R rank, X adapters of
-experts: E of the one adapter, or A * L * E of a pool.
+Shazeer et al. 2017. `grouped_experts` has the router and the tiles.
 
-An expert has three maps, or two, up and down, if it has no gate. Each has adapters A [E, I, R] and B [E, R, O], of the
-adapter's rank. The factor next to the hidden size, A of gate and up and B of down, may be shared by all experts: then
-it is [1, I, R] or [1, R, O], and its products are computed once for each token, before tokens go to experts and after
-their outputs are summed. A tile holds tokens of one expert *and one adapter*, so that tenants do not meet even inside a
-product.
+An expert has three linear maps, or only two (up and down) if it has no gate. Each map has LoRA
+factors A [E, I, R] and B [E, R, O]. All experts may share the factor next to the hidden size, which
+is A of gate and up, and B of down. A shared factor is [1, I, R] or [1, R, O], and its products are
+computed once per token: before tokens go to experts, and after the outputs of experts are summed.
+
+The rows that an expert reads are sorted into tiles. A tile holds rows of one expert *and one
+adapter*, so that tenants do not meet even inside a product.
+
+Legend: M tokens, D embed, E experts, K experts of a token, F mlp, W tiles, P rows of a tile, R
+rank, X adapters of experts: E for a single adapter, or A * L * E for a pool.
 """
 
 from collections.abc import Mapping
@@ -53,14 +57,17 @@ MAP_AXES: Mapping[str, tuple[Axis | None, Axis | None]] = {
     "up_proj": (None, "mlp"),
     "down_proj": ("mlp", None),
 }
-"""Sharding of an expert's maps during the computation: F sharded, D whole."""
+"""Sharding of an expert's maps during the computation: F is sharded, D is whole."""
 BIAS_AXES: Mapping[str, Axis | None] = {"gate_bias": "mlp", "up_bias": "mlp", "down_bias": None}
 """The biases of these maps, with their sharding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clamp:
-    """The activation of gpt-oss: (up + 1) * gate * sigmoid(slope * gate), of gate <= limit and |up| <= limit."""
+    """The activation of gpt-oss: (up + 1) * gate * sigmoid(slope * gate), clamped.
+
+    The gate is at most `limit`, and |up| is at most `limit`.
+    """
 
     limit: float
     slope: float
@@ -68,19 +75,19 @@ class Clamp:
 
 @struct.dataclass
 class ExpertWeights:
-    """The maps of all experts of a layer, with their biases if they have any, and the activation between them.
+    """The maps of all experts of a layer, their biases, and the activation between them.
 
-    With `layer` the maps are those of all layers of a stack, [n, E, ...], which a kernel reads where they are.
+    With `layer`, the maps hold all layers of a stack, [n, E, ...]. A kernel reads them in place.
     """
 
-    gate_proj: jax.Array | None  # [E, D, F]; None: relu(up) squared
+    gate_proj: jax.Array | None  # [E, D, F]; None: the activation is relu(up) squared
     up_proj: jax.Array  # [E, D, F]
     down_proj: jax.Array  # [E, F, D]
     gate_bias: jax.Array | None = None  # [E, F]
     up_bias: jax.Array | None = None  # [E, F]
     down_bias: jax.Array | None = None  # [E, D]
     layer: jax.Array | None = None
-    clamp: Clamp | None = struct.field(pytree_node=False, default=None)  # None: silu(gate) * up
+    clamp: Clamp | None = struct.field(pytree_node=False, default=None)  # None: the activation is silu(gate) * up
 
     @property
     def num_experts(self) -> int:
@@ -94,28 +101,28 @@ class ExpertWeights:
 
     @property
     def maps(self) -> dict[str, jax.Array]:
-        """The maps that the experts have, by name, in the order of MAPS."""
+        """The maps that the experts have, by name, in the order of MAP_NAMES."""
         return {name: leaf for name in MAP_NAMES if (leaf := getattr(self, name)) is not None}
 
 
 @struct.dataclass
 class ExpertAdapters:
-    """The adapters of one layer's experts, of one adapter for all rows; or, with `slots`, a pool of them.
+    """The adapters of one layer's experts: one adapter for all rows or, with `slots`, a pool.
 
-    Of a pool, a row that reads slot a finds that of expert e at `[a, layer, e]`.
+    In a pool, a row with adapter slot a uses the factors of expert e at `[a, layer, e]`.
     """
 
-    pairs: Mapping[str, LoraPair]  # of MAPS: [E, I, R] and [E, R, O], or [A, L, E, ...]; E is 1 of a shared factor
+    pairs: Mapping[str, LoraPair]  # by map: [E, I, R] and [E, R, O], or [A, L, E, ...]; E is 1 for a shared factor
     scale: jax.Array  # scalar, or [A]
     slots: RowSlots | None = None
     layer: jax.Array | int = 0
 
 
 def get_expert_adapters(rows: Mapping[str, RowAdapter], prefix: str) -> ExpertAdapters:
-    """Return the adapters of the experts, of the one adapter that all rows share."""
-    found = {name: rows[prefix + name] for name in MAP_NAMES if prefix + name in rows}
-    scale = next(row.scale for row in found.values())
-    return ExpertAdapters(pairs={name: row.pair for name, row in found.items()}, scale=scale)
+    """Return the adapters of the experts for a single adapter that all rows share."""
+    mapped = {name: rows[prefix + name] for name in MAP_NAMES if prefix + name in rows}
+    scale = next(row.scale for row in mapped.values())
+    return ExpertAdapters(pairs={name: row.pair for name, row in mapped.items()}, scale=scale)
 
 
 def get_pooled_expert_adapters(adapter: Adapter, prefix: str, slots: RowSlots, layer: jax.Array) -> ExpertAdapters:
@@ -126,15 +133,15 @@ def get_pooled_expert_adapters(adapter: Adapter, prefix: str, slots: RowSlots, l
 
 @struct.dataclass
 class _Visits:
-    """Tokens as experts read them, the share and number of each chosen one and, for a pool, the adapter slot.
+    """Tokens as experts read them, with their chosen experts, shares and adapter slots.
 
-    `inner` are the products of the tokens with the A that all experts share, by its map.
+    `inner` has the products of the tokens with the shared A factors, by map.
     """
 
     x_MD: jax.Array
     share_MK: jax.Array
     expert_MK: jax.Array
-    slot_M: jax.Array | None
+    slot_M: jax.Array | None  # None without a pool
     inner: Mapping[str, jax.Array]  # [M, R]
 
 
@@ -150,24 +157,29 @@ def apply_mixture(
     latent: jax.Array | None = None,
     kernels: Kernels = NO_KERNELS,
 ) -> jax.Array:
-    """Return the weighted sum of each token's expert outputs: float32, in the shape of `x` [..., D].
+    """Return the weighted sum of each token's expert outputs, float32 in the shape of `x` [..., D].
 
-    With `latent` that is what experts read, in place of what the router reads; outputs have its shape.
+    With `latent`, the experts read `latent` and the router reads `x`. Outputs then have the shape
+    of `latent`.
     """
     x_MD = x.reshape(-1, x.shape[-1])
     shape = x.shape if latent is None else latent.shape
     read_MD = x_MD if latent is None else latent.reshape(-1, shape[-1])
-    place_M, group_M, dtype = None, None, weights.down_proj.dtype
+    slot_M, group_M, dtype = None, None, weights.down_proj.dtype
+
+    # Split off the factors that all experts share.
     shared_a, shared_b = dict[str, jax.Array](), dict[str, jax.Array]()
     if adapters is not None:
         adapters, shared_a, shared_b = _split_shared_factors(adapters, routing.num_experts)
         if (slots := adapters.slots) is not None:
-            place_M, group_M = slots.expand_to_rows(x_MD.shape[0]), slots.group_M
+            slot_M, group_M = slots.expand_to_rows(x_MD.shape[0]), slots.group_M
             adapters = adapters.replace(slots=None)  # type: ignore[attr-defined]
     inner = {name: mark_matmul(_multiply_rows(read_MD, factor, group_M, dtype)) for name, factor in shared_a.items()}
-    # Experts read and return the type of their weights, in which tokens and outputs are moved; sums are float32.
+
+    # Tokens and outputs are moved in the type of the weights, which experts read and return. Sums
+    # are float32.
     visits = _Visits(
-        read_MD.astype(dtype), *route(x_MD, router_ED, routing, router_bias_E, correction_E), place_M, inner
+        read_MD.astype(dtype), *route(x_MD, router_ED, routing, router_bias_E, correction_E), slot_M, inner
     )
     sums = partial(_sum_on_each_device, layout) if layout.is_sharded else _sum_experts
     y_MD, outer_MR = sums(kernels, visits, weights, adapters)
@@ -179,9 +191,10 @@ def apply_mixture(
 def _split_shared_factors(
     adapters: ExpertAdapters, num_experts: int
 ) -> tuple[ExpertAdapters, dict[str, jax.Array], dict[str, jax.Array]]:
-    """Return the adapters with None for the factors that all experts share; and these, the A and the B, by their maps.
+    """Split off the factors that all experts share. Returns (adapters, shared A, shared B).
 
-    They are [I, R] and [R, O], or of a pool with a leading G, as in `RowAdapter`.
+    The adapters have None for shared factors. The shared factors are by map, [I, R] and [R, O]; for
+    a pool they have a leading G, as in `RowAdapter`.
     """
 
     def is_shared(leaf: jax.Array) -> bool:
@@ -201,7 +214,10 @@ def _split_shared_factors(
 
 
 def _multiply_rows(x_MI: jax.Array, factor: jax.Array, group_M: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-    """Return the product in `dtype` of rows with one factor [I, O], or of groups of rows with one each, [G, I, O]."""
+    """Return rows times one factor [I, O], or times one factor per group of rows [G, I, O].
+
+    They are multiplied in `dtype`.
+    """
     if factor.ndim == 2:
         return multiply_factor(x_MI, factor, dtype)
     return multiply_groups(x_MI, factor.astype(dtype), group_M)
@@ -210,9 +226,10 @@ def _multiply_rows(x_MI: jax.Array, factor: jax.Array, group_M: jax.Array | None
 def _sum_on_each_device(
     layout: Layout, kernels: Kernels, visits: _Visits, weights: ExpertWeights, adapters: ExpertAdapters | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return `_sum_experts` where each device computes what its own experts make of its tokens, and their sums are added.
+    """Compute `_sum_experts` on a mesh: each device computes its experts, and the sums are added.
 
-    A device has all tokens that meet its experts, and leaves out those that go to others: no token is ever dropped.
+    A device has all tokens that may go to its experts, and ignores visits to other experts. No
+    token is ever dropped.
     """
     assert layout.mesh is not None
     num_shards, num_experts = layout.num_shards("expert"), weights.num_experts
@@ -223,7 +240,7 @@ def _sum_on_each_device(
     ) -> tuple[jax.Array, jax.Array | None]:
         first = jax.lax.axis_index(layout.mesh_axes("expert")) * (num_experts // num_shards)
         here = visits.replace(expert_MK=visits.expert_MK - first)  # type: ignore[attr-defined]
-        if weights.down_bias is not None:  # added once, as the parts of F are added too
+        if weights.down_bias is not None:  # F is sharded over "mlp" and summed, so only one shard adds the bias
             is_first = jax.lax.axis_index(layout.mesh_axes("mlp")) == 0
             weights = weights.replace(down_bias=jnp.where(is_first, weights.down_bias, 0))  # type: ignore[attr-defined]
         return jax.lax.psum(_sum_experts(kernels, here, weights, adapters), summed_over)
@@ -242,6 +259,8 @@ def _sum_on_each_device(
         **{name: get_bias_spec(getattr(weights, name), axis) for name, axis in BIAS_AXES.items()},
         layer=None if weights.layer is None else PartitionSpec(),
     )
+
+    # Specs of the adapters.
     adapter_specs = None
     if adapters is not None:
         pairs = {
@@ -253,7 +272,9 @@ def _sum_on_each_device(
         }
         adapter_specs = ExpertAdapters(pairs=pairs, scale=PartitionSpec(), layer=PartitionSpec())  # type: ignore[arg-type]
         adapters = adapters.replace(layer=jnp.asarray(adapters.layer))  # type: ignore[attr-defined]
-    # What a spec leaves whole is equal on all devices, which only the sum over them makes so: that is not checked.
+
+    # Values that a spec replicates are equal on all devices only because of the sum, which JAX
+    # cannot check.
     run = jax.shard_map(
         sum_local,
         mesh=layout.mesh,
@@ -267,9 +288,10 @@ def _sum_on_each_device(
 def _sum_experts(
     kernels: Kernels, visits: _Visits, weights: ExpertWeights, adapters: ExpertAdapters | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the weighted sum of the outputs of these experts for each token, [M, D]; other experts count as zero.
+    """Return the weighted sum of the outputs of these experts for each token, [M, D].
 
-    And if the experts share B of down, the weighted sum of what it has to be multiplied with, [M, R].
+    Experts of other devices count as zero. If the experts share B of down, also returns the
+    weighted sum [M, R] that it has to be multiplied with.
     """
     num_experts = weights.num_experts
     num_groups, group_MK = num_experts, visits.expert_MK
@@ -278,28 +300,29 @@ def _sum_experts(
         group_MK = visits.slot_M[:, None] * num_experts + group_MK
         num_groups *= adapters.scale.shape[0]
     is_here_MK = (visits.expert_MK >= 0) & (visits.expert_MK < num_experts)
-    fewest = None if kernels.experts is None else kernels.experts.min_tile_rows
-    # Kept as products are, lest the backward pass sorts again.
-    tiling = jax.tree.map(mark_matmul, sort_into_tiles(jnp.where(is_here_MK, group_MK, num_groups), num_groups, fewest))
+    min_tile_rows = None if kernels.experts is None else kernels.experts.min_tile_rows
+    # Marked like products, so that the backward pass keeps the tiling instead of sorting again.
+    tiling = sort_into_tiles(jnp.where(is_here_MK, group_MK, num_groups), num_groups, min_tile_rows)
+    tiling = jax.tree.map(mark_matmul, tiling)
     pairs, indices = _assign_adapters(weights, adapters, tiling, num_experts)
     return _run_experts(kernels, (visits.x_MD, visits.inner), visits.share_MK, weights, pairs, indices, tiling)
 
 
 @struct.dataclass
 class _TileIndices:
-    """The expert, rows and adapters of each tile."""
+    """The expert and the adapter of each tile."""
 
     expert_W: jax.Array
-    adapter_W: jax.Array  # among X: E of one adapter, or A * L * E of a pool
+    adapter_W: jax.Array  # among X: E for a single adapter, or A * L * E for a pool
     scale_W: jax.Array
 
 
 def _assign_adapters(
     weights: ExpertWeights, adapters: ExpertAdapters | None, tiling: Tiling, num_experts: int
 ) -> tuple[dict[str, LoraPair], _TileIndices]:
-    """Return the adapters of all experts by their maps, and what each tile reads."""
+    """Return the adapters of all experts by map, and the indices of each tile."""
     expert_W = tiling.group_W % num_experts
-    if adapters is None:  # of rank 0: products with nothing are zero, and no program computes them
+    if adapters is None:  # rank 0: products over an empty dim are zero, and no program computes them
         pairs = {name: _make_empty_pair(leaf) for name, leaf in weights.maps.items()}
         zeros_W = jnp.zeros_like(expert_W)
         return pairs, _TileIndices(expert_W, zeros_W, zeros_W.astype(jnp.float32))
@@ -308,9 +331,9 @@ def _assign_adapters(
         return dict(adapters.pairs), _TileIndices(expert_W, expert_W, scale_W)
     num_layers = jax.tree.leaves(dict(adapters.pairs))[0].shape[1]
     flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[-2:]), dict(adapters.pairs))  # nothing is copied
-    place_W = tiling.group_W // num_experts
-    adapter_W = (place_W * num_layers + adapters.layer) * num_experts + expert_W
-    return flat, _TileIndices(expert_W, adapter_W, adapters.scale[place_W])
+    slot_W = tiling.group_W // num_experts
+    adapter_W = (slot_W * num_layers + adapters.layer) * num_experts + expert_W
+    return flat, _TileIndices(expert_W, adapter_W, adapters.scale[slot_W])
 
 
 def _make_empty_pair(weight_EIO: jax.Array) -> LoraPair:
@@ -322,16 +345,16 @@ def _make_expert_maps(
     weights: ExpertWeights, pairs: Mapping[str, LoraPair], expert: jax.Array, adapter: jax.Array, scale: jax.Array
 ) -> dict[str, ExpertMap]:
     """Return the maps of one tile, by name."""
-    found: dict[str, ExpertMap] = {}
+    maps: dict[str, ExpertMap] = {}
     for name, leaf in weights.maps.items():
         weight_IO = leaf[expert]
         pair = jax.tree.map(lambda leaf, dtype=weight_IO.dtype: leaf[adapter].astype(dtype), pairs[name])
-        found[name] = ExpertMap(weight_IO=weight_IO, a_IR=pair.a, b_RO=pair.b, scale=scale)
-    return found
+        maps[name] = ExpertMap(weight_IO=weight_IO, a_IR=pair.a, b_RO=pair.b, scale=scale)
+    return maps
 
 
 def _activate(clamp: Clamp | None, *mapped: jax.Array) -> jax.Array:
-    """Return the activation of what the maps before the last return, gate and up or up alone."""
+    """Return the activation of the outputs of gate and up, or of up alone."""
     if len(mapped) == 1:
         return jnp.square(jax.nn.relu(mapped[0]))
     gate, up = mapped
@@ -346,7 +369,7 @@ def _add_bias(y_PO: jax.Array, bias_EO: jax.Array | None, expert: jax.Array) -> 
 
 
 def _multiply_bias(d_y_PO: jax.Array, bias_EO: jax.Array | None, expert: jax.Array) -> jax.Array | float:
-    """Return the product of each row with the bias of its expert: of one tile, or of all with `expert_W`."""
+    """Return the dot product of each row with the bias of its expert, for one tile or all tiles."""
     if bias_EO is None:
         return 0.0
     return (d_y_PO.astype(jnp.float32) * bias_EO[expert].astype(jnp.float32)[..., None, :]).sum(axis=-1)
@@ -355,7 +378,7 @@ def _multiply_bias(d_y_PO: jax.Array, bias_EO: jax.Array | None, expert: jax.Arr
 def _add_tile_biases(
     biases: Mapping[str, jax.Array | None], expert_W: jax.Array, name: str, y_WPO: jax.Array
 ) -> jax.Array:
-    """Return the results of a map of all tiles with the biases of their experts, in the type of `y`."""
+    """Add the biases of their experts to the outputs of one map for all tiles, in the type of `y`."""
     bias_EO = biases[name]
     if bias_EO is None:
         return y_WPO
@@ -363,18 +386,18 @@ def _add_tile_biases(
 
 
 _Tokens = tuple[jax.Array, Mapping[str, jax.Array]]
-"""Tokens [M, D], and their products [M, R] with the A that all experts share, by its map."""
+"""Tokens [M, D], and their products [M, R] with the shared A factors, by map."""
 
 
 def _make_tiled_maps(
-    multiply: MultiplyTiles, weights: ExpertWeights, pairs: dict[str, LoraPair], of: _TileIndices, tiling: Tiling
+    multiply: MultiplyTiles, weights: ExpertWeights, pairs: dict[str, LoraPair], indices: _TileIndices, tiling: Tiling
 ) -> dict[str, TiledMap]:
-    matrix_W = of.expert_W if weights.layer is None else weights.layer * weights.num_experts + of.expert_W
-    found: dict[str, TiledMap] = {}
+    matrix_W = indices.expert_W if weights.layer is None else weights.layer * weights.num_experts + indices.expert_W
+    maps: dict[str, TiledMap] = {}
     for name, leaf in weights.maps.items():
         matrices, (a, b) = leaf.reshape(-1, *leaf.shape[-2:]), (pairs[name].a, pairs[name].b)
-        found[name] = TiledMap(multiply, tiling.num_used, matrices, matrix_W, a, b, of.adapter_W, of.scale_W)
-    return found
+        maps[name] = TiledMap(multiply, tiling.num_used, matrices, matrix_W, a, b, indices.adapter_W, indices.scale_W)
+    return maps
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -387,11 +410,11 @@ def _run_experts(
     indices: _TileIndices,
     tiling: Tiling,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the sum of the outputs of each token's experts, weighted by their shares: float32 [M, D].
+    """Return the outputs of each token's experts, summed by their shares: float32 [M, D].
 
-    If the experts share B of down, it is left out, and the sum of what it has to be multiplied with is returned too,
-    [M, R]. The gradient of a share is a product of what down reads, as `grouped_experts.backward` says, so that the
-    outputs of single experts are not kept.
+    If the experts share B of down, B is left out, and the sum [M, R] that it has to be multiplied
+    with is returned as well. The gradient of a share is computed from the inputs of down (see
+    `grouped_experts.backward`), so the outputs of single experts are not kept.
     """
     return _run_experts_forward(kernels, tokens, share_MK, weights, pairs, indices, tiling)[0]
 
@@ -409,15 +432,16 @@ def _run_experts_forward(
     rows = jax.tree.map(tiling.gather_rows, tokens)
 
     def run_tile(tile: tuple[_Tokens, _TileIndices]):
-        (x_PD, inner), of = tile
-        maps = _make_expert_maps(weights, pairs, of.expert_W, of.adapter_W, of.scale_W)
+        (x_PD, inner), index = tile
+        maps = _make_expert_maps(weights, pairs, index.expert_W, index.adapter_W, index.scale_W)
         down, biases = maps.pop("down_proj"), weights.biases
         mapped = tuple(
-            _add_bias(each.apply(x_PD, inner.get(name))[0], biases[name], of.expert_W) for name, each in maps.items()
+            _add_bias(expert_map.apply(x_PD, inner.get(name))[0], biases[name], index.expert_W)
+            for name, expert_map in maps.items()
         )
         y_PD, outer_PR = down.apply(_activate(weights.clamp, *mapped))
-        y_PD = _add_bias(y_PD, weights.down_bias, of.expert_W).astype(dtype)
-        return (y_PD, outer_PR), tuple(each.astype(dtype) for each in mapped)
+        y_PD = _add_bias(y_PD, weights.down_bias, index.expert_W).astype(dtype)
+        return (y_PD, outer_PR), tuple(y_PF.astype(dtype) for y_PF in mapped)
 
     if (multiply := kernels.get_tile_kernel()) is not None:
         maps = _make_tiled_maps(multiply, weights, pairs, indices, tiling)
@@ -438,20 +462,25 @@ def _run_experts_forward(
 
 
 def _run_experts_backward(kernels: Kernels, kept: Any, d_outputs: tuple[jax.Array, jax.Array | None]):
-    """The gradient by tokens, shares and the adapters' factors; weights, biases and scales are constants."""
+    """Return the gradients of tokens, shares and LoRA factors.
+
+    Weights, biases and scales are constants.
+    """
     tokens, share_MK, weights, pairs, indices, tiling, mapped_WPF = kept
     activate = partial(_activate, weights.clamp)
 
     def run_tile_backward(tile: Any) -> tuple[_Tokens, jax.Array, dict[str, LoraPair]]:
-        (x_PD, inner), (d_y_PD, d_outer_PR), share_P, mapped, of = tile
-        maps = _make_expert_maps(weights, pairs, of.expert_W, of.adapter_W, of.scale_W)
+        (x_PD, inner), (d_y_PD, d_outer_PR), share_P, mapped, index = tile
+        maps = _make_expert_maps(weights, pairs, index.expert_W, index.adapter_W, index.scale_W)
         down = maps.pop("down_proj")
-        z_PF, pull = jax.vjp(activate, *(each.astype(jnp.float32) for each in mapped))
+        z_PF, pull = jax.vjp(activate, *(y_PF.astype(jnp.float32) for y_PF in mapped))
         unweighted_PF, _, d_down = down.compute_gradient(share_P[:, None] * z_PF, None, d_y_PD, d_outer_PR)
-        d_share_P = (z_PF * unweighted_PF).sum(axis=-1) + _multiply_bias(d_y_PD, weights.down_bias, of.expert_W)
+        d_share_P = (z_PF * unweighted_PF).sum(axis=-1) + _multiply_bias(d_y_PD, weights.down_bias, index.expert_W)
+
+        # Gate and up.
         d_x_PD, d_inner, d_pairs = list[jax.Array](), dict[str, jax.Array](), dict[str, LoraPair]()
-        for (name, each), d_PF in zip(maps.items(), pull(share_P[:, None] * unweighted_PF), strict=True):
-            by_map_PD, d_PR, d_pairs[name] = each.compute_gradient(x_PD, inner.get(name), d_PF)
+        for (name, expert_map), d_PF in zip(maps.items(), pull(share_P[:, None] * unweighted_PF), strict=True):
+            by_map_PD, d_PR, d_pairs[name] = expert_map.compute_gradient(x_PD, inner.get(name), d_PF)
             d_x_PD.append(by_map_PD)
             if d_PR is not None:
                 d_inner[name] = d_PR
@@ -460,10 +489,12 @@ def _run_experts_backward(kernels: Kernels, kept: Any, d_outputs: tuple[jax.Arra
     def sum_visits(d_W: jax.Array) -> jax.Array:
         return tiling.collect_visits(d_W).astype(jnp.float32).sum(axis=1).astype(d_W.dtype)
 
-    # Rows are gathered without their shares, so that the same product tells the gradient of those.
+    # Rows are gathered without their shares, so that one product gives the gradient of the shares
+    # too.
     d_y_MD, d_outer_MR = d_outputs
-    rows, d_rows = jax.tree.map(tiling.gather, (tokens, (d_y_MD.astype(tokens[0].dtype), d_outer_MR)))
+    rows, d_rows = jax.tree.map(tiling.gather_rows, (tokens, (d_y_MD.astype(tokens[0].dtype), d_outer_MR)))
     share_WP = tiling.gather_visits(share_MK[..., None])[..., 0]
+
     if (multiply := kernels.get_tile_kernel()) is not None:
         maps = _make_tiled_maps(multiply, weights, pairs, indices, tiling)
         (x_WPD, inner), (d_y_WPD, d_outer_WPR) = rows, d_rows
@@ -473,6 +504,7 @@ def _run_experts_backward(kernels: Kernels, kept: Any, d_outputs: tuple[jax.Arra
     else:
         tiles = rows, d_rows, share_WP, mapped_WPF, indices
         d_tokens_W, d_share_WP, d_pairs_W = map_tiles(run_tile_backward, tiling, tiles)
+
     d_tokens = jax.tree.map(sum_visits, d_tokens_W)
     d_share_MK = tiling.collect_visits(d_share_WP[..., None])[..., 0]
     d_pairs = jax.tree.map(
@@ -494,14 +526,15 @@ def estimate_backward_bytes(
     itemsize: int,
     num_maps: int = len(MAP_NAMES),
 ) -> int:
-    """Return the bytes of the arrays that `_run_experts_backward` has at the same time on an accelerator.
+    """Return the bytes that `_run_experts_backward` holds at the same time on an accelerator.
 
-    These are, in the weights' type of `itemsize`: inputs and both gradients in their places, of outputs and of inputs;
-    one gradient by visit; the weights of the tiles that are computed at once. And in float32 the gradients of the
-    factors of each tile. Compared with the TPU compiler's account: see tests/unit/backends/jax/test_costs.py.
+    In the weights' type, of `itemsize` bytes: the inputs and both gradients (of outputs and of
+    inputs) by tile, one gradient by visit, and the weights of the tiles that are computed at once.
+    In float32: the gradients of the factors of each tile. The estimate was compared with the TPU
+    compiler's account in tests/unit/backends/jax/test_training_costs.py.
     """
-    num_tiles, places = get_tile_shape(num_visits, num_experts)
-    rows = (3 * num_tiles * places + num_visits) * hidden_size
+    num_tiles, tile_rows = get_tile_shape(num_visits, num_experts)
+    rows = (3 * num_tiles * tile_rows + num_visits) * hidden_size
     factors = num_tiles * rank * num_maps * (hidden_size + mlp_size)
     weights = min(TILES_AT_ONCE, num_tiles) * num_maps * hidden_size * mlp_size
     return itemsize * (rows + weights) + 4 * factors

@@ -1,4 +1,4 @@
-"""Descriptions of parameters without values: shape, logical axes and initialisation."""
+"""Descriptions of parameters without values (shape, axes, initialization), and the RMS norm."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ Axis = Literal[
     "row_heads",
     "expert_batch",
 ]
-"""Logical axis names. Layers know only these; a backend's mesh maps them to the axes of its devices.
+"""Logical axis names. Layers know only these; the mesh of a backend maps them to device axes.
 
-The last four are of activations: rows, the tokens of a row, heads while they mix whole rows, and tokens on their way
-through experts.
+The last four are axes of activations: rows, tokens of a row, heads while they mix whole rows, and
+tokens on their way through experts.
 """
 
 Init = Literal["normal", "ones", "zeros"]
@@ -36,18 +36,21 @@ INITIAL_STD = 0.02  # the initializer_range of the Hugging Face configs of all o
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """The description of one array. Not a pytree node, so a tree of these has the structure of the parameters."""
+    """The description of one array. It is a leaf in JAX, so trees of it match the parameter tree."""
 
     shape: tuple[int, ...]
     axes: tuple[Axis, ...]
     init: Init = "normal"
     layers: tuple[int, ...] | None = None
-    """The numbers of the stacked layers, if not all."""
+    """The numbers of the stacked layers, if the stack does not have all layers."""
     is_float32: bool = False
-    """Whether the array is float32 whatever the type of the base weights: small, and read in float32."""
+    """Whether the array is always float32, regardless of the type of the base weights.
+
+    For small arrays.
+    """
 
     num_heads: int = 1
-    """The heads among the outputs of a linear map, if checkpoints may store those of several maps head by head."""
+    """The heads of a linear map's outputs, if checkpoints may interleave multiple maps by head."""
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), f"{self.axes} does not name the dims of {self.shape}"
@@ -55,7 +58,7 @@ class Parameter:
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """Return the leaves of a parameter tree by dotted path, such as `layers.0.q_proj`."""
+    """Return the leaves of a parameter tree by dotted path, for example `layers.0.q_proj`."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
@@ -68,10 +71,11 @@ def map_named(function: Callable[[str, Any], Any], tree: Any) -> Any:
 
 
 def pseudo_random(shape: tuple[int, ...], seed: int, dtype: jnp.dtype) -> jax.Array:
-    """Return deterministic noise of standard deviation `INITIAL_STD`, at the speed of memory.
+    """Return deterministic noise of standard deviation INITIAL_STD, at the speed of memory.
 
-    A hash of each element's coordinates, not a generator with state: XLA fuses it into one loop, under any sharding,
-    and billions of elements take seconds. Good enough for weights that only need the right shapes and scale.
+    The noise is a hash of each element's coordinates, not a stateful generator. XLA fuses it into
+    one loop under any sharding, so billions of elements take seconds. It is good enough for weights
+    that only need the right shapes and scale.
     """
     bits = jnp.full(shape, seed & 0xFFFFFFFF, jnp.uint32)
     for dim in range(len(shape)):

@@ -1,6 +1,23 @@
-"""Parts that delta nets and Mamba share: rows cut into chunks, masks of packed rows, short convolutions.
+"""Recurrences over tokens, computed chunk by chunk: the gated delta rule and Mamba-2's state space.
 
-Legend: B batch, T tokens, N chunks, C positions of a chunk (i reads, j is read).
+**Gated delta rule** (linear attention, Yang et al. 2024, arXiv:2412.06464). A head keeps a state S
+[D, E], which decays, forgets what it returned for a key, and learns the key's value:
+
+    S_t = exp(g_t) S_{t-1},   S_t += k_t (beta_t (v_t - S_t^T k_t))^T,   o_t = S_t^T q_t
+
+**State-space duality** (Mamba-2, Dao and Gu 2024, arXiv:2405.21060). A head keeps a state S [N, P],
+which decays, and each position adds its input:
+
+    S_t = exp(a_t) S_{t-1} + b_t x_t^T,   y_t = S_t^T c_t
+
+Whole rows are cut into chunks. Within a chunk, all positions are computed by matrix products; only
+the chunks are sequential. The module also has the masks of packed rows and the short convolutions
+that both models use.
+
+Legend: B batch, T tokens, S slots, N chunks, C positions of a chunk (i reads, j is read).
+- Delta rule: K key heads, G value heads of each key head, H value heads, D key dim, E value dim.
+- State space: G groups of heads, H heads of a group, N dims of `b` and `c`, P dims of a head.
+- Convolutions: W weights, I channels.
 """
 
 import math
@@ -13,7 +30,10 @@ from flax import struct
 from skyrl_tx.layers.stable_bits import apply_batch_invariant
 
 CHUNK_POSITIONS = 64
-"""Positions of a chunk. It divides every end of a chunk of prompts, so prompts are cut where whole rows are."""
+"""Positions of a chunk.
+
+Prefill chunks end at multiples of it, so prompts are cut where whole rows are.
+"""
 
 
 def split_chunks(leaf: jax.Array) -> jax.Array:
@@ -29,14 +49,17 @@ def split_chunks(leaf: jax.Array) -> jax.Array:
 
 @struct.dataclass
 class ChunkMasks:
-    """Masks of rows that hold several sequences, chunk by chunk."""
+    """Masks of rows that hold multiple sequences, chunk by chunk."""
 
-    reads_NBij: jax.Array  # whether position j is an earlier one of the sequence of i, or i itself
-    continues_NBC: jax.Array  # whether the sequence of a position began in an earlier chunk
+    reads_NBij: jax.Array  # whether j <= i, and both are in the same sequence
+    continues_NBC: jax.Array  # whether the sequence of a position started in an earlier chunk
 
     @classmethod
     def from_starts(cls, start_BT: jax.Array) -> "ChunkMasks":
-        """Return the masks, given the start in the row of the sequence of each position."""
+        """Return the masks.
+
+        `start_BT` is the index in the row where the sequence of a position starts.
+        """
         start_NBC = split_chunks(start_BT)
         index = jnp.arange(start_NBC.shape[2])
         same_NBij = start_NBC[..., :, None] == start_NBC[..., None, :]
@@ -45,17 +68,18 @@ class ChunkMasks:
 
 
 def get_chunk_masks(masks: ChunkMasks | None, size: int) -> tuple[jax.Array, jax.Array]:
-    """Return both masks of one chunk, [B, i, j] and [B, C]; of rows with one sequence if there are none."""
+    """Return both masks of one chunk, [B, i, j] and [B, C]. Without masks, a row is one sequence."""
     if masks is None:
         index = jnp.arange(size)
         return (index[:, None] >= index)[None], jnp.ones((1, index.size), bool)
-    return masks.reads_NBij, masks.continues_NBC  # of this chunk, without N
+    return masks.reads_NBij, masks.continues_NBC  # scanned over N, so these are of one chunk
 
 
 def make_conv_masks(start_BT: jax.Array, width: int) -> jax.Array:
-    """Return for each distance below `width` whether the position so far before is of the same sequence: 1 or 0.
+    """Return for each distance w < `width` whether position t - w is in the sequence of t.
 
-    `start_BT` is the start in the row of the sequence of each position. Returns float32 [W, B, T, 1].
+    `start_BT` is the index in the row where the sequence of a position starts. Returns 1 or 0,
+    float32 [W, B, T, 1].
     """
     position_BT = jnp.arange(start_BT.shape[1]) - start_BT
     return (position_BT >= jnp.arange(width)[:, None, None]).astype(jnp.float32)[..., None]
@@ -66,21 +90,24 @@ def short_conv(
 ) -> jax.Array:
     """Return for each position the weighted sum of the last W inputs, float32 [B, T, I].
 
-    The last weight is that of the position itself. `tail` [B, W - 1, I] are the inputs before the row. With `masks`
-    the first outputs of a sequence read no input of another.
+    The last weight belongs to the position itself. `tail` [B, W - 1, I] has the inputs before the
+    row. With `masks`, a sequence reads no input of another sequence.
     """
     width, length = weight_WI.shape[0], x_BTI.shape[1]
     weight = weight_WI.astype(jnp.float32)
     padded = jnp.concatenate([tail_BWI.astype(jnp.float32), x_BTI.astype(jnp.float32)], axis=1)
     y_BTI = jnp.zeros((), jnp.float32)
-    for place in range(width):
-        each = padded[:, place : place + length] * weight[place]
-        y_BTI = y_BTI + (each if masks_WBT1 is None else each * masks_WBT1[width - 1 - place])
+    for tap in range(width):
+        term = padded[:, tap : tap + length] * weight[tap]
+        y_BTI = y_BTI + (term if masks_WBT1 is None else term * masks_WBT1[width - 1 - tap])
     return y_BTI
 
 
 def get_last_inputs(x_BTI: jax.Array, tail_BWI: jax.Array, size: jax.Array | int) -> jax.Array:
-    """Return the inputs that the next position reads, [B, W - 1, I], after the first `size` (or [B]) of a row."""
+    """Return the inputs that the position after `size` positions reads, [B, W - 1, I].
+
+    `size` is a scalar or [B].
+    """
     padded, width = jnp.concatenate([tail_BWI, x_BTI.astype(tail_BWI.dtype)], axis=1), tail_BWI.shape[1]
     if jnp.ndim(size) == 0:
         return jax.lax.dynamic_slice_in_dim(padded, size, width, axis=1)
@@ -88,11 +115,11 @@ def get_last_inputs(x_BTI: jax.Array, tail_BWI: jax.Array, size: jax.Array | int
 
 
 def short_conv_step(x_SI: jax.Array, weight_WI: jax.Array, tail_SWI: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the sum for one token of each slot, float32 [S, I], and the inputs that the next one reads."""
+    """Return the sum for one token of each slot, float32 [S, I], and the inputs for the next token."""
     window_SWI = jnp.concatenate([tail_SWI, x_SI[:, None].astype(tail_SWI.dtype)], axis=1)
     y_SI = jnp.zeros((), jnp.float32)
-    for place in range(weight_WI.shape[0]):
-        y_SI = y_SI + window_SWI[:, place].astype(jnp.float32) * weight_WI[place].astype(jnp.float32)
+    for tap in range(weight_WI.shape[0]):
+        y_SI = y_SI + window_SWI[:, tap].astype(jnp.float32) * weight_WI[tap].astype(jnp.float32)
     return y_SI, window_SWI[:, 1:]
 
 
@@ -109,17 +136,24 @@ def delta_rule(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the outputs [B, T, K, G, E] and the state after the last position; all are float32.
 
-    `decay` is g <= 0. `state` is that before the first position. `masks` begin each sequence of a row with an empty
-    state; None continues from `state`. A position with beta = 0 and decay = 0 leaves the state as it is. `together` has
-    the same numbers up to rounding, takes more memory, and leaves two products for each chunk that follow one another.
+    `decay` is g <= 0, and `state` is the state before the first position. With `masks`, each
+    sequence of a row starts with an empty state; None continues from `state`. A position with beta
+    = 0 and decay = 0 leaves the state unchanged.
+
+    With `together`, the parts that do not depend on the state are computed for many chunks at once,
+    so that only two products per chunk are sequential. This takes more memory; the numbers are the
+    same up to rounding.
     """
     length, (*_, G, E) = q_BTKD.shape[1], v_BTKGE.shape
-    q, k = (jnp.repeat(each, G, axis=2) for each in (q_BTKD, k_BTKD))
-    heads = (each.reshape(*each.shape[:2], -1, *each.shape[4:]) for each in (v_BTKGE, beta_BTKG, decay_BTKG))
-    q, k, v, beta, decay = (jnp.moveaxis(split_chunks(each), 2, 3) for each in (q, k, *heads))
+
+    # Give every value head its own queries and keys, and split all inputs into chunks.
+    q, k = (jnp.repeat(x_BTKD, G, axis=2) for x_BTKD in (q_BTKD, k_BTKD))
+    heads = (x.reshape(*x.shape[:2], -1, *x.shape[4:]) for x in (v_BTKGE, beta_BTKG, decay_BTKG))
+    q, k, v, beta, decay = (jnp.moveaxis(split_chunks(x), 2, 3) for x in (q, k, *heads))
     state_BHDE = state_BKGDE.reshape(state_BKGDE.shape[0], -1, *state_BKGDE.shape[3:])
     chunks = q, k, v, beta, jnp.cumsum(decay, axis=-1), masks
-    # The backward pass computes chunks again: what it would keep of them is larger than all other activations.
+
+    # The backward pass recomputes chunks: their intermediate results exceed all other activations.
     if together:
         state_BHDE, o = jax.lax.scan(
             jax.checkpoint(_run_chunk_group, prevent_cse=False), state_BHDE, _group_chunks(chunks)
@@ -127,20 +161,24 @@ def delta_rule(
         o_NBHCE = o.reshape(-1, *o.shape[2:])
     else:
         state_BHDE, o_NBHCE = jax.lax.scan(jax.checkpoint(_run_delta_chunk, prevent_cse=False), state_BHDE, chunks)
+
     o = jnp.moveaxis(o_NBHCE, (0, 3), (1, 2))
     o = o.reshape(o.shape[0], -1, o.shape[3] // G, G, E)[:, :length]
     return o, state_BHDE.reshape(state_BKGDE.shape)
 
 
 CHUNKS_PER_GROUP = 32
-"""Chunks that are computed together, at most: bounds the memory of what they have at the same time."""
+"""The maximum number of chunks computed together. Bounds the memory of their intermediate results."""
 
 _Chunks = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, ChunkMasks | None]
-"""Queries, keys, values, betas, sums of decays from the begin of the chunk on, and masks, of all chunks or of one."""
+"""Queries, keys, values, betas, cumulative decays within the chunk, and masks of chunks."""
 
 
 def _group_chunks(chunks: _Chunks) -> _Chunks:
-    """Return chunks in groups of up to TOGETHER, with a leading dim; the last may have some that change no state."""
+    """Return chunks in groups of up to CHUNKS_PER_GROUP, with a leading dim.
+
+    The last group may be padded with chunks that change no state.
+    """
     num_chunks = chunks[0].shape[0]
     number = -(-num_chunks // CHUNKS_PER_GROUP)
     size = -(-num_chunks // number)
@@ -155,18 +193,21 @@ def _group_chunks(chunks: _Chunks) -> _Chunks:
 def _run_chunk_group(state_BHDE: jax.Array, chunks: _Chunks) -> tuple[jax.Array, jax.Array]:
     """Return the state after some chunks, and their outputs [N, B, H, C, E].
 
-    What a chunk teaches is linear in the state before it: `fresh` less `erased` times the state. Both are solutions of
-    the same triangular system, so only two products are left to do in the order of chunks.
+    What a chunk learns is linear in the state before it: `fresh` minus `erased` times the state.
+    Both solve the same triangular system, so only two products per chunk remain sequential.
     """
     q, k, v, beta, total, masks = chunks
     reads_NBij, continues_NBC = get_chunk_masks(masks, q.shape[3])
     if masks is None:
         reads_NBij, continues_NBC = reads_NBij[None], continues_NBC[None]
-    # Masked before exp, so that no gradient is infinite.
+
+    # Mask before exp, so that no gradient is infinite.
     between = total[..., :, None] - total[..., None, :]
     between = jnp.exp(jnp.where(reads_NBij[:, :, None], between, -jnp.inf))
     before = jnp.exp(jnp.where(continues_NBC[:, :, None], total, -jnp.inf))[..., None]
     multiply = partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+    # Solve the triangular systems.
     kk = multiply("nbhid,nbhjd->nbhij", k, k)
     forgets = jnp.tril(beta[..., None] * kk * between, -1)
     solved = _solve(forgets, beta[..., None] * jnp.concatenate([v, before * k], axis=-1))
@@ -181,6 +222,8 @@ def _run_chunk_group(state_BHDE: jax.Array, chunks: _Chunks) -> tuple[jax.Array,
     state_BHDE, (learned, states) = jax.lax.scan(
         advance_state, state_BHDE, (fresh, erased, last_k, before[..., -1:, :])
     )
+
+    # Outputs: from the state before the chunk, and from earlier positions of the chunk.
     reads = multiply("nbhid,nbhjd->nbhij", q, k) * between
     o_NBHCE = multiply("nbhid,nbhde->nbhie", before * q, states) + multiply("nbhij,nbhje->nbhie", reads, learned)
     return state_BHDE, o_NBHCE
@@ -191,13 +234,14 @@ def _run_delta_chunk(state_BHDE: jax.Array, inputs: _Chunks) -> tuple[jax.Array,
     q_BHCD, k_BHCD, v_BHCE, beta_BHC, total_BHC, masks = inputs
     reads_Bij, continues_BC = get_chunk_masks(masks, q_BHCD.shape[2])
 
-    # Masked before exp, so that no gradient is infinite.
+    # Mask before exp, so that no gradient is infinite.
     between = total_BHC[..., :, None] - total_BHC[..., None, :]
     between_BHij = jnp.exp(jnp.where(reads_Bij[:, None], between, -jnp.inf))
     before_BHC1 = jnp.exp(jnp.where(continues_BC[:, None], total_BHC, -jnp.inf))[..., None]
 
     multiply = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    # What a position learns is less what earlier positions of the chunk have taught of its key: a triangular system.
+    # A position learns its value minus what is known of its key, also from earlier positions of the
+    # chunk. This is a triangular system.
     kk_BHij = multiply("bhid,bhjd->bhij", k_BHCD, k_BHCD)
     forgets_BHij = jnp.tril(beta_BHC[..., None] * kk_BHij * between_BHij, -1)
     known_BHCE = v_BHCE - before_BHC1 * multiply("bhid,bhde->bhie", k_BHCD, state_BHDE)
@@ -213,7 +257,7 @@ def _run_delta_chunk(state_BHDE: jax.Array, inputs: _Chunks) -> tuple[jax.Array,
 
 @jax.custom_vjp
 def _solve(below_ij: jax.Array, known_jE: jax.Array) -> jax.Array:
-    """Return X of (I + `below`) X = `known`; `below` is as in `_invert`."""
+    """Return the solution X of (I + `below`) X = `known`. For `below` see `_invert`."""
     return _invert(below_ij) @ known_jE
 
 
@@ -233,12 +277,15 @@ _solve.defvjp(_solve_forward, _solve_backward)
 
 
 def _invert(below_ij: jax.Array) -> jax.Array:
-    """Return the inverse of I + `below` [..., C, C], which is strictly lower triangular; C is a power of two.
+    """Return the inverse of I + `below` [..., C, C].
 
-    Blocks of the inverse are merged from the diagonal on: [[F, 0], [X, G]] has the inverse [[F', 0], [-G' X F', G']].
-    Unlike the series of powers, no intermediate result exceeds what the inverse has, as equal keys would make it do.
-    All blocks of a size are merged by two products of whole matrices, in a loop: zeros are multiplied too, but the
-    program has one step instead of one for each size.
+    `below` is strictly lower triangular, and C is a power of two.
+
+    Blocks of the inverse are merged, starting at the diagonal: with F' and G' the inverses of F and
+    G, [[F, 0], [X, G]] has the inverse [[F', 0], [-G' X F', G']]. Unlike a series of powers, no
+    intermediate result exceeds the inverse itself; equal keys would make the powers large. All
+    blocks of one size are merged by two products of whole matrices, in a loop. This multiplies
+    zeros too, but the program has one loop body instead of one per size.
     """
     index = jnp.arange(below_ij.shape[-1])
 
@@ -261,7 +308,7 @@ def delta_step(
     decay_SKG: jax.Array,
     state_SKGDE: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the output of one token of each slot [S, K, G, E], and the state after it; all are float32."""
+    """Return the output [S, K, G, E] of one token of each slot, and the state after it, float32."""
     inputs = q_SKD, k_SKD, v_SKGE, beta_SKG, decay_SKG, state_SKGDE
     return apply_batch_invariant(_delta_step, *inputs, width=math.prod(v_SKGE.shape[1:]))
 
@@ -291,16 +338,16 @@ def state_space(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the outputs [B, T, G, H, P] and the state after the last position; all are float32.
 
-    `decay` is a <= 0. `state` is that before the first position. `masks` begin each sequence of a row with an empty
-    state; None continues from `state`. A position with x = 0 and decay = 0 leaves the state as it is.
+    `decay` is a <= 0, and `state` is the state before the first position. With `masks`, each
+    sequence of a row starts with an empty state; None continues from `state`. A position with x = 0
+    and decay = 0 leaves the state unchanged.
     """
     length = x_BTGHP.shape[1]
-    c, b = (jnp.moveaxis(split_chunks(each), 2, 3) for each in (c_BTGN, b_BTGN))
-    x, decay = (jnp.moveaxis(split_chunks(each), 2, 4) for each in (x_BTGHP, decay_BTGH))
-    # The backward pass computes a chunk again: what it would keep of all chunks is larger than all other activations.
-    one = jax.checkpoint(_run_state_space_chunk, prevent_cse=False)
-    # The first dim is of chunks.
-    state_BGHNP, y = jax.lax.scan(one, state_BGHNP, (c, b, x, jnp.cumsum(decay, axis=-1), masks))
+    c, b = (jnp.moveaxis(split_chunks(x_BTGN), 2, 3) for x_BTGN in (c_BTGN, b_BTGN))
+    x, decay = (jnp.moveaxis(split_chunks(leaf), 2, 4) for leaf in (x_BTGHP, decay_BTGH))
+    # The backward pass recomputes chunks: their intermediate results exceed all other activations.
+    run_chunk = jax.checkpoint(_run_state_space_chunk, prevent_cse=False)
+    state_BGHNP, y = jax.lax.scan(run_chunk, state_BGHNP, (c, b, x, jnp.cumsum(decay, axis=-1), masks))
     y = jnp.moveaxis(y, (0, 4), (1, 2))
     return y.reshape(y.shape[0], -1, *y.shape[3:])[:, :length], state_BGHNP
 
@@ -312,7 +359,7 @@ def _run_state_space_chunk(
     c_BGCN, b_BGCN, x_BGHCP, total_BGHC, masks = inputs
     reads_Bij, continues_BC = get_chunk_masks(masks, c_BGCN.shape[2])
 
-    # Masked before exp, so that no gradient is infinite.
+    # Mask before exp, so that no gradient is infinite.
     between = total_BGHC[..., :, None] - total_BGHC[..., None, :]
     between_BGHij = jnp.exp(jnp.where(reads_Bij[:, None, None], between, -jnp.inf))
     before_BGHC1 = jnp.exp(jnp.where(continues_BC[:, None, None], total_BGHC, -jnp.inf))[..., None]
@@ -329,7 +376,7 @@ def _run_state_space_chunk(
 def state_space_step(
     c_SGN: jax.Array, b_SGN: jax.Array, x_SGHP: jax.Array, decay_SGH: jax.Array, state_SGHNP: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the output of one token of each slot [S, G, H, P], and the state after it; all are float32."""
+    """Return the output [S, G, H, P] of one token of each slot, and the state after it, float32."""
     inputs = c_SGN, b_SGN, x_SGHP, decay_SGH, state_SGHNP
     return apply_batch_invariant(_state_space_step, *inputs, width=math.prod(x_SGHP.shape[1:]))
 

@@ -1,8 +1,9 @@
-"""The remat policy: the activations of a layer that the forward pass keeps for the backward pass.
+"""Activation checkpointing: which activations of a layer are kept for the backward pass.
 
-Norms, rotations and activation functions take less time to recompute than to write to memory, per layer, and to read
-again. Matrix products take more. The inputs of layers can be in the host's memory: XLA copies each there while later
-layers are computed, and back before the gradient of its layer is.
+Recomputing norms, rotations and activation functions takes less time than writing them to memory
+and reading them back. Recomputing matrix products takes more. The inputs of layers can be offloaded
+to host memory: XLA copies the input of a layer to the host while it computes later layers, and
+copies it back before it computes the gradient of the layer.
 """
 
 from collections.abc import Callable
@@ -16,14 +17,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 MATMUL = "matmul"
-"""The name of what `mark_matmul` marks."""
+"""The name that `mark_matmul` gives to arrays."""
 _INPUT = "layer_input"
 HOST_MEMORY = "pinned_host"
-"""JAX's name of the memory that devices copy to, and back. On CPU it is the same memory, and nothing is copied."""
+"""JAX's name for host memory that devices can copy to and from. On CPU, nothing is copied."""
 
 
 class RematPolicy(Enum):
-    """The part of a layer that the backward pass recomputes, in order of falling memory and rising arithmetic."""
+    """Which part of a layer the backward pass recomputes, by falling memory and rising arithmetic."""
 
     NONE = "keep every activation that the gradient needs"
     SAVE_MATMULS = "keep the results that `mark_matmul` marks"
@@ -39,7 +40,7 @@ def mark_matmul(x: jax.Array) -> jax.Array:
 def with_remat(
     policy: RematPolicy, layer: Callable[Concatenate[jax.Array, P], R]
 ) -> Callable[Concatenate[jax.Array, P], R]:
-    """Return the layer, whose first argument is its input, with a remat policy for its gradient."""
+    """Wrap a layer, whose first argument is its input, in a remat policy."""
 
     def run_with_named_input(x: jax.Array, *others: P.args, **settings: P.kwargs) -> R:
         return layer(checkpoint_name(x, _INPUT), *others, **settings)

@@ -1,4 +1,7 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), mostly in the two-halves layout of Hugging Face.
+"""Rotary position embedding (RoPE, Su et al. 2021, arXiv:2104.09864).
+
+Unless noted otherwise, in the two-halves layout of Hugging Face: dim i and dim i + H / 2 form a
+pair.
 
 Legend: B batch, T tokens, N heads, H head dim.
 """
@@ -14,13 +17,16 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """The frequencies of a model, as its config names them.
+    """The RoPE frequencies of a model. Fields are named as in its Hugging Face config.
 
-    `linear` divides all frequencies by `factor`. `llama3` (the scaling of Llama 3.1) divides the low ones only: with
-    wavelengths above original / low_freq_factor, interpolating smoothly down to original / high_freq_factor. `yarn`
-    (Peng et al. 2023, arXiv:2309.00071) divides those that turn less than `beta_slow` times within the original context
-    and keeps those that turn more than `beta_fast` times, with a ramp over the pairs of dims between these; it also
-    multiplies cosine and sine.
+    - `linear` divides all frequencies by `factor`.
+    - `llama3` (the scaling of Llama 3.1) divides low frequencies only: those with wavelengths above
+      original / low_freq_factor. It interpolates smoothly down to wavelengths of original /
+      high_freq_factor.
+    - `yarn` (Peng et al. 2023, arXiv:2309.00071) divides frequencies that turn less than
+      `beta_slow` times within the original context, and keeps frequencies that turn more than
+      `beta_fast` times. Pairs of dims between these follow a ramp. It also multiplies cosine
+      and sine by `amplitude`.
     """
 
     theta: float
@@ -54,7 +60,7 @@ class Rope:
         return plain.astype(np.float32)
 
     def _compute_ramp(self, head_dim: int) -> np.ndarray:
-        """Return how far YaRN divides the frequency of each pair: from 0, not at all, to 1."""
+        """Return how much YaRN divides the frequency of each pair: from 0 (not at all) to 1."""
 
         def find_pair(times: float) -> float:
             wavelength = self.original_max_position_embeddings / times
@@ -81,14 +87,14 @@ class Rope:
 
     @property
     def score_factor(self) -> float:
-        """The factor of attention scores in DeepSeek's models, which grow with the whole head, not its rotated dims."""
+        """The factor of attention scores in DeepSeek's models: the square of their `mscale`."""
         return self._compute_mscale(self.mscale_all_dim) ** 2 if self.kind == "yarn" and self.mscale_all_dim else 1.0
 
     def _compute_mscale(self, scale: float) -> float:
         return 0.1 * scale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
     def compute_angles(self, positions: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array]:
-        """Return cosine and sine for each position times the amplitude, float32 `positions.shape + [H / 2]`."""
+        """Return cosine and sine for each position, times the amplitude: float32 [..., H / 2]."""
         angle = positions[..., None].astype(jnp.float32) * self.compute_frequencies(head_dim)
         if self.amplitude == 1.0:
             return jnp.cos(angle), jnp.sin(angle)
@@ -96,18 +102,20 @@ class Rope:
 
 
 def rotate_pairs(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
-    """Return `x` [..., N, H], whose pairs are neighbouring dims, rotated by H / 2 angles that its heads share.
+    """Rotate `x` [..., N, H], whose pairs are adjacent dims, by H / 2 angles that all heads share.
 
-    The first dims of all pairs come before the second ones: products with other such heads do not depend on the order.
+    The result has the first dims of all pairs, then the second dims. Products with heads that are
+    rotated in the same way do not depend on this order.
     """
     return rotate(jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1), cosine, sine)
 
 
 @jax.custom_vjp
 def rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
-    """Return `x` [..., N, H] rotated by angles that its heads share: H / 2, or fewer for the first dims of a head.
+    """Rotate `x` [..., N, H] by angles that all heads share.
 
-    The gradient is a rotation back, and takes the angles for constants.
+    There are H / 2 angles, or fewer for a rotation of the first dims of each head only. The
+    gradient is a rotation back; it treats the angles as constants.
     """
     return _rotate(x, cosine, sine, is_back=False)
 

@@ -1,14 +1,16 @@
-"""Sharding of arrays over devices, and the weights of one layer as the layer reads them.
+"""Sharding of arrays over devices, and gathering of one layer's weights.
 
-A table of the backend maps logical axes to mesh axes. Layers name the logical axes of their arrays and know
-no mesh. A dim whose size is not divisible by its mesh axes is replicated, which costs time but not
-correctness.
+The backend has a table that maps logical axes to mesh axes. Layers name the logical axes of their
+arrays and know no mesh. A dim whose size is not divisible by its mesh axes is replicated, which
+costs time but is correct.
 
-A loop over layers reads slices of parameters. XLA keeps a copy of a whole parameter, with all layers, in the
-order of dims that suits the slices best, unless a slice has its own order. XLA for GPUs gathers an array
-along its slowest dim only. Therefore the parts of a weight that is on several devices are the slowest dim,
-and each layer puts its own weights in order. On TPU the maps of experts keep the order in which they are
-stored, because products with the transposed maps would otherwise reorder them.
+A loop over layers reads slices of stacked parameters. XLA copies a whole stack into the order of
+dims that suits the slices best, unless the slice itself fixes the order. `gather_weight` fixes it:
+
+- On GPU, XLA gathers an array along its slowest dim only. `gather_weight` makes the shards of each
+  layer's weight the slowest dim, gathers them, and then restores the order.
+- On TPU, `gather_weight` keeps the maps of experts in the order in which they are stored, because
+  products with the transposed maps would otherwise reorder them.
 """
 
 import math
@@ -28,7 +30,7 @@ from skyrl_tx.layers.parameter import Axis
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A mesh and its table. Without a mesh, or on a mesh of one device, there are no sharding constraints."""
+    """A mesh and its table of axes. Without a mesh, or with one device, nothing is constrained."""
 
     mesh: Mesh | None = None
     rules: tuple[tuple[Axis, tuple[str, ...]], ...] = ()
@@ -48,22 +50,28 @@ class Layout:
 
     @property
     def shards_rows(self) -> bool:
-        """Whether a row's tokens are on several devices. Mixers exchange them for whole rows of a part of the heads."""
+        """Whether the tokens of a row are sharded (context parallelism).
+
+        Mixers then exchange shards of rows for whole rows of some heads.
+        """
         return self.num_shards("tokens") > 1
 
     def spec(self, axes: tuple[Axis | None, ...], shape: tuple[int, ...]) -> PartitionSpec:
-        """Return the partition spec of an array, with the mesh axes of each dim that divide its size."""
+        """Return the partition spec of an array.
+
+        A dim uses the leading mesh axes that divide its size.
+        """
         assert self.mesh is not None and len(axes) == len(shape)
         cuts: list[tuple[str, ...]] = []
         for axis, size in zip(axes, shape, strict=True):
             names: tuple[str, ...] = ()
             for name in () if axis is None else self.mesh_axes(axis):
-                if size % math.prod(self.mesh.shape[each] for each in (*names, name)):
+                if size % math.prod(self.mesh.shape[used] for used in (*names, name)):
                     break
                 names = (*names, name)
             cuts.append(names)
-        used = [name for names in cuts for name in names]
-        assert len(used) == len(set(used)), f"{axes} would lie twice along one axis of the mesh"
+        all_names = [name for names in cuts for name in names]
+        assert len(all_names) == len(set(all_names)), f"{axes} would use a mesh axis twice"
         return PartitionSpec(*(names or None for names in cuts))
 
     def sharding(self, axes: tuple[Axis | None, ...], shape: tuple[int, ...]) -> NamedSharding:
@@ -72,16 +80,17 @@ class Layout:
         return NamedSharding(self.mesh, self.spec(axes, shape))
 
     def constrain(self, x: jax.Array, *axes: Axis | None) -> jax.Array:
-        """Return `x` with a sharding constraint; None is replicated."""
+        """Return `x` with a sharding constraint; an axis of None is replicated."""
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape)) if self.is_sharded else x
 
     def map_shards(
         self, function: Callable[..., Any], in_dims: tuple[int | None, ...], out_dims: int | None
     ) -> Callable[..., Any]:
-        """Return `function` as each shard of the batch axis runs it, on its own part of the arrays.
+        """Return `function` mapped over the shards of the batch axis.
 
-        `in_dims` has the dim of each argument's leaves that is cut, and `out_dims` that of the results; None is whole.
-        How arrays lie over the other axes of the mesh is decided by XLA.
+        `in_dims` has, for each argument, the dim of its leaves that is sharded, and `out_dims` is
+        the dim of the results. None means not sharded. XLA decides how arrays lie over the other
+        axes of the mesh.
         """
         if self.num_shards("batch") == 1:
             return function
@@ -100,12 +109,15 @@ class Layout:
         )
 
     def split_shards(self, x: jax.Array) -> jax.Array:
-        """Return [B, T, ...] with each shard of a row as a row of its own, so that a loop over T uses all devices."""
+        """Return [B, T, ...] with each shard of a row as a separate row.
+
+        A loop over T then uses all devices.
+        """
         if not self.shards_rows:
             return x
         B, T = x.shape[:2]
         shards = self.num_shards("tokens")
-        assert T % shards == 0, f"{T} tokens cannot be in {shards} shards"
+        assert T % shards == 0, f"{T} tokens cannot be split into {shards} shards"
         x = self.constrain(x, "batch", "tokens", *[None] * (x.ndim - 2))
         x = x.reshape(B, shards, T // shards, *x.shape[2:])
         x = self.constrain(x, "batch", "tokens", *[None] * (x.ndim - 2))
@@ -124,9 +136,10 @@ UNSHARDED = Layout()
 
 
 def gather_weight(weight: jax.Array, axes: tuple[Axis, ...], layout: Layout) -> jax.Array:
-    """Return a weight of one layer: with whole "embed" dim where XLA would copy it otherwise, else the same array.
+    """Gather the "embed" dim of one layer's weight, where XLA would copy the weight otherwise.
 
-    The other dims stay sharded by their `axes`.
+    The other dims stay sharded by their `axes`. Elsewhere the weight is returned as it is. See the
+    module docstring.
     """
     by_platform: dict[str, Callable[[jax.Array], jax.Array]] = {}
     if layout.num_shards("embed") > 1 and "embed" in axes and len(axes) > 1:
@@ -141,10 +154,11 @@ def _keep_stored_order(weight: jax.Array) -> jax.Array:
 
 
 def shard_before_exchange(x: jax.Array, layout: Layout) -> jax.Array:
-    """Return [B, T, ...], by heads or channels, of which devices will have whole rows of a part: its parts of rows.
+    """Constrain [B, T, heads or channels, ...] to token shards, before an exchange to whole rows.
 
-    On GPU, where with gathered weights XLA would else exchange more in the backward pass: not the gradient of `x`, but
-    sums of the hidden size, of which each device computes a part for all tokens.
+    This matters on GPU with gathered weights, where XLA would otherwise exchange more in the
+    backward pass: instead of the gradient of `x`, it would exchange sums of the hidden size that
+    each device computes partially for all tokens.
     """
 
     def constrain_parts(x: jax.Array) -> jax.Array:

@@ -1,7 +1,10 @@
-"""Metrics as text, and the Unix sockets by which the API reads those of the engines of this machine.
+"""Export metrics as text.
 
-A socket is in the data directory and open to its owner alone. It takes one short request, sends one text and closes.
-A reader waits for a limited time, whatever the engine does.
+The API reads the metrics of the engines on this machine through Unix sockets.
+
+A socket is in the data directory, and only the user of the server can open it. The reader sends one
+short request, and the engine sends one text and closes the connection. The reader waits for a
+limited time, because an engine may be busy.
 """
 
 import asyncio
@@ -19,38 +22,44 @@ from prometheus_client.openmetrics import exposition as openmetrics
 
 from skyrl_tx.process.signals import ServiceThread
 
-disable_created_metrics()  # a series of its own for each counter, which no query of ours reads
+disable_created_metrics()  # else each counter has a second series, `_created`, which we do not use
 
 _SOCKET_NAME = re.compile(r"engine-metrics(?:-(\d+))?\.sock")
 END = b"# EOF\n"
-"""End mark of a text in OpenMetrics."""
+"""End mark of the OpenMetrics format."""
 _MAX_ADDRESS_BYTES = 100
-"""A little less than the 108 bytes of Linux and the 104 of BSD."""
+"""Maximum length of a socket's path. Linux allows 108 bytes and BSD 104."""
 _CLIENT_TIMEOUT_S = 1.0
 _MAX_TEXT_BYTES = 8 * 2**20
 _OPENMETRICS, _TEXT = b"openmetrics\n", b"text\n"
 
 
 def get_content_type(*, is_openmetrics: bool) -> str:
-    """Return the media type of a text."""
+    """Return the media type of an export."""
     return openmetrics.CONTENT_TYPE_LATEST if is_openmetrics else CONTENT_TYPE_LATEST
 
 
 def render(registry: CollectorRegistry, *, is_openmetrics: bool) -> bytes:
-    """Return all metrics of a registry, without the end mark of OpenMetrics: texts are joined."""
+    """Return the metrics of a registry as text.
+
+    OpenMetrics texts have no end mark, because multiple texts are joined.
+    """
     if not is_openmetrics:
         return generate_latest(registry)
     return openmetrics.generate_latest(registry).removesuffix(END)
 
 
 def get_socket_path(data_dir: Path, number: int = 1) -> Path:
-    """Return the socket of the engine with a number."""
+    """Return the path of the socket of an engine."""
     return data_dir / ("engine-metrics.sock" if number == 1 else f"engine-metrics-{number}.sock")
 
 
 @contextmanager
 def _make_address(path: Path) -> Generator[str]:
-    """Yield a socket's address, by way of a temporary link where the path is too long for one."""
+    """Yield the address of a socket.
+
+    If its path is too long for an address, use a temporary link.
+    """
     if len(os.fsencode(path)) <= _MAX_ADDRESS_BYTES:
         yield str(path)
         return
@@ -61,19 +70,21 @@ def _make_address(path: Path) -> Generator[str]:
 
 
 class MetricsSocket:
-    """Serves a text to readers, one after the other, on a thread of its own."""
+    """Serves a text to readers on its own thread, one reader at a time."""
 
     def __init__(self, path: Path, render: Callable[[bool], bytes]) -> None:
-        """Listen at a `get_socket_path`. `render(is_openmetrics)` returns the text; it is called on the thread.
+        """Listen at `path`, see `get_socket_path`. `render(is_openmetrics)` returns the text.
 
-        Raises OSError if the socket cannot be made.
+        The thread calls `render`. Raises OSError if the socket cannot be created.
         """
         self._path = path
         self._render = render
         self._is_closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+        # Create the socket. A killed engine may have left a file.
         try:
-            with suppress(FileNotFoundError):  # left by a killed engine
+            with suppress(FileNotFoundError):
                 self._path.unlink()
             with _make_address(path) as address:
                 self._socket.bind(address)
@@ -82,6 +93,7 @@ class MetricsSocket:
         except OSError:
             self._socket.close()
             raise
+
         self._thread = ServiceThread("engine-metrics", self._serve)
         self._thread.start()
 
@@ -102,14 +114,14 @@ class MetricsSocket:
                 if self._is_closed:
                     return
                 raise
-            with connection, suppress(OSError):  # the reader has gone, or is slow
+            with connection, suppress(OSError):  # the reader has disconnected, or is slow
                 connection.settimeout(_CLIENT_TIMEOUT_S)
                 connection.sendall(self._render(connection.recv(len(_OPENMETRICS)) == _OPENMETRICS))
 
 
 @contextmanager
 def serve_http(host: str, port: int, registry: CollectorRegistry) -> Generator[int]:
-    """Serve a registry over HTTP, at a port of an address, and yield the port; 0 stands for any free one.
+    """Serve a registry over HTTP and yield the port. With `port` 0, choose a free port.
 
     Raises OSError if the port cannot be used.
     """
@@ -123,29 +135,37 @@ def serve_http(host: str, port: int, registry: CollectorRegistry) -> Generator[i
 
 
 async def read_metrics(data_dir: Path, *, is_openmetrics: bool, timeout_s: float) -> bytes | None:
-    """Return the text of the engines that respond in time; None if there is none.
+    """Return the metrics of the engines that respond in time. None if no engine responds.
 
-    With several engines each series has a label `engine`, the engine's number.
+    With multiple engines, each series has a label `engine` with the number of the engine.
     """
     sockets = [(match[1] or "1", path) for path in data_dir.iterdir() if (match := _SOCKET_NAME.fullmatch(path.name))]
-    sockets.sort(key=lambda each: int(each[0]))
+    sockets.sort(key=lambda number_and_path: int(number_and_path[0]))
     texts = await asyncio.gather(*(_read(path, is_openmetrics, timeout_s) for _, path in sockets))
-    found = {number: text for (number, _), text in zip(sockets, texts, strict=True) if text is not None}
-    return join_texts(found) if len(sockets) > 1 and found else next(iter(found.values()), None)
+    text_by_number = {number: text for (number, _), text in zip(sockets, texts, strict=True) if text is not None}
+    if len(sockets) > 1 and text_by_number:
+        return join_texts(text_by_number)
+    return next(iter(text_by_number.values()), None)
 
 
 def join_texts(texts: Mapping[str, bytes]) -> bytes:
-    """Return the texts of several engines as one: each family once, each series with a label `engine`."""
-    families: dict[str, tuple[list[str], list[str]]] = {}  # by name: the lines that describe it, and its series
+    """Join the metrics of multiple engines.
+
+    Each series gets a label `engine`, and each metric is described once.
+    """
+    families: dict[str, tuple[list[str], list[str]]] = {}  # by name: its descriptions, and its series
     described, series = list[str](), list[str]()
     for number, text in texts.items():
         for line in text.decode().splitlines():
+            # A description starts a metric. It is dropped if an earlier engine had it.
             if line.startswith("# HELP "):
                 is_known = (name := line.split(" ", 3)[2]) in families
                 described, series = families.setdefault(name, ([], []))
                 described = [] if is_known else described
             if line.startswith("#"):
                 described.append(line)
+
+            # A series gets the label `engine`.
             elif line:
                 end = line.index(" ")
                 start = line.find("{", 0, end)

@@ -1,6 +1,7 @@
-"""Named points in the code at which tests kill the process.
+"""Named points in the code where tests kill the process.
 
-A failpoint does nothing unless the environment variable below is set. No flag and no request can set it.
+A failpoint does nothing unless the environment variable `SKYRL_TX_KILL_AT` is set. Flags and
+requests cannot set it.
 """
 
 import os
@@ -11,8 +12,8 @@ VARIABLE = "SKYRL_TX_KILL_AT"
 """`POINT:N` kills the process with SIGKILL when it reaches the point for the Nth time."""
 
 Point = Literal[
-    "store.commit",  # a transaction has run and is not committed
-    "store.committed",  # it is committed, and no caller has been notified
+    "store.commit",  # a transaction has run, but is not committed
+    "store.committed",  # it is committed, but no caller has been notified
     "engine.attempt",  # a delivery attempt is counted, the device has not started
     "engine.dispatched",  # micro-batches are on the device
     "engine.result",  # the device has finished, the result is not queued for its commit
@@ -23,7 +24,7 @@ Point = Literal[
     "artifact.files",  # files are written, the manifest is not
     "artifact.rename",  # the artifact is complete under a temporary name
     "artifact.renamed",  # the artifact exists, its directory entry may not be on disk
-    "artifact.uploading",  # a file is in the object store, others may not be
+    "artifact.uploading",  # a file is in the object store, other files may not be
     "artifact.uploaded",  # all files are in the object store, their manifest is not
     "artifact.committed",  # the artifact exists in the object store, no copy is here
     "artifact.collect",  # an artifact is about to be moved to the trash or removed

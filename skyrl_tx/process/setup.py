@@ -1,4 +1,4 @@
-"""Setup of a server process: common settings, log format, listening socket, open files, memory."""
+"""Set up a server process: common settings, logging, sockets, and resource limits."""
 
 import gc
 import json
@@ -19,13 +19,16 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
 LOG_FIELDS = "request_id", "session_id", "model_id", "owner"
-"""Names in `extra` of a log line that concerns one of them."""
+"""Names of the fields that callers may pass as `extra` of a log line."""
 OPEN_FILES = 65_536
-"""Enough for tens of thousands of long polls. A higher limit would slow the start of child processes."""
+"""Enough for tens of thousands of long polls.
+
+A higher limit would slow the start of child processes.
+"""
 
 
 class CannotServe(Exception):
-    """The server cannot start or continue; the message is for its operator."""
+    """The server cannot start or continue. The message is for the operator."""
 
 
 class CommonSettings(BaseModel):
@@ -40,24 +43,30 @@ class CommonSettings(BaseModel):
     Prefer the environment variable for a URL with a password."""
     artifacts: str | None = None
     """Object store of the weights: s3://bucket/prefix, gs://…, az://container/prefix or file:///directory.
-    Credentials are read from the provider's environment variables. Default: a directory in --data-dir."""
+    Credentials are read from the provider's environment variables. Default: a directory in
+    --data-dir.
+    """
     max_artifact_cache_bytes: int = Field(default=64 * 2**30, ge=0)
-    """Disk space for copies of weights that are in an object store; copies in use are kept beyond it."""
+    """Disk space for copies of weights in an object store.
+
+    Copies in use are kept even if they exceed it.
+    """
     base_model: str
     """Hub id or local directory of the model to serve."""
     served_model_name: str | None = None
-    """Name of the model for clients; default: --base-model as given."""
+    """Name of the model for clients; default: the value of --base-model."""
 
     @property
     def store_url(self) -> str | None:
-        """The database's URL, with its secrets."""
+        """The URL of the database, including its password."""
         return None if self.database_url is None else self.database_url.get_secret_value()
 
 
 class JsonFormatter(logging.Formatter):
-    """Writes one JSON object a line: `ts` in UTC, `level`, `process`, `logger`, `message`, and what it is about.
+    """Writes a JSON object per line: `ts` in UTC, `level`, `process`, `logger`, `message`.
 
-    `LOG_FIELDS` of the record are added, which callers pass as `extra`, and the traceback as `exception`.
+    The object also has the `LOG_FIELDS` that the caller passed as `extra`, and a traceback as
+    `exception`.
     """
 
     converter = time.gmtime
@@ -67,7 +76,7 @@ class JsonFormatter(logging.Formatter):
         self._role = role
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record."""
+        """Format a record as one line of JSON."""
         line = {
             "ts": f"{self.formatTime(record, self.datefmt)}.{record.msecs:03.0f}Z",
             "level": record.levelname.lower(),
@@ -85,9 +94,10 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(role: str, level: LogLevel = "info", log_format: LogFormat = "text") -> None:
-    """Send this process's log to stderr; other libraries log warnings and errors only.
+    """Send the log of this process to stderr. Libraries log only warnings and errors.
 
-    A line of text is `2026-01-31T12:00:00.123Z INFO engine message`, for JSON see `JsonFormatter`.
+    A text line is, for example, `2026-01-31T12:00:00.123Z INFO engine message`. For JSON see
+    `JsonFormatter`.
     """
     text = logging.Formatter(f"%(asctime)s.%(msecs)03dZ %(levelname)s {role} %(message)s", "%Y-%m-%dT%H:%M:%S")
     text.converter = time.gmtime
@@ -101,23 +111,27 @@ def configure_logging(role: str, level: LogLevel = "info", log_format: LogFormat
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket, bound before anything costly starts.
+    """Return a listening socket.
 
-    Raises CannotServe with the address if it cannot be bound.
+    Called first, so that nothing expensive starts if the port is taken.
+
+    Raises CannotServe with the address if that fails.
     """
+    # Create the socket. asyncio disables Nagle's algorithm for accepted connections only if the
+    # protocol is given. With Nagle's algorithm, each response body would wait up to 40 ms for a
+    # delayed acknowledgement.
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, _, _, address = found[0]
-        # The protocol is named because only then asyncio disables Nagle's algorithm for accepted connections. With it,
-        # each response body waits up to 40 ms for a delayed acknowledgement.
+        candidates = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, _, _, address = candidates[0]
         listener = socket.socket(family, kind, socket.IPPROTO_TCP)
     except OSError as error:
         raise CannotServe(f"--host {host}: {error.strerror or error}") from error
+
+    # Bind and listen. SO_REUSEADDR allows a restart while old connections are in TIME_WAIT.
+    # Listening now, not later in uvicorn, makes the bind of a second server fail.
     try:
-        # Lets a restart bind while connections of the last server are in TIME_WAIT.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        # A second server's bind fails only once this one listens, so that does not wait for uvicorn.
         listener.listen(2048)
     except OSError as error:
         listener.close()
@@ -128,7 +142,11 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def check_certificate(certfile: Path | None, keyfile: Path | None) -> None:
-    """Raise CannotServe, naming the setting, unless a server can use this certificate and key. No files: plain HTTP."""
+    """Raise CannotServe with the flag if the server cannot use the certificate and key.
+
+    Without files the server uses plain HTTP.
+    """
+    # Both files must be readable.
     if certfile is None:
         if keyfile is not None:
             raise CannotServe("--ssl-keyfile needs the certificate of the key: --ssl-certfile")
@@ -140,6 +158,7 @@ def check_certificate(certfile: Path | None, keyfile: Path | None) -> None:
         except OSError as error:
             raise CannotServe(f"{setting} {path}: {error.strerror}") from error
 
+    # OpenSSL must be able to load them, without a password.
     def refuse_password() -> str:
         raise CannotServe(f"--ssl-keyfile {keyfile or certfile}: the key is encrypted; decrypt it with `openssl pkey`")
 
@@ -153,25 +172,28 @@ def check_certificate(certfile: Path | None, keyfile: Path | None) -> None:
 
 
 def get_url(listener: socket.socket, scheme: str = "http") -> str:
-    """Return the URL of a listening socket for clients on this machine."""
+    """Return the URL at which clients on this machine reach a listening socket."""
     bound_host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound_host, str(bound_host))
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def raise_file_limit() -> None:
-    """Raise the limit of open files for this process and its children, up to `OPEN_FILES`."""
+    """Raise the limit of open files to `OPEN_FILES`, or to the hard limit.
+
+    Child processes inherit it.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def tune_garbage_collection(*, full_after: int) -> None:
-    """Make cyclic garbage collection rarer and exclude all present objects from it.
+    """Make cyclic garbage collections rarer, and exclude all existing objects from them.
 
-    A full collection runs after `full_after` smaller ones. With ten thousand queued requests it stops a thread for a
-    tenth of a second or more, which delays the response that this thread is writing.
+    A full collection runs after `full_after` smaller collections. With ten thousand queued
+    requests, a full collection takes 0.1 s or more, and delays the response that is being written.
     """
     gc.collect()
     gc.freeze()
@@ -179,12 +201,13 @@ def tune_garbage_collection(*, full_after: int) -> None:
 
 
 def enable_huge_pages(environment: MutableMapping[str, str]) -> bool:
-    """Request huge pages for large buffers of processes that start with `environment`; return whether it changed.
+    """Let processes that start with `environment` use huge pages. Returns True if it was changed.
 
-    On CPU, XLA allocates the temporary memory of each micro-batch with malloc and frees it afterwards. With pages of
-    4 KB, page faults took a fifth of a training step in measurements. glibc reads its tunables when a process starts
-    (GNU C library manual, "Memory Allocation Tunables"). A value that the user has set stays. Only Linux is changed; C
-    libraries other than glibc ignore the variable.
+    On CPU, XLA allocates the temporary memory of each micro-batch with malloc and frees it
+    afterwards. With pages of 4 KB, page faults took a fifth of the time of training in
+    measurements. glibc reads its tunables when a process starts (GNU C library manual, "Memory
+    Allocation Tunables"). A value that the user has set is kept. Other C libraries ignore the
+    variable, and operating systems other than Linux are left alone.
     """
     present = environment.get("GLIBC_TUNABLES", "")
     if not sys.platform.startswith("linux") or "glibc.malloc.hugetlb" in present:
@@ -194,6 +217,9 @@ def enable_huge_pages(environment: MutableMapping[str, str]) -> bool:
 
 
 def restart_with_huge_pages() -> None:
-    """Re-execute this process with huge pages; return at once if they are set. Call it first in a program."""
+    """Start this process again with huge pages, unless it has them.
+
+    A program must call this first.
+    """
     if enable_huge_pages(os.environ):
         os.execv(sys.executable, sys.orig_argv)

@@ -1,4 +1,8 @@
-"""Handles signals on a thread of their own, because the main thread may be busy in one long call."""
+"""Handle signals on a separate thread, dump stacks, and end the process if one of its threads dies.
+
+Python runs signal handlers on the main thread, which may be busy in one long backend call. So this
+module reads signals on its own thread.
+"""
 
 import faulthandler
 import functools
@@ -14,12 +18,17 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+_log = logging.getLogger(__name__)
+
+EXIT_STATUS = 70
+"""Exit status of a process that ends because one of its threads failed (EX_SOFTWARE of sysexits.h).
+"""
 _UNINTERRUPTED_S = 5.0
 """Longer than it takes to walk all stacks."""
 
 
 class _Receiver:
-    """The thread that calls the handlers of this process; it runs until the process ends."""
+    """The thread that calls the signal handlers. It runs until the process ends."""
 
     def __init__(self) -> None:
         self.handlers: dict[int, Callable[[int], object]] = {}
@@ -28,7 +37,7 @@ class _Receiver:
         ServiceThread("signals", self._receive).start()
 
     def set_handler(self, number: signal.Signals, on_signal: Callable[[int], object]) -> Any:
-        """Return Python's handler until now."""
+        """Set the handler of a signal. Returns the previous Python handler."""
         self.handlers[number] = on_signal
         signal.set_wakeup_fd(self._writable, warn_on_full_buffer=False)
         return signal.signal(number, _ignore)
@@ -42,9 +51,12 @@ class _Receiver:
 
 @contextmanager
 def handle_signals(numbers: set[signal.Signals], on_signal: Callable[[int], object]) -> Generator[None]:
-    """Call `on_signal(number)` on the thread of signals. Only the main thread may enter; it may be busy afterwards.
+    """Call `on_signal(number)` on the signal thread inside the context.
 
-    A program that uses it must not set `signal.set_wakeup_fd`, as `asyncio`'s `add_signal_handler` does.
+    Only the main thread may enter it.
+
+    A program that uses this must not call `signal.set_wakeup_fd`, for example through
+    `add_signal_handler` of `asyncio`.
     """
     before = {number: _get_receiver().set_handler(number, on_signal) for number in numbers}
     try:
@@ -58,8 +70,9 @@ def handle_signals(numbers: set[signal.Signals], on_signal: Callable[[int], obje
 def enable_stack_dumps() -> None:
     """Write the stacks of all threads to standard error on SIGQUIT, and when the process crashes.
 
-    `faulthandler` has a handler of its own, but it reads the stacks while other threads change them, which crashes
-    the process now and then. The thread of signals holds the interpreter's lock meanwhile.
+    The SIGQUIT handler of `faulthandler` is not used: it reads the stacks while other threads
+    change them, which sometimes crashes the process. The signal thread holds the interpreter's lock
+    while it reads them.
     """
     faulthandler.enable(sys.__stderr__ or sys.stderr)
     _get_receiver().set_handler(signal.SIGQUIT, _write_stacks)
@@ -67,13 +80,13 @@ def enable_stack_dumps() -> None:
 
 @functools.cache
 def _get_receiver() -> _Receiver:
-    """Return that of this process, which the first use starts."""
+    """Return the receiver of this process. The first call starts it."""
     return _Receiver()
 
 
 def _write_stacks(_: int) -> None:
-    """Write in one call, because the processes of a server usually share a log."""
-    with suppress(OSError):  # the log's reader has ended
+    """Write the stacks in one call, because the processes of a server usually share a log."""
+    with suppress(OSError):  # the reader of the log has ended
         os.write(2, describe_stacks().encode())
 
 
@@ -82,19 +95,21 @@ def describe_stacks() -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     with _block_other_threads():
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
-        found = [(names.get(thread, thread), [*traceback.walk_stack(frame)]) for thread, frame in frames.items()]
-    stacks = [  # which reads the files of the code
+        walked = [(names.get(thread, thread), [*traceback.walk_stack(frame)]) for thread, frame in frames.items()]
+
+    # Format them after other threads run again, because this reads the source files.
+    stacks = [
         f'Thread "{name}" (most recent call last):\n{"".join(traceback.StackSummary.extract(reversed(calls)).format())}'
-        for name, calls in found
+        for name, calls in walked
     ]
     return "\n".join((f"Stacks of process {os.getpid()}:", *stacks, ""))
 
 
 @contextmanager
 def _block_other_threads() -> Generator[None]:
-    """Let no other thread run Python code, for a moment: a call that returns loses its place in the stack it was in."""
+    """Keep other threads from running Python code, so that their stacks do not change."""
     interval = sys.getswitchinterval()
-    time.sleep(0)  # then no thread has requested the interpreter's lock yet
+    time.sleep(0)  # let threads run that have already requested the interpreter's lock
     sys.setswitchinterval(_UNINTERRUPTED_S)
     try:
         yield
@@ -103,17 +118,14 @@ def _block_other_threads() -> Generator[None]:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing; without a Python handler the signal would end the process and not reach the wakeup descriptor."""
+    """Do nothing.
 
-
-_log = logging.getLogger(__name__)
-
-EXIT_STATUS = 70
-"""Exit status of a process that ends because one of its threads failed (EX_SOFTWARE of sysexits.h)."""
+    Without a Python handler, the signal would end the process instead of waking the signal thread.
+    """
 
 
 class _Failures:
-    """The first failure of a thread of this process, and what the process does about it."""
+    """The first failure of a thread of this process, and whether it ends the process."""
 
     def __init__(self) -> None:
         self.first: str | None = None
@@ -130,24 +142,27 @@ _failures = _Failures()
 
 
 def get_failure() -> str | None:
-    """Return which thread of this process died, and of what; None while all are alive or have ended in order."""
+    """Return which thread of this process died and why. None if no thread has died."""
     return _failures.first
 
 
 def end_process_on_failure() -> None:
-    """End this process when one of its threads dies, so that its supervisor starts another one.
+    """End this process if one of its threads dies, so that its supervisor starts it again.
 
-    Everything that was acknowledged is on disk. Without this call, which programs that embed a server do not make,
-    only `failure` reports the death.
+    No acknowledged request is lost, because all are on disk. Programs that embed a server do not
+    call this. In such a program only `get_failure` reports the failure.
     """
     _failures.ends_process = True
 
 
 class ServiceThread(threading.Thread):
-    """A daemon thread whose death is logged with its traceback and ends the process, see `end_process_on_failure`."""
+    """A daemon thread.
+
+    If it dies, the traceback is logged and the process ends, see `end_process_on_failure`.
+    """
 
     def __init__(self, name: str, work: Callable[[], object]) -> None:
-        """`work` handles the errors that it expects, and returns when the thread is no longer needed."""
+        """`work` must handle expected errors, and return when the thread is no longer needed."""
         super().__init__(name=name, daemon=True)
         self._work = work
 

@@ -1,1 +1,4 @@
-"""The HTTP process: turns HTTP into stored requests and stored results into HTTP. Knows nothing of devices."""
+"""The API process: stores HTTP requests for the engine and returns stored results to clients.
+
+It does not depend on the engine or on a backend, and needs no device.
+"""

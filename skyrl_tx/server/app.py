@@ -1,4 +1,4 @@
-"""The HTTP application and its server: components, routes, error responses."""
+"""The HTTP application (`create_app`) and the uvicorn server that runs it (`ApiServer`)."""
 
 import asyncio
 import logging
@@ -54,7 +54,7 @@ _KEEP_ALIVE_S = 75
 _BACKLOG = 4096
 _TICKS_PER_CHECK = 5
 _TICK_S = 0.1
-"""Interval at which uvicorn calls `on_tick`."""
+"""Interval at which uvicorn calls `on_tick`, in seconds."""
 ROUTERS = (
     futures.router,
     sampling.router,
@@ -65,24 +65,29 @@ ROUTERS = (
     runs.router,
     downloads.router,
 )
-"""The routers below `/api/v1`, matched in this order: the most frequently called first."""
+"""The routers below `/api/v1` in matching order. The most frequently called routers come first."""
 ErrorHandler: TypeAlias = Callable[[Request, Exception], Awaitable[Response]]
 
 
 def create_context(
     settings: ApiSettings, store: Store, extensions: Mapping[str, ServerExtension] | None = None
 ) -> ApiContext:
-    """Build the components of an API process. `extensions` are the optional features by name."""
+    """Create the components of an API process. `extensions` are the optional features by name."""
     signing_key, metrics, results = SigningKey.from_data_dir(settings.data_dir), ApiMetrics(), ResultWatcher(store)
+
+    # Connect the metrics to their sources.
     metrics.polls_waiting.set_function(lambda: results.num_waiting)
     results.observe_wakeup = metrics.poll_wakeup_s.observe
     store.observe_commits(metrics.store_write_s.observe)
+
     return ApiContext(
+        # Settings and storage
         settings=settings,
         store=store,
         artifacts=open_artifacts(
             settings.data_dir, settings.artifacts, max_cache_bytes=settings.max_artifact_cache_bytes
         ),
+        # Components
         signing_key=signing_key,
         authenticator=Authenticator(settings, store, signing_key),
         engine=EngineHealth(store, settings.engine_silence_s),
@@ -96,7 +101,10 @@ def create_context(
 
 
 def create_app(settings: ApiSettings, store: Store, extensions: Mapping[str, ServerExtension] | None = None) -> FastAPI:
-    """Build the HTTP application with optional features by name. The caller closes the store."""
+    """Create the HTTP application. The caller closes the store.
+
+    `extensions` are the optional features by name.
+    """
     context = create_context(settings, store, extensions)
 
     @asynccontextmanager
@@ -106,7 +114,7 @@ def create_app(settings: ApiSettings, store: Store, extensions: Mapping[str, Ser
         yield
         context.results.close()
 
-    # FastAPI's documentation pages load scripts of another host. /openapi.json stays.
+    # FastAPI's documentation pages are disabled: they load scripts from another host.
     app = FastAPI(title="skyrl_tx", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.context = context
     app.state.authenticator = context.authenticator
@@ -119,7 +127,7 @@ def create_app(settings: ApiSettings, store: Store, extensions: Mapping[str, Ser
 
 
 def _add_routes(app: FastAPI, context: ApiContext) -> None:
-    """Add all routes, in the order in which they are matched."""
+    """Add all routes in matching order."""
     extensions = context.extensions.values()
 
     # The endpoints of the Tinker API and of each feature.
@@ -145,12 +153,16 @@ def _add_routes(app: FastAPI, context: ApiContext) -> None:
 
 
 def _add_error_handling(app: FastAPI, context: ApiContext) -> None:
-    """Turn errors into responses, in the handlers of FastAPI and in the two middlewares that run before them."""
+    """Register the handlers that turn errors into responses.
+
+    Two middlewares run before FastAPI's own error handling, so they get the handler as an argument.
+    """
     forms = {
         prefix: form for extension in context.extensions.values() for prefix, form in extension.error_forms.items()
     }
     handle_error = _handle_error_by_path(forms)
 
+    # The long poll is served by a middleware, and RequestGuard is the outermost layer.
     app.add_middleware(
         LongPollMiddleware,
         path=_PREFIX + "/retrieve_future",
@@ -165,13 +177,17 @@ def _add_error_handling(app: FastAPI, context: ApiContext) -> None:
         handle_error=handle_error,
         groups=context.metrics.http,
     )
+
     refusals = ApiError, HTTPException, RequestValidationError, UserError, ValueRefused
     for kind in (*refusals, StoreError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, handle_error)
 
 
 def _handle_error_by_path(forms: Mapping[str, ErrorForm]) -> ErrorHandler:
-    """Return an error handler that gives responses the form of the called API, by the beginning of the path."""
+    """Return an error handler that uses the error format of the called API.
+
+    `forms` maps the beginning of a path to its error format.
+    """
 
     async def handle_error(request: Request, error: Exception) -> Response:
         response = await _handle_error(request, error)
@@ -185,16 +201,23 @@ def _handle_error_by_path(forms: Mapping[str, ErrorForm]) -> ErrorHandler:
 
 
 async def _refuse_unknown_endpoint(path: str, request: Request, caller: Caller) -> None:
-    """Refuse every path that no router serves."""
+    """Refuse a path below `/api/v1` that no router serves."""
     raise ApiError(HTTPStatus.NOT_FOUND, f"{request.method} {_PREFIX}/{path} is not offered by this server yet")
 
 
 async def _handle_error(request: Request, error: Exception) -> Response:
-    """Return an error as `{"detail": text}`. Unexpected errors are logged under a reference that the text names."""
+    """Turn an error into a response with the body `{"detail": text}`.
+
+    An unexpected error is logged with a random reference, and the response contains only the
+    reference.
+    """
     match error:
-        case ClientDisconnect():  # no complete body, no effect, and no reader of this response
+        # The body is incomplete, so the request had no effect. No one reads this response.
+        case ClientDisconnect():
             _log.info("%s %s: the client disconnected while sending the body", request.method, request.url.path)
             return Response(status_code=HTTPStatus.BAD_REQUEST)
+
+        # Errors of the caller.
         case ApiError():
             if error.reason is not None:
                 cast(ApiContext, request.app.state.context).metrics.count_refusal(error.reason)
@@ -209,6 +232,8 @@ async def _handle_error(request: Request, error: Exception) -> Response:
             )
         case UserError() | ValueRefused():
             return _make_detail_response(HTTPStatus.BAD_REQUEST, str(error))
+
+        # Errors of the server, which are logged with the owner.
         case StoreError():
             owner = {"owner": request.scope.get(OWNER)}
             _log.error("%s %s: %s", request.method, request.url.path, error, extra=owner)
@@ -228,7 +253,7 @@ def _make_detail_response(status: int, detail: str, headers: Mapping[str, str] |
 
 
 class ApiServer(uvicorn.Server):
-    """A uvicorn server with limits for each connection, which releases its long polls before it stops."""
+    """A uvicorn server with limits on connections. It ends its long polls before it stops."""
 
     def __init__(
         self, settings: ApiSettings, store: Store, extensions: Mapping[str, ServerExtension] | None = None
@@ -236,16 +261,18 @@ class ApiServer(uvicorn.Server):
         self.app = create_app(settings, store, extensions)
         context = cast(ApiContext, self.app.state.context)
         self.sampler = ServerMonitor(settings, store, context.metrics, context.results)
-        most = compute_max_connections()
-        # A quarter is left to others. 10,000 polls of one address need 14,400 open files.
-        default = max(1, most * 3 // 4)
+
+        # One address may use three quarters of the connections. For example, 10,000 polls of one
+        # address need a limit of 14,400 open files.
+        max_open = compute_max_connections()
         self.connections = Connections(
-            max_open=most,
-            max_per_address=settings.max_connections_per_address or default,
+            max_open=max_open,
+            max_per_address=settings.max_connections_per_address or max(1, max_open * 3 // 4),
             header_timeout_s=settings.header_timeout_s,
             body_timeout_s=settings.body_timeout_s,
             is_exempt=TrustedProxies(settings.trusted_proxies).__contains__,
         )
+
         super().__init__(
             uvicorn.Config(
                 self.app,
@@ -253,11 +280,12 @@ class ApiServer(uvicorn.Server):
                 port=settings.port,
                 access_log=False,
                 log_config=None,
+                # Connections
                 backlog=_BACKLOG,
-                loop="asyncio",  # others do not call Listener.accept
+                loop="asyncio",  # uvloop does not call Listener.accept
                 http=cast(type[asyncio.Protocol], partial(HttpProtocol, connections=self.connections)),
                 ws="none",
-                proxy_headers=False,  # RequestGuard reads them
+                proxy_headers=False,  # RequestGuard evaluates them
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 ssl_certfile=settings.ssl_certfile,
                 ssl_keyfile=settings.ssl_keyfile,
@@ -265,10 +293,11 @@ class ApiServer(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to serve, with TCP_NODELAY on the given sockets. Connections inherit it from their listener.
+        """Start to serve on the given sockets, with TCP_NODELAY.
 
-        asyncio sets it only on sockets that it creates. Without it a response body waits until the client has
-        acknowledged the head, which clients delay by 40 ms.
+        Without TCP_NODELAY, the body of a response waits until the client has acknowledged the
+        head, and clients delay that by 40 ms. asyncio sets the option only on sockets that it
+        creates. Connections inherit it from their listening socket.
         """
         given = sockets or [listen(self.config.host, self.config.port)]
         for listener in given:
@@ -280,13 +309,13 @@ class ApiServer(uvicorn.Server):
             self.sampler.start()
 
     async def on_tick(self, counter: int) -> bool:
-        """End connections of slow clients, twice a second."""
+        """Close the connections of slow clients, twice a second."""
         if counter % _TICKS_PER_CHECK == 0:
             self.connections.close_late(_TICKS_PER_CHECK * _TICK_S)
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Release the long polls, then shut down."""
+        """End the long polls, then shut down."""
         cast(ApiContext, self.app.state.context).results.release()
         await super().shutdown(sockets)
         await asyncio.to_thread(self.sampler.close)

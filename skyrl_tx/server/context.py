@@ -1,4 +1,7 @@
-"""The components of the API process, and one HTTP request as the endpoints see it."""
+"""The components of the API process, and one HTTP request as the endpoints see it.
+
+Endpoints declare a parameter of type `Incoming` or `IncomingData` to get an `ApiCall`.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,6 @@ from skyrl_tx.server.submission.validation import UnknownFields
 from skyrl_tx.store.database import Store
 
 _RESULT_READERS = 4
-
-
 _DELEGATING_SCOPES = frozenset({"admin", "user", "read"})
 
 
@@ -52,7 +53,10 @@ class ApiContext:
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     priority: ResponsePriority = field(default_factory=ResponsePriority)
     result_readers: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_RESULT_READERS))
-    """Limits how many results are read and encoded at once: hundreds in parallel would all finish last."""
+    """Limits how many results are read and encoded at the same time.
+
+    If hundreds of threads did this in parallel, all results would be finished late.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +68,19 @@ class ApiCall:
     body: Body
     sdk_version: str
     idempotency_key: str | None
-    """`X-Idempotency-Key`, equal in all retries of one call. Used where a request has no sequence number."""
+    """`X-Idempotency-Key`: the same in all retries of a call.
+
+    It identifies requests that have no sequence number.
+    """
     weights_access_token: str | None = None
-    """The header by which a client copies another owner's checkpoint (tinker/lib/public_interfaces/rest_client.py)."""
+    """Header with the key or token of another owner, whose checkpoint the client copies.
+
+    Source: tinker/lib/public_interfaces/rest_client.py.
+    """
 
     @property
     def settings(self) -> ApiSettings:
-        """The API's settings."""
+        """The settings of the API process."""
         return self.context.settings
 
     @property
@@ -79,9 +89,9 @@ class ApiCall:
         return self.context.store
 
     def derive_session_id(self, purpose: str) -> SessionId | None:
-        """Derive a session id from the idempotency key: equal for retries, and not guessable by other callers.
+        """Derive a session id from the idempotency key. Returns None if there is no key.
 
-        Returns None without an idempotency key.
+        Retries get the same id. Other callers cannot guess the id, because it is signed.
         """
         if self.idempotency_key is None:
             return None
@@ -89,9 +99,11 @@ class ApiCall:
         return SessionId(f"session-{signature[:32]}")
 
     def list_readers(self, tx: Session, token: str | None) -> Sequence[Principal]:
-        """Return in whose name a checkpoint is read: the caller, and the owner of a `weights_access_token` if any.
+        """Return the principals whose permissions count when the caller reads a checkpoint.
 
-        The token is a key or a token of an owner who lets the caller read. Raises UserError if it is invalid.
+        These are the caller and, with a `weights_access_token`, the owner of that token. The token
+        is an API key or a JWT of an owner who shares their checkpoints. Raises UserError if it is
+        invalid.
         """
         if token is None:
             return [self.caller]
@@ -100,11 +112,14 @@ class ApiCall:
         except ApiError as error:
             raise UserError("weights_access_token: not a key and not a token of this server") from error
         if delegating.scope not in _DELEGATING_SCOPES:
-            raise UserError(f"weights_access_token: a key of scope {delegating.scope} does not allow to read weights")
+            raise UserError(f"weights_access_token: a key of scope {delegating.scope} may not read weights")
         return [self.caller, delegating]
 
     def check_unknown(self, model: WireModel) -> None:
-        """Raise UserError for an unknown field that may change results; log the others."""
+        """Raise UserError for an unknown field that may change results.
+
+        Log other unknown fields.
+        """
         self.context.unknown_fields.check(model, self.sdk_version)
 
 
@@ -114,25 +129,25 @@ async def get_context(request: Request) -> ApiContext:
 
 
 async def read_poll(request: Request, caller: Caller) -> ApiCall:
-    """Receive a request whose body has a few names. It never waits for other requests."""
+    """Receive a long poll. Unlike other requests, it never waits for memory."""
     return await _read_call(request, caller, POLL_LIMITS)
 
 
 async def read_control(request: Request, caller: Caller) -> AsyncGenerator[ApiCall]:
-    """Receive a request that is neither a pass nor a sample."""
+    """Receive a request that is neither a training pass nor a sample request."""
     async with receive_call(request, caller, CONTROL_LIMITS) as call:
         yield call
 
 
 async def read_data(request: Request, caller: Caller) -> AsyncGenerator[ApiCall]:
-    """Receive a pass or a sample, which may be large."""
+    """Receive a training pass or a sample request. These may be large."""
     async with receive_data_call(request, caller) as call:
         yield call
 
 
 @asynccontextmanager
 async def receive_data_call(request: Request, caller: Principal) -> AsyncGenerator[ApiCall]:
-    """Receive a request that may be large; its memory is held in the context."""
+    """Receive a request that may be large, and reserve memory for it inside the context."""
     settings = (await get_context(request)).settings
     limits = BodyLimits.from_content_type(settings.max_request_bytes, request.headers.get("content-type", ""))
     async with receive_call(request, caller, limits) as call:
@@ -141,7 +156,10 @@ async def receive_data_call(request: Request, caller: Principal) -> AsyncGenerat
 
 @asynccontextmanager
 async def receive_call(request: Request, caller: Principal, limits: BodyLimits) -> AsyncGenerator[ApiCall]:
-    """Receive a request when there is memory for its body; hold the memory that its execution takes in the context."""
+    """Wait until there is memory for the body, then receive it.
+
+    The memory that decoding takes stays reserved inside the context.
+    """
     context = await get_context(request)
     async with context.received_bodies.reserve(caller.owner, _estimate_body_bytes(request, limits)):
         call = await _read_call(request, caller, limits)
@@ -150,17 +168,24 @@ async def receive_call(request: Request, caller: Principal, limits: BodyLimits) 
 
 
 def get_base_url(settings: ApiSettings, request: Request) -> str:
-    """Return `public_url`, or the address by which the client reached this server; without a slash at its end."""
+    """Return the base URL of this server without a trailing slash.
+
+    This is `public_url` if it is set, or else the address that the client used.
+    """
     base = settings.public_url or f"{request.url.scheme}://{request.url.netloc}{request.scope['root_path']}"
     return base.rstrip("/")
 
 
 def _estimate_body_bytes(request: Request, limits: BodyLimits) -> int:
-    """Return how many bytes of a body will be kept; without a Content-Length these are at most those of the limit."""
+    """Return how many bytes of a body the server will keep.
+
+    Without a Content-Length, this is the limit of the request. A body that exceeds the limit counts
+    as 0, because the server discards it.
+    """
     announced = request.headers.get("content-length")
     if announced is None:
         return limits.max_bytes if "transfer-encoding" in request.headers else 0
-    size = int(announced)  # a number: httptools has checked it
+    size = int(announced)  # httptools has checked that it is a number
     return size if size <= limits.max_bytes else 0
 
 
@@ -176,17 +201,9 @@ async def _read_call(request: Request, caller: Principal, limits: BodyLimits) ->
 
 
 Incoming = Annotated[ApiCall, Depends(read_control)]
-
-
 IncomingData = Annotated[ApiCall, Depends(read_data)]
-
-
 AccessScope = Literal["owned", "accessible"]
-
-
 Limit = Annotated[int, Query(ge=0, le=10_000)]
-
-
 Offset = Annotated[int, Query(ge=0, lt=2**63)]
 
 

@@ -1,4 +1,4 @@
-"""HTTP errors, which all have the body `{"detail": text}`."""
+"""HTTP errors. The body of every error response is `{"detail": text}`."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -6,13 +6,13 @@ from http import HTTPStatus
 from typing import Literal
 
 Refusal = Literal["missing_key", "wrong_key", "ended_key", "throttled", "scope", "queue_full", "bodies_full", "quota"]
-"""The refusals that the metrics count: of keys, and of requests that must come later."""
+"""Reasons for refusals in the metrics: invalid API keys, and requests to be sent again later."""
 
 
 class ApiError(Exception):
-    """An HTTP error response. `detail` is written for the person who made the call.
+    """An HTTP error response. `detail` is shown to the person who made the call.
 
-    `reason` is the label under which the metrics count it, if they do.
+    `reason` is the label in the metrics. Errors without a reason are not counted.
     """
 
     def __init__(
@@ -31,8 +31,8 @@ class ApiError(Exception):
 
 
 bad_request = partial(ApiError, HTTPStatus.BAD_REQUEST)
-"""The call cannot be read, or contradicts stored data."""
+"""400: the request cannot be parsed, or contradicts stored data."""
 not_found = partial(ApiError, HTTPStatus.NOT_FOUND)
-"""An id does not exist, or belongs to another owner."""
+"""404: there is no object with this id, or it belongs to another owner."""
 too_large = partial(ApiError, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-"""The body exceeds the limit."""
+"""413: the body exceeds a limit."""

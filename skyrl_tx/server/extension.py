@@ -1,4 +1,4 @@
-"""The parts of an optional feature in the API process."""
+"""How an optional feature extends the API process."""
 
 from __future__ import annotations
 
@@ -17,27 +17,34 @@ if TYPE_CHECKING:
     from skyrl_tx.server.context import ApiCall, ApiContext
 
 ErrorForm: TypeAlias = Callable[[Response, Exception], Response]
-"""Turns the response to an error, whose body is `{"detail": text}`, into the form of another API."""
+"""Converts an error response with the body `{"detail": text}` to the format of another API."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerExtension:
-    """Routers, pages and error forms of one feature."""
+    """Routers, pages, error formats and callbacks of one optional feature."""
 
     routers: Sequence[APIRouter] = ()
     """Routers with their own prefixes, for example `APIRouter(prefix="/v1")`.
 
-    They are matched after the routers of the server, and before the refusal of unknown paths below `/api/v1`.
+    They are matched after the server's own routers, and before the 404 for unknown paths below
+    `/api/v1`.
     """
     pages: Callable[[ApiContext], Sequence[BaseRoute]] | None = None
-    """Returns routes outside the OpenAPI document, such as web pages. They are matched last."""
+    """Returns routes that are not part of the OpenAPI document, such as web pages. Matched last."""
     service: Callable[[ApiContext], object] | None = None
-    """Creates the component that the endpoints of the feature share: `app.state.NAME`, by the name of the app."""
+    """Creates the component that the endpoints of the feature share.
+
+    It is stored as `app.state.NAME`.
+    """
     error_forms: Mapping[str, ErrorForm] = field(default_factory=dict[str, ErrorForm])
-    """The form of errors by the beginning of the path, for example of all paths that start with `/v1/`."""
+    """Error formats by path prefix. For example, `/v1/` stands for all paths that start with it."""
     admission: Callable[[Session, SessionId, float], None] | None = None
-    """Called at a time in the transaction that adds a checkpoint to a session; raises UserError to refuse it."""
+    """Called as `admission(tx, session_id, now)` before a checkpoint is added to a session.
+
+    Runs in the transaction that adds the checkpoint. Raises UserError to refuse it.
+    """
     on_telemetry: Callable[[ApiCall], None] | None = None
-    """Receives each call of `/telemetry`, in a thread, before it is acknowledged."""
+    """Called with each request to `/telemetry`, in a thread, before the request is acknowledged."""
     describe_session: Callable[[ApiCall, Request, SessionId], str | None] | None = None
-    """Returns a line that the SDK shows to who creates a session, for example the address of the session's page."""
+    """Returns a line for the SDK to print when it creates a session, such as a URL."""

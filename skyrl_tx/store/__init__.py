@@ -1,1 +1,6 @@
-"""The database shared by the API and the engine: modules of functions that run in a transaction."""
+"""The database that the API process and the engine share.
+
+Most modules here hold functions for one table or one concept, for example `futures` or
+`checkpoints`. Their first argument `tx` is a session inside a transaction that `database.Store`
+opened.
+"""

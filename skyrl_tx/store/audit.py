@@ -1,7 +1,7 @@
-"""The audit log: who did what to checkpoints, keys, projects and limits.
+"""The audit log of actions on checkpoints, runs, keys, projects and limits.
 
-An entry is written in the transaction of its act, so that there is none without the other. Entries are never changed;
-`expire` removes those past their retention.
+An entry is written in the same transaction as the action, so that neither exists without the other.
+Entries are never changed. `expire` removes them after their retention.
 """
 
 from collections.abc import Collection, Sequence
@@ -44,14 +44,14 @@ MAX_ROWS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """An owner who acts, with the number of the API key if there was one."""
+    """The owner who acts, with the number of the API key if one was used."""
 
     owner: str
     key_id: int | None = None
 
 
 OPERATOR = Actor("operator")
-"""The actor of commands on the server's machine."""
+"""Actor of commands that run on the server's machine."""
 SERVER = Actor("server")
 """The server itself, for example when a checkpoint expires."""
 
@@ -59,21 +59,23 @@ SERVER = Actor("server")
 def record(
     tx: Session, event: Event, actor: Actor, now: float, *, path: CheckpointPath | str | None = None, **details: Detail
 ) -> None:
-    """Add an entry. `path` is the checkpoint that it concerns; details without a value are left out."""
-    kept = {name: value for name, value in details.items() if value is not None}
+    """Add an entry.
+
+    `path` is the checkpoint that it concerns. Details with the value None are left out.
+    """
     row = AuditRow(
         at=now,
         event=event,
         actor=actor.owner,
         key_id=actor.key_id,
         path=None if path is None else str(path),
-        details=kept,
+        details={name: value for name, value in details.items() if value is not None},
     )
     tx.add(row)
 
 
 def get_actor(tx: Session, session_id: SessionId, owner: str) -> Actor:
-    """Return the actor of a request in a session: its owner, with the key that made the session."""
+    """Return the actor of a request in a session: the owner and the session's API key."""
     row = sessions.get(tx, session_id)
     return Actor(owner, None if row is None else row.key_id)
 
@@ -90,27 +92,38 @@ def list_entries(
     limit: int = 10_000,
     newest_first: bool = False,
 ) -> Sequence[AuditRow]:
-    """Return the entries of a time, in order. A resource is the first word of an event; None means all.
+    """Return the entries that match all filters, oldest first unless `newest_first`.
 
-    `actor` and `event` are of the entries that are returned. `before` is a position: only older ones are returned.
+    Args:
+        tx: The transaction.
+        since: Earliest time, in seconds since the epoch.
+        until: The first time that is too late; None means no limit.
+        resources: First words of events, for example `checkpoint`; None means all.
+        actor: Return only entries of this actor.
+        event: Return only entries of this event.
+        before: Return only entries with a lower position.
+        limit: Largest number of entries.
+        newest_first: Whether the order is reversed. With `limit`, the newest entries are returned.
     """
-    wanted = select(AuditRow).where(col(AuditRow.at) >= since)
+    # Build the filters.
+    statement = select(AuditRow).where(col(AuditRow.at) >= since)
     if until is not None:
-        wanted = wanted.where(col(AuditRow.at) < until)
+        statement = statement.where(col(AuditRow.at) < until)
     if actor is not None:
-        wanted = wanted.where(col(AuditRow.actor) == actor)
+        statement = statement.where(col(AuditRow.actor) == actor)
     if event is not None:
-        wanted = wanted.where(col(AuditRow.event) == event)
+        statement = statement.where(col(AuditRow.event) == event)
     if before is not None:
-        wanted = wanted.where(col(AuditRow.position) < before)
+        statement = statement.where(col(AuditRow.position) < before)
     if resources is not None:
         names = [col(AuditRow.event).startswith(f"{name}_", autoescape=True) for name in sorted(resources)]
-        wanted = wanted.where(or_(*names))
+        statement = statement.where(or_(*names))
+
     order = col(AuditRow.position).desc() if newest_first else col(AuditRow.position)
-    return tx.exec(wanted.order_by(order).limit(limit)).all()
+    return tx.exec(statement.order_by(order).limit(limit)).all()
 
 
 def expire(tx: Session, before: float, limit: int = MAX_ROWS) -> int:
-    """Delete the entries before a time; return how many were deleted."""
+    """Delete up to `limit` entries before a time, oldest first, and return their number."""
     old = select(col(AuditRow.position)).where(col(AuditRow.at) < before).order_by(col(AuditRow.position)).limit(limit)
     return execute(tx, delete(AuditRow).where(col(AuditRow.position).in_(old))).rowcount

@@ -1,4 +1,4 @@
-"""Checkpoints: names for saved weights. Also lists the artifacts that are still referenced."""
+"""Checkpoints, which are names for saved weights, and references to artifacts."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -15,18 +15,19 @@ from skyrl_tx.store.database import execute, get_existing
 from skyrl_tx.store.tables import CheckpointRow, ModelRow, RequestRow, SamplingSessionRow, SessionRow, SnapshotRow
 
 MAX_TTL_S = 10 * 365 * 24 * 3600
-"""Longest time to live of a checkpoint, ten years."""
+"""Maximum time to live of a checkpoint: ten years."""
 
 
 class CheckpointExists(Exception):
-    """The name is in use and overwriting was not requested."""
+    """The name is in use, and the client did not ask to overwrite it."""
 
 
 def put(tx: Session, row: CheckpointRow, overwrite: bool) -> ArtifactId | None:
-    """Store a checkpoint; return the artifact that had its name before, if any.
+    """Store a checkpoint, and return the artifact that had its name before, if any.
 
-    Raises CheckpointExists if the name is in use and `overwrite` is False. The name of a checkpoint that was deleted or
-    has expired at `row.created_at` is free; after this the deleted one cannot be restored.
+    Raises CheckpointExists if the name is in use and `overwrite` is False. If the checkpoint with
+    this name is deleted, or has expired at `row.created_at`, the name is free. A deleted checkpoint
+    then cannot be restored any more.
     """
     before = tx.get(CheckpointRow, (row.model_id, row.kind, row.name))
     if before is not None:
@@ -39,7 +40,7 @@ def put(tx: Session, row: CheckpointRow, overwrite: bool) -> ArtifactId | None:
 
 
 def get(tx: Session, path: CheckpointPath, now: float) -> CheckpointRow | None:
-    """Return a checkpoint, or None if it does not exist, was deleted or has expired."""
+    """Return a checkpoint, or None if it does not exist, is deleted or has expired."""
     row = tx.get(CheckpointRow, (path.model_id, path.kind, path.name))
     return row if row is not None and _exists(row, now) else None
 
@@ -49,7 +50,10 @@ def _exists(row: CheckpointRow, now: float) -> bool:
 
 
 def mark_deleted(tx: Session, path: CheckpointPath, now: float) -> bool:
-    """Delete a checkpoint so that `undelete` can restore it until `purge`; return False if there is none."""
+    """Mark a checkpoint as deleted. Return False if it does not exist.
+
+    `undelete` can restore it until `purge` removes it.
+    """
     row = get(tx, path, now)
     if row is None:
         return False
@@ -58,7 +62,10 @@ def mark_deleted(tx: Session, path: CheckpointPath, now: float) -> bool:
 
 
 def undelete(tx: Session, path: CheckpointPath) -> bool:
-    """Restore a deleted checkpoint; return False if there is none."""
+    """Restore a deleted checkpoint.
+
+    Return False if there is no deleted checkpoint with this path.
+    """
     row = tx.get(CheckpointRow, (path.model_id, path.kind, path.name))
     if row is None or row.deleted_at is None:
         return False
@@ -71,7 +78,7 @@ _EXPIRED = select(CheckpointRow).where(col(CheckpointRow.expires_at) <= bindpara
 
 
 def purge(tx: Session, before: float) -> list[CheckpointPath]:
-    """Remove the checkpoints that were deleted before a time; return their paths."""
+    """Remove the checkpoints that were deleted before a time, and return their paths."""
     deleted = list(tx.exec(_DELETED, params={"before": before}))
     for row in deleted:
         tx.delete(row)
@@ -80,9 +87,9 @@ def purge(tx: Session, before: float) -> list[CheckpointPath]:
 
 
 def delete(tx: Session, path: CheckpointPath) -> bool:
-    """Remove a checkpoint, deleted or not; return False if there is none.
+    """Remove a checkpoint, even if it is marked as deleted. Return False if it does not exist.
 
-    Garbage collection removes its unreferenced artifact.
+    Garbage collection later removes its artifact, if nothing else refers to it.
     """
     row = tx.get(CheckpointRow, (path.model_id, path.kind, path.name))
     if row is None:
@@ -95,12 +102,12 @@ def delete(tx: Session, path: CheckpointPath) -> bool:
 def list_by_run(tx: Session, model_id: ModelId, now: float, *, only_public: bool = False) -> list[CheckpointRow]:
     """Return a run's checkpoints, oldest first."""
     oldest_first = (col(CheckpointRow.created_at), col(CheckpointRow.kind), col(CheckpointRow.name))
-    wanted = select(CheckpointRow).where(CheckpointRow.model_id == model_id, is_visible(now)).order_by(*oldest_first)
-    return list(tx.exec(wanted.where(col(CheckpointRow.public)) if only_public else wanted))
+    statement = select(CheckpointRow).where(CheckpointRow.model_id == model_id, is_visible(now)).order_by(*oldest_first)
+    return list(tx.exec(statement.where(col(CheckpointRow.public)) if only_public else statement))
 
 
 def select_published_runs(now: float):
-    """Return the subquery of the ids of runs with a public checkpoint."""
+    """Return a subquery for the ids of runs with a public checkpoint."""
     return select(CheckpointRow.model_id).where(col(CheckpointRow.public), is_visible(now))
 
 
@@ -108,30 +115,32 @@ def list_owned(tx: Session, owner: str, limit: int, offset: int, now: float) -> 
     """Return a page of an owner's checkpoints, newest first, and their total number."""
     is_owned = (col(SessionRow.owner) == owner) & col(ModelRow.deleted_at).is_(None)
     runs = select(ModelRow.model_id).join(SessionRow).where(is_owned)
-    is_wanted = col(CheckpointRow.model_id).in_(runs), is_visible(now)
+    conditions = col(CheckpointRow.model_id).in_(runs), is_visible(now)
+
     newest_first = (
         col(CheckpointRow.created_at).desc(),
         col(CheckpointRow.model_id),
         col(CheckpointRow.kind),
         col(CheckpointRow.name),
     )
-    page = tx.exec(select(CheckpointRow).where(*is_wanted).order_by(*newest_first).limit(limit).offset(offset))
-    return list(page), tx.exec(select(func.count()).select_from(CheckpointRow).where(*is_wanted)).one()
+    page = tx.exec(select(CheckpointRow).where(*conditions).order_by(*newest_first).limit(limit).offset(offset))
+    return list(page), tx.exec(select(func.count()).select_from(CheckpointRow).where(*conditions)).one()
 
 
 def count(tx: Session, now: float) -> tuple[int, int]:
-    """Return the number of checkpoints of all owners, and their size in bytes."""
+    """Return the number of checkpoints of all owners and their total size in bytes."""
     number, size_bytes = tx.exec(select(func.count(), sum_bytes()).where(is_visible(now))).one()
     return number, size_bytes
 
 
 def sum_bytes() -> ColumnElement[int]:
-    """Return the expression of the selected checkpoints' total size in bytes."""
-    return cast(func.coalesce(func.sum(col(CheckpointRow.size_bytes)), 0), BigInteger)  # PostgreSQL sums to a decimal
+    """Return the SQL expression for the total size of the selected checkpoints in bytes."""
+    total = func.coalesce(func.sum(col(CheckpointRow.size_bytes)), 0)
+    return cast(total, BigInteger)  # in PostgreSQL, the sum of integers is a decimal
 
 
 def is_visible(now: float) -> ColumnElement[bool]:
-    """Return the condition that a checkpoint has neither expired nor been deleted."""
+    """Return the condition that a checkpoint is neither expired nor deleted."""
     is_unexpired = or_(col(CheckpointRow.expires_at).is_(None), col(CheckpointRow.expires_at) > now)
     return is_unexpired & col(CheckpointRow.deleted_at).is_(None)
 
@@ -145,22 +154,25 @@ class StorageUsage:
 
 
 def get_usage_by_session(tx: Session, session_ids: Collection[SessionId], now: float) -> dict[SessionId, StorageUsage]:
-    """Return the storage of each of the sessions that has checkpoints."""
-    wanted = (
+    """Return the storage of each session. Sessions without checkpoints are left out."""
+    statement = (
         select(col(ModelRow.session_id), func.count(), sum_bytes())
         .join(CheckpointRow, col(CheckpointRow.model_id) == col(ModelRow.model_id))
         .where(col(ModelRow.session_id).in_(session_ids), is_visible(now))
         .group_by(col(ModelRow.session_id))
     )
-    return {session_id: StorageUsage(count, size) for session_id, count, size in execute(tx, wanted)}
+    return {session_id: StorageUsage(count, size) for session_id, count, size in execute(tx, statement)}
 
 
 def get_usage_by_owner(
     tx: Session, owner: str | None, project_id: str | None, now: float
 ) -> list[tuple[str, str | None, StorageUsage]]:
-    """Return owner, project and storage of each group of checkpoints; `owner` and `project_id` filter unless None."""
+    """Return the storage by owner and project.
+
+    `owner` and `project_id` are filters; None means all.
+    """
     groups = col(SessionRow.owner), col(SessionRow.project_id)
-    wanted = (
+    statement = (
         select(*groups, func.count(), sum_bytes())
         .join(ModelRow, col(ModelRow.session_id) == col(SessionRow.session_id))
         .join(CheckpointRow, col(CheckpointRow.model_id) == col(ModelRow.model_id))
@@ -168,25 +180,28 @@ def get_usage_by_owner(
         .group_by(*groups)
         .order_by(*groups)
     )
+
     if owner is not None:
-        wanted = wanted.where(groups[0] == owner)
+        statement = statement.where(groups[0] == owner)
     if project_id is not None:
-        wanted = wanted.where(groups[1] == project_id)
-    return [(of_owner, project, StorageUsage(count, size)) for of_owner, project, count, size in execute(tx, wanted)]
+        statement = statement.where(groups[1] == project_id)
+    return [
+        (row_owner, project, StorageUsage(count, size)) for row_owner, project, count, size in execute(tx, statement)
+    ]
 
 
 def set_ttl(tx: Session, path: CheckpointPath, expires_at: float | None) -> None:
-    """Set when a checkpoint expires; None means never. Raises LookupError if there is none."""
+    """Set when a checkpoint expires; None means never. Raises LookupError if it does not exist."""
     get_existing(tx, CheckpointRow, (path.model_id, path.kind, path.name)).expires_at = expires_at
 
 
 def set_public(tx: Session, path: CheckpointPath, public: bool) -> None:
-    """Set whether other owners may read a checkpoint. Raises LookupError if there is none."""
+    """Set whether other owners may read a checkpoint. Raises LookupError if it does not exist."""
     get_existing(tx, CheckpointRow, (path.model_id, path.kind, path.name)).public = public
 
 
 def expire(tx: Session, now: float) -> list[CheckpointPath]:
-    """Delete the expired checkpoints; return their paths."""
+    """Remove the expired checkpoints, and return their paths."""
     expired = list(tx.exec(_EXPIRED, params={"before": now}))
     for row in expired:
         tx.delete(row)
@@ -212,16 +227,18 @@ _LOADS_THAT_MAY_RUN = select(col(RequestRow.body), col(RequestRow.body_crc), col
     col(RequestRow.kind) == literal_column("'load_weights'"),  # a literal, so that the partial index is used
     or_(col(RequestRow.status) == "open", _IS_REPLAYED),
 )
-"""Loads that are open or that a recovery would replay."""
+"""Load requests that are open, or that a recovery would replay."""
 
 
 def find_referenced_artifacts(tx: Session) -> set[ArtifactId] | None:
-    """Return every artifact that a checkpoint, a snapshot, a sampler, an open sample or a load that may run refers to.
+    """Return all artifacts that the database refers to.
 
-    Returns None while that is unknown: the body of an open load is damaged. The load will fail soon, but an engine may
-    hold its undamaged body in memory.
+    Checkpoints, snapshots, samplers, open sample requests, and load requests that may run refer to
+    artifacts. Returns None if the body of an open load request is damaged, because its artifact is
+    then unknown. The request will fail soon, but until then an engine may have its undamaged body
+    in memory.
     """
-    referenced = {ArtifactId(name) for wanted in _REFERENCES for name in execute(tx, wanted).scalars()}
+    referenced = {ArtifactId(name) for statement in _REFERENCES for name in execute(tx, statement).scalars()}
     for body, body_crc, status in execute(tx, _LOADS_THAT_MAY_RUN):
         try:
             if body_crc not in (None, crc32(body)):
@@ -231,6 +248,6 @@ def find_referenced_artifacts(tx: Session) -> set[ArtifactId] | None:
             if status == "open":
                 return None
             continue  # a damaged request with a result cannot be replayed
-        if isinstance(request, LoadWeights):  # not a rejected request of that kind
+        if isinstance(request, LoadWeights):  # a rejected load request has another class
             referenced.add(request.artifact_id)
     return referenced

@@ -1,6 +1,8 @@
-"""The order in which requests were completed, and the samples that were completed because their clients cancelled them.
+"""Completed requests in order, cancelled samples, and partial results of streamed samples.
 
-Readers keep a position in either as their cursor.
+Each of the three is a list with ascending positions. A reader keeps the position of the last row it
+has read as its cursor, for example the API process for completions and the engine for
+cancellations.
 """
 
 from collections.abc import Sequence
@@ -28,7 +30,7 @@ class SampleCompletion:
     request_id: RequestId
     failed: bool
     num_bytes: int
-    """Size of the stored result; 0 once it is pruned."""
+    """Size of the stored result, or 0 after the result was pruned."""
 
 
 _RAISE_COUNTER = (
@@ -39,47 +41,54 @@ _RAISE_COUNTER = (
 
 
 def skip_seen_positions(tx: Session, now: float) -> None:
-    """Let completion positions continue above those that any client has seen; called when an engine starts.
+    """Raise the completion counter above every position that a client has seen.
 
-    A replica that lagged at a failover, or a restored copy, would assign the positions of lost completions again, and
-    cursors would hide the new ones. Milliseconds since 1970 are above all of them, unless more than 1,000 requests a
-    second were completed on average.
+    Called when an engine starts. After a failover to a replica that lagged, or after a restore from
+    a backup, some completions are lost. If the counter assigned their positions again, clients with
+    a later cursor would miss the new completions. The counter is therefore raised to the
+    milliseconds since 1970. This is higher than all earlier positions, as long as the server has
+    completed fewer than 1,000 requests per second on average.
     """
     execute(tx, _RAISE_COUNTER, {"at_least": int(now * 1000)})
 
 
-_ORDER = col(RequestRow.answer_order)
+_COMPLETION_ORDER = col(RequestRow.answer_order)
 _LAST_COMPLETION = select(col(AnswerCounterRow.value))
 _COMPLETED_SINCE = (
-    select(_ORDER, col(RequestRow.request_id), col(RequestRow.sampling_session_id), col(RequestRow.completed_at))
-    .where(bindparam("after") < _ORDER)
-    .order_by(_ORDER)
+    select(
+        _COMPLETION_ORDER, col(RequestRow.request_id), col(RequestRow.sampling_session_id), col(RequestRow.completed_at)
+    )
+    .where(bindparam("after") < _COMPLETION_ORDER)
+    .order_by(_COMPLETION_ORDER)
     .limit(bindparam("limit"))
 )
-_COMPLETIONS_OF_CLIENT = (
+_COMPLETIONS_BY_CLIENT = (
     select(
-        _ORDER,
+        _COMPLETION_ORDER,
         col(RequestRow.request_id),
         col(RequestRow.status) == "failed",
         func.coalesce(func.length(col(RequestRow.result)), 0),
     )
     .where(
         col(RequestRow.sampling_session_id) == bindparam("sampling_session_id"),
-        bindparam("after") < _ORDER,
+        bindparam("after") < _COMPLETION_ORDER,
         func.coalesce(col(RequestRow.seq_id), 0).between(bindparam("first"), bindparam("last")),
     )
-    .order_by(_ORDER)
+    .order_by(_COMPLETION_ORDER)
     .limit(bindparam("limit"))
 )
 
 
 def get_last_position(tx: Session) -> int:
-    """Return the position of the newest completion; 0 if there is none."""
+    """Return the position of the newest completion, or 0 if there is none."""
     return execute(tx, _LAST_COMPLETION).scalar_one_or_none() or 0
 
 
 def list_completed(tx: Session, after: int, limit: int) -> list[tuple[int, RequestId, SamplingSessionId | None, float]]:
-    """Return position, request, sampling session and time of the completions of any kind after a position."""
+    """Return position, request, sampling session and time of each completion after a position.
+
+    Requests of all kinds are included.
+    """
     rows = execute(tx, _COMPLETED_SINCE, {"after": after, "limit": limit})
     return [(int(order or 0), request_id, session_id, at or 0.0) for order, request_id, session_id, at in rows]
 
@@ -87,10 +96,13 @@ def list_completed(tx: Session, after: int, limit: int) -> list[tuple[int, Reque
 def list_by_client(
     tx: Session, sampling_session_id: SamplingSessionId, clone: int, after: int, limit: int
 ) -> list[SampleCompletion]:
-    """Return a sampling client's completions after a position; clone 0 is the original client, others are copies."""
-    of_clone = {"first": clone * CLONE_STRIDE, "last": (clone + 1) * CLONE_STRIDE - 1}
-    parameters = {"sampling_session_id": sampling_session_id, "after": after, "limit": limit, **of_clone}
-    rows = execute(tx, _COMPLETIONS_OF_CLIENT, parameters)
+    """Return the completions of a sampling client after a position.
+
+    Clone 0 is the original client. Its copies have the numbers 1, 2 and so on.
+    """
+    seq_ids = {"first": clone * CLONE_STRIDE, "last": (clone + 1) * CLONE_STRIDE - 1}
+    parameters = {"sampling_session_id": sampling_session_id, "after": after, "limit": limit, **seq_ids}
+    rows = execute(tx, _COMPLETIONS_BY_CLIENT, parameters)
     return [SampleCompletion(*row) for row in rows]
 
 
@@ -103,9 +115,10 @@ _NEW_CANCELLATION = insert(CancellationRow).from_select(
 def cancel(
     tx: Session, request_id: RequestId, owner: str | None, failure: bytes, now: float
 ) -> Literal["cancelled", "over", "no sample"]:
-    """Complete an open sample with the encoded `failure` and queue the cancellation for the engine.
+    """Complete an open sample request with an encoded failure and queue the cancellation.
 
-    Returns "over" if the request is complete or unknown, and "no sample" for a request of another kind.
+    Returns "over" if the request is complete or unknown, and "no sample" if it is not a sample
+    request.
     """
     state = futures.get_state(tx, request_id, owner)
     if state.status == "unknown":
@@ -126,22 +139,29 @@ _CANCELLED_SINCE = (
 
 
 def list_cancelled(tx: Session, position: int, engine: int = 1) -> list[tuple[int, RequestId]]:
-    """Return position and request of the cancellations of an engine's samples after a position."""
+    """Return position and request of each cancellation for an engine after a position."""
     rows = execute(tx, _CANCELLED_SINCE, {"after": position, "engine": engine})
-    return [(int(found or 0), request_id) for found, request_id in rows]
+    return [(int(row_position or 0), request_id) for row_position, request_id in rows]
 
 
 def forget_cancellations(tx: Session, position: int | None = None, *, engine: int = 1) -> None:
-    """Delete the cancellations up to a position that an engine has read; None deletes all of its own, for its start."""
-    read = delete(CancellationRow).where(col(CancellationRow.engine) == engine)
+    """Delete the cancellations that an engine has read, up to a position.
+
+    `position` None deletes all cancellations of the engine, which happens when it starts.
+    """
+    statement = delete(CancellationRow).where(col(CancellationRow.engine) == engine)
     if position is not None:
-        read = read.where(col(CancellationRow.position) <= position)
-    execute(tx, read)
+        statement = statement.where(col(CancellationRow.position) <= position)
+    execute(tx, statement)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partial:
-    """Tokens [start, start + n) of one sample: tokens int32 [n], logprobs float32 [n], topk [n, k] if requested."""
+    """Part of a streamed sample: its tokens [start, start + n).
+
+    `tokens` is int32 [n], `logprobs` is float32 [n], and the arrays of `topk` are [n, k], if they
+    were requested.
+    """
 
     request_id: RequestId
     sample_index: int
@@ -151,46 +171,44 @@ class Partial:
     topk: TopK | None = None
 
 
-_ADD = insert(PartialRow)
+_INSERT_PARTIALS = insert(PartialRow)
 
 
-def add(tx: Session, new: Sequence[Partial]) -> None:
+def add_partials(tx: Session, partials: Sequence[Partial]) -> None:
     """Insert the new tokens of one decode slice, with one statement for all samples."""
-    execute(
-        tx,
-        _ADD,
-        [
-            {
-                "request_id": each.request_id,
-                "sample_index": each.sample_index,
-                "start": each.start,
-                "tokens": each.tokens.astype("<i4").tobytes(),
-                "logprobs": each.logprobs.astype("<f4").tobytes(),
-                "topk_token_ids": None if each.topk is None else each.topk.token_ids.astype("<i4").tobytes(),
-                "topk_logprobs": None if each.topk is None else each.topk.logprobs.astype("<f4").tobytes(),
-            }
-            for each in new
-        ],
-    )
+    execute(tx, _INSERT_PARTIALS, [_encode_partial(partial) for partial in partials])
 
 
-_POSITION = col(PartialRow.position)
-_SINCE = (
+def _encode_partial(partial: Partial) -> dict[str, object]:
+    topk = partial.topk
+    return {
+        "request_id": partial.request_id,
+        "sample_index": partial.sample_index,
+        "start": partial.start,
+        "tokens": partial.tokens.astype("<i4").tobytes(),
+        "logprobs": partial.logprobs.astype("<f4").tobytes(),
+        "topk_token_ids": None if topk is None else topk.token_ids.astype("<i4").tobytes(),
+        "topk_logprobs": None if topk is None else topk.logprobs.astype("<f4").tobytes(),
+    }
+
+
+_PARTIAL_POSITION = col(PartialRow.position)
+_PARTIALS_SINCE = (
     select(
-        _POSITION,
+        _PARTIAL_POSITION,
         *(col(PartialRow.request_id), col(PartialRow.sample_index), col(PartialRow.start)),
         *(col(PartialRow.tokens), col(PartialRow.logprobs)),
         *(col(PartialRow.topk_token_ids), col(PartialRow.topk_logprobs)),
     )
-    .where(bindparam("after") < _POSITION)
-    .order_by(_POSITION)
+    .where(bindparam("after") < _PARTIAL_POSITION)
+    .order_by(_PARTIAL_POSITION)
     .limit(bindparam("limit"))
 )
 
 
-def list_since(tx: Session, after: int, limit: int = 1000) -> list[tuple[int, Partial]]:
-    """Return position and content of the rows after a position, of all requests, in the order of writing."""
-    rows = execute(tx, _SINCE, {"after": after, "limit": limit})
+def list_partials(tx: Session, after: int, limit: int = 1000) -> list[tuple[int, Partial]]:
+    """Return the partial results after a position, each with its position, in written order."""
+    rows = execute(tx, _PARTIALS_SINCE, {"after": after, "limit": limit})
     return [(int(row[0] or 0), _decode_partial(*row[1:])) for row in rows]
 
 
@@ -220,16 +238,19 @@ def _decode_partial(
     )
 
 
-_DELETE = delete(PartialRow).where(col(PartialRow.request_id) == bindparam("request_id"))
-_OPEN = select(col(RequestRow.request_id)).where(col(RequestRow.status) == "open")
-_PRUNE = delete(PartialRow).where(col(PartialRow.request_id).not_in(_OPEN))
+_DELETE_PARTIALS = delete(PartialRow).where(col(PartialRow.request_id) == bindparam("request_id"))
+_OPEN_REQUESTS = select(col(RequestRow.request_id)).where(col(RequestRow.status) == "open")
+_PRUNE_PARTIALS = delete(PartialRow).where(col(PartialRow.request_id).not_in(_OPEN_REQUESTS))
 
 
-def delete_by_request(tx: Session, request_id: RequestId) -> None:
-    """Delete the rows of a request that has its result."""
-    execute(tx, _DELETE, {"request_id": request_id})
+def delete_partials(tx: Session, request_id: RequestId) -> None:
+    """Delete the partial results of a request. Called when the request gets its result."""
+    execute(tx, _DELETE_PARTIALS, {"request_id": request_id})
 
 
-def prune(tx: Session) -> int:
-    """Delete the rows of requests that are completed or gone: a cancelled sample may leave some. Returns how many."""
-    return execute(tx, _PRUNE).rowcount
+def prune_partials(tx: Session) -> int:
+    """Delete partial results whose request is not open, and return their number.
+
+    A cancelled sample may leave such rows.
+    """
+    return execute(tx, _PRUNE_PARTIALS).rowcount

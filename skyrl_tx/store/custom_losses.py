@@ -1,4 +1,4 @@
-"""Losses that clients upload, each for one session."""
+"""Loss functions that clients upload. Each belongs to one session."""
 
 from sqlalchemy import bindparam, delete, exists, func, insert, or_, select, update
 from sqlmodel import Session, col
@@ -8,20 +8,23 @@ from skyrl_tx.store.database import execute
 from skyrl_tx.store.tables import CustomLossRow, SessionRow
 
 RETENTION_S = 30 * 86_400.0
-"""Time from a loss's last use to its removal."""
+"""How long a loss is kept after its last use."""
 FINISHED_RETENTION_S = 86_400.0
-"""Time for which a loss of a finished session is kept. Requests carry their loss, so it may go before them."""
+"""How long a loss is kept after its session has finished.
+
+Open requests contain a copy of their loss.
+"""
 MAX_PER_SESSION = 256
 MAX_PER_OWNER = 2048
 _TOUCH_EVERY_S = 3600.0
 
 
 class TooManyLosses(Exception):
-    """A session or an owner has as many losses as the server stores."""
+    """A session or an owner has reached the maximum number of losses."""
 
 
 class ConflictingLoss(Exception):
-    """The id of a loss was used for another one."""
+    """The id was used before for a different loss."""
 
 
 _BODY = select(col(CustomLossRow.body)).where(
@@ -49,32 +52,44 @@ _EXPIRE = delete(CustomLossRow).where(
 
 
 def create(tx: Session, loss_id: str, *, session_id: SessionId, owner: str, name: str, body: bytes, now: float) -> None:
-    """Store a loss. Raises ConflictingLoss if its id has another one, TooManyLosses if there is no room for it."""
+    """Store a loss, unless the same loss is stored already.
+
+    Raises:
+        ConflictingLoss: The id was used for a different loss.
+        TooManyLosses: The session has `MAX_PER_SESSION` losses, or the owner has `MAX_PER_OWNER`.
+    """
     stored = find(tx, loss_id, session_id)
     if stored is not None:
         if stored != body:
-            raise ConflictingLoss(f"custom_loss_seq_id: loss {loss_id} exists already, and is another one")
+            raise ConflictingLoss(f"custom_loss_seq_id: loss {loss_id} exists already with other contents")
         return
-    of_session, of_owner = execute(tx, _COUNTS, {"session_id": session_id, "owner": owner}).one()
-    if of_session >= MAX_PER_SESSION:
-        raise TooManyLosses(f"this session has {of_session} custom losses, the most that the server stores for one")
-    if of_owner >= MAX_PER_OWNER:
-        raise TooManyLosses(f"the sessions of {owner!r} have {of_owner} custom losses, the most that the server stores")
+
+    num_in_session, num_of_owner = execute(tx, _COUNTS, {"session_id": session_id, "owner": owner}).one()
+    if num_in_session >= MAX_PER_SESSION:
+        raise TooManyLosses(
+            f"this session has {num_in_session} custom losses, the maximum: create a new session for more"
+        )
+    if num_of_owner >= MAX_PER_OWNER:
+        raise TooManyLosses(
+            f"the sessions of {owner!r} have {num_of_owner} custom losses, the maximum: losses are removed a day after "
+            "their session has finished"
+        )
+
     common = {"session_id": session_id, "owner": owner, "name": name, "body": body}
     execute(tx, _NEW, {"loss_id": loss_id, "created_at": now, "last_used_at": now, **common})
 
 
 def find(tx: Session, loss_id: str, session_id: SessionId) -> bytes | None:
-    """Return a session's loss, encoded, or None."""
+    """Return an encoded loss of a session, or None if it does not exist."""
     return execute(tx, _BODY, {"loss_id": loss_id, "session_id": session_id}).scalar_one_or_none()
 
 
 def touch(tx: Session, loss_id: str, now: float) -> None:
-    """Record a use, once an hour."""
+    """Record a use of a loss, at most once per hour."""
     execute(tx, _TOUCH, {"used": loss_id, "now": now, "before": now - _TOUCH_EVERY_S})
 
 
 def expire(tx: Session, now: float) -> int:
-    """Delete the losses past their retention; return their number."""
+    """Delete the losses whose retention has ended, and return their number."""
     limits = {"unused_since": now - RETENTION_S, "finished_before": now - FINISHED_RETENTION_S}
     return execute(tx, _EXPIRE, limits).rowcount

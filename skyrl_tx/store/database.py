@@ -1,7 +1,8 @@
-"""Access of one process to the database: open, write, read, wait for the peer's commits; and statements with ids."""
+"""The database as one process uses it: open, read, write, and wait for commits of the peer.
 
-import os
-import tempfile
+`Store` is the entry point. All writes of a process go through the thread of its `GroupWriter`.
+"""
+
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ from sqlalchemy.sql.selectable import TypedReturnsRows
 from sqlmodel import Session, SQLModel
 
 from skyrl_tx import DISTRIBUTION
+from skyrl_tx.artifacts.location import write_note
 from skyrl_tx.store.dialect import DATABASE_NAME, Dialect, Notifier, Role, lock_after_check, lock_file, lock_role
 from skyrl_tx.store.errors import StoreError, StoreInUse
 from skyrl_tx.store.private_files import make_private
@@ -32,19 +34,25 @@ _Parameters = Mapping[str, object] | Sequence[Mapping[str, object]] | None
 _MAX_IDS = 1024
 
 HEAD = "0019"
-"""Newest revision in `migrations`, repeated here so that a current database opens without importing alembic (0.3 s)."""
+"""Newest revision in `migrations`. It is repeated here because importing alembic takes 0.3 s."""
 _DATABASE_NOTE = "database"
-"""File with the name of an external database. With another database, no run and no checkpoint would be there."""
+"""File in the data directory that names an external database, to detect a wrong URL."""
 
 
 class Store:
-    """The database as one process uses it; thread-safe except for `wait`."""
+    """The database as one process uses it.
+
+    All methods are thread-safe; only one thread at a time may `wait`.
+    """
 
     def __init__(
         self, *, dialect: Dialect, reader: Engine, writer: GroupWriter, notifier: Notifier, resources: ExitStack
     ) -> None:
-        """Use `open` instead. `resources` closes everything else, in reverse order of opening."""
-        self._make_dialect = dialect
+        """Use `open` instead.
+
+        `resources` closes the other arguments in reverse order of opening.
+        """
+        self._dialect = dialect
         self._reader = reader
         self._writer = writer
         self._notifier = notifier
@@ -63,29 +71,42 @@ class Store:
         retry: RetryPolicy | None = None,
         is_shared: bool = False,
     ) -> Self:
-        """Open the database in a role, creating or migrating it as needed.
+        """Open the database in a role. The tables are created or migrated if necessary.
 
-        Several processes may have the role `tool` at once, and on PostgreSQL also `api`. Raises StoreInUse if the role
-        is taken, and StoreError if the database cannot be used. `url` names another file ("sqlite:///path") or a
-        PostgreSQL database ("postgresql://user@host/name"). `busy_timeout_s` is the time for which a write waits for
-        writes of other processes; with `retry` it is then repeated, as it is while the disk is full. With `is_shared`,
-        several processes may have the role `engine`, each with a number; PostgreSQL only.
+        Args:
+            data_dir: The data directory, which is created if it does not exist.
+            role: Multiple processes may have the role `tool` and, on PostgreSQL, the role `api`.
+            url: Another SQLite file ("sqlite:///path") or a PostgreSQL database
+                ("postgresql://user@host/name"). The default is a SQLite file in the data directory.
+            busy_timeout_s: How long a write waits for writes of other processes.
+            retry: Repeats writes while the database is locked or full. By default they fail.
+            is_shared: Whether multiple processes may have the role `engine`. Needs PostgreSQL.
+
+        Raises:
+            StoreInUse: Another process has the role.
+            StoreError: The database cannot be used.
         """
         dialect = _make_dialect(data_dir, url, busy_timeout_s)
         if is_shared:
             dialect.share()
         with ExitStack() as stack:
             try:
+                # Prepare the data directory and take the role.
                 data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
                 _check_database(data_dir, dialect.name)
                 make_private(data_dir, dialect.files)
                 if role in dialect.file_locked:
                     stack.enter_context(lock_role(data_dir, role, is_shared=is_shared))
+
+                # Connect and upgrade the tables. SQLite's lock does not cover setting the journal
+                # mode of a new file.
                 write_engine = dialect.create_writer(role)
                 stack.callback(write_engine.dispose)
-                with lock_file(data_dir / "schema.lock"):  # SQLite's own does not cover a new file's journal mode
+                with lock_file(data_dir / "schema.lock"):
                     upgrade(write_engine)
-                _record_database(data_dir, dialect.name)
+                if dialect.name is not None and not (data_dir / _DATABASE_NOTE).is_file():
+                    write_note(data_dir, _DATABASE_NOTE, dialect.name)
+
                 if role != "tool":
                     stack.enter_context(lock_after_check(data_dir, dialect.check))
                 reader = dialect.create_reader(role)
@@ -99,21 +120,21 @@ class Store:
             return cls(dialect=dialect, reader=reader, writer=writer, notifier=notifier, resources=stack.pop_all())
 
     def write(self, work: Callable[[Session], T]) -> T:
-        """Run work on the writer thread and return its result after the commit.
+        """Run `work` in a transaction on the writer thread, and return its result after the commit.
 
-        An exception of `work` is raised here and rolls back that work alone. StoreError means that the database failed
-        and nothing was kept.
+        An exception of `work` is raised here. It rolls back only the changes of this call.
+        StoreError means that the database failed and the changes were not stored.
         """
         if self._writer.is_own_thread():
             raise StoreError("write called within a write: call both functions in one transaction")
         return self.write_soon(work).result()
 
     def write_soon(self, work: Callable[[Session], T]) -> Future[T]:
-        """Run work as `write` does, without waiting for the commit."""
+        """Like `write`, but returns a future instead of waiting for the commit."""
         return self._writer.submit(work)
 
     def read(self, work: Callable[[Session], T]) -> T:
-        """Run read-only work on one consistent state, from any thread, without blocking writers."""
+        """Run read-only work on one consistent state. Does not block writers."""
         if self._is_closed:
             raise StoreError("the store is closed")
         with self._explain_errors():
@@ -122,7 +143,7 @@ class Store:
             except DBAPIError as error:
                 if not error.connection_invalidated:
                     raise
-            return self._read(work)  # with a new connection: the old one may predate a database restart
+            return self._read(work)  # with a new connection, because the database may have restarted
 
     def _read(self, work: Callable[[Session], T]) -> T:
         with Session(self._reader, expire_on_commit=False) as tx:
@@ -136,63 +157,69 @@ class Store:
             yield
         except DataError as error:
             raise translate_refusal(error) from error
-        except (DBAPIError, *self._make_dialect.errors) as error:
-            raise self._make_dialect.explain(error) from error
+        except (DBAPIError, *self._dialect.errors) as error:
+            raise self._dialect.explain(error) from error
 
     def vacuum(self) -> bool:
-        """Return some free space of the database to the file system; return whether more is left."""
-        return self.write(lambda tx: self._make_dialect.vacuum(tx.connection()))
+        """Release some free space to the file system. Return whether more free space remains."""
+        return self.write(lambda tx: self._dialect.vacuum(tx.connection()))
 
     def find_damage(self) -> str | None:
-        """Check the database's own structure; return its first damage, or None. Takes some milliseconds per MiB."""
+        """Check the structure of the database file. Return the first damage, or None.
+
+        Takes some milliseconds per MiB.
+        """
         with self._explain_errors():
-            return self._make_dialect.find_damage()
+            return self._dialect.find_damage()
 
     def copy(self, target: Path, look: Callable[[Session], T]) -> T:
-        """Write a consistent copy of the database to a file, while others use it; return what `look` reads in it.
+        """Write a consistent copy of the database to a file, and return the result of `look`.
 
+        `look` reads the same state as the copy. Other processes can use the database meanwhile.
         Raises StoreError.
         """
         with self._explain_errors():
-            return self._make_dialect.copy(target, look)
+            return self._dialect.copy(target, look)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for a commit of the other process or for `wake`; return False on timeout.
+        """Wait for a commit of the peer or for `wake`.
 
-        For one thread at a time. Notifications may be spurious: check the database and wait again.
+        Return False on timeout. Only one thread at a time can wait. Notifications may be spurious,
+        so callers must check the database.
         """
         with self._waiting:
             return not self._is_closed and self._notifier.wait(timeout_s) and not self._is_closed
 
     @property
     def write_failure(self) -> str | None:
-        """Error of the latest write; None if it succeeded."""
+        """Error of the latest write, or None if it succeeded."""
         failure = self._writer.failure
         return None if failure is None else str(failure)
 
     def observe_commits(self, observe_seconds: Callable[[float], object]) -> None:
-        """Call `observe_seconds` with the duration of each later commit.
+        """Call `observe_seconds` with the duration of each commit from now on.
 
-        It runs on the writer thread before the callers get their results, so it must be fast.
+        The call is made on the writer thread before the callers get their results, so it must be
+        fast.
         """
         self._writer.observe_seconds = observe_seconds
 
     @property
     def engine_number(self) -> int:
-        """The number of the engine that this process is; 1 in other roles."""
-        return self._make_dialect.engine_number
+        """The number of this process's engine; 1 in other roles."""
+        return self._dialect.engine_number
 
     @property
     def is_shared(self) -> bool:
-        """Whether several engines may share the database."""
-        return self._make_dialect.is_shared
+        """Whether multiple engines may share the database."""
+        return self._dialect.is_shared
 
     def wake(self) -> None:
         """End this process's current or next `wait`."""
         self._notifier.wake()
 
     def is_peer_running(self) -> bool:
-        """Return whether a process of the other role has this database open."""
+        """Return whether a process with the peer's role has this database open."""
         with self._explain_errors():
             return self._notifier.is_peer_running()
 
@@ -207,7 +234,10 @@ class Store:
 
 
 def restore(source: Path, data_dir: Path, url: str | None = None) -> None:
-    """Create a database from a file that `Store.copy` wrote. Raises StoreError, also if there is a database."""
+    """Create a database from a file that `Store.copy` wrote.
+
+    Raises StoreError if there is a database already.
+    """
     dialect = _make_dialect(data_dir, url, busy_timeout_s=10.0)
     try:
         dialect.restore(source)
@@ -221,10 +251,12 @@ def _make_dialect(data_dir: Path, url: str | None, busy_timeout_s: float) -> Dia
     try:
         parsed = make_url(url)
     except ArgumentError:
-        raise StoreError("database url: not a URL; postgresql://user:password@host/name is one") from None
+        raise StoreError("database url: not a URL; use for example postgresql://user:password@host/name") from None
+
     match parsed.get_backend_name():
         case "sqlite" if parsed.database and parsed.database != ":memory:":
             return Sqlite(Path(parsed.database), data_dir, busy_timeout_s)
+
         case "postgresql" | "postgres":
             try:
                 from skyrl_tx.store.postgresql import Postgresql
@@ -233,6 +265,7 @@ def _make_dialect(data_dir: Path, url: str | None, busy_timeout_s: float) -> Dia
                     f"database url: PostgreSQL needs a driver ({error}): pip install '{DISTRIBUTION}[postgres]'"
                 ) from error
             return Postgresql(parsed, data_dir, busy_timeout_s)
+
         case _:
             raise StoreError(
                 f"database url {parsed.set(query={}).render_as_string()!r}: only sqlite:///path and "
@@ -241,41 +274,35 @@ def _make_dialect(data_dir: Path, url: str | None, busy_timeout_s: float) -> Dia
 
 
 def _check_database(data_dir: Path, name: str | None) -> None:
-    """Raise StoreError if the weights belong to another database than `name`; None means the directory's own file."""
+    """Raise StoreError if the data directory belongs to another database.
+
+    `name` is `Dialect.name`: None for the SQLite file in the data directory.
+    """
     note = data_dir / _DATABASE_NOTE
-    noted = note.read_text().strip() if note.is_file() else None
-    if name is None and noted is not None:
+    recorded = note.read_text().strip() if note.is_file() else None
+    if name is None and recorded is not None:
         raise StoreError(
-            f"data directory {data_dir} belongs to the database {noted}: name it with --database-url, or choose "
+            f"data directory {data_dir} belongs to the database {recorded}: name it with --database-url, or choose "
             "another data directory"
         )
-    if name is not None and noted is None and (data_dir / DATABASE_NAME).is_file():
+
+    if name is not None and recorded is None and (data_dir / DATABASE_NAME).is_file():
         raise StoreError(
-            f"data directory {data_dir} has a database of its own, {DATABASE_NAME}, to which its weights belong: "
-            "choose another data directory for --database-url"
-        )
-    if name is not None and noted not in (None, name):
-        raise StoreError(
-            f"data directory {data_dir} belongs to the database {noted}, not {name}: choose another, or if these are "
-            f"one database under two names, remove {note}"
+            f"data directory {data_dir} belongs to the database {DATABASE_NAME} in it: choose another data directory "
+            "for --database-url"
         )
 
-
-def _record_database(data_dir: Path, name: str | None) -> None:
-    """Write the name of an external database into the data directory; does nothing for the directory's own file."""
-    if name is None or (data_dir / _DATABASE_NOTE).is_file():
-        return
-    # Renamed when it is whole, because other processes may start at the same moment; `mkstemp` makes it private.
-    descriptor, temporary = tempfile.mkstemp(dir=data_dir, prefix=f"{_DATABASE_NOTE}.")
-    with os.fdopen(descriptor, "w") as file:
-        file.write(f"{name}\n")
-    Path(temporary).rename(data_dir / _DATABASE_NOTE)
+    if name is not None and recorded not in (None, name):
+        raise StoreError(
+            f"data directory {data_dir} belongs to the database {recorded}, not {name}: choose another data "
+            f"directory, or remove {note} if both are names of the same database"
+        )
 
 
 def upgrade(engine: Engine) -> None:
-    """Create the tables, or upgrade them to HEAD, in one transaction.
+    """Create the tables or upgrade them to HEAD, in one transaction.
 
-    Raises StoreError if a newer release or another program wrote the database.
+    Raises StoreError if the database belongs to a newer release or to another program.
     """
     with engine.begin() as connection:
         tables = inspect(connection).get_table_names()
@@ -309,9 +336,9 @@ def execute(tx: Session, statement: TypedReturnsRows[*Ts], parameters: _Paramete
 @overload
 def execute(tx: Session, statement: Executable, parameters: _Parameters = None) -> CursorResult[*tuple[Any, ...]]: ...
 def execute(tx: Session, statement: Executable, parameters: _Parameters = None) -> CursorResult[*tuple[Any, ...]]:
-    """Execute a statement without loading objects, which takes a fraction of the time of `Session.execute`.
+    """Execute a statement without loading objects, which is much faster than `Session.execute`.
 
-    Like that, it writes changed objects first.
+    Like `Session.execute`, it flushes changed objects first.
     """
     tx.flush()
     return tx.connection().execute(statement, parameters)
@@ -320,15 +347,18 @@ def execute(tx: Session, statement: Executable, parameters: _Parameters = None) 
 def is_in_batch(column: Mapped[Any]) -> ColumnElement[bool]:
     """Return the condition that a column is in the parameter `ids` of `execute_in_batches`.
 
-    A statement built around a list refers to itself and so keeps the list until garbage collection, and SQLite's driver
-    keeps the last 128 statement texts of each connection prepared. So statements are built once, and the lengths of
-    their lists are powers of two.
+    Use it instead of `column.in_(ids)`, so that the statement is built only once. A statement with
+    the ids in it is a reference cycle, which keeps the ids in memory until garbage collection.
     """
     return column.in_(bindparam("ids", expanding=True))
 
 
 def split_batches(ids: Iterable[T]) -> Iterator[list[T]]:
-    """Yield the ids in lists of 1, 2, 4, … or 1,024; the last list may repeat its last id as padding."""
+    """Yield the ids in lists of 1, 2, 4, … or 1,024.
+
+    The last list may repeat its last id as padding. SQLite's driver caches the last 128 statement
+    texts of each connection. With lengths that are powers of two, a statement has at most 11 texts.
+    """
     all_ids = list(ids)
     for start in range(0, len(all_ids), _MAX_IDS):
         batch = all_ids[start : start + _MAX_IDS]
@@ -337,7 +367,7 @@ def split_batches(ids: Iterable[T]) -> Iterator[list[T]]:
 
 
 def execute_in_batches(tx: Session, statement: Executable, ids: Iterable[object], **parameters: object) -> list[Any]:
-    """Execute a statement for each batch of ids; return all rows that it selects."""
+    """Execute a statement once for each batch of ids, and return all selected rows."""
     rows: list[Any] = []
     for batch in split_batches(ids):
         result = execute(tx, statement, {"ids": batch, **parameters})

@@ -1,4 +1,9 @@
-"""Operations that differ between kinds of databases, and the file locks that they share."""
+"""The interface of a kind of database, SQLite or PostgreSQL, and the file locks that both use.
+
+A `Dialect` opens connections, copies and restores the database, and translates errors. A `Notifier`
+tells this process about commits of its peer: the API process about commits of the engine, and the
+other way round.
+"""
 
 import errno
 import fcntl
@@ -20,13 +25,13 @@ from skyrl_tx.store.private_files import open_private
 T = TypeVar("T")
 Role = Literal["api", "engine", "tool"]
 PEER: Mapping[Role, Role] = {"api": "engine", "engine": "api", "tool": "engine"}
-"""The role that a process notifies after its commits."""
+"""For each role, the role that its processes notify after a commit."""
 DATABASE_NAME = "skyrl_tx.db"
-"""SQLite file in the data directory; used unless another database is configured."""
+"""SQLite file in the data directory, used if no other database is configured."""
 _CHECK_POLL_S = 0.1
 
 Failure = tuple[type[StoreError], str]
-"""Error class and text for one kind of failure."""
+"""Error class and message for one kind of failure."""
 NO_SPACE: Failure = (StoreBlocked, "no space left on its disk")
 DISK_FAILED: Failure = (StoreError, "the disk failed")
 LOCKED: Failure = (StoreBlocked, "another process holds its lock")
@@ -42,11 +47,14 @@ _OS_FAILURES: dict[int | None, Failure] = {
 
 
 class Notifier(ABC):
-    """Wakes this process when its peer has committed, and the peer when this process has."""
+    """Wakes this process when its peer commits, and the peer when this process commits."""
 
     @abstractmethod
     def wait(self, timeout_s: float) -> bool:
-        """Wait for a commit of the peer or for `wake`; return False on timeout. For one thread at a time; no errors."""
+        """Wait for a commit of the peer or for `wake`. Return False on timeout.
+
+        Only one thread may wait at a time. Database errors are not raised here.
+        """
 
     @abstractmethod
     def wake(self) -> None:
@@ -54,11 +62,11 @@ class Notifier(ABC):
 
     @abstractmethod
     def notify_peer(self) -> None:
-        """Wake the peer; called after each commit."""
+        """Wake the peer. Called after each commit."""
 
     @abstractmethod
     def is_peer_running(self) -> bool:
-        """Return whether a process of the peer's role has the database open."""
+        """Return whether a process with the peer's role has the database open."""
 
     @abstractmethod
     def close(self) -> None:
@@ -66,81 +74,89 @@ class Notifier(ABC):
 
 
 class Dialect(ABC):
-    """One database, not yet open. Its failures are raised as one of `errors` or as SQLAlchemy's DBAPIError."""
+    """One database and how to open it.
+
+    Methods raise errors of the driver (`errors`) or SQLAlchemy's DBAPIError; `explain` translates
+    them.
+    """
 
     errors: ClassVar[tuple[type[Exception], ...]]
     """Exception types of the driver."""
     file_locked: ClassVar[frozenset[Role]]
-    """Roles that one process at a time may have on a data directory."""
+    """Roles that need a file lock in the data directory."""
     label: str
     """The database in error messages, without its password."""
     files: tuple[Path, ...] = ()
-    """The files of the database that this process opens; some may not exist."""
+    """Files of the database that this process opens. Some of them may not exist."""
     engine_number = 1
-    """The number of the engine that this process is, once its writer has connected."""
+    """Number of this process's engine. Set when the writer of an engine connects."""
     is_shared = False
-    """Whether several engines may share the database."""
+    """Whether multiple engines may share the database."""
 
     def share(self) -> None:
-        """Let several engines share the database. Raises StoreError if this kind of database cannot be shared.
-
-        The default is for databases of one machine.
-        """
-        raise StoreError("--engines: several engines need a PostgreSQL database; name one with --database-url")
+        """Allow multiple engines to share the database. The default raises StoreError."""
+        raise StoreError("--engines: multiple engines need a PostgreSQL database; name one with --database-url")
 
     @property
     @abstractmethod
     def name(self) -> str | None:
-        """Name of the database without secrets; None for the data directory's own file."""
+        """Name of the database without secrets; None for the SQLite file in the data directory."""
 
     @abstractmethod
     def create_writer(self, role: Role) -> Engine:
-        """Create the pool of the one writing connection.
+        """Create the pool with the only write connection of this process.
 
-        Every error that ends a transaction invalidates the connection. Connecting raises StoreInUse if another process
-        has the role. Write transactions of all processes are serialized: rows that one has read do not change until it
-        commits.
+        Any error that ends a transaction invalidates the connection. Connecting raises StoreInUse
+        if another process has the role. Write transactions of all processes are serialized: rows
+        that a transaction has read cannot change before it commits.
         """
 
     @abstractmethod
     def create_reader(self, role: Role) -> Engine:
-        """Create the pool of read-only connections; each transaction sees one consistent state."""
+        """Create the pool of read-only connections. Each transaction sees one consistent state."""
 
     @abstractmethod
     def create_notifier(self, role: Role, reader: Engine) -> Notifier:
-        """Open the notifier of a role; `reader` serves its queries."""
+        """Open the notifier of a role. It sends its queries to `reader`."""
 
     def check(self) -> None:
-        """Raise StoreError for a database that must not be served, such as a damaged one.
+        """Raise StoreError if the database must not be served, for example a damaged file.
 
-        The default does nothing, for databases that check their own files.
+        The default does nothing, because PostgreSQL checks its own files.
         """
         return
 
     def find_damage(self) -> str | None:
-        """Return the first damage of the database; None if there is none, or if the database checks its own files."""
+        """Return a description of the first damage that was found, or None.
+
+        The default returns None, because PostgreSQL checks its own files.
+        """
         return None
 
     @abstractmethod
     def copy(self, target: Path, look: Callable[[Session], T]) -> T:
-        """Write a consistent copy of the database to a file; return what `look` reads in the copied state.
+        """Write a consistent copy of the database to a file.
 
-        Raises StoreError if a program that makes the copy is missing or fails.
+        Return the result of `look`. `look` reads the same state as the copy. Raises StoreError if
+        the program that makes the copy is missing or fails, for example `pg_dump`.
         """
 
     @abstractmethod
     def restore(self, source: Path) -> None:
-        """Create the database from the file that `copy` wrote. Raises StoreError if it exists and is not empty."""
+        """Create the database from a file that `copy` wrote.
+
+        Raises StoreError if there is a database already.
+        """
 
     def vacuum(self, connection: Connection) -> bool:
-        """Return some free pages to the file system; return whether more are left.
+        """Release some free pages to the file system. Return whether free pages remain.
 
-        The default does nothing, for databases that do so by themselves.
+        The default does nothing, because PostgreSQL vacuums automatically.
         """
         return False
 
     def explain(self, error: BaseException) -> StoreError:
-        """Translate an error into one that says what failed, and in which database."""
+        """Translate an error into a StoreError that names the database and what failed."""
         if isinstance(error, StoreError):
             return error
         cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
@@ -152,15 +168,19 @@ class Dialect(ABC):
 
     @abstractmethod
     def classify_error(self, cause: BaseException) -> Failure:
-        """Return what an error of the driver means: full disks, failing disks, locks, damage, `FAILED` for others."""
+        """Classify an error of the driver, for example as `NO_SPACE` or `LOCKED`.
+
+        Unknown errors are `FAILED`.
+        """
 
 
 @contextmanager
 def lock_role(data_dir: Path, role: str, *, is_shared: bool = False) -> Generator[None]:
-    """Hold a role's file lock, which the kernel releases when the process ends.
+    """Hold the file lock of a role.
 
-    With `is_shared`, other processes may hold it too, if they say the same; the file then names the last of them.
-    Raises StoreInUse with the holder's process id if another process holds it.
+    The kernel releases it when the process ends. With `is_shared`, other processes that also pass
+    `is_shared` may hold the lock at the same time. The file contains the process id of the last
+    process that took the lock. Raises StoreInUse with this process id if the lock is taken.
     """
     with open(data_dir / f"{role}.lock", "a+", opener=open_private) as file:
         try:
@@ -177,11 +197,12 @@ def lock_role(data_dir: Path, role: str, *, is_shared: bool = False) -> Generato
 
 @contextmanager
 def lock_after_check(data_dir: Path, check: Callable[[], None]) -> Generator[None]:
-    """Hold a shared lock while this process has the database open; first run `check`, unless another process holds it.
+    """Hold a shared lock while this process has the database open.
 
-    A check takes seconds for each GB, and the crash of a process damages no database: only the machine or its disk do,
-    or somebody who changes the file while no server runs. So engines that start again skip it. Raises what `check`
-    raises.
+    The first process runs `check` before it. A check takes seconds per GB. The crash of a process
+    cannot damage the database, so an engine that restarts while the API process keeps the lock
+    skips the check. Only a crash of the machine, a disk failure or somebody who edits the file
+    while no server is running can damage it. Raises the errors of `check`.
     """
     with open(data_dir / "checked.lock", "a", opener=open_private) as file:
         while True:
@@ -193,13 +214,13 @@ def lock_after_check(data_dir: Path, check: Callable[[], None]) -> Generator[Non
             with suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 break
-            time.sleep(_CHECK_POLL_S)  # another process checks it now
+            time.sleep(_CHECK_POLL_S)  # another process is checking the database
         yield
 
 
 @contextmanager
 def lock_file(path: Path) -> Generator[None]:
-    """Wait for a file's lock, then hold it."""
+    """Wait for the lock of a file, then hold it."""
     with open(path, "a", opener=open_private) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

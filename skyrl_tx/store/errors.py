@@ -2,7 +2,10 @@
 
 
 class StoreError(Exception):
-    """The database failed and kept nothing of the work; after a broken connection that is not certain."""
+    """The database failed and the changes were not stored.
+
+    After a broken connection this is not certain.
+    """
 
 
 class StoreInUse(StoreError):
@@ -10,12 +13,15 @@ class StoreInUse(StoreError):
 
 
 class StoreUnreachable(StoreError):
-    """The database, or what it refers to, cannot be reached now; it may come back."""
+    """The database, or the artifacts that it refers to, cannot be reached now.
+
+    It may work later.
+    """
 
 
 class StoreBlocked(StoreError):
-    """The database cannot be written now because it is full or locked; that may pass."""
+    """The database cannot be written now because it is full or locked. It may work later."""
 
 
 class ValueRefused(Exception):
-    """A value that this database cannot hold, such as text with a zero character in PostgreSQL; a caller's error."""
+    """The database cannot store a value, for example text with a zero character in PostgreSQL."""

@@ -1,7 +1,8 @@
-"""Futures: requests and their results, submitted once and completed once.
+"""Futures: requests and their results.
 
-These functions run many times a second, so they select columns and never load a `RequestRow` as an object. Each
-statement is built once, above the function that uses it, because building one takes longer than running it.
+Each request is submitted once and completed once. These functions run many times per second, so
+they select columns and never load a `RequestRow` as an object. Each statement is built once, above
+the function that uses it, because building a statement takes longer than running it.
 """
 
 import base64
@@ -38,27 +39,32 @@ from skyrl_tx.store.tables import AnswerCounterRow, PrunedRow, RequestRow
 
 _REQUEST_ID = re.compile("req-[a-z2-7]{32}")
 CLONE_STRIDE = 1_000_000_000
-"""Copies of a sampling client number their requests from multiples of this (tinker/lib/public_interfaces)."""
+"""Copies of a sampling client number their requests from multiples of this (`tinker.lib`).
+
+For example, the second copy starts at 2,000,000,000.
+"""
 
 
 class ConflictingRequest(Exception):
-    """The idempotency key of a request was used before, for a request with another body."""
+    """The idempotency key of a request was used before for a request with a different body."""
 
 
 class RequestPruned(Exception):
-    """A sequence number at or below the high-water mark: its request was completed and has been deleted."""
+    """The request with this sequence number was completed and has been deleted.
+
+    The sequence number is at or below the high-water mark.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewRequest:
-    """A request that the API submits.
-
-    `key` is the idempotency key, such as "model/{model_id}/{seq_id}"; with "" a request is never a duplicate. A
-    duplicate must have the same `digest`, by default that of `body`. The API passes the digest of the request as sent,
-    without additions of the server such as seeds.
-    """
+    """A request that the API process submits."""
 
     key: str
+    """Idempotency key, for example "model/{model_id}/{seq_id}".
+
+    With "" a request is never a duplicate.
+    """
     kind: str
     owner: str
     session_id: SessionId
@@ -68,13 +74,21 @@ class NewRequest:
     sampling_session_id: SamplingSessionId | None = None
     sampler_id: SamplerId | None = None
     digest: bytes | None = None
+    """A duplicate must have the same digest.
+
+    None means the digest of `body`. The API process passes the digest of the request as the client
+    sent it, without values that the server adds, for example a seed.
+    """
     is_streamed: bool = False
     engine: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class SubmittedRequest:
-    """The id of a submitted request. For a duplicate, `is_new` is False and `position` is None."""
+    """The id of a submitted request.
+
+    If it is a duplicate, `is_new` is False and `position` is None.
+    """
 
     request_id: RequestId
     is_new: bool
@@ -84,55 +98,53 @@ class SubmittedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRequest:
-    """Fields of a stored request. `position` is its order of arrival, `attempts` counts its delivery attempts.
-
-    `crashes` counts the engine's crashes while it ran alone.
-    """
+    """The columns of a stored request that the engine needs, without its body."""
 
     position: int
+    """Order of arrival at the engine."""
     request_id: RequestId
     kind: str
-    """The kind that the client asked for, also of a rejected request."""
+    """The kind that the client asked for. A rejected request keeps it."""
     owner: str
     session_id: SessionId
     model_id: ModelId | None
     seq_id: int | None
     sampling_session_id: SamplingSessionId | None
     attempts: int
+    """Number of delivery attempts, see `count_delivery_attempt`."""
     crashes: int = 0
+    """Number of engine crashes while the request ran alone."""
     created_at: float = 0.0
     is_damaged: bool = False
-    """Whether the body's checksum does not match what was written."""
+    """Whether the checksum of the body does not match."""
     is_streamed: bool = False
-    """Whether the client reads the sample while it is decoded."""
+    """Whether the client reads the tokens of the sample while they are decoded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingRequest(StoredRequest):
-    """A request as the engine reads it. The body of a damaged one is empty."""
+    """A request as the engine reads it. A damaged request has an empty body."""
 
     body: bytes
     effect_order: int | None
     failed: bool
     num_left_out: int = 0
-    """Size of a body that was left out because of its size; 0 if the body is present."""
+    """Size in bytes of a body that was left out because it is large; 0 if the body is present."""
 
 
 @dataclass(frozen=True, slots=True)
 class FutureState:
-    """The state of a request, and its result once it is complete.
-
-    status: "open" has no result yet, "pruned" no longer; "damaged" has a result whose checksum does not match.
-    """
+    """The state of a request, with its result if it is complete."""
 
     status: Literal["open", "done", "failed", "pruned", "damaged", "unknown"]
+    """`open`: no result yet; `pruned`: the result was deleted; `damaged`: its checksum is wrong."""
     kind: str = ""
     result: bytes | None = None
     created_at: float = 0.0
 
 
 def make_request_id(key: str) -> RequestId:
-    """Return the request id of an idempotency key; a random id for ""."""
+    """Return the request id for an idempotency key, or a random id for ""."""
     raw = hashlib.blake2b(key.encode(), digest_size=20).digest() if key else secrets.token_bytes(20)
     return RequestId(f"req-{base64.b32encode(raw).decode().lower()}")
 
@@ -140,7 +152,7 @@ def make_request_id(key: str) -> RequestId:
 def is_request_id(text: str) -> bool:
     """Return whether a text has the form of a request id.
 
-    Such ids cannot be guessed, so an unknown one belongs to a request that existed.
+    Request ids cannot be guessed. If such an id is unknown, its request existed and was deleted.
     """
     return _REQUEST_ID.fullmatch(text) is not None
 
@@ -148,19 +160,22 @@ def is_request_id(text: str) -> bool:
 def get_sequence_scope(
     model_id: ModelId | None, sampling_session_id: SamplingSessionId | None, seq_id: int | None
 ) -> str | None:
-    """Return the name of the model or sampling client within which `seq_id` is unique; None for unnumbered requests."""
+    """Return the scope in which `seq_id` is unique: a name for the model or the sampling client.
+
+    Returns None for requests without a sequence number.
+    """
     if sampling_session_id is not None and seq_id is not None:
         return f"sample/{sampling_session_id}/{seq_id // CLONE_STRIDE}"
     return f"model/{model_id}" if model_id is not None and seq_id else None
 
 
-_MARK = select(col(PrunedRow.up_to)).where(col(PrunedRow.numbered_by) == bindparam("scope"))
+_HIGH_WATER_MARK = select(col(PrunedRow.up_to)).where(col(PrunedRow.numbered_by) == bindparam("scope"))
 
 
 def get_high_water_mark(tx: Session, scope: str) -> int:
-    """Return the last deleted sequence number of a scope; -1 if there is none."""
-    found = execute(tx, _MARK, {"scope": scope}).scalar_one_or_none()
-    return -1 if found is None else found
+    """Return the highest deleted sequence number of a scope, or -1 if none was deleted."""
+    up_to = execute(tx, _HIGH_WATER_MARK, {"scope": scope}).scalar_one_or_none()
+    return -1 if up_to is None else up_to
 
 
 _DIGEST = select(col(RequestRow.digest)).where(col(RequestRow.request_id) == bindparam("request_id"))
@@ -173,13 +188,16 @@ _SUBMITTED_COLUMNS = (
 
 
 def submit(tx: Session, new: NewRequest, now: float) -> SubmittedRequest:
-    """Insert a request, unless it is a duplicate of a stored one.
+    """Insert a request, unless it is a duplicate of a stored request.
 
-    Raises ConflictingRequest if its key was used with another body; the first request is unchanged. Raises
-    RequestPruned if its key was used by a request that has been deleted.
+    Raises:
+        ConflictingRequest: The key was used with a different body. The stored request is not changed.
+        RequestPruned: The key was used by a request that has been deleted.
     """
     name = make_request_id(new.key)
     digest = compute_digest(new.body) if new.digest is None else new.digest
+
+    # Check for duplicates.
     if new.key:
         stored = execute(tx, _DIGEST, {"request_id": name}).scalar_one_or_none()
         if stored is not None:
@@ -191,16 +209,21 @@ def submit(tx: Session, new: NewRequest, now: float) -> SubmittedRequest:
             raise RequestPruned(
                 f"{new.kind} request {new.key!r}: its sequence number was used by a request that has been deleted"
             )
+
+    # Insert the row. `started_at` is not null so that the row keeps its size when it is set later:
+    # only then does SQLite update the row in place without rewriting a large body.
     values = {column: getattr(new, column) for column in _SUBMITTED_COLUMNS}
     values |= {"request_id": name, "digest": digest, "body_crc": crc32(new.body), "created_at": now}
-    # Not null: SQLite changes a row in place, and leaves a large body alone, only if the row's size stays the same.
     values["started_at"] = now
     (position,) = execute(tx, _INSERT, {**values, **_NOT_STARTED}).inserted_primary_key or (None,)
     return SubmittedRequest(name, is_new=True, position=position, engine=new.engine)
 
 
 def compute_digest(data: bytes) -> bytes:
-    """Return the digest in which a duplicate of a request must agree with the first one."""
+    """Return the digest of a request.
+
+    A duplicate must have the same digest as the stored request.
+    """
     return hashlib.blake2b(data, digest_size=20).digest()
 
 
@@ -214,18 +237,18 @@ _COLUMNS_WITHOUT_BODY = (
     col(RequestRow.body_crc),
 )
 _COLUMNS = (*_COLUMNS_WITHOUT_BODY, col(RequestRow.body))
-_IS_OPEN = col(RequestRow.status) == literal_column("'open'")  # a literal, so that the partial index is used
+IS_OPEN = col(RequestRow.status) == literal_column("'open'")  # a literal, so that the partial index is used
 _IS_LEFT_OUT = and_(
     col(RequestRow.kind) == "model_pass", func.length(col(RequestRow.body)) > bindparam("max_pass_bytes")
 )
-_IS_OF_ENGINE = col(RequestRow.engine) == bindparam("engine")
+_IS_FOR_ENGINE = col(RequestRow.engine) == bindparam("engine")
 _OPEN_AFTER = (
     select(
         *_COLUMNS_WITHOUT_BODY,
         case((_IS_LEFT_OUT, None), else_=col(RequestRow.body)).label("body"),
         case((_IS_LEFT_OUT, func.length(col(RequestRow.body))), else_=0).label("num_left_out"),
     )
-    .where(_IS_OPEN, _IS_OF_ENGINE, col(RequestRow.position) > bindparam("after_position"))
+    .where(IS_OPEN, _IS_FOR_ENGINE, col(RequestRow.position) > bindparam("after_position"))
     .order_by(col(RequestRow.position))
     .limit(bindparam("limit"))
 )
@@ -234,12 +257,16 @@ _OPEN_AFTER = (
 def list_pending(
     tx: Session, after_position: int, limit: int, max_pass_bytes: int = 2**62, *, engine: int = 1
 ) -> list[PendingRequest]:
-    """Return open requests of an engine after a position, in order of arrival; larger bodies of passes are left out."""
+    """Return open requests of an engine after a position, in order of arrival.
+
+    Bodies of passes that are larger than `max_pass_bytes` are left out, see
+    `PendingRequest.num_left_out`.
+    """
     parameters = {"after_position": after_position, "limit": limit, "max_pass_bytes": max_pass_bytes}
     return _decode_rows(execute(tx, _OPEN_AFTER, {**parameters, "engine": engine}))
 
 
-_OPEN_OF_OWNER = _OPEN_AFTER.where(
+_OPEN_BY_OWNER = _OPEN_AFTER.where(
     col(RequestRow.owner) == bindparam("owner"),
     col(RequestRow.model_id).is_not(None),
     col(RequestRow.position) <= bindparam("up_to"),
@@ -249,35 +276,38 @@ _OPEN_OF_OWNER = _OPEN_AFTER.where(
 def list_pending_by_owner(
     tx: Session, owner: str, after_position: int, up_to: int, limit: int, max_pass_bytes: int, *, engine: int = 1
 ) -> list[PendingRequest]:
-    """Return an owner's open requests to models after a position and up to another one, see `pending`."""
+    """Return an owner's open requests to models, with positions in (`after_position`, `up_to`].
+
+    They are returned as by `list_pending`.
+    """
     positions = {"after_position": after_position, "up_to": up_to, "limit": limit}
     parameters = {"owner": owner, "max_pass_bytes": max_pass_bytes, "engine": engine, **positions}
-    return _decode_rows(execute(tx, _OPEN_OF_OWNER, parameters))
+    return _decode_rows(execute(tx, _OPEN_BY_OWNER, parameters))
 
 
 def list_in_flight(tx: Session, engine: int = 1) -> list[PendingRequest]:
-    """Return the open requests of an engine with counted delivery attempts, in order of arrival."""
-    is_counted = _IS_OPEN, col(RequestRow.engine) == engine, col(RequestRow.attempts) > 0
+    """Return the open requests that an engine has started, in order of arrival."""
+    is_counted = IS_OPEN, col(RequestRow.engine) == engine, col(RequestRow.attempts) > 0
     return _decode_rows(execute(tx, select(*_COLUMNS).where(*is_counted).order_by(col(RequestRow.position))))
 
 
 def list_not_started(tx: Session, model_id: ModelId, seq_id: int) -> list[PendingRequest]:
-    """Return a model's open requests without delivery attempts whose `seq_id` is lower than the given one."""
-    wanted = select(*_COLUMNS).where(
-        _IS_OPEN,
+    """Return the open requests of a model before `seq_id` that no engine has started."""
+    statement = select(*_COLUMNS).where(
+        IS_OPEN,
         col(RequestRow.model_id) == model_id,
         col(RequestRow.attempts) == 0,
         col(RequestRow.seq_id) > 0,
         col(RequestRow.seq_id) < seq_id,
     )
-    return _decode_rows(execute(tx, wanted.order_by(col(RequestRow.position))))
+    return _decode_rows(execute(tx, statement.order_by(col(RequestRow.position))))
 
 
 _LAST_POSITION = select(func.max(col(RequestRow.position)))
 
 
 def get_last_position(tx: Session) -> int:
-    """Return the position of the newest stored request; 0 if there is none."""
+    """Return the position of the newest stored request, or 0 if there is none."""
     return execute(tx, _LAST_POSITION).scalar_one() or 0
 
 
@@ -285,7 +315,10 @@ _BY_ID = select(*_COLUMNS).where(is_in_batch(col(RequestRow.request_id))).order_
 
 
 def list_by_id(tx: Session, request_ids: Iterable[RequestId]) -> list[PendingRequest]:
-    """Return those requests that are stored, with their bodies, in order of arrival."""
+    """Return the requests with these ids, with their bodies, in order of arrival.
+
+    Unknown ids are left out.
+    """
     return _decode_rows(execute_in_batches(tx, _BY_ID, request_ids))
 
 
@@ -311,7 +344,7 @@ _LOG_SINCE = (
 
 
 def read_log(tx: Session, model_id: ModelId, effect_order: int, limit: int = 2**31 - 1) -> list[PendingRequest]:
-    """Return at most `limit` of a model's logged requests after a log sequence number, in log order."""
+    """Return up to `limit` requests of a model's log after a log sequence number, in log order."""
     parameters = {"model_id": model_id, "after": effect_order, "limit": limit}
     return _decode_rows(execute(tx, _LOG_SINCE, parameters))
 
@@ -325,7 +358,10 @@ _COUNT_ATTEMPT, _COUNT_ATTEMPT_ALONE = (
 
 
 def count_delivery_attempt(tx: Session, request_ids: Iterable[RequestId], *, is_alone: bool = False) -> None:
-    """Count a delivery attempt of each request, before it starts. `is_alone`: nothing else runs on the device."""
+    """Count a delivery attempt of each request. Called before the engine starts the requests.
+
+    `is_alone` means that nothing else runs on the device.
+    """
     execute_in_batches(tx, _COUNT_ATTEMPT_ALONE if is_alone else _COUNT_ATTEMPT, request_ids, now=time.time())
 
 
@@ -338,7 +374,10 @@ _END_ALONE = (
 
 
 def record_engine_end(tx: Session, *, is_crash: bool, engine: int = 1) -> None:
-    """Record the end of an engine: a crash counts for the request that ran alone."""
+    """Record that an engine has ended.
+
+    A crash is counted for the request that ran alone, if there is one.
+    """
     execute(tx, _END_ALONE, {"num_crashes": int(is_crash), "number": engine})
 
 
@@ -346,7 +385,7 @@ _MAX_CRASHES = select(func.max(col(RequestRow.crashes))).where(is_in_batch(col(R
 
 
 def get_max_crashes(tx: Session, request_ids: Iterable[RequestId]) -> int:
-    """Return the largest number of crashes among the requests."""
+    """Return the highest crash count of these requests."""
     return max((crashes or 0 for (crashes,) in execute_in_batches(tx, _MAX_CRASHES, request_ids)), default=0)
 
 
@@ -358,27 +397,31 @@ _UNDO_ATTEMPT = (
 
 
 def undo_delivery_attempt(tx: Session, request_ids: Iterable[RequestId]) -> None:
-    """Subtract a delivery attempt that ended without a crash and without a result."""
+    """Subtract one delivery attempt of each request.
+
+    Used if an attempt ended without a crash or a result.
+    """
     execute_in_batches(tx, _UNDO_ATTEMPT, request_ids)
 
 
 _LAST_ANSWERED = select(func.max(col(RequestRow.seq_id))).where(
     col(RequestRow.model_id) == bindparam("model_id"), col(RequestRow.status) != "open"
 )
-_LAST_ANSWERED_OF_KINDS = _LAST_ANSWERED.where(col(RequestRow.kind).in_(bindparam("kinds", expanding=True)))
+_LAST_ANSWERED_BY_KIND = _LAST_ANSWERED.where(col(RequestRow.kind).in_(bindparam("kinds", expanding=True)))
 
 
 def get_last_answered_seq(tx: Session, model_id: ModelId, kinds: Collection[str] | None = None) -> int:
-    """Return the highest `seq_id` of a model's completed requests of some kinds (None: any); 0 if there is none.
+    """Return the highest `seq_id` of the completed requests of a model, or 0 if there is none.
 
-    Deleted requests count as any kind, because their kind is unknown.
+    `kinds` selects requests of these kinds; None means any kind. Deleted requests always count,
+    because their kind is unknown.
     """
     if kinds is None:
-        found = execute(tx, _LAST_ANSWERED, {"model_id": model_id})
+        highest = execute(tx, _LAST_ANSWERED, {"model_id": model_id})
     else:
-        found = execute(tx, _LAST_ANSWERED_OF_KINDS, {"model_id": model_id, "kinds": list(kinds)})
+        highest = execute(tx, _LAST_ANSWERED_BY_KIND, {"model_id": model_id, "kinds": list(kinds)})
     deleted = get_high_water_mark(tx, f"model/{model_id}")
-    return max(found.scalar_one() or 0, deleted, 0)
+    return max(highest.scalar_one() or 0, deleted, 0)
 
 
 _COUNT_ANSWER = PreparedStatement(lambda _: update(AnswerCounterRow).values(value=col(AnswerCounterRow.value) + 1), ())
@@ -391,7 +434,7 @@ _COMPLETION = (
         result_crc=bindparam("crc"),
         effect_order=bindparam("effect"),
         completed_at=bindparam("now"),
-        attempts=0,  # a replay counts from 0 again
+        attempts=0,  # a replay counts its attempts from 0
         is_alone=False,
         crashes=0,
         answer_order=select(col(AnswerCounterRow.value)).scalar_subquery(),
@@ -403,7 +446,10 @@ _COMPLETE = PreparedStatement(lambda _: _COMPLETION, ("name", "outcome", "data",
 def complete(
     tx: Session, request_id: RequestId, result: bytes, *, failed: bool, effect_order: int | None, now: float
 ) -> bool:
-    """Store the result of an open request; return False if the request is already complete or does not exist."""
+    """Store the result of an open request.
+
+    Return False if the request is complete or does not exist.
+    """
     _COUNT_ANSWER.execute(tx, {})
     values = {"outcome": "failed" if failed else "done", "data": result, "crc": crc32(result), "effect": effect_order}
     return _COMPLETE.execute(tx, {"name": request_id, "now": now, **values}).rowcount == 1
@@ -422,7 +468,11 @@ _RESULT = select(
 
 
 def get_state(tx: Session, request_id: RequestId, owner: str | None) -> FutureState:
-    """Return a request's state and result; "unknown" if another owner has it, unless `owner` is None."""
+    """Return the state and result of a request.
+
+    The status is "unknown" if the request does not exist or belongs to another owner. `owner` None
+    means any owner.
+    """
     row = execute(tx, _RESULT, {"request_id": request_id, "owner": owner}).one_or_none()
     if row is None:
         return FutureState(status="unknown")
@@ -440,30 +490,30 @@ _OUTCOMES = select(col(RequestRow.request_id), col(RequestRow.status)).where(
 
 
 def is_open_sample(tx: Session, request_id: RequestId) -> bool:
-    """Whether a request is a sample without a result."""
-    wanted = select(col(RequestRow.kind)).where(col(RequestRow.request_id) == request_id, _IS_OPEN)
-    return execute(tx, wanted).scalar() == "sample"
+    """Return whether a request is an open sample request."""
+    statement = select(col(RequestRow.kind)).where(col(RequestRow.request_id) == request_id, IS_OPEN)
+    return execute(tx, statement).scalar() == "sample"
 
 
 def get_outcomes(tx: Session, request_ids: Iterable[RequestId]) -> dict[RequestId, Literal["done", "failed"]]:
-    """Return the outcomes of those requests that are complete."""
+    """Return the outcomes of the requests that are complete."""
     return dict(execute_in_batches(tx, _OUTCOMES, request_ids))
 
 
-_OWNERS_OF_OPEN = select(col(RequestRow.request_id), col(RequestRow.owner)).where(
+_OPEN_OWNERS = select(col(RequestRow.request_id), col(RequestRow.owner)).where(
     is_in_batch(col(RequestRow.request_id)), col(RequestRow.status) == "open"
 )
 
 
 def get_open_owners(tx: Session, request_ids: Iterable[RequestId]) -> dict[RequestId, str]:
-    """Return the owners of those requests that are open."""
-    return dict(execute_in_batches(tx, _OWNERS_OF_OPEN, request_ids))
+    """Return the owners of the requests that are open."""
+    return dict(execute_in_batches(tx, _OPEN_OWNERS, request_ids))
 
 
 def has_answered_since(tx: Session, since: float) -> bool:
-    """Return whether a request was completed at or after a time."""
-    wanted = select(col(RequestRow.position)).where(col(RequestRow.completed_at) >= since).limit(1)
-    return execute(tx, wanted).first() is not None
+    """Return whether any request was completed at or after a time."""
+    statement = select(col(RequestRow.position)).where(col(RequestRow.completed_at) >= since).limit(1)
+    return execute(tx, statement).first() is not None
 
 
 _MARK_FETCHED = (
@@ -474,5 +524,5 @@ _MARK_FETCHED = (
 
 
 def mark_fetched(tx: Session, request_ids: Iterable[RequestId], now: float) -> None:
-    """Record the time at which clients first fetched the results."""
+    """Record when clients fetched these results. Later fetches do not change the time."""
     execute_in_batches(tx, _MARK_FETCHED, request_ids, now=now)

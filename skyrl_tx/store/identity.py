@@ -1,8 +1,10 @@
-"""The identity of a database and its artifacts: proves that the database knows all artifacts before any is collected.
+"""The identity of a database and its artifacts. It protects artifacts from garbage collection.
 
-Both keep the same random id and an epoch, which grows at each start of an engine and before each garbage collection. A
-database with another id or a smaller epoch is a new, a different or an older one. What lies there and is unreferenced
-is then unclaimed: it stays until a row refers to it again, or until it is removed on request.
+Garbage collection may remove unreferenced artifacts only if the database knows all artifacts. To
+check this, the database and the artifact store both record a random id and an epoch, which grows
+over time. A database with another id or a smaller epoch is a new database, a different one or an
+older copy. Unreferenced artifacts are then unclaimed: they are kept until a row refers to them
+again or the operator removes them.
 """
 
 import secrets
@@ -18,27 +20,31 @@ from skyrl_tx.store.database import Store
 from skyrl_tx.store.tables import IdentityRow
 
 _REMOTE = "remote-"
-"""Start of the ids of databases whose artifacts are in an object store."""
+"""Prefix of the database id if the artifacts are in an object store."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The right to collect unreferenced artifacts, except `unclaimed`, by their age at `looked_at`."""
+    """Permission to collect unreferenced artifacts, except `unclaimed`."""
 
     unclaimed: frozenset[ArtifactId]
     looked_at: float
-    """Time of the claim by the clock of the artifacts' file system, in seconds since the epoch."""
+    """Time of the claim by the clock of the artifact store, in seconds since the epoch.
+
+    Ages are relative to it.
+    """
 
 
 def get(tx: Session) -> IdentityRow | None:
-    """Return the identity, or None before the first start of an engine of this release."""
+    """Return the identity, or None if no engine of this release has started yet."""
     return tx.get(IdentityRow, 1)
 
 
 def is_current(row: IdentityRow | None, recorded: Identity | None) -> bool:
-    """Whether a database is the one that the artifacts belong to, and no older copy of it.
+    """Return whether the artifacts belong to this database and it is not an older copy.
 
-    Its epoch may be larger, after a crash between the two writes of `claim`.
+    After a crash between the two writes of `claim`, the epoch of the database is larger than the
+    recorded one.
     """
     if row is None or recorded is None:
         return False
@@ -46,45 +52,53 @@ def is_current(row: IdentityRow | None, recorded: Identity | None) -> bool:
 
 
 def check_artifacts(store: Store, artifacts: ArtifactStore) -> None:
-    """Raise UserError if the database refers to artifacts in an object store, or in a directory, that is another one.
+    """Raise UserError if the database refers to artifacts and the artifact store has none of them.
 
-    An engine without the artifacts of its database would take every model for lost.
+    Without this check, an engine that starts with the wrong artifact store would treat every model
+    as lost. The check is skipped if the artifacts are and were in the data directory.
     """
     row, recorded = store.read(get), artifacts.read_identity()
     if row is None or (recorded is not None and recorded.store_id == row.store_id):
         return
     if not artifacts.is_remote and not row.store_id.startswith(_REMOTE):
-        return  # models of a directory that was lost are replayed as far as the log goes
+        return  # the directory was lost: the engine replays the log of each model
     referenced = store.read(checkpoints.find_referenced_artifacts) or set()
     if referenced and referenced.isdisjoint(artifacts.list_ids()):
         raise UserError(
-            f"the database refers to {len(referenced)} artifacts, and {artifacts.location} has none of them: "
-            "--artifacts must name the place where they were stored"
+            f"the database refers to {len(referenced)} artifacts, but {artifacts.location} has none of them: "
+            "set --artifacts to the location where they were stored"
         )
 
 
 def find_unclaimed(store: Store, artifacts: ArtifactStore) -> frozenset[ArtifactId]:
-    """Return the unclaimed artifacts, without a change."""
+    """Return the unclaimed artifacts. Changes nothing."""
     recorded = artifacts.read_identity()
-    present = set(artifacts.list_ids())  # listed before the references are read: later ones have rows or are young
-    found = set(recorded.unclaimed) & present if recorded is not None else set[ArtifactId]()
+
+    # The artifacts are listed before the references are read. An artifact that is created in
+    # between is not listed.
+    present = set(artifacts.list_ids())
+    candidates = set(recorded.unclaimed) & present if recorded is not None else set[ArtifactId]()
     if not is_current(store.read(get), recorded):
-        found = present
-    return frozenset(found - (store.read(checkpoints.find_referenced_artifacts) or set()) if found else found)
+        candidates = present
+    if not candidates:
+        return frozenset()
+    return frozenset(candidates - (store.read(checkpoints.find_referenced_artifacts) or set()))
 
 
 def claim(store: Store, artifacts: ArtifactStore) -> Claim:
-    """Compare the identities, mark unclaimed artifacts, and advance both epochs; for the process with the engine role.
+    """Compare the identities, record unclaimed artifacts and advance both epochs.
 
-    The epochs stay while there are neither new artifacts nor fewer. Raises OSError if the artifacts' identity cannot be
-    written.
+    For the engine role only. The epochs do not change if no artifact was added or removed since the
+    last claim. Raises OSError if the identity of the artifacts cannot be written.
     """
     recorded = artifacts.read_identity() or Identity(store_id="", epoch=0)
     if is_current(store.read(get), recorded) and (looked_at := artifacts.touch_identity()) is not None:
         return Claim(unclaimed=frozenset(recorded.unclaimed), looked_at=looked_at)
+
+    # Record new unclaimed artifacts before the epochs agree again, because this process may crash
+    # in between.
     unclaimed = find_unclaimed(store, artifacts)
     if not unclaimed <= frozenset(recorded.unclaimed):
-        # On disk before the epochs agree again, because a crash may follow.
         artifacts.write_identity(
             Identity(store_id=recorded.store_id, epoch=recorded.epoch, unclaimed=tuple(sorted(unclaimed)))
         )
@@ -105,9 +119,9 @@ def claim(store: Store, artifacts: ArtifactStore) -> Claim:
 
 
 def describe_unclaimed(unclaimed: frozenset[ArtifactId]) -> str:
-    """Return a message about unclaimed artifacts that says what to do."""
+    """Return a message about unclaimed artifacts that tells the operator what to do."""
     return (
-        f"{len(unclaimed)} artifacts belong to rows that this database does not have: it is new, another one, or older "
-        "than they are. They are kept. `skyrl-tx recover` restores their checkpoints, `skyrl-tx doctor` lists them, "
+        f"this database has no rows for {len(unclaimed)} artifacts: it is a new database, a different one, or an older "
+        "copy. The artifacts are kept. `skyrl-tx recover` restores their checkpoints, `skyrl-tx doctor` lists them, "
         "`skyrl-tx doctor --remove-unclaimed` moves them to the trash"
     )

@@ -1,4 +1,4 @@
-"""API keys, stored as digests."""
+"""API keys. The database stores only their digests."""
 
 import hashlib
 import secrets
@@ -14,7 +14,7 @@ from skyrl_tx.store.tables import ApiKeyRow, KeyScope, RequestRow, SessionRow, S
 LOCAL_OWNER = "local"
 """Owner of everything that is created while authentication is disabled."""
 _PREFIX = "tml-"
-"""The SDK requires this prefix."""
+"""Prefix that the SDK requires."""
 _HINT_CHARACTERS = 4
 _RECORD_USE_EVERY_S = 60.0
 
@@ -26,12 +26,13 @@ class KeyNotUsable(Exception):
 def create(
     tx: Session, *, owner: str, scope: KeyScope, name: str, note: str, now: float, expires_at: float | None = None
 ) -> tuple[str, ApiKeyRow]:
-    """Create a key; return it, for the only time, and its row.
+    """Create a key. Return the key, which cannot be read later, and its row.
 
-    The first admin key takes over what belongs to `LOCAL_OWNER`.
+    The owner of the first admin key becomes the owner of everything that belongs to `LOCAL_OWNER`.
     """
     assert owner != LOCAL_OWNER, "LOCAL_OWNER has no keys"
     is_first_admin = scope == "admin" and tx.exec(select(ApiKeyRow).where(ApiKeyRow.scope == "admin")).first() is None
+
     key = _PREFIX + secrets.token_urlsafe(32)
     row = ApiKeyRow(
         digest=hash_key(key),
@@ -45,6 +46,7 @@ def create(
     )
     tx.add(row)
     tx.flush()
+
     for table in (SessionRow, RequestRow, StabilityRow) if is_first_admin else ():
         execute(tx, update(table).where(col(table.owner) == LOCAL_OWNER).values(owner=owner))
     return key, row
@@ -54,18 +56,21 @@ _FIND = select(ApiKeyRow).where(ApiKeyRow.digest == bindparam("digest"), col(Api
 
 
 def find(tx: Session, key: str) -> ApiKeyRow | None:
-    """Return the row of a key, which may have expired, or None if it is unknown or revoked."""
+    """Return the row of a key, or None if the key is unknown or revoked.
+
+    The key may have expired.
+    """
     return tx.exec(_FIND, params={"digest": hash_key(key)}).first()
 
 
 def get(tx: Session, key_id: int) -> ApiKeyRow | None:
-    """Return the row of a key by its number, which may have expired, or None if it is unknown or revoked."""
+    """Return the row of a key by its number, like `find`."""
     row = tx.get(ApiKeyRow, key_id)
     return row if row is not None and row.revoked_at is None else None
 
 
 def revoke(tx: Session, key_id: int, now: float) -> bool:
-    """Revoke a key permanently; return False if it is unknown or already revoked."""
+    """Revoke a key permanently. Return False if it is unknown or already revoked."""
     row = get(tx, key_id)
     if row is None:
         return False
@@ -74,21 +79,22 @@ def revoke(tx: Session, key_id: int, now: float) -> bool:
 
 
 def get_status(row: ApiKeyRow, now: float) -> Literal["valid", "expired", "revoked"]:
-    """Return whether a key is accepted, or why not."""
+    """Return whether a key is valid, expired or revoked."""
     if row.revoked_at is not None:
         return "revoked"
     return "valid" if row.expires_at is None or row.expires_at > now else "expired"
 
 
 def rotate(tx: Session, key_id: int, *, overlap_s: float, now: float) -> tuple[str, ApiKeyRow]:
-    """Replace a key: create one with the same owner, scope, name, note and lifetime, and expire the old one.
+    """Create a key that replaces an old one, and let the old key expire.
 
-    The old key stays valid for `overlap_s` seconds, unless it expires earlier. Returns what `create` returns. Raises
-    KeyNotUsable.
+    The new key has the same owner, scope, name, note and lifetime. The old key stays valid for
+    `overlap_s` seconds, unless it expires earlier. Returns the new key and its row. Raises
+    KeyNotUsable if the old key is not valid.
     """
     old = get(tx, key_id)
     if old is None or get_status(old, now) != "valid":
-        raise KeyNotUsable(f"key {key_id}: there is none, or it has been revoked or has expired")
+        raise KeyNotUsable(f"key {key_id} is unknown, revoked or expired; `skyrl-tx keys list` shows all keys")
     lifetime_s = None if old.expires_at is None else old.expires_at - old.created_at
     old.expires_at = now + overlap_s if old.expires_at is None else min(old.expires_at, now + overlap_s)
     return create(
@@ -103,7 +109,10 @@ def rotate(tx: Session, key_id: int, *, overlap_s: float, now: float) -> tuple[s
 
 
 def is_use_due(row: ApiKeyRow, now: float) -> bool:
-    """Return whether `record_use` should be called; at most once a minute, so that calls cost no commits."""
+    """Return whether `record_use` should be called.
+
+    This is the case at most once per minute, so that most requests need no commit.
+    """
     return row.last_used_at is None or row.last_used_at < now - _RECORD_USE_EVERY_S
 
 
@@ -113,19 +122,19 @@ def record_use(tx: Session, key_id: int, now: float) -> None:
 
 
 def find_ended(tx: Session, key_ids: Collection[int], now: float) -> set[int]:
-    """Return which of these keys are revoked or have expired."""
-    is_over = or_(col(ApiKeyRow.revoked_at).is_not(None), col(ApiKeyRow.expires_at) <= now)
-    found = tx.exec(select(ApiKeyRow.key_id).where(col(ApiKeyRow.key_id).in_(key_ids), is_over))
-    return {key_id for key_id in found if key_id is not None}
+    """Return which of these keys are revoked or expired."""
+    has_ended = or_(col(ApiKeyRow.revoked_at).is_not(None), col(ApiKeyRow.expires_at) <= now)
+    ended = tx.exec(select(ApiKeyRow.key_id).where(col(ApiKeyRow.key_id).in_(key_ids), has_ended))
+    return {key_id for key_id in ended if key_id is not None}
 
 
 def list_digests(tx: Session) -> frozenset[str]:
-    """Return the digests of all keys, the revoked and expired ones included."""
+    """Return the digests of all keys, including revoked and expired keys."""
     return frozenset(tx.exec(select(ApiKeyRow.digest)))
 
 
 def list_all(tx: Session) -> list[ApiKeyRow]:
-    """Return all keys, revoked ones included, oldest first."""
+    """Return all keys, including revoked keys, oldest first."""
     return list(tx.exec(select(ApiKeyRow).order_by(col(ApiKeyRow.key_id))))
 
 
@@ -142,5 +151,8 @@ def has_usable(tx: Session, now: float) -> bool:
 
 
 def hash_key(key: str) -> str:
-    """Hash a key; a plain hash is enough, because keys hold 256 random bits."""
+    """Return the digest of a key.
+
+    A plain hash is secure enough, because a key has 256 random bits.
+    """
     return hashlib.sha256(key.encode()).hexdigest()

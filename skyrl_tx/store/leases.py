@@ -1,47 +1,53 @@
-"""Leases: which engines run, as locks of their own database connections, and not by a clock.
+"""Leases show which engines are running.
 
-An engine holds the advisory lock of its number on the connection that it writes on, and never connects that again. So
-a lock that is free belongs to an engine that can commit nothing any more: PostgreSQL ends the transaction of a lost
-connection before it releases its locks. With SQLite there is one engine, number 1, and nothing to look up.
+A lease is a PostgreSQL advisory lock, so no clock is involved. Each engine holds the lock of its
+number on its write connection, and never reconnects this connection. If the lock is free, the
+engine can no longer commit anything, because PostgreSQL rolls back the transaction of a lost
+connection before it releases the locks of the connection. With SQLite there is only engine 1 and no
+lease.
 """
 
 from sqlalchemy import text
 from sqlmodel import Session
 
 LOCK_CLASS = 0x736B7478
-"""First key of our advisory locks of the whole database."""
+"""First key of the advisory locks that concern the whole database."""
 ENGINE_CLASS = LOCK_CLASS + 1
-"""First key of the leases; the second is the engine's number."""
+"""First key of the leases. The second key is the engine's number."""
 MAX_ENGINES = 64
 ENGINE_CHANNEL = "skyrl_tx_engine"
 _KEEPER_LOCK = 4
-"""Held by the one engine that removes what is old, for all."""
+"""Second key of the lock of the keeper, the engine that removes old data for all engines."""
 
-_HELD = text(
+_HOLDERS = text(
     "SELECT objid::int, pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 2 AND classid = :class"
     " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
 )
 _TAKE = text("SELECT pg_try_advisory_xact_lock(:class, :number)")
 _BECOME_KEEPER = text("SELECT pg_try_advisory_lock(:class, :number)")
-_END = text("SELECT pg_terminate_backend(:pid)")
-_RING = text(f"NOTIFY {ENGINE_CHANNEL}")
+_TERMINATE = text("SELECT pg_terminate_backend(:pid)")
+_NOTIFY_ENGINES = text(f"NOTIFY {ENGINE_CHANNEL}")
 
 
 def get_holders(tx: Session) -> dict[int, int]:
-    """Return the numbers of the engines that run, each with the process id of its connection at the server."""
-    return dict(tx.connection().execute(_HELD, {"class": ENGINE_CLASS}).all())
+    """Return the running engines: number and PostgreSQL process id of the connection."""
+    return dict(tx.connection().execute(_HOLDERS, {"class": ENGINE_CLASS}).all())
 
 
 def take(tx: Session, number: int) -> bool:
-    """Take a lease that is free, until the end of the transaction; return whether it was free.
+    """Take the lease of a number until the end of the transaction, and return whether it was free.
 
-    Until then no engine can start with this number.
+    No engine can start with this number during the transaction.
     """
     return tx.connection().execute(_TAKE, {"class": ENGINE_CLASS, "number": number}).scalar_one()
 
 
 def become_keeper(tx: Session) -> bool:
-    """Let this engine be the one that removes what is old, as long as it runs; return False while another one is."""
+    """Make this engine the keeper, which removes old data.
+
+    Return False if another engine is the keeper. The engine stays the keeper until it exits. With
+    SQLite the only engine is always the keeper.
+    """
     connection = tx.connection()
     if connection.dialect.name != "postgresql":
         return True
@@ -49,10 +55,16 @@ def become_keeper(tx: Session) -> bool:
 
 
 def revoke(tx: Session, pid: int) -> None:
-    """End the connection of an engine that is stuck: it loses its lease, and can commit nothing any more."""
-    tx.connection().execute(_END, {"pid": pid})
+    """Close the connection of a stuck engine.
+
+    It loses its lease and cannot commit anything afterwards.
+    """
+    tx.connection().execute(_TERMINATE, {"pid": pid})
 
 
 def notify_engines(tx: Session) -> None:
-    """Wake all engines when the transaction commits: an engine's own commits wake only the API."""
-    tx.connection().execute(_RING)
+    """Wake all engines when the transaction commits.
+
+    Other commits of an engine wake only the API processes.
+    """
+    tx.connection().execute(_NOTIFY_ENGINES)

@@ -1,7 +1,8 @@
-"""Rows of checkpoints in the manifests of artifacts: written with each artifact, read to restore lost rows.
+"""Checkpoint metadata in the manifests of artifacts, to restore lost database rows.
 
-A manifest holds what was known when the files were written. Later changes are only in the database: a new time to live,
-publication, copies of the checkpoint, another owner. A restored checkpoint is never public.
+The engine writes the metadata with each artifact. Later changes are stored in the database only,
+for example a new time to live, publication, a copy of the checkpoint or another owner. A restored
+checkpoint is never public.
 """
 
 import json
@@ -15,32 +16,35 @@ from skyrl_tx.artifacts import Artifact
 from skyrl_tx.contract import codec, ids
 from skyrl_tx.contract.ids import CheckpointKind, CheckpointPath, ModelId, SessionId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec
+from skyrl_tx.contract.state_files import CONFIG_FILE
 from skyrl_tx.store import checkpoints, models, sessions
 from skyrl_tx.store.keys import LOCAL_OWNER
 from skyrl_tx.store.tables import ApiKeyRow, CheckpointRow, ModelRow
 
 _CREATED_BY = {"created_by": "skyrl-tx recover"}
-_ADAPTER_CONFIG = "adapter_config.json"
 _GROUPS = {
     "train_attn": {"q_proj", "k_proj", "v_proj", "o_proj"},
     "train_mlp": {"gate_proj", "up_proj", "down_proj"},
     "train_unembed": {"lm_head", "unembed_tokens", "embed_tokens"},
 }
-"""Modules of each part of `LoraSpec`, to read early artifacts, which lack the spec."""
+"""Target modules of each `LoraSpec` field, for manifests of early releases, which have no spec."""
 _SPEC_DECODER = msgspec.json.Decoder(ModelSpec)
 
 
 class Unrecoverable(Exception):
-    """A manifest lacks what a row needs; the message says what."""
+    """A manifest lacks a value that a database row needs. The message names the value."""
 
 
 def make_run_metadata(
     *, model_id: ModelId, owner: str, base_model: str, spec: ModelSpec, now: float, step: int | None = None
 ) -> dict[str, str]:
-    """Return the metadata of every artifact that may become a checkpoint. `step` counts optimizer steps, if known."""
-    known = {} if step is None else {"step": str(step)}
+    """Return the metadata of an artifact that a checkpoint may refer to.
+
+    `step` is the number of optimizer steps at the save, or None if the caller does not know it.
+    """
+    steps = {} if step is None else {"step": str(step)}
     return {
-        **known,
+        **steps,
         "model_id": model_id,
         "owner": owner,
         "base_model": base_model,
@@ -53,33 +57,39 @@ def make_checkpoint_metadata(
     *, kind: str, name: str, expires_at: float | None, user_metadata: Mapping[str, str] | None
 ) -> dict[str, str]:
     """Return the metadata that a checkpoint has in addition to `make_run_metadata`."""
-    found = {"kind": kind, "name": name}
+    metadata = {"kind": kind, "name": name}
     if expires_at is not None:
-        found["expires_at"] = repr(expires_at)
+        metadata["expires_at"] = repr(expires_at)
     if user_metadata is not None:
-        found["user_metadata"] = json.dumps(dict(user_metadata))
-    return found
+        metadata["user_metadata"] = json.dumps(dict(user_metadata))
+    return metadata
 
 
 def is_ephemeral(artifact: Artifact) -> bool:
-    """Whether an artifact is an ephemeral sampler, which has no name."""
+    """Return whether an artifact is an ephemeral sampler, which is saved without a name."""
     return artifact.metadata.get("kind") == CheckpointKind.SAMPLER and "base_model" not in artifact.metadata
 
 
 def get_save_time(artifact: Artifact) -> float:
-    """Return when an artifact was written."""
+    """Return when an artifact was written, in seconds since the epoch.
+
+    Artifacts without a recorded time use the modification time of their manifest.
+    """
     recorded = artifact.metadata.get("saved_at")
     return float(recorded) if recorded else (artifact.path / "manifest.json").stat().st_mtime
 
 
 def restore_rows(tx: Session, artifact: Artifact, now: float) -> CheckpointPath:
-    """Store a checkpoint row for an artifact, with its run and session if they are missing; return its path.
+    """Store a checkpoint row for an artifact and return the checkpoint's path.
 
-    A recovery snapshot becomes the training checkpoint `snapshot-N`, with its log sequence number N. If another
-    artifact has the name, part of the artifact id is appended. Raises Unrecoverable.
+    Creates the training run and its session if they are missing. A recovery snapshot becomes the
+    training checkpoint `snapshot-N`, where N is its log sequence number. If another artifact
+    already has the name, the start of the artifact id is appended to it. Raises Unrecoverable.
     """
     metadata = artifact.metadata
     model = _restore_run(tx, artifact, now)
+
+    # Choose a free name.
     part_of_id = artifact.artifact_id.removeprefix("art-")[:8]
     if "effect_order" in metadata:
         kind, name = CheckpointKind.TRAINING, f"snapshot-{metadata['effect_order']}"
@@ -91,6 +101,7 @@ def restore_rows(tx: Session, artifact: Artifact, now: float) -> CheckpointPath:
         present = tx.get(CheckpointRow, (model.model_id, kind, name))
     if present is not None:
         return present.path
+
     expires_at = float(metadata["expires_at"]) if "expires_at" in metadata else None
     row = CheckpointRow(
         model_id=model.model_id,
@@ -109,7 +120,7 @@ def restore_rows(tx: Session, artifact: Artifact, now: float) -> CheckpointPath:
 
 
 def _parse_step(metadata: Mapping[str, str]) -> int | None:
-    """Return the run's optimizer steps at the save; early artifacts do not have them."""
+    """Return the number of optimizer steps at the save, or None for artifacts of early releases."""
     return int(metadata["step"]) if metadata.get("step", "").isdecimal() else None
 
 
@@ -121,24 +132,29 @@ def _parse_kind(metadata: Mapping[str, str]) -> CheckpointKind:
 
 
 def _restore_run(tx: Session, artifact: Artifact, now: float) -> ModelRow:
-    """Return the run of an artifact; it is created, unloaded, if it does not exist."""
+    """Return the training run of an artifact. A missing run is created with status `unloaded`."""
     metadata = artifact.metadata
     model_id = ModelId(metadata["model_id"]) if "model_id" in metadata else None
     if model_id is not None and (present := models.get(tx, model_id)) is not None:
         if present.user_metadata == _CREATED_BY:  # artifacts are restored in any order
             present.num_steps = max(present.num_steps, _parse_step(metadata) or 0)
         return present
+
+    # Read the base model and the spec, from the adapter's files if the manifest has none.
     config = _read_adapter_config(artifact)
     base_model = metadata.get("base_model") or config.get("base_model_name_or_path")
     if not base_model:
         raise Unrecoverable("neither its manifest nor its files name the base model")
     spec = _parse_spec(metadata, config)
+
+    # Create the session and the run.
     session_id = None if model_id is None else SessionId(model_id.partition(":train:")[0])
     if session_id is None or sessions.get(tx, session_id) is None:
         owner = _choose_owner(tx, metadata.get("owner"))
         session_id = sessions.create(tx, owner=owner, tags=["recovered"], now=now, session_id=session_id)
         sessions.finish(tx, session_id, "recovered", now)
         tx.flush()
+
     row = ModelRow(
         model_id=model_id or ids.model_id(session_id, 0),
         session_id=session_id,
@@ -157,7 +173,11 @@ def _restore_run(tx: Session, artifact: Artifact, now: float) -> ModelRow:
 
 
 def _choose_owner(tx: Session, recorded: str | None) -> str:
-    """Return the owner: the recorded one; the first admin for data of no one or from before keys, if there are keys."""
+    """Return the recorded owner, or the first admin if none is recorded.
+
+    The first admin also gets data that was created while authentication was disabled. Without API
+    keys such data belongs to `LOCAL_OWNER`.
+    """
     if recorded not in (None, LOCAL_OWNER):
         return recorded
     admins = select(ApiKeyRow.owner).where(ApiKeyRow.scope == "admin").order_by(col(ApiKeyRow.key_id))
@@ -166,10 +186,10 @@ def _choose_owner(tx: Session, recorded: str | None) -> str:
 
 def _read_adapter_config(artifact: Artifact) -> dict[str, Any]:
     try:
-        found = json.loads((artifact.path / _ADAPTER_CONFIG).read_text())
-    except (OSError, ValueError):  # encrypted, for example
+        config = json.loads((artifact.path / CONFIG_FILE).read_text())
+    except (OSError, ValueError):  # for example because the files are encrypted
         return {}
-    return cast(dict[str, Any], found) if isinstance(found, dict) else {}
+    return cast(dict[str, Any], config) if isinstance(config, dict) else {}
 
 
 def _parse_spec(metadata: Mapping[str, str], config: Mapping[str, Any]) -> ModelSpec:

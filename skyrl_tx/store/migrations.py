@@ -1,11 +1,13 @@
-"""Creation of new databases, and migrations of existing ones.
+"""Creation of new databases and migrations of existing databases.
 
-To change the schema: change `tables.py`, add a function to `MIGRATIONS` that makes the same change to existing
-databases, and raise `database.HEAD`. A test compares the two results. No migration can be undone: older releases refuse
-the database. Version 0001 is the schema of the first release.
+To change the schema, change `tables.py`, add a function that makes the same change in existing
+databases to `MIGRATIONS`, and raise `database.HEAD`. A test checks that a new and a migrated
+database have the same schema. Migrations cannot be undone, and older releases refuse a migrated
+database. Version 0001 is the schema of the first release.
 
-The tables of optional features are declared in `apps`, which nothing here imports. Migrations alone create them, so a
-function that changes one of them is also in `_APP_TABLES`.
+The tables of optional features are declared in `apps`, which this module must not import. These
+tables are created by migrations only. A function that creates or changes such a table must also be
+in `_APP_TABLES`.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,11 +36,11 @@ def create(connection: sa.Connection, head: str) -> None:
 
 
 def migrate(connection: sa.Connection, version: str, head: str) -> None:
-    """Run the migrations from a version up to another one. Raises StoreError for an unknown version."""
+    """Run the migrations from `version` to `head`. Raises StoreError for an unknown version."""
     if version not in ("0001", *MIGRATIONS):
         raise StoreError(
-            f"database {connection.engine.url.database} has schema version {version!r}, this release supports 0001 to "
-            f"{max(MIGRATIONS)}: a newer release wrote it; run that one, or choose another data directory"
+            f"database {connection.engine.url.database} has schema version {version!r}, but this release supports "
+            f"0001 to {max(MIGRATIONS)}: run the newer release that wrote it, or choose another data directory"
         )
     with Operations.context(MigrationContext.configure(connection)):
         for revision, migration in MIGRATIONS.items():
@@ -48,7 +50,7 @@ def migrate(connection: sa.Connection, version: str, head: str) -> None:
 
 
 def _add_stability() -> None:
-    """Add recorded log-probabilities of sampled sequences."""
+    """Add the recorded log-probabilities of sampled sequences."""
     op.create_table(
         "stability",
         sa.Column("sequence_id", sa.String, primary_key=True),
@@ -71,6 +73,7 @@ def _add_answer_order() -> None:
     op.add_column("requests", sa.Column("answer_order", sa.BigInteger))
     op.create_index("ix_requests_answers", "requests", ["answer_order"])
     op.create_index("ix_requests_sampling_session_answers", "requests", ["sampling_session_id", "answer_order"])
+
     op.create_table(
         "cancellations",
         sa.Column("position", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True),
@@ -81,7 +84,7 @@ def _add_answer_order() -> None:
 
 
 def _add_ephemeral_samplers() -> None:
-    """Add the size of ephemeral samplers, and whether they are in-flight."""
+    """Add the size of ephemeral samplers and whether they are in-flight."""
     op.add_column("sampling_sessions", sa.Column("size_bytes", sa.BigInteger))
     op.add_column("sampling_sessions", sa.Column("is_inflight", sa.Boolean, nullable=False, server_default=sa.false()))
 
@@ -104,17 +107,17 @@ def _add_keys() -> None:
 
 
 def _add_engine_load() -> None:
-    """Add the memory load of the engine's queued samples."""
+    """Add the memory load of the engine's queued sample requests."""
     op.add_column("engine_state", sa.Column("load", sa.JSON))
 
 
 def _add_base_model_hash() -> None:
-    """Add the hash of the base weights that a model is trained on; it stays empty for existing models."""
+    """Add the hash of a model's base weights. It stays empty for existing models."""
     op.add_column("models", sa.Column("base_model_hash", sa.String, nullable=True))
 
 
 def _add_pruned() -> None:
-    """Add high-water marks of deleted requests, and checksums; existing rows have none."""
+    """Add high-water marks of deleted requests, and checksums, which existing rows do not have."""
     op.create_table(
         "pruned",
         sa.Column("numbered_by", sa.String, primary_key=True),
@@ -129,29 +132,35 @@ def _add_pruned() -> None:
 
 
 def _add_identity() -> None:
-    """Add identity, deletion times, expiry and use of keys, crashes and sessions of requests, the engine's activity."""
+    """Add the identity, deletion times, key expiry, crash counts and the engine's activity."""
     op.create_table(
         "identity",
         sa.Column("id", sa.Integer, primary_key=True),
         sa.Column("store_id", sa.String, nullable=False),
         sa.Column("epoch", sa.BigInteger, nullable=False),
     )
+
+    # Deletion and expiry.
     for table in ("models", "checkpoints"):
         op.add_column(table, sa.Column("deleted_at", sa.Float))
         op.create_index(f"ix_{table}_deleted_at", table, ["deleted_at"])
     for name in ("expires_at", "last_used_at"):
         op.add_column("api_keys", sa.Column(name, sa.Float))
+
+    # Crash counts of requests.
     op.add_column("requests", sa.Column("is_alone", sa.Boolean, nullable=False, server_default=sa.false()))
     op.add_column("requests", sa.Column("crashes", sa.Integer, nullable=False, server_default="0"))
     is_alone = sa.text("is_alone")
     op.create_index("ix_requests_alone", "requests", ["position"], sqlite_where=is_alone, postgresql_where=is_alone)
     op.create_index("ix_requests_session_id", "requests", ["session_id"])
+
     op.add_column("engine_state", sa.Column("activity", sa.String, nullable=False, server_default=""))
     op.add_column("engine_state", sa.Column("activity_since", sa.Float))
 
 
 def _add_history() -> None:
-    """Add curves, usage, kept samples, client metrics, notices, and where runs and checkpoints come from."""
+    """Add curves, usage, kept samples, client metrics, notices and origins of checkpoints."""
+    # Add columns to existing tables.
     op.add_column("sessions", sa.Column("key_id", sa.Integer))
     op.add_column("models", sa.Column("loaded_from", sa.String))
     op.add_column("models", sa.Column("num_steps", sa.BigInteger, nullable=False, server_default="0"))
@@ -159,12 +168,15 @@ def _add_history() -> None:
     op.add_column("requests", sa.Column("is_streamed", sa.Boolean, nullable=False, server_default=sa.false()))
     is_failed = sa.text("status = 'failed'")
     op.create_index("ix_requests_failed", "requests", ["position"], sqlite_where=is_failed, postgresql_where=is_failed)
+
     op.add_column("checkpoints", sa.Column("step", sa.BigInteger))
     op.add_column("checkpoints", sa.Column("copied_from", sa.String))
     op.create_index("ix_models_loaded_from", "models", ["loaded_from"])
     op.create_index("ix_checkpoints_copied_from", "checkpoints", ["copied_from"])
     op.add_column("sampling_sessions", sa.Column("step", sa.BigInteger))
     op.add_column("engine_state", sa.Column("meters", sa.JSON))
+
+    # Create new tables.
     _add_kept_samples()
     _add_curves()
     _add_usage()
@@ -173,15 +185,20 @@ def _add_history() -> None:
 
 
 def _create_core_tables(*names: str) -> None:
-    """Create tables in their present form. The first later change of one of them writes its first form here instead."""
+    """Create tables as `tables.py` declares them now.
+
+    Before a later migration changes one of these tables, its original form must be written out
+    here.
+    """
     tables = [SQLModel.metadata.tables[name] for name in names]
     SQLModel.metadata.create_all(op.get_bind(), tables=tables, checkfirst=False)
 
 
 def _add_kept_samples() -> None:
-    """Add kept samples."""
+    """Add the samples that are kept for the console."""
     op.create_table(
         "kept_samples",
+        # The sample request.
         sa.Column("sequence_id", sa.String, primary_key=True),
         sa.Column("request_id", sa.String, nullable=False),
         sa.Column("sample_index", sa.Integer, nullable=False),
@@ -191,6 +208,7 @@ def _add_kept_samples() -> None:
         sa.Column("at", sa.Float, nullable=False),
         sa.Column("num_bytes", sa.Integer, nullable=False),
         sa.Column("stop_reason", sa.String, nullable=False),
+        # The training request, and the contents.
         sa.Column("trained_model_id", sa.String),
         sa.Column("trained_step", sa.BigInteger),
         sa.Column("advantage", sa.Float),
@@ -205,7 +223,7 @@ def _add_kept_samples() -> None:
 
 
 def _add_curves() -> None:
-    """Add the points of runs, and the sums over samples."""
+    """Add the points of the curves of runs, and sums over the samples of each step."""
     op.create_table(
         "run_points",
         sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),
@@ -221,6 +239,7 @@ def _add_curves() -> None:
         sa.Column("values", sa.Text, nullable=False),
     )
     op.create_index("ix_run_points_model", "run_points", ["model_id", "position", "step"])
+
     op.create_table(
         "sampled_steps",
         sa.Column("model_id", sa.String, primary_key=True),
@@ -232,7 +251,7 @@ def _add_curves() -> None:
 
 
 def _add_usage() -> None:
-    """Add usage."""
+    """Add the usage by session, model and kind of work."""
     op.create_table(
         "usage",
         sa.Column("bucket_at", sa.BigInteger, primary_key=True, autoincrement=False),
@@ -252,12 +271,14 @@ def _add_usage() -> None:
 def _add_logged_runs() -> None:
     """Add the metrics that clients log."""
     big_key = sa.BigInteger().with_variant(sa.Integer, "sqlite")
+
     op.create_table(
         "logged_runs",
         sa.Column("logged_run_id", big_key, primary_key=True),
         *(sa.Column(name, sa.String, nullable=False) for name in ("owner", "project", "key", "name")),
         sa.Column("config", sa.JSON, nullable=False),
         sa.Column("model_id", sa.String),
+        # Whether the server still looks for the model of the run.
         sa.Column("seeks_model", sa.Boolean, nullable=False),
         sa.Column("num_points", sa.Integer, nullable=False),
         sa.Column("num_bytes", sa.BigInteger, nullable=False),
@@ -268,6 +289,7 @@ def _add_logged_runs() -> None:
     )
     for name in ("model_id", "last_at"):
         op.create_index(f"ix_logged_runs_{name}", "logged_runs", [name])
+
     op.create_table(
         "logged_points",
         sa.Column("position", big_key, primary_key=True),
@@ -283,13 +305,13 @@ def _add_logged_runs() -> None:
 
 
 def _add_teams() -> None:
-    """Add what a team's server counts and records."""
+    """Add the storage of each hour and the audit log."""
     _add_storage_hours()
     _create_core_tables("audit")
 
 
 def _add_storage_hours() -> None:
-    """Add the storage of each hour."""
+    """Add the storage of the checkpoints in each hour."""
     op.create_table(
         "storage_hours",
         sa.Column("hour_at", sa.BigInteger, primary_key=True, autoincrement=False),
@@ -300,7 +322,7 @@ def _add_storage_hours() -> None:
 
 
 def _add_quotas() -> None:
-    """Add quotas and weights, and what the engine publishes about requests that wait because of them."""
+    """Add quotas and weights, and the pauses that engines publish."""
     op.create_table(
         "quotas",
         sa.Column("subject_kind", sa.String, primary_key=True),
@@ -323,7 +345,7 @@ def _add_project_members() -> None:
 
 
 def _add_custom_losses() -> None:
-    """Add the losses that clients upload."""
+    """Add the loss functions that clients upload."""
     op.create_table(
         "custom_losses",
         sa.Column("loss_id", sa.String, primary_key=True),
@@ -339,12 +361,12 @@ def _add_custom_losses() -> None:
 
 
 def _add_over() -> None:
-    """Add what becomes of work beyond a quota of a day."""
+    """Add whether work beyond a daily quota waits or fails."""
     op.add_column("quotas", sa.Column("over", sa.String, nullable=False, server_default="wait"))
 
 
 def _add_engines() -> None:
-    """Let several engines share the database: each has a number, its models and its requests."""
+    """Add engine numbers to models, requests and cancellations: engines can share a database."""
     op.execute("ALTER TABLE engine_state RENAME COLUMN id TO number")
     op.add_column("engine_state", sa.Column("host", sa.String, nullable=False, server_default=""))
     for table in ("models", "requests", "cancellations"):
@@ -353,7 +375,7 @@ def _add_engines() -> None:
 
 
 def _add_portions() -> None:
-    """Add what each of several engines holds of a quota of what runs at once."""
+    """Add leases of quotas of concurrent work, which multiple engines shared. Removed in 0019."""
     op.create_table(
         "portions",
         sa.Column("engine", sa.Integer, primary_key=True, autoincrement=False),
@@ -367,17 +389,17 @@ def _add_portions() -> None:
 
 
 def _add_trainer_gap() -> None:
-    """Add how far kept samples are from the trainer."""
+    """Add the gap between the log-probabilities of the sampler and the trainer for kept samples."""
     op.add_column("kept_samples", sa.Column("trainer_gap", sa.Float))
 
 
 def _drop_portions() -> None:
-    """Remove the leases of quotas of what runs at once: these quotas no longer exist."""
+    """Remove the leases of quotas of concurrent work. These quotas no longer exist."""
     op.drop_table("portions")
 
 
 _APP_TABLES = (_add_kept_samples, _add_curves, _add_usage, _add_logged_runs, _add_storage_hours, _add_trainer_gap)
-"""Create the tables of optional features in a new database, which has all of them. In order of the revisions."""
+"""Functions that create the tables of optional features in a new database, in order of revision."""
 MIGRATIONS: Mapping[str, Callable[[], None]] = {
     "0002": _add_stability,
     "0003": _add_answer_order,

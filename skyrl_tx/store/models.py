@@ -1,4 +1,4 @@
-"""Models in training, and their recovery snapshots."""
+"""Models (training runs) and their recovery snapshots."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ from skyrl_tx.store.tables import (
 
 
 def create(tx: Session, row: ModelRow) -> bool:
-    """Insert a model; return False, changing nothing, if its id exists."""
+    """Insert a model. Return False and change nothing if its id exists."""
     if get(tx, row.model_id) is not None:
         return False
     tx.add(row)
@@ -31,7 +31,7 @@ def create(tx: Session, row: ModelRow) -> bool:
 
 
 def get(tx: Session, model_id: ModelId) -> ModelRow | None:
-    """Return a model, which may be deleted, or None if there is none."""
+    """Return a model, even if it is deleted, or None if it does not exist."""
     return tx.get(ModelRow, model_id)
 
 
@@ -54,7 +54,7 @@ _IS_DELETED = select(ModelRow.model_id).where(
     ModelRow.model_id == bindparam("model_id"), col(ModelRow.deleted_at).is_not(None)
 )
 
-# Built once, and without ORM objects: these run for every request.
+# These statements run for every request, so they are built once and load no ORM objects.
 _TOUCH = (
     update(ModelRow)
     .where(col(ModelRow.model_id) == bindparam("name"), col(ModelRow.last_request_at) < bindparam("now"))
@@ -66,8 +66,6 @@ _NEXT_EFFECT = (
     .values(effect_order=col(ModelRow.effect_order) + 1, num_steps=col(ModelRow.num_steps) + bindparam("steps"))
     .returning(col(ModelRow.effect_order))
 )
-
-
 _OWNER = (
     select(col(SessionRow.owner))
     .join(ModelRow)
@@ -86,18 +84,21 @@ _DELETED = select(ModelRow).where(col(ModelRow.deleted_at) <= bindparam("before"
 
 
 def find(tx: Session, model_id: ModelId) -> ModelRef | None:
-    """Return what a request needs of a model, or None if there is none or it is deleted; cheaper than `get`."""
+    """Return the columns of a model that a request needs, which is cheaper than `get`.
+
+    Returns None if the model does not exist or is deleted.
+    """
     row = execute(tx, _FIND, {"model_id": model_id}).one_or_none()
     return None if row is None else ModelRef(*row)
 
 
 def is_deleted(tx: Session, model_id: ModelId) -> bool:
-    """Return whether a model is deleted and not purged yet."""
+    """Return whether a model is deleted but not purged yet."""
     return execute(tx, _IS_DELETED, {"model_id": model_id}).one_or_none() is not None
 
 
 def get_owner(tx: Session, model_id: ModelId) -> str | None:
-    """Return the owner of a model, or None if there is none or it is deleted."""
+    """Return the owner of a model, or None if the model does not exist or is deleted."""
     return execute(tx, _OWNER, {"model_id": model_id}).scalar_one_or_none()
 
 
@@ -105,64 +106,83 @@ _ENGINE = select(ModelRow.engine).where(ModelRow.model_id == bindparam("model_id
 
 
 def get_engine_number(tx: Session, model_id: ModelId) -> int | None:
-    """Return the number of a model's engine, or None if there is no such model."""
+    """Return the number of a model's engine, or None if the model does not exist."""
     return execute(tx, _ENGINE, {"model_id": model_id}).scalar_one_or_none()
 
 
 def set_status(tx: Session, model_id: ModelId, status: ModelStatus) -> None:
-    """Set a model's status. Raises LookupError if there is none."""
+    """Set a model's status. Raises LookupError if the model does not exist."""
     get_existing(tx, ModelRow, model_id).status = status
 
 
 def set_ready(tx: Session, model_id: ModelId, base_model_hash: str) -> None:
-    """Set a model's status to `ready` and record its base weights. Raises LookupError if there is none."""
+    """Set a model's status to `ready` and record the hash of its base weights.
+
+    Raises LookupError if the model does not exist.
+    """
     row = get_existing(tx, ModelRow, model_id)
     row.status, row.base_model_hash = "ready", base_model_hash
 
 
 def set_loaded_from(tx: Session, model_id: ModelId, path: str) -> None:
-    """Record the checkpoint that a model has loaded. Raises LookupError if there is no model."""
+    """Record the checkpoint that a model has loaded.
+
+    Raises LookupError if the model does not exist.
+    """
     get_existing(tx, ModelRow, model_id).loaded_from = path
 
 
 def list_on_other_base(tx: Session, base_model_hash: str) -> list[ModelRow]:
-    """Return the ready models on other base weights; models with an unknown or empty hash match any base."""
+    """Return the ready models with different base weights.
+
+    A model without a hash matches any base weights.
+    """
     known = col(ModelRow.base_model_hash).not_in(("", base_model_hash))
     return list(tx.exec(select(ModelRow).where(col(ModelRow.status) == "ready", known)))
 
 
 def abandon_all(tx: Session) -> list[ModelRow]:
-    """Set the status of all live models to `left`, so that none is restored; return them, oldest first."""
-    left = list_live(tx)
-    for row in left:
+    """Set the status of all live models to `left`, so that they are not restored.
+
+    Return them, oldest first.
+    """
+    rows = list_live(tx)
+    for row in rows:
         row.status = "left"
-    return left
+    return rows
 
 
 def expire(tx: Session, before: float) -> list[ModelId]:
-    """Expire the models whose last request and whose session's last heartbeat precede a time; return their ids."""
-    ended = list(tx.exec(_SILENT, params={"before": before}))
-    for row in ended:
+    """Expire the models without a request and without a heartbeat of their session since `before`.
+
+    Their snapshots are deleted. Returns the ids of the models.
+    """
+    rows = list(tx.exec(_SILENT, params={"before": before}))
+    for row in rows:
         row.status = "expired"
         delete_snapshot(tx, row.model_id)
-    return [row.model_id for row in ended]
+    return [row.model_id for row in rows]
 
 
 def set_incomplete_gradient(tx: Session, model_id: ModelId, message: str | None) -> None:
-    """Record why the accumulated gradient is incomplete; None clears it. Raises LookupError if there is no model."""
+    """Record why the accumulated gradient of a model is incomplete; None clears the reason.
+
+    Raises LookupError if the model does not exist.
+    """
     get_existing(tx, ModelRow, model_id).poisoned_by = message
 
 
 def touch(tx: Session, model_id: ModelId, now: float) -> None:
-    """Record the time of a request for a model. Raises LookupError if there is none."""
+    """Record the time of a request for a model. Raises LookupError if the model does not exist."""
     if execute(tx, _TOUCH, {"name": model_id, "now": now}).rowcount == 0:
-        get_existing(tx, ModelRow, model_id)  # it exists, with a later time
+        get_existing(tx, ModelRow, model_id)  # the model must exist, and have a later time
 
 
 def assign_effect_order(tx: Session, model_id: ModelId, *, is_step: bool = False) -> int:
-    """Return the next log sequence number of a model, and count an optimizer step. Raises LookupError if there is none.
+    """Assign and return the next log sequence number of a model.
 
-    `is_step`: the effect is an optimizer step.
+    `is_step` means that the request is an optimizer step, which is counted. Raises LookupError if
+    the model does not exist.
     """
     number = execute(tx, _NEXT_EFFECT, {"name": model_id, "steps": int(is_step)}).scalar_one_or_none()
     if number is None:
@@ -174,14 +194,17 @@ _OLDEST_FIRST = (col(ModelRow.created_at), col(ModelRow.model_id))
 
 
 def list_live(tx: Session) -> list[ModelRow]:
-    """Return the models in status `creating` or `ready`, oldest first."""
-    wanted = select(ModelRow).where(col(ModelRow.status).in_(("creating", "ready"))).order_by(*_OLDEST_FIRST)
-    return list(tx.exec(wanted))
+    """Return the models with status `creating` or `ready`, oldest first."""
+    statement = select(ModelRow).where(col(ModelRow.status).in_(("creating", "ready"))).order_by(*_OLDEST_FIRST)
+    return list(tx.exec(statement))
 
 
 def list_active(tx: Session, owner: str, since: float) -> list[ModelRow]:
-    """Return an owner's models in training, with a request since a time and in an open session, oldest first."""
-    wanted = (
+    """Return an owner's live models with a request since a time, oldest first.
+
+    Deleted models and models of finished sessions are left out.
+    """
+    statement = (
         select(ModelRow)
         .join(SessionRow)
         .where(
@@ -193,14 +216,14 @@ def list_active(tx: Session, owner: str, since: float) -> list[ModelRow]:
         )
         .order_by(*_OLDEST_FIRST)
     )
-    return list(tx.exec(wanted))
+    return list(tx.exec(statement))
 
 
 def list_by_session(tx: Session, session_id: SessionId) -> list[ModelRow]:
     """Return a session's models that are not deleted, oldest first."""
-    is_wanted = (col(ModelRow.session_id) == session_id) & col(ModelRow.deleted_at).is_(None)
-    wanted = select(ModelRow).where(is_wanted).order_by(*_OLDEST_FIRST)
-    return list(tx.exec(wanted))
+    condition = (col(ModelRow.session_id) == session_id) & col(ModelRow.deleted_at).is_(None)
+    statement = select(ModelRow).where(condition).order_by(*_OLDEST_FIRST)
+    return list(tx.exec(statement))
 
 
 def list_owned(
@@ -212,28 +235,40 @@ def list_owned(
     project_id: str | None = None,
     published_at: float | None = None,
 ) -> tuple[list[ModelRow], int]:
-    """Return a page of an owner's models, newest first, and their total number.
+    """Return a page of an owner's models, newest first, and the total number of models.
 
-    Requests do not change the order, so that a client that reads pages during training sees every model.
-    `owner` None means all owners. `published_at` adds the models of the owner's projects, and those of other owners
-    with a checkpoint that is public then.
+    The order is by creation, so that a client that reads the pages during training sees every
+    model.
+
+    Args:
+        tx: The transaction.
+        owner: None means all owners.
+        limit: Largest number of models on the page.
+        offset: Number of models to skip.
+        project_id: Return only models of this project; None means all.
+        published_at: If set, also return the models of the owner's projects, and models of other owners
+            with a checkpoint that is public at this time.
     """
-    is_wanted: ColumnElement[bool] = true() if owner is None else col(SessionRow.owner) == owner
+    condition: ColumnElement[bool] = true() if owner is None else col(SessionRow.owner) == owner
     if published_at is not None:
-        is_wanted = sessions.is_visible_to(owner) | col(ModelRow.model_id).in_(
+        condition = sessions.is_visible_to(owner) | col(ModelRow.model_id).in_(
             checkpoints.select_published_runs(published_at)
         )
-    is_wanted = is_wanted & col(ModelRow.deleted_at).is_(None)
+    condition = condition & col(ModelRow.deleted_at).is_(None)
     if project_id is not None:
-        is_wanted = is_wanted & (col(SessionRow.project_id) == project_id)
-    count = select(func.count()).select_from(ModelRow).join(SessionRow).where(is_wanted)
+        condition = condition & (col(SessionRow.project_id) == project_id)
+
+    count = select(func.count()).select_from(ModelRow).join(SessionRow).where(condition)
     newest_first = (col(ModelRow.created_at).desc(), col(ModelRow.model_id))
-    page = select(ModelRow).join(SessionRow).where(is_wanted).order_by(*newest_first).limit(limit).offset(offset)
+    page = select(ModelRow).join(SessionRow).where(condition).order_by(*newest_first).limit(limit).offset(offset)
     return list(tx.exec(page)), tx.exec(count).one()
 
 
 def mark_deleted(tx: Session, model_id: ModelId, now: float) -> bool:
-    """Delete a run with its checkpoints so that `undelete` can restore them until `purge`; False if there is none."""
+    """Mark a run and its checkpoints as deleted. Return False if there is no such run.
+
+    `undelete` can restore them until `purge` removes them.
+    """
     row = get(tx, model_id)
     if row is None or row.deleted_at is not None:
         return False
@@ -244,7 +279,10 @@ def mark_deleted(tx: Session, model_id: ModelId, now: float) -> bool:
 
 
 def undelete(tx: Session, model_id: ModelId) -> bool:
-    """Restore a deleted run with the checkpoints that were deleted together with it; return False if there is none."""
+    """Restore a deleted run and the checkpoints that were deleted with it.
+
+    Return False if there is no such run.
+    """
     row = get(tx, model_id)
     if row is None or row.deleted_at is None:
         return False
@@ -255,10 +293,11 @@ def undelete(tx: Session, model_id: ModelId) -> bool:
 
 
 def purge(tx: Session, before: float, remove_rows: RemoveRows) -> list[ModelId]:
-    """Remove the runs that were deleted before a time; `remove_rows` removes what features have stored about them.
+    """Remove the runs that were deleted before a time.
 
-    A run that could still be trained is only expired; a later call removes it once it has no open request. Returns the
-    expired ones, which the engine discards.
+    `remove_rows` removes rows of optional features. A run that can still be trained is only
+    expired. A later call removes it when it has no open requests. Returns the expired runs, which
+    the engine must unload.
     """
     expired: list[ModelId] = []
     for row in tx.exec(_DELETED, params={"before": before}).all():
@@ -273,13 +312,14 @@ def purge(tx: Session, before: float, remove_rows: RemoveRows) -> list[ModelId]:
 
 
 def delete(tx: Session, model_id: ModelId, remove_rows: RemoveRows) -> None:
-    """Remove a run with its checkpoints, requests and samplers; `remove_rows` removes what features have stored.
+    """Remove a run with its checkpoints, requests and samplers.
 
-    Raises LookupError if there is none, and ValueError while it is `creating` or `ready`: unload it first.
+    `remove_rows` removes rows of optional features. Raises LookupError if the run does not exist,
+    and ValueError while it is `creating` or `ready`.
     """
     row = get_existing(tx, ModelRow, model_id)
     if row.status in ("creating", "ready"):
-        raise ValueError(f"run {model_id} is {row.status}")
+        raise ValueError(f"run {model_id} is {row.status}: unload it before deleting it")
     pruning.delete_high_water_marks(tx, [f"model/{model_id}"])
     pruning.delete_sampling_marks(tx, sampling_sessions.list_ids_by_model(tx, model_id))
     for table in (CheckpointRow, SnapshotRow, RequestRow, SamplingSessionRow):
@@ -292,28 +332,31 @@ def delete(tx: Session, model_id: ModelId, remove_rows: RemoveRows) -> None:
 def put_snapshot(
     tx: Session, model_id: ModelId, artifact_id: ArtifactId, effect_order: int, now: float
 ) -> ArtifactId | None:
-    """Replace a model's snapshot by one that is not older; return the replaced artifact, if any.
+    """Store the new snapshot of a model, and return the artifact of the replaced snapshot, if any.
 
-    Raises ValueError if `effect_order` is smaller than that of the present snapshot.
+    Raises ValueError if the new snapshot is older, that is, if its `effect_order` is smaller.
     """
     row = get_snapshot(tx, model_id)
     if row is None:
         tx.add(SnapshotRow(model_id=model_id, artifact_id=artifact_id, effect_order=effect_order, created_at=now))
         return None
     if effect_order < row.effect_order:
-        raise ValueError(f"snapshot of {model_id} at effect {effect_order} is older than that at {row.effect_order}")
+        raise ValueError(
+            f"the new snapshot of {model_id} (log sequence number {effect_order}) is older than the stored one "
+            f"({row.effect_order})"
+        )
     replaced = row.artifact_id
     row.artifact_id, row.effect_order, row.created_at = artifact_id, effect_order, now
     return replaced
 
 
 def get_snapshot(tx: Session, model_id: ModelId) -> SnapshotRow | None:
-    """Return a model's snapshot, or None if there is none."""
+    """Return the snapshot of a model, or None if it has none."""
     return tx.get(SnapshotRow, model_id)
 
 
 def delete_snapshot(tx: Session, model_id: ModelId) -> ArtifactId | None:
-    """Delete a model's snapshot; return its artifact, if any."""
+    """Delete the snapshot of a model, and return its artifact, if any."""
     row = get_snapshot(tx, model_id)
     if row is None:
         return None

@@ -1,4 +1,4 @@
-"""Warnings and errors of the processes, kept in the database so that people see them without the log."""
+"""Notices: warnings and errors of the log, stored in the database for the console."""
 
 import logging
 import threading
@@ -18,7 +18,7 @@ from skyrl_tx.store.errors import StoreError
 from skyrl_tx.store.tables import NoticeRow, ProcessName
 
 MAX_NOTICES = 1000
-"""Rows that are kept."""
+"""How many notices the database keeps."""
 _MAX_CHARS = 1000
 _MAX_PER_MINUTE = 60
 _PERIOD_S = 1.0
@@ -28,7 +28,7 @@ _SUPERVISOR = "skyrl_tx.launch.supervisor"
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """One line of the log; `at` in seconds since the epoch."""
+    """One log line. `at` is in seconds since the epoch."""
 
     at: float
     process: ProcessName
@@ -42,8 +42,10 @@ _COLUMNS = col(NoticeRow.at), col(NoticeRow.process), col(NoticeRow.level), col(
 
 
 def add(tx: Session, notices: Sequence[Notice]) -> None:
-    """Add notices, and delete all but the newest 1,000."""
-    values = [{"at": each.at, "process": each.process, "level": each.level, "text": each.text} for each in notices]
+    """Add notices, then delete all but the newest 1,000."""
+    values = [
+        {"at": notice.at, "process": notice.process, "level": notice.level, "text": notice.text} for notice in notices
+    ]
     execute(tx, _INSERT, values)
     newest = execute(tx, _NEWEST).scalar_one() or 0
     execute(tx, delete(NoticeRow).where(col(NoticeRow.position) <= newest - MAX_NOTICES))
@@ -51,12 +53,15 @@ def add(tx: Session, notices: Sequence[Notice]) -> None:
 
 def list_newest(tx: Session, limit: int = 200) -> list[Notice]:
     """Return the newest notices, newest first."""
-    wanted = select(*_COLUMNS).order_by(col(NoticeRow.position).desc()).limit(limit)
-    return [Notice(at, cast(ProcessName, process), level, text) for at, process, level, text in execute(tx, wanted)]
+    newest = select(*_COLUMNS).order_by(col(NoticeRow.position).desc()).limit(limit)
+    return [Notice(at, cast(ProcessName, process), level, text) for at, process, level, text in execute(tx, newest)]
 
 
 class _Handler(logging.Handler):
-    """Keeps warnings and errors in memory until they are written: 60 a minute, others are counted."""
+    """Keeps warnings and errors in memory until they are written, at most 60 per minute.
+
+    Further lines are only counted. The next notice reports how many were omitted.
+    """
 
     def __init__(self, process: ProcessName) -> None:
         super().__init__(logging.WARNING)
@@ -65,7 +70,8 @@ class _Handler(logging.Handler):
         self._minute, self._num_in_minute, self._num_omitted = 0, 0, 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record; called with the handler's lock held."""
+        """Keep a record. The caller holds the handler's lock."""
+        # Limit the number of lines per minute.
         minute = int(record.created // 60)
         if minute != self._minute:
             self._minute, self._num_in_minute = minute, 0
@@ -73,17 +79,18 @@ class _Handler(logging.Handler):
         if self._num_in_minute > _MAX_PER_MINUTE:
             self._num_omitted += 1
             return
-        omitted = f" ({self._num_omitted} lines before it were omitted)" if self._num_omitted else ""
+        omitted = f" ({self._num_omitted} earlier lines were omitted)" if self._num_omitted else ""
         self._num_omitted = 0
+
         process: ProcessName = "supervisor" if record.name == _SUPERVISOR else self._process
         text = record.getMessage()
         if len(text) > _MAX_CHARS:
             text = text[: _MAX_CHARS - 1] + "…"
-        text = text.replace("\x00", "�")  # PostgreSQL stores none
+        text = text.replace("\x00", "�")  # PostgreSQL cannot store zero characters
         self._waiting.append(Notice(record.created, process, record.levelname.lower(), text + omitted))
 
     def take(self) -> list[Notice]:
-        """Return the kept notices, and forget them."""
+        """Remove and return the kept notices."""
         with self.lock or threading.Lock():
             taken = list(self._waiting)
             self._waiting.clear()
@@ -92,18 +99,18 @@ class _Handler(logging.Handler):
 
 @contextmanager
 def record_notices(store: Store, process: ProcessName) -> Generator[None]:
-    """Write this process's warnings and errors to the database, inside the context.
+    """Write the warnings and errors of this process to the database while the context is open.
 
-    A thread of its own writes them each second, so that no caller waits. Those that cannot be written are lost: the log
-    has them.
+    A separate thread writes them once per second, so that the code that logs does not wait. Notices
+    that cannot be written are lost here, but the log has them.
     """
     handler, ended = _Handler(process), threading.Event()
     written: Future[None] | None = None
 
     def write() -> None:
         nonlocal written
-        if written is not None and not written.done():  # the database is full or locked: the handler keeps some
-            return
+        if written is not None and not written.done():
+            return  # the database is full or locked, so the handler keeps the newest notices
         if notices := handler.take():
             with suppress(StoreError):
                 written = store.write_soon(lambda tx: add(tx, notices))

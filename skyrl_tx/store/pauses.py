@@ -1,4 +1,7 @@
-"""Pauses: whose requests wait because of a quota. Engines publish them with their status."""
+"""Pauses: owners, keys and projects whose requests wait because of a quota.
+
+Engines publish the pauses with their status.
+"""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -14,25 +17,29 @@ from skyrl_tx.store.tables import EngineStateRow, RequestRow, SessionRow, Subjec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """The requests of an owner, a key or a project that wait, with the reason that clients read."""
+    """The reason why requests of an owner, a key or a project wait."""
 
     subject_kind: SubjectKind
     subject: str
     """The owner, the number of the key, or the project."""
     limit: str
-    """The limit that is reached. Training waits if its name begins with `training_`, else sampling."""
+    """The limit that was reached.
+
+    If its name starts with `training_`, training waits, otherwise sampling.
+    """
     reason: str
+    """Message for clients."""
 
     @property
     def concerns_training(self) -> bool:
-        """Whether passes wait, and not samples."""
+        """Whether training requests wait. Otherwise sample requests wait."""
         return self.limit.startswith("training_")
 
 
 def collect_pauses(*rows: EngineStateRow | None) -> tuple[Pause, ...]:
-    """Return the pauses that engines have published, each once."""
-    found = [Pause(**each) for row in rows if row is not None for each in row.pauses or ()]  # pyright: ignore
-    return tuple(dict.fromkeys(found))
+    """Return the pauses that engines have published, without duplicates."""
+    pauses = [Pause(**pause) for row in rows if row is not None for pause in row.pauses or ()]  # pyright: ignore
+    return tuple(dict.fromkeys(pauses))
 
 
 def belongs_to_subject(kind: SubjectKind, name: str) -> ColumnElement[bool]:
@@ -47,7 +54,7 @@ def belongs_to_subject(kind: SubjectKind, name: str) -> ColumnElement[bool]:
 
 
 def is_paused(pauses: Collection[Pause]) -> ColumnElement[bool]:
-    """Return the condition that one of the pauses concerns a request, whose session the query joins."""
+    """Return the condition that a request is paused. The query must join the request's session."""
     is_sample: ColumnElement[bool] = col(RequestRow.kind) == "sample"
     conditions = (
         and_(
@@ -59,19 +66,19 @@ def is_paused(pauses: Collection[Pause]) -> ColumnElement[bool]:
 
 
 def find_wait_reason(tx: Session, request_id: RequestId, pauses: Collection[Pause]) -> str | None:
-    """Return the reason of the first pause for which an open request waits; None if it has started, or none does."""
-    wanted = (
+    """Return why an open request waits, or None if it has started or no pause concerns it."""
+    statement = (
         select(col(RequestRow.kind), col(SessionRow.owner), col(SessionRow.key_id), col(SessionRow.project_id))
         .join(SessionRow, col(SessionRow.session_id) == col(RequestRow.session_id))
         .where(
             col(RequestRow.request_id) == request_id, col(RequestRow.status) == "open", col(RequestRow.attempts) == 0
         )
     )
-    found: Any = execute(tx, wanted).first()
-    if found is None:
+    row: Any = execute(tx, statement).first()
+    if row is None:
         return None
 
-    kind, owner, key_id, project_id = found
+    kind, owner, key_id, project_id = row
     subjects = {("owner", owner), ("key", str(key_id)), ("project", project_id)}
     return next(
         (

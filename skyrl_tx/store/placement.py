@@ -1,35 +1,40 @@
-"""Which engine trains which model and executes which request, when several engines share the database.
+"""Placement of models and requests on engines, when multiple engines share the database.
 
-A model in training belongs to one engine, and so do its requests. When an engine has ended, its models and its open
-requests move to the others in one transaction; they restore the models from snapshot and log, as after a crash. A
-request that moves gets a new position, so that its new engine reads it like one that has just arrived.
+A model in training and its requests belong to one engine. When an engine has ended, its models and
+open requests are moved to the other engines in one transaction. Their new engines restore the
+models from snapshot and log, as after a crash. A moved request gets a new position, so that its new
+engine reads it like a new request.
 """
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sqlalchemy import bindparam, func, literal_column, select, text, update
+from sqlalchemy import bindparam, func, select, text, update
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.store import engine_state, leases, models
 from skyrl_tx.store.database import execute
+from skyrl_tx.store.futures import IS_OPEN
 from skyrl_tx.store.tables import EngineStateRow, ModelRow, RequestRow, SamplingSessionRow, SessionRow
 
 RECENT_S = 600.0
-"""Models without a request for longer do not count as an engine's load."""
-HOLD_S = 60.0
-"""Time for which an ended engine may start again and run alone what may have ended it. Then others run that."""
+"""Models without a request for this time do not count as load of their engine."""
+QUARANTINE_S = 60.0
+"""How long quarantined requests wait for a restart of their engine, see `move`.
+
+Then they move as well.
+"""
 _MAX_MOVED_ATTEMPTS = 1
 _LIVE = ("creating", "ready")
-_IS_OPEN = col(RequestRow.status) == literal_column("'open'")  # a literal, so that the partial index is used
 
 
 def choose_engine(tx: Session) -> int:
-    """Return the number of the engine that a new model gets: the ready one with the least load for its places.
+    """Return the number of the engine for a new model.
 
-    While none is ready, it is the one that is most likely to be: the one that published a status last.
+    This is the ready engine with the fewest recent models per adapter slot. If no engine is ready,
+    this is the engine that published its status last, because it is likely to be ready soon.
     """
     rows = engine_state.list_engines(tx)
     if len(rows) < 2:
@@ -43,12 +48,12 @@ def choose_engine(tx: Session) -> int:
 
 
 def get_max_models(row: EngineStateRow) -> int:
-    """Return how many models an engine holds on its device."""
+    """Return how many models an engine can hold on its device."""
     number = row.capabilities.get("max_models", 1)
     return number if isinstance(number, int) else 1
 
 
-_NUM_MODELS = (
+_MODEL_COUNTS = (
     select(col(ModelRow.engine), func.count())
     .where(col(ModelRow.status).in_(_LIVE), col(ModelRow.last_request_at) > bindparam("after"))
     .group_by(col(ModelRow.engine))
@@ -56,38 +61,40 @@ _NUM_MODELS = (
 
 
 def count_models(tx: Session, now: float) -> Counter[int]:
-    """Return the number of models in training of each engine, those with a request lately."""
-    return Counter(dict(execute(tx, _NUM_MODELS, {"after": now - RECENT_S}).all()))
+    """Return for each engine how many models in training had a request in the last `RECENT_S`."""
+    return Counter(dict(execute(tx, _MODEL_COUNTS, {"after": now - RECENT_S}).all()))
 
 
 _ADDRESSED = (
     select(col(ModelRow.engine))
     .where(col(ModelRow.status).in_(_LIVE))
-    .union(select(col(RequestRow.engine)).where(_IS_OPEN))
+    .union(select(col(RequestRow.engine)).where(IS_OPEN))
 )
 
 
 def find_ended(tx: Session) -> set[int]:
-    """Return the numbers that have models or open requests, but no engine."""
+    """Return the engine numbers with models or open requests whose engine is not running."""
     return {number for (number,) in execute(tx, _ADDRESSED)} - leases.get_holders(tx).keys()
 
 
 @dataclass(slots=True)
 class MoveResult:
-    """The outcome of `move`: models with their new engines, and the number of open requests."""
+    """The result of `move`."""
 
     models: dict[ModelId, int] = field(default_factory=dict[ModelId, int])
+    """The moved models, with the numbers of their new engines."""
     num_requests: int = 0
+    """Number of moved requests."""
     num_quarantined: int = 0
-    """Requests that wait for an engine of their own number, because they may have ended two."""
+    """Number of requests that were not moved because they may have ended the engine."""
 
 
-_LIVE_OF = (
+_LIVE_MODELS = (
     select(col(ModelRow.model_id))
     .where(col(ModelRow.engine) == bindparam("engine"), col(ModelRow.status).in_(_LIVE))
     .order_by(col(ModelRow.last_request_at).desc(), col(ModelRow.model_id))
 )
-_OPEN_OF = (
+_OPEN_BY_ENGINE = (
     select(
         col(RequestRow.position),
         col(RequestRow.model_id),
@@ -95,91 +102,110 @@ _OPEN_OF = (
         col(RequestRow.attempts),
         col(RequestRow.is_alone),
     )
-    .where(_IS_OPEN, col(RequestRow.engine) == bindparam("engine"))
+    .where(IS_OPEN, col(RequestRow.engine) == bindparam("engine"))
     .order_by(col(RequestRow.position))
 )
-_ANY_OPEN_OF = select(col(RequestRow.position)).where(_IS_OPEN, col(RequestRow.engine) == bindparam("engine")).limit(1)
-_NUM_OPEN = select(col(RequestRow.engine), func.count()).where(_IS_OPEN).group_by(col(RequestRow.engine))
-_UNWRITTEN = select(col(SamplingSessionRow.sampling_session_id), col(SamplingSessionRow.model_id)).where(
+_ANY_OPEN_BY_ENGINE = (
+    select(col(RequestRow.position)).where(IS_OPEN, col(RequestRow.engine) == bindparam("engine")).limit(1)
+)
+_OPEN_COUNTS = select(col(RequestRow.engine), func.count()).where(IS_OPEN).group_by(col(RequestRow.engine))
+_UNWRITTEN_SAMPLERS = select(col(SamplingSessionRow.sampling_session_id), col(SamplingSessionRow.model_id)).where(
     col(SamplingSessionRow.model_id).is_not(None),
     col(SamplingSessionRow.sampler_id).is_not(None),
     col(SamplingSessionRow.size_bytes).is_(None),
 )
-"""Sampling sessions whose weights may be in the memory of their model's engine only."""
+"""Sampling sessions whose weights may exist only in the memory of their model's engine."""
 _SET_MODEL = update(ModelRow).where(col(ModelRow.model_id) == bindparam("name")).values(engine=bindparam("to"))
 _SET_REQUEST = text(
     "UPDATE requests SET engine = :to, position = nextval(pg_get_serial_sequence('requests', 'position')),"
     " is_alone = false WHERE position = :old"
 )
-"""A request that moves does not run yet, so that a crash of its new engine is not its fault."""
+"""Moves a request.
+
+`is_alone` is reset, so that a crash of the new engine does not count for the request.
+"""
 
 
 def list_models(tx: Session, number: int) -> list[ModelId]:
-    """Return the models in training of an engine, those with the newest requests first."""
-    return [ModelId(name) for (name,) in execute(tx, _LIVE_OF, {"engine": number})]
+    """Return the models in training of an engine. The model with the newest request comes first."""
+    return [ModelId(name) for (name,) in execute(tx, _LIVE_MODELS, {"engine": number})]
 
 
-def move(tx: Session, number: int, to: Sequence[int], *, hold: bool | None = None) -> MoveResult:
-    """Share out the models and open requests of an engine that has ended among others, the least loaded first.
+def move(tx: Session, number: int, to: Sequence[int], *, quarantine: bool | None = None) -> MoveResult:
+    """Distribute the models and open requests of an ended engine over the engines `to`.
 
-    A request that was running when two engines ended, or alone when one did, may be the cause. It is held with its
-    model: an engine that starts with this number runs it alone first, as a quarantined request. By default that is so
-    for `HOLD_S`.
+    The least loaded engine gets the next model or request. A request may have caused the end of the
+    engine if it was running alone, or if it had been started twice. Such a request and its model
+    are quarantined: they are not moved, and an engine that starts with the same number runs the
+    request alone. By default this applies until the engine has been silent for `QUARANTINE_S`.
     """
     now, row = engine_state.get_shared_time(tx), tx.get(EngineStateRow, number)
-    if hold is None:
-        hold = row is not None and now - row.updated_at < HOLD_S
+    if quarantine is None:
+        quarantine = row is not None and now - row.updated_at < QUARANTINE_S
     if row is not None:
-        row.status = "stopping"  # no process chooses it for new work
-    requests = execute(tx, _OPEN_OF, {"engine": number}).all()
-    held: set[ModelId | None] = set()
-    held_positions: set[int] = set()
-    if hold:
-        kept = [each for each in requests if each.is_alone or each.attempts > _MAX_MOVED_ATTEMPTS]
-        held_positions = {each.position for each in kept}
-        held = {each.model_id for each in kept if each.model_id is not None}
-    wanted = dict.fromkeys(list_models(tx, number))
-    wanted |= dict.fromkeys(each.model_id for each in requests if each.model_id is not None)
-    moved = MoveResult(
-        models=_distribute_models([name for name in wanted if name not in held], count_models(tx, now), to)
-    )
+        row.status = "stopping"  # so that no process chooses it for new work
+
+    # Find the requests that may have caused the end of the engine, and their models.
+    requests = execute(tx, _OPEN_BY_ENGINE, {"engine": number}).all()
+    quarantined_models: set[ModelId | None] = set()
+    quarantined_positions: set[int] = set()
+    if quarantine:
+        risky = [request for request in requests if request.is_alone or request.attempts > _MAX_MOVED_ATTEMPTS]
+        quarantined_positions = {request.position for request in risky}
+        quarantined_models = {request.model_id for request in risky if request.model_id is not None}
+
+    # Move the models.
+    model_ids = dict.fromkeys(list_models(tx, number))
+    model_ids |= dict.fromkeys(request.model_id for request in requests if request.model_id is not None)
+    moved_ids = [model_id for model_id in model_ids if model_id not in quarantined_models]
+    moved = MoveResult(models=_distribute_models(moved_ids, count_models(tx, now), to))
     for model_id, engine in moved.models.items():
         execute(tx, _SET_MODEL, {"name": model_id, "to": engine})
-    in_memory = {name: ModelId(str(model_id)) for name, model_id in execute(tx, _UNWRITTEN)}
-    loads = Counter(dict(execute(tx, _NUM_OPEN).all()))
-    for each in requests:
-        model_id = each.model_id or in_memory.get(each.sampling_session_id)
-        if each.position in held_positions or model_id in held:
+
+    # Move the requests: to the engine of their model, or to the least loaded engine.
+    in_memory = {name: ModelId(str(model_id)) for name, model_id in execute(tx, _UNWRITTEN_SAMPLERS)}
+    loads = Counter(dict(execute(tx, _OPEN_COUNTS).all()))
+    for request in requests:
+        model_id = request.model_id or in_memory.get(request.sampling_session_id)
+        if request.position in quarantined_positions or model_id in quarantined_models:
             moved.num_quarantined += 1
             continue
         engine = None if model_id is None else moved.models.get(model_id) or models.get_engine_number(tx, model_id)
         if engine is None or engine not in to:
-            engine = min(to, key=lambda name: (loads[name], name))
+            engine = min(to, key=lambda candidate: (loads[candidate], candidate))
         loads[engine] += 1
-        execute(tx, _SET_REQUEST, {"old": each.position, "to": engine})
+        execute(tx, _SET_REQUEST, {"old": request.position, "to": engine})
         moved.num_requests += 1
+
     if moved.models or moved.num_requests:
         leases.notify_engines(tx)
     return moved
 
 
-_GIVE = text(
+_GIVE_REQUESTS = text(
     "UPDATE requests SET engine = :to, position = nextval(pg_get_serial_sequence('requests', 'position'))"
     " WHERE position = ANY(:positions) AND engine = :own AND status = 'open' RETURNING request_id"
 )
 
 
 def give_samples(tx: Session, own: int, to: int, positions: Sequence[int]) -> list[RequestId]:
-    """Give requests of this engine that have not started to an engine without any open request; return those given.
+    """Give requests that have not started to an idle engine, and return their ids.
 
-    A request that was cancelled meanwhile is left out. None is given to an engine that is not ready, or has work now.
+    A request that was cancelled meanwhile is left out. Nothing is given if the engine `to` is not
+    ready or has open requests.
+
+    Args:
+        tx: The transaction.
+        own: Number of the engine that gives the requests.
+        to: Number of the idle engine.
+        positions: Positions of the requests.
     """
     row, now = tx.get(EngineStateRow, to), engine_state.get_shared_time(tx)
     if row is None or not engine_state.is_ready(row, now) or to not in leases.get_holders(tx):
         return []
-    if execute(tx, _ANY_OPEN_OF, {"engine": to}).first() is not None:
+    if execute(tx, _ANY_OPEN_BY_ENGINE, {"engine": to}).first() is not None:
         return []
-    given = execute(tx, _GIVE, {"own": own, "to": to, "positions": list(positions)})
+    given = execute(tx, _GIVE_REQUESTS, {"own": own, "to": to, "positions": list(positions)})
     leases.notify_engines(tx)
     return [RequestId(name) for (name,) in given]
 
@@ -187,73 +213,79 @@ def give_samples(tx: Session, own: int, to: int, positions: Sequence[int]) -> li
 def _distribute_models(
     model_ids: Iterable[ModelId], counts: Mapping[int, int], to: Collection[int]
 ) -> dict[ModelId, int]:
-    """Give each model to the engine that has the fewest then."""
+    """Assign each model in turn to the engine with the fewest models."""
     loads = {engine: counts.get(engine, 0) for engine in to}
-    shared: dict[ModelId, int] = {}
+    engines: dict[ModelId, int] = {}
     for model_id in model_ids:
-        shared[model_id] = engine = min(loads, key=lambda name: (loads[name], name))
+        engines[model_id] = engine = min(loads, key=lambda candidate: (loads[candidate], candidate))
         loads[engine] += 1
-    return shared
+    return engines
 
 
-_OPEN_OF_MODEL = (
+_OPEN_BY_MODEL = (
     select(col(RequestRow.position))
-    .where(_IS_OPEN, col(RequestRow.model_id) == bindparam("model_id"))
+    .where(IS_OPEN, col(RequestRow.model_id) == bindparam("model_id"))
     .order_by(col(RequestRow.position))
 )
 
 
 def hand_over(tx: Session, model_id: ModelId, to: int) -> None:
-    """Give a model, of which this engine holds nothing any more, to another engine, with the requests that wait."""
+    """Move a model and its open requests to another engine.
+
+    The current engine must have unloaded the model.
+    """
     execute(tx, _SET_MODEL, {"name": model_id, "to": to})
-    for (position,) in execute(tx, _OPEN_OF_MODEL, {"model_id": model_id}).all():
+    for (position,) in execute(tx, _OPEN_BY_MODEL, {"model_id": model_id}).all():
         execute(tx, _SET_REQUEST, {"old": position, "to": to})
     leases.notify_engines(tx)
 
 
 _MAX_MODELS = 1000
-_MODELS_IN_TRAINING = (
+_MODELS_WITH_OWNERS = (
     select(col(ModelRow.engine), col(ModelRow.model_id), col(SessionRow.owner))
     .join(SessionRow)
     .where(col(ModelRow.status).in_(_LIVE), col(ModelRow.deleted_at).is_(None))
     .order_by(col(ModelRow.last_request_at).desc())
     .limit(_MAX_MODELS)
 )
-_OPEN_REQUESTS = (
+_REQUEST_COUNTS = (
     select(
         col(RequestRow.engine),
         func.count(),
         func.count().filter(col(RequestRow.attempts) > 0),
     )
-    .where(_IS_OPEN)
+    .where(IS_OPEN)
     .group_by(col(RequestRow.engine))
 )
 
 
 @dataclass(frozen=True, slots=True)
 class EngineWork:
-    """An engine with its models in training, those with the newest requests first, and its requests."""
+    """An engine with its models in training and its open requests."""
 
     engine: EngineStateRow
     is_running: bool
-    """Whether it has published a status lately."""
+    """Whether the engine has published a status in the last `engine_state.FRESH_S`."""
     models: list[tuple[ModelId, str]]
-    """Each with its owner."""
+    """Models and their owners. The model with the newest request comes first."""
     num_waiting: int
     num_started: int
 
 
 def list_engine_work(tx: Session) -> list[EngineWork]:
-    """Return what each engine has, by number; an engine that has ended and has nothing is left out."""
+    """Return the models and requests of each engine, ordered by number.
+
+    Engines that are not running and have neither models nor requests are left out.
+    """
     now = engine_state.get_shared_time(tx)
     models: dict[int, list[tuple[ModelId, str]]] = {}
-    for number, model_id, owner in execute(tx, _MODELS_IN_TRAINING):
+    for number, model_id, owner in execute(tx, _MODELS_WITH_OWNERS):
         models.setdefault(number, []).append((model_id, owner))
-    counts = {number: (count, started) for number, count, started in execute(tx, _OPEN_REQUESTS)}
-    found: list[EngineWork] = []
+    counts = {number: (count, started) for number, count, started in execute(tx, _REQUEST_COUNTS)}
+    work: list[EngineWork] = []
     for row in engine_state.list_engines(tx):
         count, started = counts.get(row.number, (0, 0))
         is_running = engine_state.is_running(row, now)
         if is_running or count or row.number in models:
-            found.append(EngineWork(row, is_running, models.get(row.number, []), count - started, started))
-    return found
+            work.append(EngineWork(row, is_running, models.get(row.number, []), count - started, started))
+    return work

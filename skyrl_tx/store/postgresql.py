@@ -1,7 +1,8 @@
-"""PostgreSQL: a database that engines and any number of API processes share.
+"""PostgreSQL: a database that multiple engines and API processes can share.
 
-Roles and write transactions use PostgreSQL's advisory locks in the database that the URL names. Advisory locks and
-LISTEN belong to a connection, so a connection pooler in transaction mode cannot be used.
+Roles and write transactions are protected by advisory locks. Advisory locks and LISTEN belong to a
+connection, so the URL must not point to a connection pooler in transaction mode, for example
+PgBouncer.
 """
 
 import logging
@@ -30,11 +31,16 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _WRITE_LOCK = 1
-"""Held by each write transaction, exclusively. It is the second key of a lock, as the role locks are."""
-_ROLE_LOCKS: dict[Role, int] = {"engine": 2, "api": 3}
-"""Held by the LISTEN connection of each API, shared, and by the write connection of an engine.
+"""Second key of the lock that each write transaction holds exclusively.
 
-An engine holds it exclusively, or shared if it shares the database with others.
+The first key is `LOCK_CLASS`.
+"""
+_ROLE_LOCKS: dict[Role, int] = {"engine": 2, "api": 3}
+"""Second keys of the locks of the roles.
+
+The LISTEN connection of each API process holds the lock of its role in shared mode. The write
+connection of an engine holds the engine lock exclusively, or in shared mode if multiple engines
+share the database.
 """
 _CHANNELS: dict[Role, bytes] = {
     "api": b"skyrl_tx_api",
@@ -42,10 +48,13 @@ _CHANNELS: dict[Role, bytes] = {
     "tool": b"skyrl_tx_tool",
 }
 _ROLE_TIMEOUT_S = 3.0
-"""Wait for a role to become free: PostgreSQL closes the connection of a dead process a moment later."""
+"""How long a process waits for its role.
+
+PostgreSQL needs a moment to notice and close the connection of a dead process.
+"""
 
 _NUM_READERS = 16
-"""Read connections per process, of the 100 that a PostgreSQL server accepts by default."""
+"""Read connections per process. A PostgreSQL server accepts 100 connections by default."""
 _LEASE_POLL_S = 0.05
 _RECONNECT_S = 0.5
 _CONNECT_OPTIONS: dict[str, str | int] = {
@@ -55,7 +64,10 @@ _CONNECT_OPTIONS: dict[str, str | int] = {
     "keepalives_count": 3,
     "tcp_user_timeout": 25_000,
 }
-"""Detect an unreachable server, unless the URL sets other values (postgresql.org, libpq-connect)."""
+"""Options that detect an unreachable server.
+
+The URL may override them (postgresql.org, libpq-connect).
+"""
 _SETTINGS = """
 SELECT set_config('lock_timeout', %(lock_timeout)s, false),
        set_config('tcp_keepalives_idle', '10', false),
@@ -70,7 +82,7 @@ WHERE locktype = 'advisory' AND granted AND database = (SELECT oid FROM pg_datab
       AND classid = %s AND objid = %s AND objsubid = 2
 LIMIT 1
 """
-_HOLDS = text(_HOLDER.replace("%s", ":class", 1).replace("%s", ":lock", 1))
+_HAS_HOLDER = text(_HOLDER.replace("%s", ":class", 1).replace("%s", ":lock", 1))
 
 _FAILURES: dict[str | None, Failure] = {
     "53100": NO_SPACE,
@@ -85,12 +97,15 @@ _FAILURES: dict[str | None, Failure] = {
         (StoreError, "it cannot be written; check the user's privileges, and that the database is not read-only"),
     ),
 }
-"""Meaning of each code of postgresql.org/docs/current/errcodes-appendix."""
-_GONE = {"57P01", "57P02", "57P03", "25P03", "57P05"}
+"""Failures by error code, see postgresql.org/docs/current/errcodes-appendix."""
+_UNREACHABLE_STATES = {"57P01", "57P02", "57P03", "25P03", "57P05"}
 
 
 class Postgresql(Dialect):
-    """A database on a server; weights stay in the data directory, which all processes share."""
+    """A database on a PostgreSQL server.
+
+    Weights stay in the data directory, which all processes share.
+    """
 
     errors = (psycopg.Error, PoolTimeout)
     file_locked = frozenset({"engine"})  # the write connection holds the lock on the database
@@ -104,18 +119,19 @@ class Postgresql(Dialect):
         self.label = url.set(drivername="postgresql", query={}).render_as_string()
 
     def share(self) -> None:
-        """Let several engines have the role, each with a number of its own."""
+        """Allow multiple engines to have the engine role. Each gets its own number."""
         self.is_shared = True
 
     @property
     def name(self) -> str | None:
-        """URL with server and database only, because users and passwords change."""
+        """URL with only the server and the database, because users and passwords may change."""
         return self._name.render_as_string()
 
     def create_writer(self, role: Role) -> Engine:
-        """Create the write pool of one connection, which also holds the engine's role.
+        """Create the write pool with one connection.
 
-        An engine never reconnects: after a lost connection another engine may have written.
+        For an engine, this connection also holds the role. An engine never reconnects, because
+        another engine may have written after the connection was lost.
         """
         engine = self._create_engine(role, writes=True)
         has_connected = False
@@ -146,7 +162,7 @@ class Postgresql(Dialect):
         return engine
 
     def create_reader(self, role: Role) -> Engine:
-        """Create the read pool; transactions are REPEATABLE READ."""
+        """Create the read pool. Its transactions are REPEATABLE READ."""
         return self._create_engine(role, writes=False)
 
     def _create_engine(self, role: Role, *, writes: bool) -> Engine:
@@ -186,12 +202,15 @@ class Postgresql(Dialect):
         except psycopg.errors.LockNotAvailable:
             connection.rollback()
             (holder,) = connection.execute(_HOLDER, lock).fetchone() or ("another process",)
-            advice = "; engines that share a database are all started with --engines" if self.is_shared else ""
+            advice = "; start all engines that share a database with --engines" if self.is_shared else ""
             raise StoreInUse(f"database {self.label} is in use by {holder}{advice}") from None
-        self.engine = self._take_lease(connection, timeout_s)
+        self.engine_number = self._take_lease(connection, timeout_s)
 
     def _take_lease(self, connection: psycopg.Connection, timeout_s: float) -> int:
-        """Take the lease of the lowest number that is free; see `leases`. Raises StoreInUse if there is none."""
+        """Take the lease of the lowest free number, see `leases`.
+
+        Raises StoreInUse if no number is free.
+        """
         end = time.monotonic() + timeout_s
         while True:
             for number in range(1, MAX_ENGINES + 1 if self.is_shared else 2):
@@ -200,19 +219,21 @@ class Postgresql(Dialect):
                 if taken == (True,):
                     return number
             if time.monotonic() >= end:
-                raise StoreInUse(f"database {self.label} is in use by as many engines as can share it")
+                raise StoreInUse(
+                    f"database {self.label} is in use by {MAX_ENGINES if self.is_shared else 1} engines, the maximum"
+                )
             time.sleep(_LEASE_POLL_S)
 
     def copy(self, target: Path, look: Callable[[Session], T]) -> T:
-        """Copy with `pg_dump`, in the state of one transaction."""
+        """Copy with `pg_dump`, from the snapshot of one transaction."""
         engine = self.create_reader("tool")
         try:
             with engine.connect() as connection:
                 snapshot = connection.scalar(text("SELECT pg_export_snapshot()"))
                 with Session(connection) as tx:
-                    found = look(tx)
+                    result = look(tx)
                     self._run_program("pg_dump", "--format=custom", f"--snapshot={snapshot}", f"--file={target}")
-                return found
+                return result
         finally:
             engine.dispose()
 
@@ -221,13 +242,20 @@ class Postgresql(Dialect):
         engine = self.create_writer("tool")
         try:
             if tables := inspect(engine).get_table_names():
-                raise StoreError(f"database {self.label}: is not empty, it has the tables {', '.join(tables[:5])}")
+                raise StoreError(
+                    f"database {self.label} is not empty, it has the tables {', '.join(tables[:5])}: restore into an "
+                    "empty database"
+                )
         finally:
             engine.dispose()
         self._run_program("pg_restore", "--exit-on-error", "--single-transaction", str(source))
 
     def _run_program(self, program: str, *arguments: str) -> None:
-        """Run a program of PostgreSQL; raises StoreError. The password is not among its arguments, which others see."""
+        """Run a PostgreSQL client program.
+
+        Raises StoreError. The password is passed in the environment, because other users of the
+        machine can see the arguments.
+        """
         url = self._url.set(drivername="postgresql")
         public = URL.create("postgresql", url.username, None, url.host, url.port, url.database, url.query)
         environment = {**os.environ, **({"PGPASSWORD": url.password} if url.password else {})}
@@ -236,18 +264,21 @@ class Postgresql(Dialect):
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         except FileNotFoundError:
             raise StoreError(
-                f"database {self.label}: {program} is not installed; it is among PostgreSQL's client programs, and its "
-                "release must be at least that of the server"
+                f"database {self.label}: {program} is not installed; install PostgreSQL's client programs, at least in "
+                "the version of the server"
             ) from None
         if done.returncode:
             raise StoreError(f"database {self.label}: {program} failed: {' '.join(done.stderr.split())}")
 
     def create_notifier(self, role: Role, reader: Engine) -> Notifier:
-        """Open a connection that listens."""
+        """Open a connection that listens for commits of the peer."""
         return _PostgresqlNotifier(self, role, reader)
 
     def connect_listener(self, role: Role) -> psycopg.Connection:
-        """Open a connection that listens for commits; that of an API also holds its role. Raises psycopg.Error."""
+        """Open a connection that listens for commits of the peer. Raises psycopg.Error.
+
+        The connection of an API process also holds the lock of its role.
+        """
         _, arguments = self._url.get_dialect()().create_connect_args(self._url)
         conninfo = make_conninfo(**{key: str(value) for key, value in arguments.items()})
         connection = psycopg.connect(
@@ -264,14 +295,17 @@ class Postgresql(Dialect):
         return connection
 
     def classify_error(self, cause: BaseException) -> Failure:
-        """Distinguish an unreachable database from one that refuses a statement."""
+        """Classify an error by its SQLSTATE.
+
+        Connection errors mean that the database is unreachable.
+        """
         if isinstance(cause, PoolTimeout):
-            return StoreError, f"all {_NUM_READERS} read connections of this process are in use"
+            return StoreError, f"all {_NUM_READERS} read connections of this process are in use; try again later"
         state = cause.sqlstate if isinstance(cause, psycopg.Error) else None
         is_unreachable = isinstance(cause, psycopg.OperationalError) and (
             state is None or state.startswith(("08", "533"))
         )
-        if is_unreachable or state in _GONE:
+        if is_unreachable or state in _UNREACHABLE_STATES:
             return StoreUnreachable, "it cannot be reached"
         return _FAILURES.get(state, FAILED)
 
@@ -290,7 +324,11 @@ class _PostgresqlNotifier(Notifier):
         self._reconnect_at = 0.0
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait; a reconnect after a lost connection counts as a notification, because some may have been missed."""
+        """Wait for a notification.
+
+        A reconnect after a lost connection counts as a notification, because notifications may have
+        been lost.
+        """
         end = time.monotonic() + timeout_s
         while True:
             if self._connection is None and time.monotonic() >= self._reconnect_at and self._reconnect():
@@ -324,7 +362,7 @@ class _PostgresqlNotifier(Notifier):
             _log.warning("%s", self._database.explain(error))
             connection.close()
             self._connection = None
-            return True  # the caller reads the database and handles the error
+            return True  # the caller then reads the database and handles the error
 
     def _reconnect(self) -> bool:
         try:
@@ -336,27 +374,28 @@ class _PostgresqlNotifier(Notifier):
         return True
 
     def wake(self) -> None:
-        with suppress(OSError):  # a full buffer already holds a notification; a closed socket has no waiter
+        with suppress(OSError):  # the buffer is full of notifications, or the socket is closed
             self._wake_sender.send(b"\0")
 
     def notify_peer(self) -> None:
-        """Do nothing: the commit sent NOTIFY."""
+        """Do nothing, because the commit already sent NOTIFY."""
 
     def is_peer_running(self) -> bool:
         with self._reader.connect() as connection:
             parameters = {"class": LOCK_CLASS, "lock": _ROLE_LOCKS[PEER[self._role]]}
-            return connection.execute(_HOLDS, parameters).first() is not None
+            return connection.execute(_HAS_HOLDER, parameters).first() is not None
 
     def close(self) -> None:
         if self._connection is not None:
             with suppress(psycopg.Error):
-                self._connection.execute("SELECT pg_advisory_unlock_all()")  # now, rather than when the server notices
+                # The server may notice the closed connection only later.
+                self._connection.execute("SELECT pg_advisory_unlock_all()")
             self._connection.close()
         self._wake_receiver.close()
         self._wake_sender.close()
 
 
 def _make_application_name(role: Role, purpose: str = "") -> str:
-    """Return the name shown in pg_stat_activity, at most 63 bytes."""
+    """Return the name that pg_stat_activity shows, at most 63 bytes."""
     name = f"skyrl_tx {role} {purpose}".strip()
     return f"{name}, process {os.getpid()} on {socket.gethostname()}".encode("ascii", "replace")[:63].decode()

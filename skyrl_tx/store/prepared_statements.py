@@ -1,6 +1,7 @@
-"""Statements for every result: the database gets their text and values, without SQLAlchemy's work for each execution.
+"""Statements that run for every result and bypass SQLAlchemy's work per execution.
 
-That takes a third of the time of `database.execute` (28 instead of 75 microseconds for an insert of eleven columns).
+SQLAlchemy compiles such a statement once. Each execution then sends the text and the values to the
+driver. An insert of eleven columns takes 28 microseconds instead of 75 with `database.execute`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +16,12 @@ from sqlmodel import Session, SQLModel
 
 @dataclass(frozen=True, slots=True)
 class _CompiledStatement:
-    """A statement as one kind of database takes it."""
+    """A statement that was compiled for one kind of database."""
 
     text: str
     constants: Mapping[str, Any]
     positions: Sequence[str] | None
-    """The names of the values in the order in which they are passed; None if they are passed by name."""
+    """Names of the values in the driver's order; None if the driver takes values by name."""
 
     def values(self, named: Mapping[str, Any]) -> Any:
         if self.positions is not None:
@@ -31,24 +32,28 @@ class _CompiledStatement:
 
 @dataclass(frozen=True, slots=True)
 class PreparedStatement:
-    """A statement without result rows. `columns` are the names of all its values.
+    """A statement without result rows.
 
-    Values are passed to the driver as they are: numbers, text, bytes and None.
+    Values are passed to the driver unchanged, so they must be numbers, text, bytes or None.
     """
 
     build: Callable[[str], Executable]
-    """Makes the statement for a kind of database, `sqlite` or `postgresql`."""
+    """Builds the statement for a kind of database, `sqlite` or `postgresql`."""
     columns: Sequence[str]
+    """Names of all values."""
     _texts: dict[str, _CompiledStatement] = field(default_factory=dict[str, _CompiledStatement])
 
     def execute(self, tx: Session, values: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> CursorResult[Any]:
-        """Execute the statement, once for each mapping. Like `database.execute`, it writes changed objects first."""
+        """Execute the statement, once for each mapping.
+
+        Like `database.execute`, flushes changed objects first.
+        """
         tx.flush()
         connection = tx.connection()
         statement = self._texts.get(connection.dialect.name) or self._compile(connection)
         if isinstance(values, Mapping):
             return connection.exec_driver_sql(statement.text, statement.values(values))
-        return connection.exec_driver_sql(statement.text, [statement.values(each) for each in values])
+        return connection.exec_driver_sql(statement.text, [statement.values(row) for row in values])
 
     def _compile(self, connection: Connection) -> _CompiledStatement:
         dialect = connection.dialect
@@ -62,7 +67,11 @@ class PreparedStatement:
 
 
 def make_upsert_builder(table: type[SQLModel], key: Sequence[str], sums: Sequence[str]) -> Callable[[str], Executable]:
-    """Return the builder of a statement that inserts a row or adds its `sums` to those of the row with its key."""
+    """Return the builder of an upsert.
+
+    The statement inserts a row. If there is a row with the same key, it adds the columns `sums` to
+    that row.
+    """
 
     def build(database: str) -> Executable:
         row = (sqlite.insert if database == "sqlite" else postgresql.insert)(table)

@@ -1,4 +1,4 @@
-"""The modes of a data directory and its database: no other user of the machine may read or change them."""
+"""File modes of the data directory and its database: other users have no access."""
 
 import logging
 import os
@@ -17,40 +17,46 @@ _OWN_NAMES = (
 )
 
 open_private = partial(os.open, mode=0o600)
-"""An `opener` for `open` that creates files without access for others."""
+"""An `opener` for `open` that creates files which only their owner can read and write."""
 
 
 def make_private(data_dir: Path, database_files: Iterable[Path]) -> None:
-    """Remove the access of other users, and log what was changed and what could not be.
+    """Remove the access of other users to the data directory and its files.
 
-    The directory's mode is changed if this user owns it, unless it is shared (a home, a root, or one like /tmp). The
-    server also starts in a directory that stays open, such as a volume of another owner: its files are closed.
+    The mode of the directory is changed only if this user owns it and it is not a shared directory,
+    for example `/`, the user's home directory or `/tmp`. If other users keep access, for example to
+    a volume with another owner, a warning is logged and the server starts anyway.
     """
     changed: list[str] = []
     still_open: list[str] = []
     for path in (data_dir, *database_files, *(data_dir / name for name in _OWN_NAMES)):
-        with suppress(FileNotFoundError):  # SQLite removes its log when the last process closes the database
-            found = path.stat()
-            mode = stat.S_IMODE(found.st_mode)
+        with suppress(FileNotFoundError):  # for example SQLite's log after the last process has closed the database
+            status = path.stat()
+            mode = stat.S_IMODE(status.st_mode)
             if mode & _OTHERS:
-                if path != data_dir or _is_dedicated(path, found):
+                if path != data_dir or _is_dedicated(path, status):
                     _try_chmod(path, mode & ~_OTHERS)
                 is_open = stat.S_IMODE(path.stat().st_mode) & _OTHERS
                 (still_open if is_open else changed).append(f"{path} (mode {mode:04o})")
+
     if changed:
         _log.warning("removed the access of other users to %s", ", ".join(changed))
     if still_open:
-        _log.warning("other users have access to %s; the mode cannot be changed from here", ", ".join(still_open))
+        _log.warning(
+            "other users have access to %s, and the server cannot change that; use a directory that belongs to the "
+            "server's user",
+            ", ".join(still_open),
+        )
 
 
-def _is_dedicated(directory: Path, found: os.stat_result) -> bool:
-    """Whether a directory belongs to this user, and is not one that programs share."""
-    is_shared = found.st_mode & stat.S_ISVTX or directory.resolve() in (Path.home(), Path("/"))
-    return found.st_uid == os.geteuid() and not is_shared
+def _is_dedicated(directory: Path, status: os.stat_result) -> bool:
+    """Return whether a directory belongs to this user and is not shared, for example `/tmp`."""
+    is_shared = status.st_mode & stat.S_ISVTX or directory.resolve() in (Path.home(), Path("/"))
+    return status.st_uid == os.geteuid() and not is_shared
 
 
 def _try_chmod(path: Path, mode: int) -> None:
     try:
         path.chmod(mode)
-    except OSError as error:  # another owner, or a file system without modes; the caller looks at the result
+    except OSError as error:  # another owner, or a file system without modes: the caller checks the result
         _log.debug("cannot change the mode of %s: %s", path, error)

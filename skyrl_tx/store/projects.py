@@ -1,7 +1,8 @@
-"""Projects: names that sessions carry, and the members who see what others do in them.
+"""Projects and their members.
 
-A viewer sees the project's sessions, runs and checkpoints, and may use the checkpoints. An editor may also change the
-checkpoints and assign sessions. Everyone may assign sessions to a project without members.
+A session may belong to one project. A viewer sees the project's sessions, runs and checkpoints, and
+may use the checkpoints. An editor may also change the checkpoints and assign sessions to the
+project. Any owner may assign sessions to a project without members.
 """
 
 from collections.abc import Sequence
@@ -24,14 +25,17 @@ MAX_MEMBERS = 1000
 
 
 def get_role(tx: Session, project_id: str | None, owner: str) -> ProjectRole | None:
-    """Return the role of an owner in a project; None if it is no member."""
+    """Return the role of an owner in a project, or None if the owner is not a member."""
     row = None if project_id is None else tx.get(ProjectMemberRow, (project_id, owner))
     return None if row is None else row.role
 
 
 def get_role_in_run(tx: Session, model_id: ModelId, owner: str) -> ProjectRole | None:
-    """Return the role of an owner in the project of a run that is not deleted; None if it is no member."""
-    wanted = (
+    """Return the role of an owner in the project of a run.
+
+    Returns None if the owner is not a member, or if the run is deleted.
+    """
+    statement = (
         select(col(ProjectMemberRow.role))
         .join(SessionRow, col(SessionRow.project_id) == col(ProjectMemberRow.project_id))
         .join(ModelRow, col(ModelRow.session_id) == col(SessionRow.session_id))
@@ -41,26 +45,31 @@ def get_role_in_run(tx: Session, model_id: ModelId, owner: str) -> ProjectRole |
             col(ProjectMemberRow.owner) == owner,
         )
     )
-    return cast(ProjectRole | None, execute(tx, wanted).scalar_one_or_none())
+    return cast(ProjectRole | None, execute(tx, statement).scalar_one_or_none())
 
 
 def has_members(tx: Session, project_id: str) -> bool:
-    """Return whether a project has members, so that only its editors assign sessions to it."""
-    wanted = select(col(ProjectMemberRow.owner)).where(col(ProjectMemberRow.project_id) == project_id).limit(1)
-    return execute(tx, wanted).one_or_none() is not None
+    """Return whether a project has members.
+
+    If it does, only its editors may assign sessions to it.
+    """
+    statement = select(col(ProjectMemberRow.owner)).where(col(ProjectMemberRow.project_id) == project_id).limit(1)
+    return execute(tx, statement).one_or_none() is not None
 
 
 def put_member(
     tx: Session, project_id: str, owner: str, new: ProjectRole | None, actor: Actor, now: float, **details: audit.Detail
 ) -> bool:
-    """Give an owner a role in a project, or with None take it away; return False if there was none to take.
+    """Give an owner a role in a project, or remove the member if `new` is None.
 
-    `details` are added to the entry of the audit log. Raises UserError for names that are not possible, and if the
-    project has `MAX_MEMBERS` members.
+    Returns False if there was no member to remove. `details` are added to the entry of the audit
+    log. Raises UserError for an invalid name, and if the project already has `MAX_MEMBERS` members.
     """
     for name, value in (("project", project_id), ("owner", owner)):
         if not value or len(value) > MAX_NAME or not value.isprintable():
             raise UserError(f"{name} {value[:80]!r}: must have 1 to {MAX_NAME} printable characters")
+
+    # Change the row.
     row = tx.get(ProjectMemberRow, (project_id, owner))
     before = None if row is None else row.role
     if new is None:
@@ -70,9 +79,10 @@ def put_member(
     elif row is not None:
         row.role = new
     elif _count_members(tx, project_id) >= MAX_MEMBERS:
-        raise UserError(f"project {project_id[:80]!r}: has {MAX_MEMBERS} members, which is the most")
+        raise UserError(f"project {project_id[:80]!r}: has {MAX_MEMBERS} members, the maximum; remove a member first")
     else:
         tx.add(ProjectMemberRow(project_id=project_id, owner=owner, role=new))
+
     event: audit.Event = "project_member_removed" if new is None else "project_member_set"
     changed = {"project_id": project_id, "member": owner, "role": new, "before": before}
     audit.record(tx, event, actor, now, path=None, **changed, **details)
@@ -80,33 +90,39 @@ def put_member(
 
 
 def _count_members(tx: Session, project_id: str) -> int:
-    wanted = select(func.count()).where(col(ProjectMemberRow.project_id) == project_id)
-    return execute(tx, wanted).scalar_one()
+    statement = select(func.count()).where(col(ProjectMemberRow.project_id) == project_id)
+    return execute(tx, statement).scalar_one()
 
 
 def list_members(tx: Session) -> list[ProjectMemberRow]:
-    """Return the members of all projects, by project and owner."""
-    wanted = select_rows(ProjectMemberRow).order_by(col(ProjectMemberRow.project_id), col(ProjectMemberRow.owner))
-    return list(tx.exec(wanted))
+    """Return the members of all projects, ordered by project and owner."""
+    statement = select_rows(ProjectMemberRow).order_by(col(ProjectMemberRow.project_id), col(ProjectMemberRow.owner))
+    return list(tx.exec(statement))
 
 
 @dataclass(frozen=True, slots=True)
 class Project:
-    """A project in a list: its sessions, runs that are not deleted, and the time of its last session or request."""
+    """A project with its members and counts."""
 
     project_id: str
     num_sessions: int
     num_runs: int
+    """Number of runs that are not deleted."""
     last_used_at: float | None
+    """Time of the last training request or of the last session without runs, or None."""
     members: Sequence[ProjectMemberRow]
 
 
 def list_visible(tx: Session, owner: str | None, limit: int) -> list[Project]:
-    """Return the projects with sessions of an owner, and those it is a member of; None means all. The last used first.
+    """Return the projects that an owner has sessions in or is a member of.
 
-    The counts are of what the owner sees.
+    The last used project comes first. `owner` None means all projects. Only sessions and runs that
+    the owner may see are counted.
     """
+    # Count sessions and runs by project.
     last = func.max(func.coalesce(col(ModelRow.last_request_at), col(SessionRow.created_at)))
+    is_run = (col(ModelRow.session_id) == col(SessionRow.session_id)) & col(ModelRow.deleted_at).is_(None)
+
     counted = (
         select(
             col(SessionRow.project_id),
@@ -114,26 +130,25 @@ def list_visible(tx: Session, owner: str | None, limit: int) -> list[Project]:
             func.count(col(ModelRow.model_id)),
             last,
         )
-        .outerjoin(
-            ModelRow,
-            (col(ModelRow.session_id) == col(SessionRow.session_id)) & col(ModelRow.deleted_at).is_(None),
-        )
+        .outerjoin(ModelRow, is_run)
         .where(sessions.is_visible_to(owner), col(SessionRow.project_id).is_not(None))
         .group_by(col(SessionRow.project_id))
         .order_by(last.desc(), col(SessionRow.project_id))
         .limit(limit)
     )
     counts = {str(row[0]): row for row in execute(tx, counted)}
-    of_project: dict[str, list[ProjectMemberRow]] = {}
+
+    # Add the members, and projects without sessions.
+    members: dict[str, list[ProjectMemberRow]] = {}
     for row in list_members(tx):
-        of_project.setdefault(row.project_id, []).append(row)
+        members.setdefault(row.project_id, []).append(row)
     unused = [
         name
-        for name, rows in of_project.items()
+        for name, rows in members.items()
         if name not in counts and (owner is None or any(row.owner == owner for row in rows))
     ]
-    found = [
-        Project(name, int(num_sessions), int(num_runs), at, of_project.get(name, ()))
+    used = [
+        Project(name, int(num_sessions), int(num_runs), at, members.get(name, ()))
         for name, (_, num_sessions, num_runs, at) in counts.items()
     ]
-    return (found + [Project(name, 0, 0, None, of_project[name]) for name in unused])[:limit]
+    return (used + [Project(name, 0, 0, None, members[name]) for name in unused])[:limit]

@@ -1,8 +1,9 @@
-"""Deletion of old results, requests, sampling sessions, runs and sessions, a limited number of rows per transaction.
+"""Deletion of old results, requests, sampling sessions, runs and sessions.
 
-Pruning has two stages. First a request loses body and result and becomes a tombstone, so that a late poll gets 410 and
-not 404. Later the tombstone is deleted and its sequence number is covered by a high-water mark, so that a repeated
-submission is refused.
+Each call deletes a limited number of rows, so that other writes wait only briefly. Requests are
+pruned in two stages. First a request loses its body and its result and becomes a tombstone. A late
+poll for the result then gets status 410 instead of 404. Later the tombstone is deleted, and a
+high-water mark covers its sequence number, so that a repeated submission is refused.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -26,15 +27,15 @@ from skyrl_tx.store.tables import (
 )
 
 RemoveRows = Callable[[Session, Sequence[ModelId]], object]
-"""Removes the rows that optional features have stored about runs."""
+"""Removes the rows of optional features for these runs."""
 MAX_ROWS = 1000
-"""Rows per transaction, so that other writes wait only briefly."""
+"""Largest number of rows that are deleted in a transaction."""
 _CREATIONS = ("create_model", "load_weights")
 _HAS_RESULT = col(RequestRow.result).is_not(None)
 _HAS_ENDED = col(ModelRow.status).in_(("failed", "unloaded", "expired"))
 _IS_TOMBSTONE = col(RequestRow.result).is_(None) & (col(RequestRow.status) != literal_column("'open'"))
 
-# Statements are built once: other writes wait for a transaction that prunes.
+# Statements are built once, because other writes wait while a pruning transaction runs.
 _EFFECT = col(RequestRow.effect_order)
 _COVERED = (
     select(col(SnapshotRow.effect_order)).where(col(SnapshotRow.model_id) == col(RequestRow.model_id))
@@ -68,9 +69,10 @@ _PRUNE = (
 
 
 def prune_results(tx: Session, now: float, *, retention_s: float, limit: int = MAX_ROWS) -> int:
-    """Turn requests into tombstones `retention_s` after their result was fetched or their session finished.
+    """Turn completed requests into tombstones, and return the number of new tombstones.
 
-    Requests that a recovery would replay stay. Returns the number of new tombstones.
+    This happens `retention_s` after the result was fetched, or after the session finished if the
+    result was never fetched. Requests that a recovery would replay are kept.
     """
     return execute(tx, _PRUNE, {"before": now - retention_s, "now": now, "limit": limit}).rowcount
 
@@ -97,12 +99,15 @@ _DELETE_TOMBSTONES = delete(RequestRow).where(is_in_batch(col(RequestRow.positio
 def delete_tombstones(
     tx: Session, now: float, *, retention_s: float, session_retention_s: float, limit: int = MAX_ROWS
 ) -> int:
-    """Delete tombstones `retention_s` after their result was fetched, and raise the high-water marks.
+    """Delete tombstones `retention_s` after their result was fetched, and return their number.
 
-    A request that created a model stays while its session can resume. Returns the number of deleted rows.
+    The high-water marks are raised. A request that created a model is kept until its session has
+    sent no heartbeat for `session_retention_s`, because until then the session may resume.
     """
     limits = {"before": now - retention_s, "silent_since": now - session_retention_s, "limit": limit}
     rows = execute(tx, _OLD_TOMBSTONES, limits).all()
+
+    # Raise the high-water marks.
     marks: dict[str, int] = {}
     for _, model_id, sampling_session_id, seq_id in rows:
         scope = get_sequence_scope(model_id, sampling_session_id, seq_id)
@@ -111,6 +116,7 @@ def delete_tombstones(
     for scope, up_to in marks.items():
         if get_high_water_mark(tx, scope) < up_to:
             tx.merge(PrunedRow(numbered_by=scope, up_to=up_to))
+
     execute_in_batches(tx, _DELETE_TOMBSTONES, [row.position for row in rows])
     return len(rows)
 
@@ -141,10 +147,12 @@ _DELETE_SAMPLING = delete(SamplingSessionRow).where(is_in_batch(col(SamplingSess
 
 
 def delete_sampling_sessions(tx: Session, before: float, *, limit: int = MAX_ROWS) -> int:
-    """Delete sampling sessions unused since a time whose sampler is released or whose client was gone by then.
+    """Delete sampling sessions that can no longer be used, and return their number.
 
-    Those of the server's own sessions have no client that could return. Sessions with stored requests stay. Returns the
-    number of deleted rows.
+    A sampling session is deleted if it was not used since `before`, no request of it is stored, and
+    one of the following holds: its ephemeral sampler was released, its client session has finished
+    and sent no heartbeat since `before`, or it belongs to a session of the server, which has no
+    client.
     """
     names = list(execute(tx, _UNUSED_SAMPLING, {"before": before, "limit": limit}).scalars())
     execute_in_batches(tx, _DELETE_SAMPLING, names)
@@ -156,13 +164,13 @@ _SAMPLING_MARKS = select(col(PrunedRow.numbered_by)).where(col(PrunedRow.numbere
 
 
 def delete_sampling_marks(tx: Session, names: Collection[SamplingSessionId]) -> None:
-    """Delete the high-water marks of the clients of deleted sampling sessions."""
+    """Delete the high-water marks of deleted sampling sessions, including their clones."""
     if names:
         scopes, deleted = execute(tx, _SAMPLING_MARKS).scalars(), {f"sample/{name}" for name in names}
         delete_high_water_marks(tx, [scope for scope in scopes if scope.rpartition("/")[0] in deleted])
 
 
-# A session that has finished and sent no heartbeat since a time can create nothing.
+# A finished session without a heartbeat since `before` creates nothing any more.
 _HAS_FINISHED = (col(SessionRow.finished_at) < bindparam("before")) & (
     col(SessionRow.last_heartbeat_at) < bindparam("before")
 )
@@ -185,9 +193,10 @@ _DELETE_MODELS = delete(ModelRow).where(is_in_batch(col(ModelRow.model_id)))
 
 
 def delete_ended_models(tx: Session, before: float, remove_rows: RemoveRows, *, limit: int = MAX_ROWS) -> int:
-    """Delete models that ended, were last used before a time, and left no checkpoint, sampler or stored request.
+    """Delete ended models that nothing refers to, and return their number.
 
-    Their sessions have finished, so that their ids are never used again. Returns the number of deleted rows.
+    Such a model was last used before `before` and has no checkpoint, snapshot, sampling session or
+    stored request. Its session has finished, so its id is never used again.
     """
     names: list[ModelId] = list(execute(tx, _UNUSED_MODELS, {"before": before, "limit": limit}).scalars())
     execute_in_batches(tx, _DELETE_MODELS, names)
@@ -211,9 +220,10 @@ _DELETE_SESSIONS = delete(SessionRow).where(is_in_batch(col(SessionRow.session_i
 
 
 def delete_finished_sessions(tx: Session, before: float, *, limit: int = MAX_ROWS) -> int:
-    """Delete sessions that finished before a time and have no model, sampling session, custom loss or stored request.
+    """Delete finished sessions that nothing refers to, and return their number.
 
-    Returns the number of deleted rows.
+    Such a session finished and sent its last heartbeat before `before`. Such a session has no
+    model, sampling session, custom loss or stored request.
     """
     names: list[SessionId] = list(execute(tx, _UNUSED_SESSIONS, {"before": before, "limit": limit}).scalars())
     execute_in_batches(tx, _DELETE_SESSIONS, names)

@@ -1,4 +1,8 @@
-"""Sampling sessions: the weights that each sampling client uses."""
+"""Sampling sessions: which weights each sampling client uses.
+
+A sampling session refers to base weights, to a checkpoint or to an ephemeral sampler. Ephemeral
+samplers are weights that a client saved without a name.
+"""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -13,7 +17,7 @@ from skyrl_tx.store.tables import CheckpointRow, ModelRow, SamplingSessionRow
 
 
 def create_session(tx: Session, row: SamplingSessionRow) -> bool:
-    """Insert a sampling session; return False, changing nothing, if its id exists."""
+    """Insert a sampling session. Return False and change nothing if its id exists."""
     if get(tx, row.sampling_session_id) is not None:
         return False
     tx.add(row)
@@ -21,57 +25,47 @@ def create_session(tx: Session, row: SamplingSessionRow) -> bool:
 
 
 def get(tx: Session, sampling_session_id: SamplingSessionId) -> SamplingSessionRow | None:
-    """Return a sampling session, or None if there is none."""
+    """Return a sampling session, or None if it does not exist."""
     return tx.get(SamplingSessionRow, sampling_session_id)
 
 
 def list_ids_by_session(tx: Session, session_id: SessionId) -> list[SamplingSessionId]:
-    """Return all sampling sessions of a client session, oldest first."""
+    """Return the ids of all sampling sessions of a client session, oldest first."""
     oldest_first = (col(SamplingSessionRow.created_at), col(SamplingSessionRow.sampling_session_id))
-    wanted = select(SamplingSessionRow.sampling_session_id).where(SamplingSessionRow.session_id == session_id)
-    return [SamplingSessionId(found) for found in tx.exec(wanted.order_by(*oldest_first))]
+    statement = select(SamplingSessionRow.sampling_session_id).where(SamplingSessionRow.session_id == session_id)
+    return [SamplingSessionId(name) for name in tx.exec(statement.order_by(*oldest_first))]
 
 
 def list_ids_by_model(tx: Session, model_id: ModelId) -> list[SamplingSessionId]:
-    """Return all sampling sessions of a model's ephemeral samplers."""
-    wanted = select(SamplingSessionRow.sampling_session_id).where(SamplingSessionRow.model_id == model_id)
-    return [SamplingSessionId(found) for found in tx.exec(wanted)]
+    """Return the ids of all sampling sessions with an ephemeral sampler of a model."""
+    statement = select(SamplingSessionRow.sampling_session_id).where(SamplingSessionRow.model_id == model_id)
+    return [SamplingSessionId(name) for name in tx.exec(statement)]
 
 
 def find(
     tx: Session, session_id: SessionId, model_path: str | None, sampler: SamplerId | None
 ) -> SamplingSessionRow | None:
-    """Return a client session's sampling session with this path and sampler, or None; ephemeral ones do not count."""
-    wanted = select(SamplingSessionRow).where(
+    """Return the sampling session of a client session with this path and sampler, or None.
+
+    Sessions with ephemeral samplers are ignored.
+    """
+    statement = select(SamplingSessionRow).where(
         SamplingSessionRow.session_id == session_id,
         col(SamplingSessionRow.model_id).is_(None),
         col(SamplingSessionRow.model_path).is_not_distinct_from(model_path),
         col(SamplingSessionRow.sampler_id).is_not_distinct_from(sampler),
     )
-    return tx.exec(wanted).first()
+    return tx.exec(statement).first()
 
 
 def add_clone(tx: Session, sampling_session_id: SamplingSessionId) -> int:
-    """Count one more copy of the sampling client; return its number, from 1. Raises LookupError if there is none."""
+    """Count another copy of the sampling client and return its number, from 1.
+
+    Raises LookupError if the sampling session does not exist.
+    """
     row = get_existing(tx, SamplingSessionRow, sampling_session_id)
     row.num_clones += 1
     return row.num_clones
-
-
-_TOUCH = (
-    update(SamplingSessionRow)
-    .where(
-        col(SamplingSessionRow.sampling_session_id) == bindparam("name"),
-        col(SamplingSessionRow.last_used_at) < bindparam("now"),
-    )
-    .values(last_used_at=bindparam("now"))
-)
-
-
-def touch(tx: Session, sampling_session_id: SamplingSessionId, now: float) -> None:
-    """Record a use of a sampling session. Raises LookupError if there is none."""
-    if execute(tx, _TOUCH, {"name": sampling_session_id, "now": now}).rowcount == 0:
-        get_existing(tx, SamplingSessionRow, sampling_session_id)  # it exists, with a later time
 
 
 _NOW = bindparam("now", type_=Float())
@@ -87,25 +81,31 @@ _USE = (
 
 
 def record_use(tx: Session, sampling_session_id: SamplingSessionId, now: float) -> None:
-    """Record a use of a sampling session, if there is one; built once, because it runs for every sample."""
+    """Record a use of a sampling session.
+
+    Does nothing if it does not exist. Runs for every sample request.
+    """
     execute(tx, _USE, {"name": sampling_session_id, "now": now})
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The model whose weights a sampler has, and its optimizer steps then, None if unknown."""
+    """The model that a sampler's weights come from."""
 
     model_id: str
+    """Empty for base weights."""
     step: int | None
+    """Number of optimizer steps at the save, or None if it is unknown."""
 
 
 BASE_WEIGHTS = Origin("", None)
 
 
 def find_origin(tx: Session, sampling_session_id: SamplingSessionId, sampler: SamplerId) -> Origin:
-    """Return where the weights of a sampling session come from, `BASE_WEIGHTS` if that is unknown.
+    """Return the origin of a sampler's weights; `BASE_WEIGHTS` for an unknown sampling session.
 
-    The session of an in-flight sampler may have other weights by now: then their step is unknown.
+    The sampling session of an in-flight sampler may have newer weights by now. The step is then
+    unknown.
     """
     row = get(tx, sampling_session_id)
     if row is None:
@@ -114,6 +114,8 @@ def find_origin(tx: Session, sampling_session_id: SamplingSessionId, sampler: Sa
         return Origin(row.model_id, row.step if row.sampler_id == sampler else None)
     if row.model_path is None:
         return BASE_WEIGHTS
+
+    # Read the step of the checkpoint, unless another artifact has its name by now.
     path = CheckpointPath.parse(row.model_path)
     saved = select_columns(col(CheckpointRow.step)).where(
         col(CheckpointRow.model_id) == path.model_id,
@@ -126,39 +128,53 @@ def find_origin(tx: Session, sampling_session_id: SamplingSessionId, sampler: Sa
 
 @dataclass(frozen=True, slots=True)
 class EphemeralSampler:
-    """The current sampler of an ephemeral save; an in-flight session has the latest one of its model."""
+    """An ephemeral sampler that a sampling session uses.
+
+    An in-flight session uses the latest one of its model.
+    """
 
     model_id: ModelId
     sampler_id: SamplerId
     request_id: RequestId
+    """The request that saved it."""
 
 
-_OF_SAMPLER = col(SamplingSessionRow.model_id), col(SamplingSessionRow.sampler_id), col(SamplingSessionRow.request_id)
-_KEPT = select(*_OF_SAMPLER).where(*(column.is_not(None) for column in _OF_SAMPLER))
+_SAMPLER_COLUMNS = (
+    col(SamplingSessionRow.model_id),
+    col(SamplingSessionRow.sampler_id),
+    col(SamplingSessionRow.request_id),
+)
+_KEPT = select(*_SAMPLER_COLUMNS).where(*(column.is_not(None) for column in _SAMPLER_COLUMNS))
 
 
 def list_ephemeral(tx: Session, engine: int | None = None) -> list[EphemeralSampler]:
-    """Return the ephemeral samplers that are not released: all, or those of an engine's models."""
-    of_engine = select_columns(col(ModelRow.model_id)).where(col(ModelRow.engine) == engine)
-    kept = _KEPT if engine is None else _KEPT.where(col(SamplingSessionRow.model_id).in_(of_engine))
+    """Return the ephemeral samplers that are not released.
+
+    `engine` selects the samplers of the models of one engine; None means all models.
+    """
+    model_ids = select_columns(col(ModelRow.model_id)).where(col(ModelRow.engine) == engine)
+    kept = _KEPT if engine is None else _KEPT.where(col(SamplingSessionRow.model_id).in_(model_ids))
     return [EphemeralSampler(*row) for row in execute(tx, kept)]
 
 
 def find_model(tx: Session, sampler: SamplerId) -> ModelId | None:
-    """Return the model of an ephemeral sampler that is not released; None for other samplers."""
-    wanted = select(SamplingSessionRow.model_id).where(col(SamplingSessionRow.sampler_id) == sampler)
-    found = tx.exec(wanted.where(col(SamplingSessionRow.model_id).is_not(None)).limit(1)).first()
-    return None if found is None else ModelId(found)
+    """Return the model of an ephemeral sampler, or None for other and for released samplers."""
+    statement = select(SamplingSessionRow.model_id).where(col(SamplingSessionRow.sampler_id) == sampler)
+    model_id = tx.exec(statement.where(col(SamplingSessionRow.model_id).is_not(None)).limit(1)).first()
+    return None if model_id is None else ModelId(model_id)
 
 
 def set_size(tx: Session, model_id: ModelId, sampler: SamplerId, size_bytes: int) -> None:
     """Record the size of an ephemeral sampler's files."""
-    its_own = col(SamplingSessionRow.model_id) == model_id, col(SamplingSessionRow.sampler_id) == sampler
-    execute(tx, update(SamplingSessionRow).where(*its_own).values(size_bytes=size_bytes))
+    is_sampler = col(SamplingSessionRow.model_id) == model_id, col(SamplingSessionRow.sampler_id) == sampler
+    execute(tx, update(SamplingSessionRow).where(*is_sampler).values(size_bytes=size_bytes))
 
 
 def update_inflight(tx: Session, model_id: ModelId, sampler: SamplerId, step: int | None = None) -> None:
-    """Give a new sampler, saved after `step` optimizer steps, to all in-flight sampling sessions of a model."""
+    """Let all in-flight sampling sessions of a model use a new sampler.
+
+    It was saved after `step` optimizer steps.
+    """
     is_inflight = col(SamplingSessionRow.model_id) == model_id, col(SamplingSessionRow.is_inflight)
     execute(tx, update(SamplingSessionRow).where(*is_inflight).values(sampler_id=sampler, size_bytes=None, step=step))
 
@@ -166,12 +182,14 @@ def update_inflight(tx: Session, model_id: ModelId, sampler: SamplerId, step: in
 def release_unused(
     tx: Session, before: float, *, keep_newest: int = 4, max_bytes: int | None = None
 ) -> list[SamplerId]:
-    """Release ephemeral samplers that were last used before a time; return them.
+    """Release ephemeral samplers that were last used before a time, and return their ids.
 
-    Each model keeps its `keep_newest` newest. While the rest takes more than `max_bytes`, the least recently used ones
-    are released too, except each model's newest. Their sessions stay without a sampler: sampling from one then fails
+    Each model keeps its `keep_newest` newest samplers. If the kept samplers take more than
+    `max_bytes`, the least recently used ones are released too, except for the newest sampler of
+    each model. The sampling sessions remain without a sampler. Sampling from such a session fails
     with an error that suggests to save with a name.
     """
+    # Release old samplers.
     kept: list[list[SamplingSessionRow]] = []
     released: list[list[SamplingSessionRow]] = []
     newest: dict[SamplerId, bool] = {}
@@ -182,6 +200,8 @@ def release_unused(
         newest[_get_sampler(rows)] = num_newer[model_id] == 1
         is_old = num_newer[model_id] > keep_newest and _get_last_used(rows) < before
         (released if is_old else kept).append(rows)
+
+    # Release more samplers while the rest takes too much space.
     if max_bytes is not None:
         num_bytes = sum(rows[0].size_bytes or 0 for rows in kept)
         for rows in sorted((rows for rows in kept if not newest[_get_sampler(rows)]), key=_get_last_used):
@@ -189,6 +209,7 @@ def release_unused(
                 break
             num_bytes -= rows[0].size_bytes or 0
             released.append(rows)
+
     names = [_get_sampler(rows) for rows in released]
     for row in (row for rows in released for row in rows):
         row.sampler_id = None
@@ -203,7 +224,10 @@ _EPHEMERAL = (
 
 
 def _group_by_sampler(tx: Session) -> list[list[SamplingSessionRow]]:
-    """Return the sessions of each ephemeral sampler, the newest sampler first; in-flight sessions share one."""
+    """Return the sampling sessions of each ephemeral sampler, the newest sampler first.
+
+    The in-flight sessions of a model share a sampler.
+    """
     sessions: dict[SamplerId, list[SamplingSessionRow]] = {}
     for row in tx.exec(_EPHEMERAL):
         sessions.setdefault(SamplerId(str(row.sampler_id)), []).append(row)

@@ -16,7 +16,10 @@ _ROWS_PER_FETCH = 200
 DIRECT, OPENAI, ANTHROPIC = "samples without a sampling session", "OpenAI endpoint", "Anthropic endpoint"
 PLAYGROUND = "Playground"
 SERVER_SESSIONS = (DIRECT, OPENAI, ANTHROPIC, PLAYGROUND)
-"""Display names of the sessions that the server makes, one for each owner, for samples that come without a session."""
+"""Display names of sessions that the server creates for samples without a client session.
+
+There is one such session for each owner and name.
+"""
 _WAITING_WITHOUT_HEARTBEAT = (
     select(SessionRow.session_id)
     .distinct()
@@ -32,7 +35,10 @@ _WAITING_WITHOUT_HEARTBEAT = (
 
 @dataclass(frozen=True, slots=True)
 class SessionRef:
-    """A session without its metadata, which may be long: what every call for it needs."""
+    """The columns of a session that every call needs.
+
+    The client's metadata is left out because it may be long.
+    """
 
     session_id: SessionId
     owner: str
@@ -43,9 +49,9 @@ class SessionRef:
     finish_reason: str | None
 
 
-# Built once, and without ORM objects: these run for every request and heartbeat.
+# These statements run for every request and heartbeat: they are built once and load no ORM objects.
 _NOW = bindparam("now", type_=Float())
-_NAMED = col(SessionRow.session_id) == bindparam("name")
+_HAS_ID = col(SessionRow.session_id) == bindparam("name")
 _FIND = select_columns(
     col(SessionRow.session_id),
     col(SessionRow.owner),
@@ -54,10 +60,10 @@ _FIND = select_columns(
     col(SessionRow.last_heartbeat_at),
     col(SessionRow.finished_at),
     col(SessionRow.finish_reason),
-).where(_NAMED)
+).where(_HAS_ID)
 _HEARTBEAT = (
     update(SessionRow)
-    .where(_NAMED)
+    .where(_HAS_ID)
     .values(
         last_heartbeat_at=case(
             (col(SessionRow.last_heartbeat_at) < _NOW, _NOW),
@@ -67,17 +73,17 @@ _HEARTBEAT = (
 )
 _FINISH = (
     update(SessionRow)
-    .where(_NAMED)
+    .where(_HAS_ID)
     .values(
         finished_at=func.coalesce(col(SessionRow.finished_at), bindparam("now")),
         finish_reason=func.coalesce(col(SessionRow.finish_reason), bindparam("reason")),
     )
 )
-_SET_PROJECT = update(SessionRow).where(_NAMED).values(project_id=bindparam("project"))
+_SET_PROJECT = update(SessionRow).where(_HAS_ID).values(project_id=bindparam("project"))
 
 
 def make_id() -> SessionId:
-    """Return a random id."""
+    """Return a random session id."""
     return SessionId(f"session-{secrets.token_hex(16)}")
 
 
@@ -94,27 +100,30 @@ def create(
     session_id: SessionId | None = None,
     key_id: int | None = None,
 ) -> SessionId:
-    """Insert a session; return its id, which is random unless given. `key_id` is the API key that creates it."""
+    """Insert a session and return its id, which is random by default.
+
+    `key_id` is the API key that creates it.
+    """
     session_id = session_id or make_id()
-    tx.add(
-        SessionRow(
-            session_id=session_id,
-            owner=owner,
-            project_id=project_id,
-            display_name=display_name,
-            key_id=key_id,
-            tags=list(tags),
-            user_metadata=dict(user_metadata or {}),
-            sdk_version=sdk_version,
-            created_at=now,
-            last_heartbeat_at=now,
-        )
+    row = SessionRow(
+        session_id=session_id,
+        owner=owner,
+        project_id=project_id,
+        display_name=display_name,
+        key_id=key_id,
+        tags=list(tags),
+        user_metadata=dict(user_metadata or {}),
+        sdk_version=sdk_version,
+        created_at=now,
+        last_heartbeat_at=now,
     )
+
+    tx.add(row)
     return session_id
 
 
 def get(tx: Session, session_id: SessionId) -> SessionRow | None:
-    """Return a session with its metadata, or None if there is none."""
+    """Return a session with its metadata, or None if it does not exist."""
     return tx.get(SessionRow, session_id)
 
 
@@ -124,29 +133,32 @@ _METADATA = select_columns(col(SessionRow.session_id), col(SessionRow.user_metad
 
 
 def get_metadata(tx: Session, session_ids: Collection[SessionId]) -> dict[SessionId, Mapping[str, object]]:
-    """Return the metadata that clients gave sessions; removed ones are left out."""
+    """Return the client's metadata of each session. Sessions that were removed are left out."""
     return {name: metadata or {} for name, metadata in execute_in_batches(tx, _METADATA, session_ids)}
 
 
 def find(tx: Session, session_id: SessionId) -> SessionRef | None:
-    """Return a session without its metadata, or None if there is none."""
+    """Return a session without its metadata, or None if it does not exist."""
     row = execute(tx, _FIND, {"name": session_id}).one_or_none()
     return None if row is None else SessionRef(*row)
 
 
 def record_heartbeat(tx: Session, session_id: SessionId, now: float) -> bool:
-    """Record a heartbeat; return False if there is no such session."""
+    """Record a heartbeat. Return False if the session does not exist."""
     return execute(tx, _HEARTBEAT, {"name": session_id, "now": now}).rowcount > 0
 
 
 def find_waiting_without_heartbeat(tx: Session, request_ids: Iterable[RequestId], before: float) -> set[SessionId]:
-    """Return the unfinished sessions with one of these requests open and no heartbeat since a time."""
+    """Return the unfinished sessions of these open requests without a heartbeat since `before`."""
     rows = execute_in_batches(tx, _WAITING_WITHOUT_HEARTBEAT, request_ids, before=before)
     return {SessionId(session_id) for (session_id,) in rows}
 
 
 def finish(tx: Session, session_id: SessionId, reason: str, now: float) -> bool:
-    """Finish a session; the first reason stays. Returns False if there is no such session."""
+    """Finish a session.
+
+    A finished session keeps its first reason. Return False if the session does not exist.
+    """
     return execute(tx, _FINISH, {"name": session_id, "now": now, "reason": reason}).rowcount > 0
 
 
@@ -154,7 +166,11 @@ _NEWEST_FIRST = (col(SessionRow.created_at).desc(), col(SessionRow.session_id))
 
 
 def is_visible_to(owner: str | None) -> ColumnElement[bool]:
-    """Return the condition on `SessionRow` for an owner's sessions and those of its projects; None means all owners."""
+    """Return the condition on `SessionRow` that an owner may see a session.
+
+    Owners see their own sessions and all sessions of projects they are a member of. `owner` None
+    sees all sessions.
+    """
     if owner is None:
         return true()
     projects = select_columns(col(ProjectMemberRow.project_id)).where(col(ProjectMemberRow.owner) == owner)
@@ -168,12 +184,12 @@ def list_ids(
 
     `with_projects` adds the sessions of the projects that the owner is a member of.
     """
-    wanted = select(SessionRow.session_id).order_by(*_NEWEST_FIRST)
+    statement = select(SessionRow.session_id).order_by(*_NEWEST_FIRST)
     if with_projects:
-        wanted = wanted.where(is_visible_to(owner))
+        statement = statement.where(is_visible_to(owner))
     elif owner is not None:
-        wanted = wanted.where(SessionRow.owner == owner)
-    return [SessionId(session_id) for session_id in tx.exec(wanted.limit(limit).offset(offset))]
+        statement = statement.where(SessionRow.owner == owner)
+    return [SessionId(session_id) for session_id in tx.exec(statement.limit(limit).offset(offset))]
 
 
 def iterate(
@@ -183,34 +199,42 @@ def iterate(
     project_ids: Collection[str] | None,
     after: tuple[float, SessionId] | None,
 ) -> Iterator[SessionRow]:
-    """Yield the sessions of owners and projects, newest first, after a cursor of creation time and id.
+    """Yield sessions, newest first.
 
-    `viewer` is the owner to whom they must be visible. `owners` and `project_ids` None mean all, `viewer` None anyone.
+    Args:
+        tx: The transaction.
+        viewer: Yield only sessions that this owner may see; None sees all.
+        owners: Yield only sessions of these owners; None means all owners.
+        project_ids: Yield only sessions of these projects; None means any project or none.
+        after: Creation time and id of the previous page's last session; None starts at the newest.
     """
-    wanted = select(SessionRow).where(is_visible_to(viewer)).order_by(*_NEWEST_FIRST)
+    statement = select(SessionRow).where(is_visible_to(viewer)).order_by(*_NEWEST_FIRST)
     if owners is not None:
-        wanted = wanted.where(col(SessionRow.owner).in_(owners))
+        statement = statement.where(col(SessionRow.owner).in_(owners))
     if project_ids is not None:
-        wanted = wanted.where(col(SessionRow.project_id).in_(project_ids))
+        statement = statement.where(col(SessionRow.project_id).in_(project_ids))
     if after is not None:
         created_at, session_id = after
         is_older = col(SessionRow.created_at) < created_at
         has_later_id = (col(SessionRow.created_at) == created_at) & (col(SessionRow.session_id) > session_id)
-        wanted = wanted.where(is_older | has_later_id)
-    yield from tx.exec(wanted.execution_options(yield_per=_ROWS_PER_FETCH))
+        statement = statement.where(is_older | has_later_id)
+    yield from tx.exec(statement.execution_options(yield_per=_ROWS_PER_FETCH))
 
 
 def find_unfinished(tx: Session, owner: str, display_name: str) -> SessionId | None:
     """Return an owner's newest unfinished session with a display name, or None."""
-    wanted = select(SessionRow.session_id).where(
+    statement = select(SessionRow.session_id).where(
         SessionRow.owner == owner, SessionRow.display_name == display_name, col(SessionRow.finished_at).is_(None)
     )
-    found = tx.exec(wanted.order_by(*_NEWEST_FIRST)).first()
-    return None if found is None else SessionId(found)
+    session_id = tx.exec(statement.order_by(*_NEWEST_FIRST)).first()
+    return None if session_id is None else SessionId(session_id)
 
 
 def set_project(tx: Session, session_id: SessionId, project_id: str) -> bool:
-    """Move a session and everything created in it to a project; return False if there is no such session."""
+    """Move a session, with everything created in it, to a project.
+
+    Return False if the session does not exist.
+    """
     return execute(tx, _SET_PROJECT, {"name": session_id, "project": project_id}).rowcount > 0
 
 
@@ -232,6 +256,9 @@ _FINISH_TIMED_OUT = (
 
 
 def finish_timed_out(tx: Session, before: float, reason: str, now: float) -> list[SessionId]:
-    """Finish the sessions without a heartbeat, training request or sample since a time; return their ids."""
-    ended = execute(tx, _FINISH_TIMED_OUT, {"before": before, "reason": reason, "now": now})
-    return [SessionId(session_id) for (session_id,) in ended]
+    """Finish the sessions without a heartbeat, training request or sample since `before`.
+
+    Returns their ids.
+    """
+    rows = execute(tx, _FINISH_TIMED_OUT, {"before": before, "reason": reason, "now": now})
+    return [SessionId(session_id) for (session_id,) in rows]

@@ -1,4 +1,4 @@
-"""SQLite: a database file shared by one API and one engine on one machine."""
+"""SQLite: a database file that one API process and one engine share on one machine."""
 
 import logging
 import os
@@ -37,17 +37,17 @@ from skyrl_tx.store.private_files import open_private
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _POLL_S = 0.1
-"""Interval of looking for commits whose notification was lost."""
+"""Interval between polls for commits whose notification was lost."""
 _MAX_ADDRESS_BYTES = 100  # sockaddr_un holds 104 on macOS, 108 on Linux
 _MAX_WAL_BYTES = 64 * 2**20
 _INCREMENTAL = 2
 _VACUUM_PAGES = 250
 _MAX_IDLE_READERS = 32
-"""Read connections that stay open; opening one takes longer than a typical read."""
+"""Read connections that stay open. Opening one takes longer than a typical read."""
 
 _DAMAGED = (
-    "it is damaged and cannot be served; keep a copy, then put a backup, or what sqlite3's .recover can read, in its "
-    "place; `skyrl-tx recover` then restores the checkpoints that it lacks from their files"
+    "it is damaged and cannot be served; keep a copy, then replace it by a backup or by the output of sqlite3's "
+    ".recover; `skyrl-tx recover` then restores missing checkpoints from their files"
 )
 _FAILURES: dict[int | None, Failure] = {
     sqlite3.SQLITE_FULL: NO_SPACE,
@@ -57,7 +57,8 @@ _FAILURES: dict[int | None, Failure] = {
     **dict.fromkeys((sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN), NOT_WRITABLE),
 }
 
-# After these errors a transaction may have been rolled back (sqlite.org/lang_transaction, "Response To Errors").
+# After these errors a transaction may have been rolled back (sqlite.org/lang_transaction, "Response
+# To Errors").
 _ENDS_TRANSACTION = _FAILURES.keys() | {sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_INTERRUPT}
 
 
@@ -76,20 +77,25 @@ class Sqlite(Dialect):
 
     @property
     def name(self) -> str | None:
-        """None for the data directory's own file, else its URL."""
+        """URL of the file, or None for the file in the data directory."""
         return None if self._path == self._data_dir / DATABASE_NAME else f"sqlite:///{self._path}"
 
     def create_writer(self, role: Role) -> Engine:
-        """Create the write pool; each transaction takes SQLite's write lock at its start."""
+        """Create the write pool. Each transaction takes SQLite's write lock when it begins."""
         if not self._path.exists():
-            with suppress(OSError):  # SQLite, which gives its other files the mode of this one, reports the error
+            # SQLite gives its other files the mode of this file. It also reports the error if this
+            # fails.
+            with suppress(OSError):
                 os.close(open_private(self._path, os.O_CREAT | os.O_WRONLY))
         engine = self._create_engine(writes=True)
         event.listen(engine, "handle_error", _invalidate_if_rolled_back)
         return engine
 
     def create_reader(self, role: Role) -> Engine:
-        """Create the read pool; the write-ahead log lets it read while others write."""
+        """Create the read pool.
+
+        It can read during a write, because the database uses a write-ahead log.
+        """
         return self._create_engine(writes=False)
 
     def _create_engine(self, *, writes: bool) -> Engine:
@@ -102,14 +108,18 @@ class Sqlite(Dialect):
         )
 
         def on_connect(connection: sqlite3.Connection, _record: object) -> None:
-            connection.isolation_level = None  # BEGIN is sent below: the driver's own comes too late for reads
-            if connection.execute("PRAGMA page_count").fetchone() == (0,):  # a new file; others are not changed here
+            connection.isolation_level = None  # `on_begin` sends BEGIN: the driver sends it too late for reads
+            if connection.execute("PRAGMA page_count").fetchone() == (0,):  # a new file
                 connection.execute(f"PRAGMA auto_vacuum={_INCREMENTAL}")
+
+            # The write-ahead log needs shared memory between processes.
             (mode,) = connection.execute("PRAGMA journal_mode=WAL").fetchone()
             if mode != "wal":
                 raise StoreError(
-                    f"database {self._path}: its file system has no shared memory (journal mode {mode}, not wal)"
+                    f"database {self._path}: its file system has no shared memory (journal mode {mode}, not wal); "
+                    "choose a data directory on a local disk"
                 )
+
             for pragma in (
                 "synchronous=FULL",
                 "foreign_keys=ON",
@@ -119,7 +129,8 @@ class Sqlite(Dialect):
                 connection.execute(f"PRAGMA {pragma}")
 
         def on_begin(connection: Connection) -> None:
-            # A writer takes the lock at once: a transaction that reads first cannot always be upgraded to write.
+            # A writer takes the lock here, because SQLite may refuse to upgrade a transaction that
+            # has read.
             connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
         event.listen(engine, "connect", on_connect)
@@ -127,41 +138,51 @@ class Sqlite(Dialect):
         return engine
 
     def _enable_incremental_vacuum(self) -> None:
-        """Rewrite a file of an early release, which could not free pages, once; takes some seconds per GB."""
+        """Rewrite a database file of an early release, so that its free pages can be released.
+
+        This happens once per file and takes some seconds per GB.
+        """
         with closing(sqlite3.connect(self._path, isolation_level=None)) as connection:
             if connection.execute("PRAGMA auto_vacuum").fetchone() != (_INCREMENTAL,):
                 connection.execute(f"PRAGMA auto_vacuum={_INCREMENTAL}")
                 connection.execute("VACUUM")
 
     def vacuum(self, connection: Connection) -> bool:
-        """Free up to `_VACUUM_PAGES` pages, one per statement: the pragma frees one page for each of its steps."""
+        """Release up to `_VACUUM_PAGES` free pages, one per statement.
+
+        The pragma frees one page for each `sqlite3_step`.
+        """
         (num_free,) = connection.exec_driver_sql("PRAGMA freelist_count").one()
         for _ in range(min(num_free, _VACUUM_PAGES)):
             connection.exec_driver_sql("PRAGMA incremental_vacuum(1)")
         return num_free > _VACUUM_PAGES
 
     def check(self) -> None:
-        """Check every page, which takes some milliseconds per MiB; raise StoreError with SQLite's finding.
+        """Check every page and raise StoreError if the file is damaged.
 
-        An intact file of an early release is then rewritten so that it can free pages.
+        Takes some milliseconds per MiB. Files of early releases are then rewritten once, so that
+        their free pages can be released.
         """
-        if (found := self.find_damage()) is not None:
-            # What replaces it may have the same identity and fewer rows.
+        if (damage := self.find_damage()) is not None:
+            # The file that replaces this one may have the same identity and fewer rows.
             forget_identity(self._data_dir)
-            raise StoreError(f"database {self._path}: {_DAMAGED} ({found})")
+            raise StoreError(f"database {self._path}: {_DAMAGED} ({damage})")
         self._enable_incremental_vacuum()
 
     def find_damage(self) -> str | None:
-        """Check every page, which takes some milliseconds per MiB."""
+        """Check every page, which takes some milliseconds per MiB.
+
+        Return the first damage, or None.
+        """
         with closing(sqlite3.connect(self._path)) as connection:
-            (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-        return None if found == "ok" else str(found)
+            (result,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        return None if result == "ok" else str(result)
 
     def copy(self, target: Path, look: Callable[[Session], T]) -> T:
-        """Copy with SQLite's backup API, in one read transaction, which does not block writers."""
+        """Copy with SQLite's backup API in one read transaction. Writers are not blocked."""
         with closing(sqlite3.connect(self._path)) as source, closing(sqlite3.connect(target)) as copied:
             source.backup(copied)
-            copied.execute("PRAGMA journal_mode=DELETE")  # one file
+            copied.execute("PRAGMA journal_mode=DELETE")  # so that the copy is a single file
         engine = create_engine(URL.create("sqlite", database=str(target)))
         try:
             with Session(engine) as tx:
@@ -170,16 +191,16 @@ class Sqlite(Dialect):
             engine.dispose()
 
     def restore(self, source: Path) -> None:
-        """Copy the file."""
+        """Copy the file to the path of the database and flush it to disk."""
         if self._path.exists():
-            raise StoreError(f"database {self._path}: exists already")
+            raise StoreError(f"database {self._path} exists already: restore into an empty data directory")
         shutil.copyfile(source, self._path)
         self._path.chmod(0o600)
         with self._path.open("rb") as file:
             os.fsync(file.fileno())
 
     def create_notifier(self, role: Role, reader: Engine) -> Notifier:
-        """Bind a socket in the data directory."""
+        """Bind the role's socket in the data directory."""
         return SqliteNotifier(self._path, self._data_dir, role)
 
     def classify_error(self, cause: BaseException) -> Failure:
@@ -188,31 +209,39 @@ class Sqlite(Dialect):
 
 
 class SqliteNotifier(Notifier):
-    """A Unix datagram socket per role in the data directory; one empty datagram is one notification.
+    """Notifies through Unix datagram sockets in the data directory, one per role.
 
-    The file is polled too, in case a notification is lost; this takes 4 µs (sqlite.org/pragma: data_version).
+    Datagrams are empty. The database file is polled as well, in case a notification is lost. A poll
+    takes 4 µs; it reads the pragma `data_version`.
     """
 
     def __init__(self, path: Path, data_dir: Path, role: Role) -> None:
-        own = f"tool-{os.getpid()}-{secrets.token_hex(4)}" if role == "tool" else role
         self._resources = ExitStack()
-        directory = self._short_path(data_dir, f"{max(own, PEER[role], key=len)}.sock")
-        self._own = str(directory / f"{own}.sock")
-        self._peer = str(directory / f"{PEER[role]}.sock")
+
+        # Choose the addresses of this process and its peer.
+        name = f"tool-{os.getpid()}-{secrets.token_hex(4)}" if role == "tool" else role
+        directory = self._shorten_path(data_dir, f"{max(name, PEER[role], key=len)}.sock")
+        self._address = str(directory / f"{name}.sock")
+        self._peer_address = str(directory / f"{PEER[role]}.sock")
+
+        # Bind the socket. A killed process may have left its file. The role's lock excludes a
+        # running process.
         self._socket = self._resources.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
         self._socket.setblocking(False)
-        self._unlink()  # left by a killed process: the role's lock excludes a running one
-        self._socket.bind(self._own)
+        self._unlink()
+        self._socket.bind(self._address)
         self._resources.callback(self._unlink)
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
+
+        # Open a connection to poll for commits.
         self._path = path
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self._connection = self._resources.enter_context(closing(connection))
         self._seen: int | None = self._version()
 
-    def _short_path(self, directory: Path, name: str) -> Path:
-        """Return the directory, or a temporary link to it where `name` in it is too long for a socket address."""
+    def _shorten_path(self, directory: Path, name: str) -> Path:
+        """Return the directory, or a short link to it if the path of a socket in it is too long."""
         if len(os.fsencode(directory / name)) <= _MAX_ADDRESS_BYTES:
             return directory
         link = Path(self._resources.enter_context(tempfile.TemporaryDirectory(prefix="skyrl_tx-"))) / "data"
@@ -221,53 +250,58 @@ class SqliteNotifier(Notifier):
 
     def _unlink(self) -> None:
         with suppress(FileNotFoundError):
-            os.unlink(self._own)
+            os.unlink(self._address)
 
     def _version(self) -> int:
-        """Return a number that changes with each commit of another connection."""
+        """Return a number that changes whenever another connection commits."""
         return self._connection.execute("PRAGMA data_version").fetchone()[0]
 
     def _is_changed(self) -> bool:
-        """Return whether another connection has committed since the last call, or True if that cannot be read.
+        """Return whether another connection has committed since the last call.
 
-        The caller then reads the database, and handles the error if that fails too.
+        Returns True if the version cannot be read. The caller then reads the database and handles
+        the error if that fails too.
         """
         before = self._seen
         try:
             self._seen = self._version()
         except sqlite3.Error as error:
-            if before is not None:  # the first of a series of errors
-                _log.warning("cannot look for commits in %s; retrying: %s", self._path, error)
+            if before is not None:  # log only the first of a series of errors
+                _log.warning("cannot read the version of database %s; retrying: %s", self._path, error)
             self._seen = None
             time.sleep(_POLL_S)
         return before is None or before != self._seen
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait; a notification may be spurious, and a lost one is noticed within 100 ms."""
+        """Wait for a notification, which may be spurious.
+
+        A lost notification is noticed within 100 ms.
+        """
         end = time.monotonic() + timeout_s
         while True:
             left = end - time.monotonic()
             is_notified = bool(self._poll.poll(max(0.0, min(left, _POLL_S)) * 1000))
             with suppress(BlockingIOError):
-                while is_notified:  # all notifications until now count as one
+                while is_notified:  # all queued notifications count as one
                     self._socket.recv(1)
-            is_changed = self._is_changed()  # always read, so that one commit counts once
+            is_changed = self._is_changed()  # read in any case, so that a notified commit does not count again
             if is_notified or is_changed:
                 return True
             if left <= _POLL_S:
                 return False
 
     def wake(self) -> None:
-        """Send a notification to this process itself."""
-        self._send(self._own)
+        """Send a notification to this process."""
+        self._send(self._address)
 
     def notify_peer(self) -> None:
-        """Send a notification to the peer, if it runs."""
-        self._send(self._peer)
+        """Send a notification to the peer if it is running."""
+        self._send(self._peer_address)
 
     def _send(self, address: str) -> None:
-        # Errors are ignored: without a peer there is no one to wake, a full buffer already holds a notification, and
-        # for the rest the receiver polls. The commit has happened and must not look like a failure.
+        # Errors are ignored, because the commit has succeeded. Without a peer there is nothing to
+        # wake, and a full buffer already holds a notification. After any other error the receiver
+        # still polls.
         with suppress(OSError):
             self._socket.sendto(b"", address)
 
@@ -275,7 +309,7 @@ class SqliteNotifier(Notifier):
         """Return whether a process is bound to the peer's socket."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
             try:
-                probe.connect(self._peer)
+                probe.connect(self._peer_address)
             except (FileNotFoundError, ConnectionRefusedError):
                 return False
         return True
@@ -286,15 +320,16 @@ class SqliteNotifier(Notifier):
 
 
 def _get_error_code(error: BaseException | None) -> int | None:
-    """Return SQLite's primary result code; None for errors of other origin."""
+    """Return SQLite's primary result code, or None if the error is not from SQLite."""
     code: int | None = getattr(error, "sqlite_errorcode", None)
     return None if code is None else code & 0xFF
 
 
 def _invalidate_if_rolled_back(context: ExceptionContext) -> None:
-    """Invalidate a connection whose transaction SQLite has rolled back by itself.
+    """Invalidate a connection whose transaction SQLite has, or may have, rolled back.
 
-    Otherwise later statements would commit on their own, and earlier ones would count as written.
+    Otherwise later statements would be committed one by one, and statements before the error would
+    count as written.
     """
     connection = context.connection.connection.dbapi_connection if context.connection is not None else None
     if isinstance(connection, sqlite3.Connection):

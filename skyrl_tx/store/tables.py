@@ -1,10 +1,10 @@
-"""The database tables. Columns that end in `_scale_to_temperature` hold seconds since the epoch.
+"""The database tables. Columns whose names end in `_at` hold seconds since the epoch.
 
-Every session has an owner; other rows belong to an owner through their session.
+Every session has an owner. Other rows belong to the owner of their session.
 """
 
 # pyright: reportAssignmentType=false
-# sqlmodel declares __tablename__ as a descriptor and documents that it be assigned a string.
+# sqlmodel declares __tablename__ as a descriptor, but documents that a string is assigned to it.
 
 from collections.abc import Mapping
 from typing import Literal
@@ -40,27 +40,28 @@ OverQuota = Literal["wait", "fail"]
 ProjectRole = Literal["viewer", "editor"]
 ProcessName = Literal["api", "engine", "supervisor"]
 
-BIG_KEY = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers rows automatically only in an INTEGER column
+# SQLite assigns row numbers only in a column of type INTEGER.
+BIG_KEY = BigInteger().with_variant(Integer, "sqlite")
 _JSON_OR_NULL = JSON(none_as_null=True)
 
 
 def partial_index(name: str, column: str, where: str) -> Index:
-    """Return a partial index, for both kinds of database."""
+    """Return a partial index for SQLite and PostgreSQL."""
     return Index(name, column, sqlite_where=text(where), postgresql_where=text(where))
 
 
 class AppTable(SQLModel):
-    """Base class of the tables of optional features.
+    """Base class for the tables of optional features.
 
-    Migrations create them in every database, whichever features a process has imported, so they are not among the
-    tables of `SQLModel.metadata`.
+    The migrations create these tables in every database, even if a process has not imported the
+    feature. Therefore they are not part of `SQLModel.metadata`.
     """
 
     metadata = MetaData()
 
 
 class SessionRow(SQLModel, table=True):
-    """A session of one client process, with the metadata it sent."""
+    """A session of one client process, with the metadata that the client sent."""
 
     __tablename__ = "sessions"
 
@@ -72,7 +73,7 @@ class SessionRow(SQLModel, table=True):
     user_metadata: Mapping[str, object] = Field(default_factory=dict, sa_type=JSON)
     sdk_version: str | None = None
     key_id: int | None = None
-    """The API key that created the session; None without keys."""
+    """Number of the API key that created the session; None without authentication."""
     created_at: float
     last_heartbeat_at: float
     finished_at: float | None = None
@@ -80,7 +81,7 @@ class SessionRow(SQLModel, table=True):
 
 
 class ModelRow(SQLModel, table=True):
-    """A training run: one adapter in training. `spec` is an encoded `ModelSpec`."""
+    """A training run, which trains one LoRA adapter. `spec` is an encoded `ModelSpec`."""
 
     __tablename__ = "models"
 
@@ -93,23 +94,26 @@ class ModelRow(SQLModel, table=True):
     created_at: float
     last_request_at: float
     effect_order: int = 0
-    """Log sequence number of the last committed request; the first is 1."""
+    """Log sequence number of the last committed request. The first number is 1."""
     poisoned_by: str | None = None
-    """Why the accumulated gradient is incomplete; the next optim_step fails with this message."""
+    """Why the accumulated gradient is incomplete. The next optim_step fails with this message."""
     base_model_hash: str | None = None
-    """Hash of the base weights, once the model is created."""
+    """Hash of the base weights; None until the model is created."""
     deleted_at: float | None = Field(default=None, index=True)
-    """When the run was deleted; it can be restored for a while."""
+    """When the run was deleted. It can be restored until it is purged."""
     loaded_from: str | None = Field(default=None, index=True)
-    """The checkpoint's `tinker://` path that the run began with or loaded last."""
+    """`tinker://` path of the checkpoint that the run loaded last."""
     num_steps: int = Field(default=0, sa_type=BigInteger)
-    """Optimizer steps since the run began."""
+    """Number of optimizer steps since the run was created."""
     engine: int = 1
-    """Number of the engine that trains the model, the only one that writes its log."""
+    """Number of the engine that trains the model. Only this engine writes the model's log."""
 
 
 class RequestRow(SQLModel, table=True):
-    """A future: a request, and later its result. These rows are also the engine's write-ahead log."""
+    """A future: a request and later its result.
+
+    These rows are also the write-ahead log of the engine.
+    """
 
     __tablename__ = "requests"
     __table_args__ = (
@@ -126,7 +130,10 @@ class RequestRow(SQLModel, table=True):
     )
 
     position: int | None = Field(default=None, primary_key=True, sa_type=BIG_KEY)
-    """Order of arrival at its engine: a request that moves to another engine gets a new one."""
+    """Order of arrival at the engine.
+
+    A request that moves to another engine gets a new position.
+    """
     request_id: RequestId = Field(unique=True, sa_type=String)
     kind: str
     owner: str
@@ -135,47 +142,60 @@ class RequestRow(SQLModel, table=True):
     seq_id: int | None = Field(default=None, sa_type=BigInteger)
     sampling_session_id: SamplingSessionId | None = Field(default=None, sa_type=String)
     sampler_id: SamplerId | None = Field(default=None, sa_type=String)
-    """The sampler of a sample, whose artifact stays while the request is open; None in rows of early releases."""
+    """The sampler of a sample request.
+
+    Its artifact is kept while the request is open. None in old rows.
+    """
     engine: int = 1
-    """Number of the engine that executes the request: that of its model, or one that was chosen for a sample."""
+    """Number of the engine that executes the request.
+
+    Training requests go to the engine of their model. For sample requests the server chooses an
+    engine.
+    """
     body: bytes
     digest: bytes
     status: RequestStatus = Field(default="open", sa_type=String)
     effect_order: int | None = None
     attempts: int = 0
-    """Starts of the open request by an engine, less those that ended in a clean stop."""
+    """How often an engine has started the request.
+
+    A start that ended in a clean stop does not count.
+    """
     is_alone: bool = False
-    """Whether the last start was alone on the device."""
+    """Whether nothing else ran on the device after the last start."""
     crashes: int = 0
-    """Engine crashes that happened while the request ran alone."""
+    """Number of engine crashes while the request ran alone."""
     result: bytes | None = None
-    """None while open, and again once pruned."""
+    """None while the request is open, and after the result was pruned."""
     body_crc: int | None = Field(default=None, sa_type=BigInteger)
-    """CRC-32 of `body`; None in rows of early releases."""
+    """CRC-32 of `body`; None in rows of early releases and after pruning."""
     result_crc: int | None = Field(default=None, sa_type=BigInteger)
     created_at: float
     started_at: float | None = None
-    """When the last delivery attempt began; equal to `created_at` before the first one."""
+    """When the last delivery attempt began; equal to `created_at` before the first attempt."""
     is_streamed: bool = False
-    """Whether the client reads the sample while it is decoded."""
+    """Whether the client reads the tokens of the sample while they are decoded."""
     completed_at: float | None = None
     fetched_at: float | None = None
     answer_order: int | None = Field(default=None, sa_type=BigInteger)
-    """Order of completion by commit: no later commit gets a smaller number."""
+    """Order of completion. A later commit never gets a smaller number."""
 
 
 class PrunedRow(SQLModel, table=True):
-    """High-water mark: the last deleted sequence number of a model or sampling client."""
+    """High-water mark: the highest deleted sequence number of a model or a sampling client."""
 
     __tablename__ = "pruned"
 
     numbered_by: str = Field(primary_key=True)
-    """The scope, see `futures.get_sequence_scope`."""
+    """Model or sampling client, see `futures.get_sequence_scope`."""
     up_to: int = Field(sa_type=BigInteger)
 
 
 class AnswerCounterRow(SQLModel, table=True):
-    """The number of completed requests. Its one row serializes transactions that complete requests."""
+    """The number of completed requests, in a single row.
+
+    It serializes transactions that complete requests.
+    """
 
     __tablename__ = "answer_counter"
 
@@ -184,7 +204,7 @@ class AnswerCounterRow(SQLModel, table=True):
 
 
 class CancellationRow(SQLModel, table=True):
-    """A sample that its client cancelled, until the engine has read the cancellation."""
+    """A sample request that its client has cancelled. Deleted when the engine has read it."""
 
     __tablename__ = "cancellations"
     __table_args__ = {"sqlite_autoincrement": True}
@@ -192,11 +212,14 @@ class CancellationRow(SQLModel, table=True):
     position: int | None = Field(default=None, primary_key=True, sa_type=BIG_KEY)
     request_id: RequestId = Field(sa_type=String)
     engine: int = 1
-    """Number of the engine that has the sample."""
+    """Number of the engine that executes the sample request."""
 
 
 class SamplingSessionRow(SQLModel, table=True):
-    """The weights of one sampling client: the base model, a checkpoint, or an ephemeral sampler of `model_id`."""
+    """The weights of one sampling client.
+
+    These are the base weights, a checkpoint, or an ephemeral sampler of `model_id`.
+    """
 
     __tablename__ = "sampling_sessions"
 
@@ -210,17 +233,23 @@ class SamplingSessionRow(SQLModel, table=True):
     last_used_at: float
     request_id: RequestId | None = Field(default=None, sa_type=String)
     size_bytes: int | None = Field(default=None, sa_type=BigInteger)
-    """Size of an ephemeral sampler's files, once they are written."""
+    """Size of the files of an ephemeral sampler; None until they are written."""
     is_inflight: bool = False
     """Whether each in-flight save of the model replaces the sampler."""
     num_clones: int = 0
-    """Copies of the client in other processes, each with its own range of sequence numbers."""
+    """Number of copies of the client in other processes.
+
+    Each copy has its own range of sequence numbers.
+    """
     step: int | None = Field(default=None, sa_type=BigInteger)
-    """The model's optimizer steps at the save of an ephemeral sampler; None for others."""
+    """Number of optimizer steps when an ephemeral sampler was saved; None for other weights."""
 
 
 class CustomLossRow(SQLModel, table=True):
-    """A loss that a client uploaded for its session. `body` is an encoded `CreateCustomLoss`."""
+    """A loss function that a client uploaded for its session.
+
+    `body` is an encoded `CreateCustomLoss`.
+    """
 
     __tablename__ = "custom_losses"
 
@@ -248,11 +277,11 @@ class CheckpointRow(SQLModel, table=True):
     public: bool = False
     user_metadata: Mapping[str, str] | None = Field(default=None, sa_type=_JSON_OR_NULL)
     deleted_at: float | None = Field(default=None, index=True)
-    """When the checkpoint was deleted; it can be restored for a while."""
+    """When the checkpoint was deleted. It can be restored until it is purged."""
     step: int | None = Field(default=None, sa_type=BigInteger)
-    """The model's optimizer steps at the save; None in rows of early releases."""
+    """Number of optimizer steps at the save; None in rows of early releases."""
     copied_from: str | None = Field(default=None, index=True)
-    """The `tinker://` path of the original, if this is a copy."""
+    """`tinker://` path of the original, if this checkpoint is a copy."""
 
     @property
     def path(self) -> CheckpointPath:
@@ -261,7 +290,10 @@ class CheckpointRow(SQLModel, table=True):
 
 
 class SnapshotRow(SQLModel, table=True):
-    """A model's recovery snapshot at one log sequence number, `effect_order`."""
+    """The recovery snapshot of a model.
+
+    It includes the log up to sequence number `effect_order`.
+    """
 
     __tablename__ = "snapshots"
 
@@ -272,7 +304,7 @@ class SnapshotRow(SQLModel, table=True):
 
 
 class StabilityRow(SQLModel, table=True):
-    """Recorded log-probabilities of one sampled sequence: little-endian float32, one per sampled token."""
+    """Recorded log-probabilities of one sampled sequence: little-endian float32, one per token."""
 
     __tablename__ = "stability"
 
@@ -284,10 +316,11 @@ class StabilityRow(SQLModel, table=True):
 
 
 class ApiKeyRow(SQLModel, table=True):
-    """An API key, stored as its digest; `hint` is its beginning, for lists."""
+    """An API key, stored as its digest. `hint` is the start of the key, which lists show."""
 
     __tablename__ = "api_keys"
-    __table_args__ = {"sqlite_autoincrement": True}  # signed tokens name keys by number, so numbers are never reused
+    # Numbers are never reused, because signed tokens name keys by number.
+    __table_args__ = {"sqlite_autoincrement": True}
 
     key_id: int | None = Field(default=None, primary_key=True)
     digest: str = Field(unique=True)
@@ -303,7 +336,7 @@ class ApiKeyRow(SQLModel, table=True):
 
 
 class AuditRow(SQLModel, table=True):
-    """An act on a checkpoint, a key, a project or a limit."""
+    """An entry of the audit log: an action on a checkpoint, a key, a project or a limit."""
 
     __tablename__ = "audit"
     __table_args__ = {"sqlite_autoincrement": True}  # positions are never reused: readers keep them as cursors
@@ -312,33 +345,36 @@ class AuditRow(SQLModel, table=True):
     """Order of writing."""
     at: float = Field(index=True)
     event: str
-    """Resource and action, such as `checkpoint_publish`."""
+    """Resource and action, for example `checkpoint_publish`."""
     actor: str
-    """The owner who acted; `operator` for commands on the server's machine, `server` for the server itself."""
+    """The owner who acted, `operator` for commands on the server's machine, or `server`."""
     key_id: int | None = None
-    """The API key that was used."""
+    """Number of the API key that was used."""
     path: str | None = None
-    """The checkpoint's `tinker://` path."""
+    """`tinker://` path of the checkpoint."""
     details: Mapping[str, object] = Field(default_factory=dict, sa_type=JSON)
 
 
 class QuotaRow(SQLModel, table=True):
-    """The most that an owner, an API key or a project may use, or the weight of an owner."""
+    """A quota of an owner, an API key or a project, or the weight of an owner."""
 
     __tablename__ = "quotas"
 
     subject_kind: SubjectKind = Field(primary_key=True, sa_type=String)
     subject: str = Field(primary_key=True)
-    """An owner, the number of a key, or a project; `*` for each of its kind without a row of its own."""
+    """An owner, the number of a key, or a project.
+
+    `*` applies to each subject that has no row itself.
+    """
     name: str = Field(primary_key=True)
-    """The limit, or `weight`."""
+    """Name of the limit, for example `checkpoint_bytes`, or `weight`."""
     value: int = Field(sa_type=BigInteger)
     over: OverQuota = Field(default="wait", sa_type=String)
-    """The fate of work beyond a quota of a day."""
+    """Whether work beyond a daily quota waits or fails."""
 
 
 class ProjectMemberRow(SQLModel, table=True):
-    """An owner who sees what is in a project."""
+    """A member of a project: an owner who sees its sessions, runs and checkpoints."""
 
     __tablename__ = "project_members"
 
@@ -348,57 +384,75 @@ class ProjectMemberRow(SQLModel, table=True):
 
 
 class EngineStateRow(SQLModel, table=True):
-    """The status of an engine, published about once a second: one row for each number that an engine ever had."""
+    """The status of an engine, published about once per second.
+
+    There is one row for each engine number.
+    """
 
     __tablename__ = "engine_state"
 
     number: int = Field(default=1, primary_key=True)
-    """The engine's number, from 1. While it runs it holds the lease of this number, see `leases`."""
+    """Number of the engine, from 1.
+
+    A running engine holds the lease of its number, see `leases`.
+    """
     boot_id: str
-    """Random id of the run of the engine: another one after each start, unlike host and process id in a container."""
+    """Random id that is new after each start.
+
+    Host and process id may stay the same in a container.
+    """
     host: str = ""
-    """Name of the machine, or of the container."""
+    """Name of the machine or the container."""
     pid: int
     status: EngineStatus = Field(sa_type=String)
     capabilities: Mapping[str, object] = Field(sa_type=JSON)
     base_models: list[str] = Field(sa_type=JSON)
     load: Mapping[str, object] | None = Field(default=None, sa_type=_JSON_OR_NULL)
-    """`SampleLoad` of `engine_state`, as JSON; None while the engine starts."""
+    """`engine_state.SampleLoad` as JSON; None while the engine starts."""
     detail: str = ""
     activity: str = ""
-    """Description of the current work of the engine's loop; empty while it waits for requests."""
+    """The current work of the engine loop; empty while it waits for requests."""
     activity_since: float | None = None
     meters: Mapping[str, object] | None = Field(default=None, sa_type=_JSON_OR_NULL)
-    """Gauges and counters of the engine and its backend, for people; None while the engine starts."""
+    """Gauges and counters of the engine and its backend; None while the engine starts."""
     pauses: list[Mapping[str, str]] | None = Field(default=None, sa_type=_JSON_OR_NULL)
-    """The subjects whose requests wait because of a quota, as JSON; None if there are none."""
+    """Owners, keys and projects that wait because of a quota: `pauses.Pause` as JSON, or None."""
     updated_at: float
 
 
 class IdentityRow(SQLModel, table=True):
-    """Identity that the database shares with its artifact directory; one row."""
+    """The identity that the database shares with its artifacts, in a single row."""
 
     __tablename__ = "identity"
 
     id: int = Field(default=1, primary_key=True)
     store_id: str
-    """Random; the same in both. It starts with `remote-` if the artifacts are in an object store."""
+    """Random id, the same as in the artifacts.
+
+    It starts with `remote-` if they are in an object store.
+    """
     epoch: int = Field(default=0, sa_type=BigInteger)
-    """Grows with each engine start and before each garbage collection; smaller in an older copy of the database."""
+    """Raised at engine starts and before garbage collection.
+
+    An older copy of the database has a smaller epoch.
+    """
 
 
 class PartialRow(SQLModel, table=True):
-    """New tokens of one decode slice, of a sample whose client reads a stream; arrays are little-endian."""
+    """New tokens of a streamed sample from one decode slice. Arrays are little-endian."""
 
     __tablename__ = "partials"
-    __table_args__ = {"sqlite_autoincrement": True}  # positions are never reused: readers keep one as their cursor
+    __table_args__ = {"sqlite_autoincrement": True}  # positions are never reused: readers keep them as cursors
 
     position: int | None = Field(default=None, primary_key=True, sa_type=BIG_KEY)
-    """Order of writing. A request that an engine starts again begins again from its first token."""
+    """Order of writing.
+
+    If an engine restarts a request, its rows begin with the first token again.
+    """
     request_id: RequestId = Field(index=True, sa_type=String)
     sample_index: int
     start: int
-    """Number of the sample's tokens before these."""
+    """Number of tokens of the sample before this row."""
     tokens: bytes
     """int32 [tokens of the slice]."""
     logprobs: bytes
@@ -410,7 +464,7 @@ class PartialRow(SQLModel, table=True):
 
 
 class NoticeRow(SQLModel, table=True):
-    """A warning or an error of a process."""
+    """A warning or an error that a process has logged."""
 
     __tablename__ = "notices"
     __table_args__ = {"sqlite_autoincrement": True}
@@ -423,7 +477,7 @@ class NoticeRow(SQLModel, table=True):
 
 
 class ServerPointRow(SQLModel, table=True):
-    """Gauges of the server at one time."""
+    """The server's gauges at one time."""
 
     __tablename__ = "server_points"
 

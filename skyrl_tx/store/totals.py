@@ -1,22 +1,25 @@
-"""Numbers about the whole store, for metrics and the status screen."""
+"""Open work, active sessions and failed requests, for metrics, `status` and the console."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Select, bindparam, case, func, literal_column, or_, select
+from sqlalchemy import Select, bindparam, case, func, or_, select
 from sqlmodel import Session, col
 
 from skyrl_tx.contract.ids import ModelId
 from skyrl_tx.store.database import execute
+from skyrl_tx.store.futures import IS_OPEN
 from skyrl_tx.store.pauses import Pause, is_paused
 from skyrl_tx.store.tables import RequestRow, SessionRow
 
 ACTIVE_S = 60.0
-"""Time since its last heartbeat for which a session counts as active. Clients send one each ten seconds."""
-_IS_OPEN = col(RequestRow.status) == literal_column("'open'")  # a literal, so that the partial index is used
-_NUM_OPEN = select(func.count()).select_from(RequestRow).where(_IS_OPEN)
-_OLDEST = select(col(RequestRow.created_at)).where(_IS_OPEN).order_by(col(RequestRow.position)).limit(1)
+"""A session is active for this time after its last heartbeat.
+
+Clients send a heartbeat every ten seconds.
+"""
+_NUM_OPEN = select(func.count()).select_from(RequestRow).where(IS_OPEN)
+_OLDEST = select(col(RequestRow.created_at)).where(IS_OPEN).order_by(col(RequestRow.position)).limit(1)
 _ACTIVE = (
     select(func.count())
     .select_from(SessionRow)
@@ -26,15 +29,21 @@ _ACTIVE = (
 
 @dataclass(frozen=True, slots=True)
 class StoreTotals:
-    """Requests without a result and active sessions; the creation of the oldest such request in epoch seconds."""
+    """Counts of the whole store."""
 
     num_open: int
+    """Requests without a result."""
     oldest_at: float | None
+    """Creation time of the oldest open request, in seconds since the epoch; see `read_totals`."""
     num_active_sessions: int
 
 
 def read_totals(tx: Session, now: float, pauses: Collection[Pause] = ()) -> StoreTotals:
-    """Count open requests and active sessions. The oldest request is one that waits for none of the `pauses`."""
+    """Count open requests and active sessions, and find the oldest open request.
+
+    Requests that wait because of one of the `pauses` are ignored in the search for the oldest
+    request.
+    """
     return StoreTotals(
         num_open=execute(tx, _NUM_OPEN).scalar_one(),
         oldest_at=execute(tx, _select_oldest(pauses) if pauses else _OLDEST).scalar_one_or_none(),
@@ -43,14 +52,14 @@ def read_totals(tx: Session, now: float, pauses: Collection[Pause] = ()) -> Stor
 
 
 def _select_oldest(pauses: Collection[Pause]) -> Select[Any]:
-    """Return the query of the oldest open request that has started, or waits for no quota."""
+    """Return the query for the oldest open request that has started or is not paused."""
     joined = _OLDEST.join(SessionRow, col(SessionRow.session_id) == col(RequestRow.session_id))
     return joined.where(or_(col(RequestRow.attempts) > 0, ~is_paused(pauses)))
 
 
 @dataclass(frozen=True, slots=True)
 class OpenWork:
-    """The open requests of one owner for one model; for samples and creations `model_id` is None."""
+    """The open requests of one kind from one owner for one model. Samples have no `model_id`."""
 
     owner: str
     model_id: ModelId | None
@@ -81,7 +90,7 @@ _OPEN_WORK = (
         func.sum(_IS_RUNNING),
         func.min(col(RequestRow.created_at)),
     )
-    .where(_IS_OPEN)
+    .where(IS_OPEN)
     .group_by(col(RequestRow.owner), col(RequestRow.model_id), col(RequestRow.kind))
     .order_by(func.sum(_IS_RUNNING).desc(), func.count().desc())
     .limit(bindparam("limit"))
@@ -101,7 +110,10 @@ _FAILED = (
 
 
 def list_open_work(tx: Session, limit: int = 100) -> list[OpenWork]:
-    """Return the open requests by owner, model and kind, those with running requests first. Reads all open requests."""
+    """Count the open requests by owner, model and kind.
+
+    Groups with the most running requests come first. The query reads all open requests.
+    """
     return [
         OpenWork(owner, model_id, kind, count - int(running), int(running), oldest_at)
         for owner, model_id, kind, count, running, oldest_at in execute(tx, _OPEN_WORK, {"limit": limit})

@@ -1,4 +1,4 @@
-"""Group commit: one thread runs queued work and commits it in groups."""
+"""Group commit: one thread runs queued write jobs and commits them in groups."""
 
 import logging
 import threading
@@ -22,37 +22,47 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _MAX_GROUP = 256
 _MAX_GROUP_S = 0.02
-"""A group's results are released after its commit. After this time the rest of the group is left to the next one."""
+"""After this time a group is committed, and its remaining jobs move to the next group.
+
+Callers get their results only after the commit.
+"""
 _SAVEPOINT_COMMANDS = {
     "do_savepoint": "SAVEPOINT",
     "do_rollback_to_savepoint": "ROLLBACK TO SAVEPOINT",
     "do_release_savepoint": "RELEASE SAVEPOINT",
 }
-"""By the names of the methods with which SQLAlchemy's dialects send them."""
+"""SQL commands by the method of SQLAlchemy's `Dialect` that sends them."""
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.05, 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """Makes a writer retry while the database is full or locked, instead of failing."""
+    """Lets a writer retry while the database is full or locked. Without it, such writes fail."""
 
     until: threading.Event
-    """Once set, blocked work fails."""
+    """Once it is set, blocked writes fail."""
     report: Callable[[Session, str], None]
-    """Writes the reason of the wait to the database; a small write that may succeed where larger ones fail."""
+    """Writes the reason of the wait to the database.
+
+    This small write may succeed when larger writes fail.
+    """
 
 
 def translate_refusal(error: DataError) -> ValueRefused:
-    """Translate the database's refusal of a value, without the statement and its values."""
+    """Translate the database's refusal of a value.
+
+    The message contains neither the statement nor its values.
+    """
     refusal = ValueRefused(f"a value cannot be stored: {' '.join(str(error.orig).split())}")
     refusal.__cause__ = error
     return refusal
 
 
 def _send_savepoints_as_text(dialect: Dialect) -> None:
-    """Let an engine's savepoints be sent as text, which halves the CPU time of a job with one small statement.
+    """Send savepoints as text, which halves the CPU time of a job with one small statement.
 
-    Each savepoint has a new name, so that SQLAlchemy compiles its statements every time.
+    Otherwise SQLAlchemy would compile three statements for each savepoint, because each savepoint
+    has a new name.
     """
 
     def sender(command: str) -> Callable[[Connection, str], object]:
@@ -63,7 +73,7 @@ def _send_savepoints_as_text(dialect: Dialect) -> None:
 
 
 class _Job(Generic[T]):
-    """Queued work, its outcome, and the future that the caller holds."""
+    """A queued write: the work, its outcome, and the future that the caller waits for."""
 
     def __init__(self, work: Callable[[Session], T]) -> None:
         self._work = work
@@ -72,7 +82,7 @@ class _Job(Generic[T]):
         self.future: Future[T] = Future()
 
     def run(self, connection: Connection) -> None:
-        """Run the work in its own savepoint, possibly a second time; never raises."""
+        """Run the work in a savepoint. A retry runs it again. Errors are stored, not raised."""
         self._publish = self.error = None
         try:
             with Session(connection, join_transaction_mode="create_savepoint", expire_on_commit=False) as tx:
@@ -81,11 +91,11 @@ class _Job(Generic[T]):
             self._publish = partial(self.future.set_result, result)
         except DataError as error:
             self.error = translate_refusal(error)
-        except BaseException as error:  # any error belongs to the caller and must not end this thread
+        except BaseException as error:  # the caller gets the error; it must not end the writer thread
             self.error = error
 
     def publish(self) -> None:
-        """Set the caller's future to the result or error."""
+        """Set the caller's future to the result or the error."""
         if self._publish is not None:
             self._publish()
         else:
@@ -93,13 +103,14 @@ class _Job(Generic[T]):
 
 
 class _GroupLost(Exception):
-    """The transaction was rolled back with all work of the group."""
+    """The transaction was rolled back with all jobs of the group."""
 
 
 class GroupWriter:
-    """The one writing thread of a process.
+    """The only thread of a process that writes to the database.
 
-    While one group is committed the next one gathers, so that many small writes share one fsync.
+    While a group is being committed, the next group gathers in the queue. Thus many small writes
+    share one fsync.
     """
 
     def __init__(
@@ -110,44 +121,48 @@ class GroupWriter:
         committed: Callable[[], None],
         retry: RetryPolicy | None = None,
     ) -> None:
-        """Start the thread. `committed` runs after each commit. With `retry`, work may run more than once.
+        """Start the thread.
 
-        Work therefore makes the rows that it adds: an object that was added before is not inserted a second time.
+        `committed` is called after each commit. With `retry`, work may run more than once. It must
+        therefore create the rows that it adds, because SQLAlchemy does not insert the same object a
+        second time.
 
-        The engine must invalidate its connection on any error that ends a transaction.
+        `engine` must invalidate its connection after any error that ends a transaction.
         """
         self._engine = engine
         _send_savepoints_as_text(engine.dialect)
         self._explain = explain
         self._committed = committed
         self._retry = retry
-        self._delay_s = 0.0  # before the next retry; 0: the last group was written
+        self._delay_s = 0.0  # wait before the next retry; 0 if the last group was written
+
         self.observe_seconds: Callable[[float], object] | None = None
-        """Called with the seconds of each commit, from the first statement on."""
+        """Called with the duration of each group: running its jobs and committing them."""
         self.failure: StoreError | None = None
-        """The error of the last group; None if it was written."""
+        """The error of the last group, or None if it was written."""
+
         self._queue: SimpleQueue[_Job[object] | None] = SimpleQueue()
         self._closing = threading.Lock()
         self._is_closed = False
-        self._end = "the store is closed"  # why no more work is accepted
+        self._close_reason = "the store is closed"
         self._thread = ServiceThread("store-writer", self._serve)
         self._thread.start()
 
     def submit(self, work: Callable[[Session], T]) -> Future[T]:
-        """Queue work. Raises StoreError once closed."""
+        """Queue work. Raises StoreError after `close`."""
         job = _Job(work)
         with self._closing:  # nothing may be queued after the end marker
             if self._is_closed:
-                raise StoreError(self._end)
+                raise StoreError(self._close_reason)
             self._queue.put(job)  # pyright: ignore[reportArgumentType]
         return job.future
 
     def is_own_thread(self) -> bool:
-        """Return whether the caller runs on the writing thread."""
+        """Return whether the caller runs on the writer thread."""
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
-        """Write the queued work, then end the thread."""
+        """Write the queued jobs, then end the thread."""
         with self._closing:
             if not self._is_closed:
                 self._is_closed = True
@@ -167,9 +182,9 @@ class GroupWriter:
             raise
 
     def _abandon(self, group: list[_Job[object]], reason: str) -> None:
-        """Fail all queued work and accept no more, so that no caller waits for a thread that has ended."""
+        """Fail all queued jobs and accept no more, so that no caller waits for a dead thread."""
         with self._closing:
-            self._is_closed, self._end = True, reason
+            self._is_closed, self._close_reason = True, reason
         self.failure = failure = StoreError(reason)
         self._queue.put(None)
         is_open = True
@@ -181,7 +196,10 @@ class GroupWriter:
                     future.set_exception(failure)
 
     def _gather(self, group: list[_Job[object]]) -> bool:
-        """Add queued jobs to the group, waiting while it is empty; return False at the end marker."""
+        """Add queued jobs to the group.
+
+        Wait for a job if the group is empty. Return False at the end marker.
+        """
         while len(group) < _MAX_GROUP:
             try:
                 job = self._queue.get(block=not group)
@@ -194,9 +212,13 @@ class GroupWriter:
         return True
 
     def _write(self, group: list[_Job[object]]) -> int:
-        """Commit as much of a group as fits in the time limit; return the number of finished jobs."""
+        """Run the jobs of a group and commit them.
+
+        Return how many finished within `_MAX_GROUP_S`.
+        """
         num_done, started = 0, time.monotonic()
         try:
+            # Run the jobs and commit.
             with self._engine.connect() as connection, connection.begin():
                 end = time.monotonic() + _MAX_GROUP_S
                 for job in group:
@@ -208,6 +230,7 @@ class GroupWriter:
                         break
                 failpoint("store.commit")
         except BaseException as error:
+            # Retry later, or fail all jobs of the group.
             failure = self._explain(error.__cause__ if isinstance(error, _GroupLost) and error.__cause__ else error)
             if failure is not error:
                 failure.__cause__ = error
@@ -217,6 +240,8 @@ class GroupWriter:
             for job in group:
                 job.future.set_exception(failure)
             return len(group)
+
+        # Notify the peer and the callers.
         failpoint("store.committed")
         if self._delay_s:
             _log.warning("database is writable again")
@@ -232,9 +257,9 @@ class GroupWriter:
         return isinstance(error, DBAPIError) and isinstance(self._explain(error), StoreBlocked)
 
     def _wait_to_retry(self, failure: StoreError, num_jobs: int) -> bool:
-        """Wait with exponential backoff if the policy allows it; return whether to retry.
+        """Wait with exponential backoff if the policy allows it. Return whether to retry.
 
-        Retries run one job at a time, because a small one may fit where the group did not.
+        Retries run one job at a time, because a small job may succeed where the whole group failed.
         """
         if self._retry is None or not isinstance(failure, StoreBlocked):
             return False
@@ -248,5 +273,5 @@ class GroupWriter:
         try:
             with self._engine.connect() as connection, connection.begin():
                 _Job(lambda tx: retry.report(tx, str(failure))).run(connection)
-        except Exception as error:  # expected: the same cause blocks this write
+        except Exception as error:  # expected, because the same problem may block this write
             _log.debug("the reason of the wait cannot be written either: %s", error)

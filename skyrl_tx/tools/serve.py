@@ -161,6 +161,7 @@ def _run_server(command: str, settings: ServerSettings) -> int:
     enable_stack_dumps()
     end_process_on_failure()
     raise_file_limit()
+
     try:
         settings = resolve_tiny_model(settings)
         match command:

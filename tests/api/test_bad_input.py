@@ -216,7 +216,7 @@ def test_bad_sampling_session_returns_4xx(server: Server, body: dict[str, Any], 
         ("retrieve_future", {"request_id": "no"}, "request_id 'no'"),
         ("retrieve_future", {"request_id": "1" * 30}, "request_id '111111"),
         ("weights_info", {"tinker_path": "tinker://no/weights/a"}, "there is no such checkpoint"),
-        ("create_custom_loss", {}, "custom losses on the server are not offered"),
+        ("create_custom_loss", {}, "this server does not evaluate custom losses"),
     ],
 )
 def test_unknown_id_returns_404(server: Server, path: str, body: dict[str, Any], text: str) -> None:

@@ -103,8 +103,8 @@ def test_storage_has_its_price(priced: LiveStack, work: str) -> None:
 @pytest.mark.parametrize(
     ("start", "end", "problem"),
     [
-        ("2026-11-01T00:30:00Z", "2026-11-02T00:00:00Z", "starting_on: .*not the begin of an hour"),
-        ("2026-11-01T00:00:00Z", "2026-11-02T00:00:01Z", "ending_before: .*not the begin of an hour"),
+        ("2026-11-01T00:30:00Z", "2026-11-02T00:00:00Z", "starting_on: .*not the start of an hour"),
+        ("2026-11-01T00:00:00Z", "2026-11-02T00:00:01Z", "ending_before: .*not the start of an hour"),
         ("2026-11-01T00:00:00Z", "2026-11-01T00:00:00Z", "ending_before: .*not after starting_on"),
         ("2026-11-01T00:00:00Z", "2026-11-15T01:00:00Z", "ending_before: .*more than 14 days after"),
         ("2999-11-01T00:00:00Z", "2999-11-01T01:00:00Z", "starting_on: .*in the future"),

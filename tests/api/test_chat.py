@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 from skyrl_tx.store import completions, futures, keys, sessions
 from skyrl_tx.store.tables import KeyScope
 from tests.support.live_stack import CONTEXT, PUBLIC_NAME, LiveStack, live_stack
+from tests.support.polling import until
 from tests.support.tiny_tokenizer import PACKAGED
-from tests.support.waiting import until
 
 COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/oai/api/v1/chat/completions", "/anthropic/api/v1/messages"
 TALK = [{"role": "user", "content": "What is 2 + 2?"}]
@@ -141,7 +141,7 @@ def test_tokens_come_while_the_sample_is_decoded(slow_stack: LiveStack) -> None:
     with slow_stack.server.client.stream("POST", COMPLETIONS, json=body) as response:
         times += [time.monotonic() for line in response.iter_lines() if line.startswith("data: {")]
     assert len(times) > 6 and times[-1] - times[0] > 0.2
-    assert slow_stack.server.store.read(lambda tx: completions.list_since(tx, 0)) == [], "deleted with the result"
+    assert slow_stack.server.store.read(lambda tx: completions.list_partials(tx, 0)) == [], "deleted with the result"
 
 
 def test_streams_above_the_limit_get_one_chunk(stack: LiveStack) -> None:

@@ -26,8 +26,8 @@ from skyrl_tx.store.futures import PendingRequest
 from skyrl_tx.store.tables import EngineStateRow
 from skyrl_tx.tools.quickstart.model import write_tiny_model
 from tests.support.live_api import Server, live_api
+from tests.support.polling import until
 from tests.support.tiny_tokenizer import PACKAGED
-from tests.support.waiting import until
 
 CHAT, MESSAGES, COMPLETIONS = "/v1/chat/completions", "/anthropic/api/v1/messages", "/v1/completions"
 TEMPLATE = Path(__file__).parents[1] / "unit" / "apps" / "chat" / "templates" / "qwen3.jinja"
@@ -105,7 +105,7 @@ def put(store: Store, request_id: RequestId, start: int, tokens: list[int]) -> N
         tokens=np.array(tokens, np.int32),
         logprobs=np.full(len(tokens), -1.0, np.float32),
     )
-    store.write(lambda tx: completions.add(tx, [row]))
+    store.write(lambda tx: completions.add_partials(tx, [row]))
     time.sleep(0.02)
 
 

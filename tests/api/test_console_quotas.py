@@ -64,9 +64,9 @@ def test_an_admin_sets_and_removes_quotas(world: ConsoleWorld) -> None:
         assert "12k" in root.get("/quotas").text
         for changes, reason in (
             ({"value": "many"}, "must be a whole number"),
-            ({"limit": "training_steps", "value": "1"}, "there is none of this name"),
+            ({"limit": "training_steps", "value": "1"}, "unknown; choose one of"),
             ({"limit": "samples_at_once", "value": "1"}, "this limit no longer exists"),
-            ({"subject": "key:x", "value": "1"}, "named by its number"),
+            ({"subject": "key:x", "value": "1"}, "must be key: and the number"),
             ({"value": "1", "over": "fail"}, "only beyond training_tokens_per_day"),
             ({"value": "1", "over": "queue"}, "must be one of wait, fail"),
         ):

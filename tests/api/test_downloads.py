@@ -241,7 +241,7 @@ def test_damaged_weights_are_not_served(
     run, kind, name = path.removeprefix("tinker://").split("/")
     signing = f"/api/v1/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls"
     for harm, what in (
-        (flip_a_bit, "file adapter_model.safetensors is not as it was written"),
+        (flip_a_bit, "file adapter_model.safetensors does not match the manifest"),
         (weights.unlink, "file adapter_model.safetensors is missing"),
         ((folder / "manifest.json").unlink, "manifest.json cannot be read"),
     ):

@@ -21,7 +21,7 @@ from skyrl_tx.store.tables import RequestRow, SamplingSessionRow
 from tests.support.live_api import Server, live_api
 from tests.support.live_engine import live_engine
 from tests.support.live_stack import PUBLIC_NAME, small_backend
-from tests.support.waiting import until
+from tests.support.polling import until
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
 DATUM = {"model_input": PROMPT, "loss_fn_inputs": {"target_tokens": {"data": [2, 3, 4], "dtype": "int64"}}}

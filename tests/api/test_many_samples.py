@@ -18,8 +18,8 @@ from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.live_api import Server, live_api
 from tests.support.live_engine import live_engine
 from tests.support.live_stack import LiveStack
+from tests.support.polling import until
 from tests.support.recording_middleware import RecordingMiddleware
-from tests.support.waiting import until
 
 BASE_MODEL = "Qwen/Qwen3-8B"
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
@@ -116,7 +116,7 @@ def test_samples_refused_with_429_are_retried_with_the_same_sequence_number(narr
         pending = [client.sample(PROMPT, 1, long(64)) for _ in range(60)]
         assert all(len(each.result().sequences[0].tokens) == 64 for each in pending)
         whole = types.ModelInput.from_ints(list(range(1, 1000)) * 40)
-        with pytest.raises(tinker.RequestFailedError, match=f"all that wait may take {20 * 4400}"):
+        with pytest.raises(tinker.RequestFailedError, match=f"all waiting samples together may take {20 * 4400}"):
             client.sample(whole, 1, types.SamplingParams(max_tokens=1)).result()
     submissions = [call for call in calls if call.path == "asample"]
     assert {call.status for call in calls} == {200, 429}

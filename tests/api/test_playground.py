@@ -21,8 +21,8 @@ from skyrl_tx.tools.quickstart.model import write_tiny_model
 from tests.support.console_world import Browser, ConsoleWorld, console_world
 from tests.support.live_api import live_api
 from tests.support.live_stack import CONTEXT, PUBLIC_NAME
+from tests.support.polling import until
 from tests.support.tiny_tokenizer import PACKAGED
-from tests.support.waiting import until
 
 CHAT, RENDER, SCORE = "/console/chat", "/console/render", "/console/score"
 TEMPLATE = Path(__file__).parents[1] / "unit" / "apps" / "chat" / "templates" / "qwen3.jinja"

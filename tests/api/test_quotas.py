@@ -15,7 +15,7 @@ from skyrl_tx.engine import engine
 from skyrl_tx.store import audit, keys
 from skyrl_tx.store.tables import OverQuota, RequestRow
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
-from tests.support.waiting import until
+from tests.support.polling import until
 
 PROMPT = tinker.ModelInput.from_ints([1, 2, 3])
 DATUM = tinker.Datum(
@@ -57,7 +57,7 @@ def test_models_in_training(stack: LiveStack) -> None:
         first = mia.create_lora_training_client(PUBLIC_NAME, rank=4).result()
         with pytest.raises(tinker.RequestFailedError) as refused:
             mia.create_lora_training_client(PUBLIC_NAME, rank=4).result()
-        reason = f"mia has 1 models in training and may have 1: unload one of {first.model_id}, or end its session"
+        reason = f"mia has 1 models in training, and the quota is 1: unload one of {first.model_id}, or end its session"
         assert reason in str(refused.value)
         with service(stack, "noa") as noa:
             noa.create_lora_training_client(PUBLIC_NAME, rank=4).result()
@@ -75,14 +75,16 @@ def test_checkpoint_bytes(stack: LiveStack) -> None:
         put(stack, "kim", "checkpoint_bytes", 1)
         for save in (training.save_state, training.save_weights_for_sampler):
             with pytest.raises(
-                tinker.RequestFailedError, match=r"the checkpoints of kim take [\d,]+ bytes and may take 1"
+                tinker.RequestFailedError, match=r"the checkpoints of kim take [\d,]+ bytes, and the quota is 1"
             ):
                 save("second").result()
         training.save_weights_and_get_sampling_client().result()  # has no name, and is no checkpoint
         training.forward_backward([DATUM], "cross_entropy").result()
         rest = tinker.RestClient(base_url=stack.url, api_key=make_key(stack, "kim"))
         refused = copy_weights(stack, "kim", path)
-        assert refused.status_code == 400 and "with this one and may take 1: delete some" in refused.json()["detail"]
+        assert (
+            refused.status_code == 400 and "with this one, and the quota is 1: delete some" in refused.json()["detail"]
+        )
         rest.delete_checkpoint_from_tinker_path(path).result()
         training.save_state("second").result()
 
@@ -123,7 +125,7 @@ def test_training_waits_for_its_day_and_goes_on_when_the_quota_is_raised(stack: 
         assert len(open_ids) == 2
         for request_id in open_ids:
             body = paused(stack, make_key(stack, "tom"), request_id)
-            reason = "tom has used 8 of 8 training tokens of today, and goes on at 00:00 UTC"
+            reason = "tom has used 8 of today's 8 training tokens; requests resume at 00:00 UTC"
             assert body["queue_state_reason"] == reason and body["type"] == "try_again"
         with service(stack, "uma") as uma:  # others train meanwhile
             other = uma.create_lora_training_client(PUBLIC_NAME, rank=4).result()
@@ -141,7 +143,7 @@ def test_work_beyond_a_day_fails_if_the_quota_says_so(stack: LiveStack) -> None:
         training.forward_backward([DATUM], "cross_entropy").result()
         training.optim_step(tinker.AdamParams()).result()
         with pytest.raises(
-            tinker.RequestFailedError, match=r"training_tokens_per_day: ivo has used 4 of 4 .* ask an ad"
+            tinker.RequestFailedError, match=r"training_tokens_per_day: ivo has used 4 of today's 4 .* ask an ad"
         ):
             training.forward_backward([DATUM], "cross_entropy").result(timeout=60)
         with pytest.raises(tinker.RequestFailedError, match="the gradient is incomplete"):
@@ -151,7 +153,7 @@ def test_work_beyond_a_day_fails_if_the_quota_says_so(stack: LiveStack) -> None:
         sampling = ivo.create_sampling_client(base_model=PUBLIC_NAME).result()
         params = tinker.SamplingParams(max_tokens=3, seed=1, stop=[])
         sampling.sample(PROMPT, 1, params).result()
-        with pytest.raises(tinker.RequestFailedError, match="sample_tokens_per_day: ivo has used 6 of 5"):
+        with pytest.raises(tinker.RequestFailedError, match="sample_tokens_per_day: ivo has used 6 of today's 5"):
             sampling.sample(PROMPT, 1, params).result(timeout=60)
 
 
@@ -169,7 +171,7 @@ def test_sampling_waits_for_its_day(stack: LiveStack) -> None:
             return stack.server.store.read(lambda tx: tx.exec(select(RequestRow.request_id).where(*is_open)).first())
 
         body = paused(stack, make_key(stack, "eva"), until(open_request))
-        assert body["queue_state_reason"] == "eva has used 13 of 10 sample tokens of today, and goes on at 00:00 UTC"
+        assert body["queue_state_reason"] == "eva has used 13 of today's 10 sample tokens; requests resume at 00:00 UTC"
         with httpx.Client(base_url=stack.url, headers={"X-API-Key": make_key(stack, "eva")}) as client:
             body = {"model": PUBLIC_NAME, "max_tokens": 5}
             refused = client.post("/oai/api/v1/completions", json={**body, "prompt": "x"})
@@ -178,5 +180,5 @@ def test_sampling_waits_for_its_day(stack: LiveStack) -> None:
         put(stack, "eva", "sample_tokens_per_day", None)
         assert len(waiting.result(timeout=60).sequences[0].tokens) == 10
     for answer in (refused, refused_too):
-        assert answer.status_code == 429 and "eva has used 13 of 10" in answer.json()["error"]["message"]
+        assert answer.status_code == 429 and "eva has used 13 of today's 10" in answer.json()["error"]["message"]
         assert answer.headers["retry-after"] == "60" and answer.headers["x-should-retry"] == "false"

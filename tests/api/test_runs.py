@@ -83,7 +83,7 @@ def test_capabilities_name_the_model(rest: tinker.RestClient) -> None:
         ("DELETE", "training_runs/{run}/checkpoints/weights/..%5C", 400, "checkpoint name"),
         ("POST", "training_runs/{run}/checkpoints/weights/no/publish", 404, "does not exist"),
         ("GET", "sessions/s/trace_export", 404, "session 's' does not exist"),
-        ("POST", "create_custom_loss", 404, "custom losses on the server are not offered"),
+        ("POST", "create_custom_loss", 404, "this server does not evaluate custom losses"),
     ],
 )
 def test_errors_name_the_cause(

@@ -174,5 +174,5 @@ def test_delegated_access_takes_a_key_that_allows_to_read_weights(
         if is_accepted:
             assert load.result() is not None
         else:
-            with pytest.raises(tinker.RequestFailedError, match="scope sample does not allow to read weights"):
+            with pytest.raises(tinker.RequestFailedError, match="scope sample may not read weights"):
                 load.result()

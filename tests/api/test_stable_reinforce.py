@@ -162,7 +162,11 @@ def test_wrong_span_fails_the_future(service: tinker.ServiceClient, episodes: li
     unknown = [types.SampledProvenanceSpan(sequence_id="seq-unknown", length=whole.model_input.length)]
     assert whole.loss_fn_input_spans is not None
     for datum, config, message in (
-        (whole.with_provenance(unknown, unknown), None, "model_input_spans.0.: nothing is recorded.*'seq-unknown'"),
+        (
+            whole.with_provenance(unknown, unknown),
+            None,
+            "model_input_spans.0.: no logprobs are recorded.*'seq-unknown'",
+        ),
         (episodes[0].weighted(episodes[0].is_sampled), None, "data.0..loss_fn_input_spans: missing"),
         (whole, {"alpha": 1.0}, "loss_fn_config.alpha: stable_reinforce takes clip_high_threshold, kl_coeff"),
         (whole, {"kl_coeff": "x"}, "loss_fn_config.kl_coeff 'x' must be a finite number"),

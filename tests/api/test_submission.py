@@ -17,7 +17,7 @@ from skyrl_tx.server.submission.tensors import to_proto
 from skyrl_tx.store import sampling_sessions
 from skyrl_tx.store.tables import SamplingSessionRow
 from tests.support.live_api import Server
-from tests.support.waiting import until
+from tests.support.polling import until
 
 PROTOBUF = {"content-type": "application/x-protobuf"}
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}, {"type": "encoded_text", "tokens": [3]}]}

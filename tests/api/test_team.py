@@ -28,7 +28,7 @@ from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.tools.cli import main
 from tests.support.console_world import Browser
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
-from tests.support.waiting import until
+from tests.support.polling import until
 
 WEIGHTS = {"ann": 3, "bob": 1, "eve": 1}
 PASSES = {"ann": 24, "bob": 12, "eve": 60}

@@ -78,7 +78,7 @@ def test_recorded_samples_are_private_to_their_owner(users: Users) -> None:
     after_first = types.PromptProvenanceSpan(sequence_id=drawn.sequence_id, offset=1, length=len(TOKENS) - 1)
     traced = plain.with_provenance(model_input=[prompt, sampled(2)], loss_fn_inputs=[after_first, sampled(3)])
     assert np.isfinite(trained(ann).forward([traced], "stable_reinforce").result().metrics["loss:sum"])
-    with pytest.raises(tinker.RequestFailedError, match=f"nothing is recorded.*{drawn.sequence_id}") as failure:
+    with pytest.raises(tinker.RequestFailedError, match=f"no logprobs are recorded.*{drawn.sequence_id}") as failure:
         trained(bob).forward([traced], "stable_reinforce").result()
     assert failure.value.category == types.RequestErrorCategory.User
 

@@ -22,7 +22,7 @@ from skyrl_tx.store import futures
 from tests.support.client_environments import CHAT_CLIENTS
 from tests.support.console_world import ConsoleWorld, console_world
 from tests.support.live_stack import PUBLIC_NAME
-from tests.support.waiting import until
+from tests.support.polling import until
 from tests.support.watched_page import WITHIN_MS, Watched
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]

@@ -16,7 +16,7 @@ from tinker.lib import api_future_impl, internal_client_holder
 from skyrl_tx.contract.ids import SessionId
 from skyrl_tx.store import sessions
 from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
-from tests.support.waiting import until
+from tests.support.polling import until
 
 BEAT_S = 10  # between two heartbeats
 HASTE = 100

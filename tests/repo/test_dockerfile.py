@@ -14,7 +14,7 @@ import pytest
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.tools.serve import read_settings
 from tests.support.live_api import live_api
-from tests.support.waiting import until
+from tests.support.polling import until
 
 ROOT = Path(__file__).parents[2]
 

@@ -42,7 +42,7 @@ def test_the_summary_is_short() -> None:
 def test_the_tables_of_compiled_programs_are_those_of_the_records() -> None:
     records = bench_aot.load(bench_aot.RECORDS)
     for path, lines in (
-        (bench_aot.PAGE, bench_aot.table(records)),
+        (bench_aot.PAGE, bench_aot.make_table(records)),
         (bench_aot.SUMMARY_PAGE, bench_aot.summarize(records)),
     ):
         assert "\n".join([bench_aot.BEGIN, *lines, bench_aot.END]) in path.read_text()

@@ -13,7 +13,7 @@ import tinker
 
 from tests.serve.test_postgresql import train
 from tests.support.live_server import LiveServer, ServerFailed
-from tests.support.waiting import until
+from tests.support.polling import until
 
 FAKE = ("--base-model", "fake", "--backend", "fake")
 NUM_ENGINES = 3
@@ -48,7 +48,7 @@ def test_a_rolling_restart_and_a_kill_change_no_result_and_fail_no_request(tmp_p
                 server.wait_for(STARTED, times=NUM_ENGINES + number + 1, within_s=120)
             results = [run.result(240) for run in runs]
         assert results == calm, server.log
-        holders = re.findall(r"engine \d+ has ended: the others go on with its (\d+) models", server.log)
+        holders = re.findall(r"engine \d+ has ended: other engines take over its (\d+) models", server.log)
         assert holders, server.log
         service = tinker.ServiceClient(base_url=server.url)
         assert service.create_lora_training_client("fake", rank=4).result().model_id
@@ -59,5 +59,5 @@ def test_a_rolling_restart_and_a_kill_change_no_result_and_fail_no_request(tmp_p
 
 
 def test_several_engines_are_refused_on_sqlite(tmp_path: Path) -> None:
-    with pytest.raises(ServerFailed, match="several engines need a PostgreSQL database; name one with --database-url"):
+    with pytest.raises(ServerFailed, match="multiple engines need a PostgreSQL database; name one with --database-url"):
         LiveServer(tmp_path, flags=(*FAKE, "--engines", "2"))

@@ -16,7 +16,7 @@ from skyrl_tx.process.exposition import get_socket_path
 from skyrl_tx.store import engine_state, notices
 from skyrl_tx.store.database import Store
 from tests.support.live_server import LiveServer
-from tests.support.waiting import until
+from tests.support.polling import until
 
 TOKENS = list(range(1, 17))
 DATUM = tinker.Datum(

@@ -27,9 +27,9 @@ from tests.support.client_environments import OBJECT_STORE, ClientEnvironment, P
 from tests.support.compose import read_file
 from tests.support.console_world import Browser
 from tests.support.live_server import LiveServer
+from tests.support.polling import until
 from tests.support.postgresql_server import PASSWORD
 from tests.support.s3_server import SECRET_KEY, S3Server, s3_server, variables
-from tests.support.waiting import until
 from tests.support.with_constants import constants
 
 pytestmark = pytest.mark.slow

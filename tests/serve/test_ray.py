@@ -15,8 +15,8 @@ from tinker import types
 from tests.serve.test_kill import KILL_AFTER, served, train
 from tests.support.client_environments import RAY, ClientEnvironment, PreparedEnvironment
 from tests.support.live_server import LiveServer
+from tests.support.polling import until
 from tests.support.ray_cluster import ROOT, running_cluster, with_ray
-from tests.support.waiting import until
 from tests.support.with_constants import constants
 
 FAKE = ("--backend", "fake", "--backend-config.vocab-size", "2048")

@@ -19,7 +19,7 @@ from tinker import types
 from skyrl_tx import __version__
 from tests.support.database_rows import rows
 from tests.support.live_server import LiveServer, ServerFailed
-from tests.support.waiting import until
+from tests.support.polling import until
 
 FAKE = ("--base-model", "fake", "--backend", "fake")
 ENGINE_STARTED = re.compile(r"engine process (\d+)")

@@ -14,7 +14,7 @@ from tests.support.with_constants import FLAG
 
 _READY = {
     "serve": re.compile(r"ready at (https?://\S+);"),
-    "api": re.compile(r"the API alone at (https?://\S+),"),
+    "api": re.compile(r"API only, at (https?://\S+),"),
     "engine": re.compile(r"which follows (\S+)|INFO engine ready\n"),
 }
 _ENGINE = re.compile(r"engine process (\d+)")

@@ -4,7 +4,7 @@ from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.contract.batches import SampleRequest
-from tests.support.fake_programs import FakeModelRunner
+from tests.support.fake_model_runner import FakeModelRunner
 from tests.support.sample_requests import Results, begin, make_prompt, make_request
 
 LONGEST = 128

@@ -88,7 +88,7 @@ class PartialStreams:
             return
         is_full = True
         while is_full:
-            page = self._store.read(lambda tx: completions.list_since(tx, self._position, _PAGE))
+            page = self._store.read(lambda tx: completions.list_partials(tx, self._position, _PAGE))
             is_full = len(page) == _PAGE
             new: dict[RequestId, list[Partial]] = {}
             for position, partial in page:
@@ -267,7 +267,7 @@ class Generation:
         def cancel(tx: Session) -> None:
             completions.cancel(tx, self.request_id, owner, failure, time.time())
             futures.mark_fetched(tx, [self.request_id], time.time())  # no one will
-            completions.delete_by_request(tx, self.request_id)
+            completions.delete_partials(tx, self.request_id)
 
         store.write_soon(cancel)
 

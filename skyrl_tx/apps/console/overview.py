@@ -93,7 +93,7 @@ def _collect(visit: Visit) -> Mapping[str, object]:
     oldest = min((group.first_position for group in groups), default=None)
     oldest_at = None if oldest is None else visit.read(lambda tx: queries.get_arrival_time(tx, oldest))
     buckets = visit.read(lambda tx: queries.read_usage_by_bucket(tx, int(now) - _HISTORY_S - BUCKET_S))
-    history = visit.read(lambda tx: engine_state.list_since(tx, now - _HISTORY_S, _MAX_HISTORY))
+    history = visit.read(lambda tx: engine_state.list_gauges(tx, now - _HISTORY_S, _MAX_HISTORY))
     recent = visit.read(lambda tx: usage.read_totals(tx, owner, now - BUCKET_S, ("owner",)))
     today = visit.read(lambda tx: usage.read_totals(tx, owner, int(now) // _DAY_S * _DAY_S, ("owner",)))
     failed = visit.read(lambda tx: queries.list_failed_requests(tx, owner, _FAILURES))

@@ -1,4 +1,4 @@
-"""Usage, billing, quotas and the audit log as an optional feature."""
+"""The optional feature for teams: usage, billing, quotas and the audit log."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The usage of a time window as Tinker reports it: hourly events, and the storage of the checkpoints that exist.
+"""The usage of a time window as hourly events, in the format of the SDK.
 
-The fields are those of the SDK (`types/billing_usage_response.py`).
+See `types/billing_usage_response.py` of the SDK.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,16 +18,15 @@ from skyrl_tx.server.identity.authentication import USER_URN
 from skyrl_tx.store import sessions
 
 MAX_DAYS = 14
-
-
 _MAX_EVENTS = 50_000
-
-
 _GROUP: tuple[GroupColumn, ...] = ("hour", "session_id", "owner", "project_id", "base_model")
 
 
 def check_window(starting_on: datetime, ending_before: datetime, now: datetime) -> tuple[int, int]:
-    """Return the begin and the end of a window in seconds. Raises ApiError 400 naming the wrong bound."""
+    """Return the start and end of a time window in seconds since the epoch.
+
+    Raises ApiError 400 with the name of the invalid bound.
+    """
     start, end = _parse_hour("starting_on", starting_on), _parse_hour("ending_before", ending_before)
     if start > now:
         raise bad_request(f"starting_on: {start.isoformat()} is in the future")
@@ -42,19 +41,21 @@ def _parse_hour(name: str, at: datetime) -> datetime:
     try:
         at = at.replace(tzinfo=UTC) if at.tzinfo is None else at.astimezone(UTC)
     except OverflowError:
-        raise bad_request(f"{name}: {at.isoformat()} is not a time that exists in UTC") from None
+        raise bad_request(f"{name}: {at.isoformat()} is outside the range of dates in UTC") from None
     if at.minute or at.second or at.microsecond:
-        raise bad_request(f"{name}: {at.isoformat()} is not the begin of an hour in UTC")
+        raise bad_request(
+            f"{name}: {at.isoformat()} is not the start of an hour in UTC, for example 2025-11-28T14:00:00Z"
+        )
     return at
 
 
 def read_usage(
     tx: Session, owner: str | None, start: int, end: int, *, prices: Prices, base_model: str
 ) -> schemas.UsageResponse:
-    """Return the events from `start` until `end`; `owner` None means all owners.
+    """Return the events from `start` until `end`.
 
-    `base_model` names what was sampled from base weights, and the model of removed runs. Raises ApiError 400 if there
-    are too many events.
+    `owner` None means all owners. Events for base weights and for removed runs have `base_model` as
+    their base model. Raises ApiError 400 if there are too many events.
     """
     totals = usage.read_totals(tx, owner, start, _GROUP, until=end, limit=_MAX_EVENTS)
     stored = storage_hours.read_hours(tx, owner, start, end, limit=_MAX_EVENTS)
@@ -63,21 +64,25 @@ def read_usage(
     events = [*_make_work_events(totals, prices, base_model), *_make_storage_events(stored, prices)]
     events.sort(key=lambda event: (event.bucket_start, -event.num_tokens))
     names = {SessionId(event.session_id) for event in events if event.session_id}
-    found = sessions.get_metadata(tx, names)
-    metadata = {name: {key: str(value) for key, value in found.get(name, {}).items()} for name in sorted(names)}
+    stored_metadata = sessions.get_metadata(tx, names)
+    metadata = {
+        name: {key: str(value) for key, value in stored_metadata.get(name, {}).items()} for name in sorted(names)
+    }
     return schemas.UsageResponse(
         data=events, sessions={name: schemas.UsageSession(user_metadata=metadata[name] or None) for name in metadata}
     )
 
 
 def _make_work_events(totals: Sequence[Total], prices: Prices, base_model: str) -> Iterator[schemas.UsageEvent]:
+    # Add up the amounts by group and kind. Forward passes have the price of training.
     merged: dict[tuple[object, ...], int] = {}
     for total in totals:
-        kind = "training" if total.kind == "forward" else total.kind  # forward passes cost as training does
+        kind = "training" if total.kind == "forward" else total.kind
         key = (*total.group, kind)
         amount = total.requests if kind == "checkpoint" else total.tokens
         if amount:  # an optimizer step has no tokens
             merged[key] = merged.get(key, 0) + amount
+
     for (hour, session_id, owner, project_id, model, kind), amount in merged.items():
         yield _make_event(
             int(str(hour)),

@@ -1,9 +1,9 @@
-"""The costs of work and storage that usage reports estimate, by the server's setting `prices`."""
+"""Estimated costs of work and storage in usage reports, from the server's setting `prices`."""
 
 from pydantic import BaseModel, ConfigDict, Field
 
 HOURS_PER_MONTH = 720
-"""Hours of the month in which Tinker prices storage (SDK, `types/billing_usage_response.py`)."""
+"""Length of a month in Tinker's storage prices (SDK, `types/billing_usage_response.py`)."""
 GIGABYTE = 10**9
 _MILLION = 10**6
 
@@ -14,15 +14,18 @@ class Prices(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     training: float | None = Field(default=None, ge=0)
-    """US dollars for a million tokens of forward and backward passes; default: no costs are shown."""
+    """US dollars per million tokens of forward and backward passes.
+
+    By default no costs are shown.
+    """
     sampled: float | None = Field(default=None, ge=0)
-    """US dollars for a million sampled tokens."""
+    """US dollars per million sampled tokens."""
     prefill: float | None = Field(default=None, ge=0)
-    """US dollars for a million prompt tokens that were computed."""
+    """US dollars per million prompt tokens that were computed."""
     prefill_cached: float | None = Field(default=None, ge=0)
-    """US dollars for a million prompt tokens that the prefix cache held."""
+    """US dollars per million prompt tokens that were found in the prefix cache."""
     storage: float | None = Field(default=None, ge=0)
-    """US dollars for a gigabyte (10^9 bytes) of checkpoints during a month of 720 hours."""
+    """US dollars per gigabyte (10^9 bytes) of checkpoints and month (720 hours)."""
 
 
 class TeamsSettings(BaseModel):
@@ -31,11 +34,14 @@ class TeamsSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     prices: Prices = Prices()
-    """Prices in reports of usage; without one, reports show no cost."""
+    """Prices for the costs in usage reports, for example `training: 0.5`.
+
+    By default no costs are shown.
+    """
 
 
 def get_price_per_million(prices: Prices, kind: str) -> float | None:
-    """Return the price of a million tokens of a kind of `UsageRow`; None without one, and for other kinds."""
+    """Return the price per million tokens of a kind of usage, or None if the kind has no price."""
     match kind:
         case "training" | "forward":
             return prices.training
@@ -46,11 +52,11 @@ def get_price_per_million(prices: Prices, kind: str) -> float | None:
 
 
 def compute_token_cost(prices: Prices, kind: str, tokens: int) -> float | None:
-    """Return the cost of tokens of a kind, if it has a price."""
+    """Return the cost of tokens of a kind in US dollars, or None if the kind has no price."""
     price = get_price_per_million(prices, kind)
     return None if price is None else price * tokens / _MILLION
 
 
 def compute_storage_cost(prices: Prices, gigabyte_hours: float) -> float | None:
-    """Return the cost of storage, if it has a price."""
+    """Return the cost of storage in US dollars, or None if storage has no price."""
     return None if prices.storage is None else prices.storage * gigabyte_hours / HOURS_PER_MONTH

@@ -1,4 +1,7 @@
-"""Endpoints for usage, storage and the audit log: of the caller, to admins of all owners."""
+"""Endpoints for usage, storage and the audit log.
+
+A caller sees only its own usage and storage. An admin sees the usage and storage of all owners.
+"""
 
 import time
 from datetime import UTC, date, datetime, timedelta
@@ -24,7 +27,7 @@ _MAX_ENTRIES = 100_000
 
 @router.get("/billing/usage/events")
 def get_usage(call: Incoming, starting_on: datetime, ending_before: datetime) -> schemas.UsageResponse:
-    """Return the usage of each hour of at most 14 days, by session and kind."""
+    """Return the usage of up to 14 days by hour, session and kind."""
     start, end = billing.check_window(starting_on, ending_before, datetime.now(UTC))
     settings, owner = call.context.settings, call.caller.owner_filter
     prices = settings.get_app_settings(TeamsSettings).prices
@@ -35,11 +38,12 @@ def get_usage(call: Incoming, starting_on: datetime, ending_before: datetime) ->
 
 @router.get("/billing/usage/checkpoints/current")
 def get_storage(call: Incoming, project_id: str | None = None) -> schemas.StorageResponse:
-    """Report the storage of checkpoints by owner and project."""
+    """Return the current storage of checkpoints by owner and project."""
     prices = call.context.settings.get_app_settings(TeamsSettings).prices
-    found = call.store.read(
+    usage = call.store.read(
         lambda tx: checkpoints.get_usage_by_owner(tx, call.caller.owner_filter, project_id, time.time())
     )
+
     return schemas.StorageResponse(
         effective_rate_usd_per_gigabyte_month=prices.storage,
         data=[
@@ -47,32 +51,33 @@ def get_storage(call: Incoming, project_id: str | None = None) -> schemas.Storag
                 project_id=project,
                 org_user_urn=f"{USER_URN}{owner}",
                 user_name=owner,
-                checkpoint_count=what.num_checkpoints,
-                size_bytes=what.num_bytes,
-                size_gigabytes=what.num_bytes / GIGABYTE,
-                estimated_monthly_cost_usd=compute_storage_cost(prices, what.num_bytes / GIGABYTE * HOURS_PER_MONTH),
+                checkpoint_count=storage.num_checkpoints,
+                size_bytes=storage.num_bytes,
+                size_gigabytes=storage.num_bytes / GIGABYTE,
+                estimated_monthly_cost_usd=compute_storage_cost(prices, storage.num_bytes / GIGABYTE * HOURS_PER_MONTH),
             )
-            for owner, project, what in found
+            for owner, project, storage in usage
         ],
     )
 
 
 @router.get("/audit", response_model_exclude_none=True)
 def get_audit_log(call: Incoming, event_type: EventType = "all", day: date | None = None) -> schemas.AuditResponse:
-    """Return what was done on one day in UTC, today by default, to checkpoints, projects and keys."""
+    """Return the audit log of one day in UTC. The default is today."""
     day = day or datetime.now(UTC).date()
     try:
         start = datetime(day.year, day.month, day.day, tzinfo=UTC)
         end = start + timedelta(days=1)
     except OverflowError:
-        raise bad_request(f"day: {day} is not a day that has an end") from None
+        raise bad_request(f"day: {day} is outside the range of dates") from None
     resources = None if event_type == "all" else {event_type.removesuffix("s")}
-    found = call.store.read(
+
+    rows = call.store.read(
         lambda tx: audit.list_entries(
             tx, since=start.timestamp(), until=end.timestamp(), resources=resources, limit=_MAX_ENTRIES
         )
     )
-    return schemas.AuditResponse(entries=[_describe_entry(each) for each in found])
+    return schemas.AuditResponse(entries=[_describe_entry(row) for row in rows])
 
 
 def _describe_entry(row: AuditRow) -> schemas.AuditEntry:

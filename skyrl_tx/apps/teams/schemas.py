@@ -1,6 +1,6 @@
-"""Usage, storage and the audit log as the SDK reads them.
+"""Response schemas for usage, storage and the audit log.
 
-See `types/billing_usage_response.py` and `types/audit_log_response.py` of the SDK.
+They match `types/billing_usage_response.py` and `types/audit_log_response.py` of the SDK.
 """
 
 from datetime import datetime
@@ -34,16 +34,16 @@ class SampledEvent(Response):
 
 
 class CheckpointEvent(Response):
-    """Saves with a name."""
+    """Named saves."""
 
     type: Literal["checkpoint"] = "checkpoint"
     count: int
 
 
 class StorageEvent(Response):
-    """Checkpoints that existed for an hour, in gigabytes of 10^9 bytes.
+    """The storage of checkpoints in one hour, in gigabytes (10^9 bytes).
 
-    `free` is left out, which means false: SDK 0.30 refuses it.
+    The field `free` is left out, because SDK 0.30 refuses it. The SDK then treats it as false.
     """
 
     type: Literal["storage"] = "storage"
@@ -54,7 +54,10 @@ EventInfo = TrainingEvent | PrefillEvent | SampledEvent | CheckpointEvent | Stor
 
 
 class UsageEvent(Response):
-    """The usage of one kind in one hour of one session. Costs are there for kinds with a price."""
+    """The usage of one kind in one hour of one session.
+
+    The cost fields are set if the kind has a price.
+    """
 
     bucket_start: datetime
     bucket_end: datetime
@@ -70,18 +73,21 @@ class UsageEvent(Response):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the event; 0 for other kinds."""
+        """Number of tokens, or 0 for events without tokens."""
         return getattr(self.event_info, "token_count", 0)
 
 
 class UsageSession(Response):
-    """A session as its client described it."""
+    """The metadata that a client gave its session."""
 
     user_metadata: dict[str, str] | None = None
 
 
 class UsageResponse(Response):
-    """Hourly events, by hour and then by tokens. Prices are those of now, so there are no invoiced costs."""
+    """Hourly events, ordered by hour, and within an hour by descending tokens.
+
+    Costs are estimated with the current prices. Invoiced costs do not exist.
+    """
 
     data: list[UsageEvent]
     sessions: dict[str, UsageSession]
@@ -109,7 +115,10 @@ class StorageResponse(Response):
 
 
 class AuditEntry(Response):
-    """One act. The last three fields repeat details of events about checkpoints, for SDKs that read them there."""
+    """One action.
+
+    The last three fields repeat details of checkpoint events, because some SDKs read them there.
+    """
 
     timestamp: datetime
     event: str

@@ -1,4 +1,4 @@
-"""The storage that checkpoints take, counted at the begin of each hour in which an engine runs."""
+"""The storage of checkpoints by hour, which the engine records once in each hour that it runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,20 +16,25 @@ from skyrl_tx.store.tables import CheckpointRow, ModelRow, SessionRow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageHour:
-    """The bytes of a session's checkpoints during one hour; `project_id` is the session's now."""
+    """The size of a session's checkpoints in one hour."""
 
     hour_at: int
     session_id: SessionId
     owner: str
     project_id: str | None
+    """The project that the session belongs to now."""
     num_bytes: int
 
 
 def record_hour(tx: Session, now: float) -> bool:
-    """Record the storage of the current hour, unless that was done; return whether it was done now."""
+    """Record the storage of the current hour. Return False if it was recorded before.
+
+    Hours older than `RETENTION_S` are deleted.
+    """
     hour_at = int(now) // HOUR_S * HOUR_S
     if execute(tx, select(exists().where(col(StorageHourRow.hour_at) == hour_at))).scalar():
         return False
+
     stored = (
         select(literal(hour_at), col(SessionRow.session_id), col(SessionRow.owner), sum_bytes())
         .join(ModelRow, col(ModelRow.session_id) == col(SessionRow.session_id))
@@ -45,9 +50,12 @@ def record_hour(tx: Session, now: float) -> bool:
 def read_hours(
     tx: Session, owner: str | None, since: float, until: float | None = None, *, limit: int = 10_000
 ) -> Sequence[StorageHour]:
-    """Return the recorded hours from `since` until `until`, in order; `owner` None means all owners."""
+    """Return the recorded hours from `since` until `until`, in order.
+
+    `owner` None means all owners.
+    """
     row = StorageHourRow
-    wanted = (
+    statement = (
         select(col(row.hour_at), col(row.session_id), col(row.owner), col(SessionRow.project_id), col(row.num_bytes))
         .outerjoin(SessionRow, col(SessionRow.session_id) == col(row.session_id))
         .where(col(row.hour_at) >= int(since) // HOUR_S * HOUR_S)
@@ -55,10 +63,11 @@ def read_hours(
         .limit(limit)
     )
     if until is not None:
-        wanted = wanted.where(col(row.hour_at) < until)
+        statement = statement.where(col(row.hour_at) < until)
     if owner is not None:
-        wanted = wanted.where(col(row.owner) == owner)
+        statement = statement.where(col(row.owner) == owner)
+
     return [
-        StorageHour(hour_at=hour_at, session_id=session_id, owner=of_owner, project_id=project_id, num_bytes=num_bytes)
-        for hour_at, session_id, of_owner, project_id, num_bytes in execute(tx, wanted)
+        StorageHour(hour_at=hour_at, session_id=session_id, owner=row_owner, project_id=project_id, num_bytes=num_bytes)
+        for hour_at, session_id, row_owner, project_id, num_bytes in execute(tx, statement)
     ]

@@ -1,7 +1,10 @@
-"""The tables of usage and of storage. Columns that end in `_scale_to_temperature` hold seconds since the epoch."""
+"""The tables of usage and storage.
+
+Columns whose names end in `_at` hold seconds since the epoch.
+"""
 
 # pyright: reportAssignmentType=false
-# sqlmodel declares __tablename__ as a descriptor and documents that it be assigned a string.
+# sqlmodel declares __tablename__ as a descriptor, but documents that a string is assigned to it.
 
 from typing import Literal
 
@@ -15,7 +18,7 @@ UsageKind = Literal["training", "forward", "prefill", "prefill_cached", "sampled
 
 
 class UsageRow(AppTable, table=True):
-    """Work of one kind that took effect for one model, or for base weights, of one session within five minutes."""
+    """Completed work of one kind for one session and one model in five minutes."""
 
     __tablename__ = "usage"
     __table_args__ = (
@@ -24,25 +27,25 @@ class UsageRow(AppTable, table=True):
     )
 
     bucket_at: int = Field(primary_key=True, sa_type=BigInteger, sa_column_kwargs={"autoincrement": False})
-    """Begin of the five minutes; of the hour for old rows."""
+    """Start of the five minutes. In old rows, start of the hour."""
     session_id: SessionId = Field(primary_key=True, sa_type=String)
     model_id: str = Field(primary_key=True)
-    """The trained model, or the one whose weights were sampled; empty for base weights."""
+    """The model that was trained or sampled from; empty for base weights."""
     kind: UsageKind = Field(primary_key=True, sa_type=String)
     owner: str
-    """Repeated here, because a session may be removed before its usage."""
+    """Owner of the session. Stored here because the session may be removed before its usage."""
     tokens: int = Field(default=0, sa_type=BigInteger)
     requests: int = Field(default=0, sa_type=BigInteger)
     device_s: float = 0.0
 
 
 class StorageHourRow(AppTable, table=True):
-    """The checkpoints of a session at the begin of one hour in which an engine ran."""
+    """The size of a session's checkpoints in one hour in which an engine ran."""
 
     __tablename__ = "storage_hours"
 
     hour_at: int = Field(primary_key=True, sa_type=BigInteger, sa_column_kwargs={"autoincrement": False})
     session_id: SessionId = Field(primary_key=True, sa_type=String)
     owner: str
-    """Repeated here, because a session may be removed before its usage."""
+    """Owner of the session. Stored here because the session may be removed before its usage."""
     num_bytes: int = Field(sa_type=BigInteger)

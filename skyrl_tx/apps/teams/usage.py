@@ -1,6 +1,7 @@
-"""Usage: tokens, requests and device seconds of each session, model and kind of work, in buckets of five minutes.
+"""Usage: tokens, requests and device seconds by session, model and kind of work.
 
-The engine adds to it in the transaction of the result. After two weeks the buckets are joined to hours.
+Usage is stored in buckets of five minutes. The engine adds to a bucket in the same transaction that
+stores the result. After two weeks the buckets are merged into hours.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -19,7 +20,7 @@ from skyrl_tx.store.tables import ModelRow, SessionRow
 BUCKET_S = 300
 HOUR_S = 3600
 FINE_S = 14 * 86_400.0
-"""Age at which five minutes are joined to hours."""
+"""Age at which buckets of five minutes are merged into hours."""
 RETENTION_S = 400 * 86_400.0
 MAX_ROWS = 1000
 GroupColumn = Literal["owner", "session_id", "model_id", "base_model", "project_id", "key_id", "hour", "day"]
@@ -27,7 +28,7 @@ GroupColumn = Literal["owner", "session_id", "model_id", "base_model", "project_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Work of one kind that took effect."""
+    """Completed work of one kind."""
 
     kind: UsageKind
     tokens: int = 0
@@ -37,9 +38,10 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Total:
-    """Work of one kind of one group. `group` has the values of the columns of `group_by`, in their order."""
+    """The total work of one kind in one group."""
 
     group: tuple[Any, ...]
+    """Values of the columns `group_by` of `read_totals`, in the same order."""
     kind: UsageKind
     tokens: int
     requests: int
@@ -48,8 +50,6 @@ class Total:
 
 _KEY = ("bucket_at", "session_id", "model_id", "kind")
 _SUMS = ("tokens", "requests", "device_s")
-
-
 _ADD = PreparedStatement(make_upsert_builder(UsageRow, _KEY, _SUMS), (*_KEY, "owner", *_SUMS))
 
 
@@ -64,8 +64,8 @@ def add(tx: Session, owner: str, session_id: SessionId, model_id: str, now: floa
     _add_rows(
         tx,
         [
-            {**common, "kind": each.kind, "tokens": each.tokens, "requests": each.requests, "device_s": each.device_s}
-            for each in work
+            {**common, "kind": item.kind, "tokens": item.tokens, "requests": item.requests, "device_s": item.device_s}
+            for item in work
         ],
     )
 
@@ -86,19 +86,28 @@ def read_totals(
     model_id: str | None = None,
     limit: int = 10_000,
 ) -> list[Total]:
-    """Return the work from `since` until `until`, by group and kind: at most `limit` rows, ordered by group.
+    """Return the work from `since` until `until` by group and kind, ordered by group.
 
-    `owner` None means all owners. `hour` and `day` are begins in seconds since the epoch, UTC. `project_id` and
-    `key_id` are those of the session, None once it has been removed; `base_model` is the model's, None for base weights
-    and once the model has been removed. Times are rounded down to buckets.
+    Args:
+        tx: The transaction.
+        owner: Count only the work of this owner; None means all owners.
+        since: First time, in seconds since the epoch, rounded down to a bucket.
+        group_by: Columns that define the groups. `hour` and `day` are start times in seconds since the
+            epoch. `project_id` and `key_id` are None if the session was removed. `base_model` is None for
+            base weights and if the model was removed.
+        until: End of the time range; None means no end.
+        session_ids: Count only the work of these sessions.
+        model_id: Count only the work of this model.
+        limit: Largest number of totals.
     """
     groups = [_get_group_column(name) for name in group_by]
     bucket_at = col(UsageRow.bucket_at)
-    wanted = (
+
+    statement = (
         select(
             *(group.label(name) for name, group in zip(group_by, groups, strict=True)),
             col(UsageRow.kind),
-            cast(func.sum(col(UsageRow.tokens)), BigInteger),  # PostgreSQL sums to a decimal
+            cast(func.sum(col(UsageRow.tokens)), BigInteger),  # in PostgreSQL, the sum of integers is a decimal
             cast(func.sum(col(UsageRow.requests)), BigInteger),
             func.sum(col(UsageRow.device_s)),
         )
@@ -107,19 +116,24 @@ def read_totals(
         .order_by(*groups, col(UsageRow.kind))
         .limit(limit)
     )
+
+    # Join the tables that the groups need.
     if {"project_id", "key_id"} & set(group_by):
-        wanted = wanted.outerjoin_from(UsageRow, SessionRow, col(SessionRow.session_id) == col(UsageRow.session_id))
+        is_same_session = col(SessionRow.session_id) == col(UsageRow.session_id)
+        statement = statement.outerjoin_from(UsageRow, SessionRow, is_same_session)
     if "base_model" in group_by:
-        wanted = wanted.outerjoin_from(UsageRow, ModelRow, col(ModelRow.model_id) == col(UsageRow.model_id))
+        statement = statement.outerjoin_from(UsageRow, ModelRow, col(ModelRow.model_id) == col(UsageRow.model_id))
+
+    # Apply the filters.
     if until is not None:
-        wanted = wanted.where(bucket_at < until)
+        statement = statement.where(bucket_at < until)
     if owner is not None:
-        wanted = wanted.where(col(UsageRow.owner) == owner)
+        statement = statement.where(col(UsageRow.owner) == owner)
     if session_ids is not None:
-        wanted = wanted.where(col(UsageRow.session_id).in_(session_ids))
+        statement = statement.where(col(UsageRow.session_id).in_(session_ids))
     if model_id is not None:
-        wanted = wanted.where(col(UsageRow.model_id) == model_id)
-    return _make_totals(execute(tx, wanted))
+        statement = statement.where(col(UsageRow.model_id) == model_id)
+    return _make_totals(execute(tx, statement))
 
 
 def _make_totals(rows: Iterable[Any]) -> list[Total]:
@@ -143,9 +157,8 @@ def _get_group_column(name: GroupColumn) -> Any:
             return col(getattr(UsageRow, name))
 
 
-_IS_FINE: ColumnElement[bool] = literal_column(
-    "bucket_at % 3600 <> 0", Boolean
-)  # a literal, so that the partial index is used
+# A literal, so that the partial index is used.
+_IS_FINE: ColumnElement[bool] = literal_column("bucket_at % 3600 <> 0", Boolean)
 _FINE_BUCKETS = (
     select(col(UsageRow.bucket_at))
     .where(_IS_FINE, col(UsageRow.bucket_at) < bindparam("before"))
@@ -158,21 +171,25 @@ _BUCKET_ROWS = select(*(getattr(UsageRow, name) for name in (*_KEY, "owner", *_S
 _DELETE_BUCKETS = delete(UsageRow).where(_IS_FINE, is_in_batch(col(UsageRow.bucket_at)))
 
 
-def prune(tx: Session, now: float, *, retention_s: float = RETENTION_S, limit: int = MAX_ROWS) -> int:
-    """Join old buckets to hours and delete those past their retention; return the number of rows that were dropped.
+def prune(tx: Session, now: float, *, limit: int = MAX_ROWS) -> int:
+    """Merge old buckets into hours, and delete buckets past their retention.
 
-    Whole buckets are joined, at least one, so slightly more than `limit` rows may be.
+    At least one complete bucket is merged, so slightly more than `limit` rows may change. Returns
+    the number of merged rows or the number of deleted rows, whichever is larger.
     """
+    # Merge old buckets. The last bucket may be incomplete because of the limit.
     fine = execute(tx, _FINE_BUCKETS, {"before": int(now - FINE_S), "limit": limit}).scalars()
     buckets = sorted(set(fine))
     if len(buckets) > 1:
-        buckets.pop()  # it may be incomplete
+        buckets.pop()
     hours: list[dict[str, Any]] = []
     for row in execute_in_batches(tx, _BUCKET_ROWS, buckets):
         hours.append({**row._mapping, "bucket_at": row.bucket_at // HOUR_S * HOUR_S})
     _add_rows(tx, hours)
     execute_in_batches(tx, _DELETE_BUCKETS, buckets)
-    expired = select(col(UsageRow.bucket_at)).where(col(UsageRow.bucket_at) < int(now - retention_s)).limit(limit)
+
+    # Delete expired buckets.
+    expired = select(col(UsageRow.bucket_at)).where(col(UsageRow.bucket_at) < int(now - RETENTION_S)).limit(limit)
     last = max(execute(tx, expired.order_by(col(UsageRow.bucket_at))).scalars(), default=None)
     removed = 0
     if last is not None:

@@ -1,4 +1,4 @@
-"""Records the usage of each completed request, and the storage of checkpoints once an hour."""
+"""Records the usage of completed requests, and once per hour the storage of checkpoints."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from skyrl_tx.store.sampling_sessions import Origin
 
 @dataclass(frozen=True, slots=True)
 class UsageObserver(ResultObserver):
-    """Adds the work of each completed request to the usage of its session and its model."""
+    """Adds the work of each completed request to the usage of its session and model."""
 
     store: Store
     settings: EngineSettings
@@ -41,7 +41,7 @@ class UsageObserver(ResultObserver):
     def observe_sample(
         self, queued: QueuedRequest, request: Sample, output: SampleOutput, origin: Origin, now: float, device_s: float
     ) -> ObserverRows:
-        """Count the tokens of a prompt, those that the prefix cache held, and those that were sampled."""
+        """Count computed prompt tokens, prompt tokens from the prefix cache, and sampled tokens."""
         num_cached = output.prompt.cache_hit_tokens
         num_sampled = sum(sequence.tokens.size for sequence in output.sequences)
         work = [
@@ -53,7 +53,7 @@ class UsageObserver(ResultObserver):
         return _add(queued, origin.model_id, work)
 
     def observe_save(self, queued: QueuedRequest, model_id: ModelId) -> ObserverRows:
-        """Count a save with a name."""
+        """Count a named save."""
         return _add(queued, model_id, [Work(kind="checkpoint")])
 
 

@@ -1,4 +1,4 @@
-"""Usage of owners, runs, keys, projects or days: one line each, for the console and for commands."""
+"""Usage reports with one line per owner, project, key, session, run or day."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,13 +22,13 @@ _COLUMNS: Mapping[Subject, GroupColumn] = {
     "run": "model_id",
     "day": "day",
 }
-_NAMES_OF_NONE: Mapping[Subject, str] = {"project": "no project", "key": "no key"}
+_NAMES_FOR_NONE: Mapping[Subject, str] = {"project": "no project", "key": "no key"}
 _BASE_WEIGHTS = "base weights"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageLine:
-    """The work of one subject. Costs are the sum of what has a price; None if nothing has."""
+    """The work of one subject, for example one owner."""
 
     subject: str
     training_tokens: int = 0
@@ -36,14 +36,18 @@ class UsageLine:
     prefill_tokens: int = 0
     """Prompt tokens that were computed."""
     cached_tokens: int = 0
-    """Prompt tokens that the prefix cache held."""
+    """Prompt tokens that were found in the prefix cache."""
     sampled_tokens: int = 0
     checkpoints: int = 0
-    """Saves with a name."""
+    """Number of named saves."""
     device_s: float = 0.0
     gigabyte_hours: float = 0.0
-    """Storage of checkpoints, in units of 10^9 bytes for an hour; always 0 by key and by run."""
+    """Storage of checkpoints: gigabytes (10^9 bytes) times hours.
+
+    Always 0 in reports by key or run.
+    """
     cost_usd: float | None = None
+    """Sum of the costs of all work with a price; None if none has a price."""
 
     @property
     def tokens(self) -> int:
@@ -60,15 +64,13 @@ _FIELDS: Mapping[str, str] = {
 }
 
 
-def read_usage_lines(
-    tx: Session, owner: str | None, by: Subject, since: float, prices: Prices, *, until: float | None = None
-) -> Sequence[UsageLine]:
-    """Return a line for each subject with usage since a time, those with the most tokens first; days in order.
+def read_usage_lines(tx: Session, owner: str | None, by: Subject, since: float, prices: Prices) -> Sequence[UsageLine]:
+    """Return a line for each subject with usage since a time.
 
-    `owner` None means all owners.
+    Subjects with the most tokens come first. Days are in order. `owner` None means all owners.
     """
     lines: dict[str, UsageLine] = {}
-    for total in usage.read_totals(tx, owner, since, (_COLUMNS[by],), until=until, limit=MAX_LINES):
+    for total in usage.read_totals(tx, owner, since, (_COLUMNS[by],), limit=MAX_LINES):
         name = _format_name(by, total.group[0])
         line = lines.get(name, UsageLine(subject=name))
         cost = compute_token_cost(prices, total.kind, total.tokens)
@@ -78,7 +80,8 @@ def read_usage_lines(
             field = _FIELDS[total.kind]
             line = replace(line, **{field: getattr(line, field) + total.tokens})
         lines[name] = replace(line, device_s=line.device_s + total.device_s, cost_usd=_add_costs(line.cost_usd, cost))
-    _add_storage(tx, lines, owner, by, since, until, prices)
+
+    _add_storage(tx, lines, owner, by, since, prices)
     if by == "day":
         return sorted(lines.values(), key=lambda line: line.subject)
     return sorted(lines.values(), key=lambda line: (-line.tokens, line.subject))
@@ -90,12 +93,11 @@ def _add_storage(
     owner: str | None,
     by: Subject,
     since: float,
-    until: float | None,
     prices: Prices,
 ) -> None:
-    if by in ("key", "run"):  # storage is recorded by session
+    if by in ("key", "run"):  # storage is recorded by session only
         return
-    for hour in storage_hours.read_hours(tx, owner, since, until, limit=MAX_LINES):
+    for hour in storage_hours.read_hours(tx, owner, since, limit=MAX_LINES):
         values = {"owner": hour.owner, "project": hour.project_id, "session": hour.session_id, "day": hour.hour_at}
         name, stored = _format_name(by, values[by]), hour.num_bytes / GIGABYTE
         line = lines.get(name, UsageLine(subject=name))
@@ -111,7 +113,7 @@ def _format_name(by: Subject, value: object) -> str:
         case "run":
             return str(value) or _BASE_WEIGHTS
         case _:
-            return _NAMES_OF_NONE.get(by, "none") if value is None else str(value)
+            return _NAMES_FOR_NONE.get(by, "none") if value is None else str(value)
 
 
 def _add_costs(total: float | None, more: float | None) -> float | None:

@@ -296,7 +296,7 @@ class RayEngine:
     async def _run(self, on_ready: Callable[[Capabilities], None]) -> EngineEnd:
         """Start the engine processes and wait until they have ended. Returns the reason.
 
-        After the first host has ended, the others get 15 seconds.
+        After the first host has ended, the remaining hosts get 15 seconds.
         """
         # Start the engine on all hosts.
         errors = self._ray.exceptions.RayError

@@ -118,7 +118,7 @@ class ManagedServer:
         # Without a key, other users of this machine could load adapters.
         key = config.api_key or SecretStr(secrets.token_urlsafe(16))
         self.config = config.model_copy(update={"url": f"http://{_HOST}:{port}", "api_key": key})
-        """The settings with which clients reach the server."""
+        """The settings for clients of the server, including its address and key."""
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith(_OWN_VARIABLES)}
         self._environment |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_API_KEY": key.get_secret_value()}
 

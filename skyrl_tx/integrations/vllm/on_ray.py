@@ -162,6 +162,7 @@ async def serve(ray: Any, resources: Mapping[str, float], port: int, adapters: s
             async for line in lines:
                 print(await line, flush=True)
         return "vLLM ended"
+
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", None)
         return (

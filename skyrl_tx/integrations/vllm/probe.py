@@ -71,9 +71,9 @@ async def _probe_one(
     check: Callable[[], None],
 ) -> ProbeResult:
     # Find the base model.
-    cards = await _wait_for(server, config.start_timeout_s, check)
+    models = await _wait_for(server, config.start_timeout_s, check)
     where = f"vLLM at {server.url}"
-    bases = [card for card in cards if card.get("parent") is None and card.get("max_model_len")]
+    bases = [model for model in models if model.get("parent") is None and model.get("max_model_len")]
     if not bases:
         raise UserError(f"{where} serves no base model")
     base_model = bases[0]["id"]
@@ -84,15 +84,16 @@ async def _probe_one(
             raise UserError(f"{where} has no /inference/v1/generate: start it with --enable-scale-out (vLLM 0.32)")
         if not await server.has_route("/v1/load_lora_adapter"):
             raise UserError(f"{where} cannot load adapters while it runs: {LORA_FLAGS}")
+
         max_logprobs = await _find_max_logprobs(server, base_model, trainer.max_topk_logprobs + 1)
         if max_logprobs < 2:
             raise UserError(f"{where} returns no top-k log-probabilities: start it with --max-logprobs 21")
         await _check_mode(server, base_model, max_logprobs)
-        await _unload_abandoned(server, cards, is_abandoned)
+        await _unload_abandoned(server, models, is_abandoned)
     except (ServerLost, Refused, AdapterMissing) as error:
         raise UserError(f"{where} failed a check at start: {error}") from error
 
-    # Warn about lower limits than those of the trainer.
+    # Warn if the limits are lower than the trainer's.
     if max_logprobs <= trainer.max_topk_logprobs:
         _log.warning(
             "%s returns only the top %d log-probabilities; start it with --max-logprobs %d for the top %d",
@@ -130,8 +131,9 @@ async def _wait_for(server: VllmServer, timeout_s: float, check: Callable[[], No
         check()
         try:
             content = await server.get("/v1/models", _CALL_S)
-            if isinstance(cards := content.get("data"), list):
-                return cards
+            if isinstance(models := content.get("data"), list):
+                return models
+
             raise UserError(
                 f"vLLM at {server.url}: /v1/models returns no list of models; check that this is a vLLM server, and "
                 "that the API key is right"
@@ -194,9 +196,9 @@ async def _request_first_token(server: VllmServer, model: str, *, temperature: f
 
 
 async def _unload_abandoned(
-    server: VllmServer, cards: Sequence[dict[str, Any]], is_abandoned: Callable[[str], bool]
+    server: VllmServer, models: Sequence[dict[str, Any]], is_abandoned: Callable[[str], bool]
 ) -> None:
     """Unload adapters that earlier engine processes left on a server."""
-    for card in cards:
-        if card.get("parent") is not None and card["id"].startswith(PREFIX) and is_abandoned(str(card.get("root"))):
-            await server.unload_adapter(card["id"])
+    for model in models:
+        if model.get("parent") is not None and model["id"].startswith(PREFIX) and is_abandoned(str(model.get("root"))):
+            await server.unload_adapter(model["id"])

@@ -159,6 +159,7 @@ class Streams:
             if sample.wants_prompt:
                 content = await server.generate(wire.make_prompt_body(request, model=model))
                 sample.prompt = wire.read_prompt_result(content, request.prompt, request.options)
+
             body = wire.make_sample_body(
                 request,
                 sample.index,

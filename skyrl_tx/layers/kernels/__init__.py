@@ -1,4 +1,5 @@
-"""Kernels: parts of the computation written for one kind of device, chosen by platform and type.
+"""Kernels for one kind of device, chosen by platform and type (see `registry`).
 
-Each computes what plain JAX computes elsewhere, which is its reference in tests. `choice` has the table.
+Each kernel computes the same as plain JAX code, which is used on other devices and is its reference
+in tests.
 """

@@ -1,10 +1,14 @@
-"""Products of tiles of rows with one matrix each, on NVIDIA GPUs: a kernel in Pallas for Triton.
+"""Grouped matrix products on NVIDIA GPUs: a Pallas kernel for Triton.
 
-XLA multiplies tiles side by side after it has copied the matrix of each, which for the experts of a mixture moves
-several times their bytes. A program of this kernel computes a part of one tile, and reads the matrix where it is. Tiles
-of the same matrix are neighbours, so that it comes from the cache for all but the first.
+Each tile of rows is multiplied with one matrix.
 
-Legend: W tiles, P rows of a tile, X matrices, I inputs, O outputs, Y other matrices, R their inner dim.
+XLA first copies the matrix of each tile and then multiplies all tiles. For the experts of a
+mixture, this moves several times the bytes of their matrices. A program of this kernel computes a
+part of one tile and reads the matrix in place. Tiles of the same matrix are adjacent, so all but
+the first read it from the cache.
+
+Legend: W tiles, P rows of a tile, X matrices, I inputs, O outputs, Y other matrices, R their inner
+dim.
 """
 
 from functools import partial
@@ -17,14 +21,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from skyrl_tx.layers.grouped_experts import AddedProducts
-from skyrl_tx.layers.kernels.gpu_flash_attention import SMALL_MEMORY
+from skyrl_tx.layers.kernels.gpu_flash_attention import SMALL_MEMORY, dot
 
-MOST_OUTPUTS, MOST_INPUTS = 128, 64
-"""Outputs of a program, and inputs of one of its steps."""
+MAX_OUTPUTS, MAX_INPUTS = 128, 64
+"""Outputs per program, and inputs per iteration of its loop."""
 MIN_DOT_DIM = 16
-"""The least dim of a product of a GPU."""
+"""The smallest dim of a product on a GPU."""
 MAX_SHORT_ROWS = 32
-"""Rows for which the time is that of reading the matrix: more steps are fetched ahead, by fewer threads."""
+"""Tiles of up to this many rows spend their time on reading the matrix.
+
+For them, fewer threads fetch more iterations ahead.
+"""
 
 
 def multiply_tiles(
@@ -38,10 +45,10 @@ def multiply_tiles(
     result: Any = jnp.float32,
     interpret: bool,
 ) -> jax.Array:
-    """See `choice.MultiplyTiles`."""
+    """See `registry.MultiplyTiles`."""
     W, P, inputs = x_WPI.shape
     outputs = matrix_X.shape[1 if transposed else 2]
-    of_outputs = min(_get_block_size(outputs), MOST_OUTPUTS)
+    block_outputs = min(_get_block_size(outputs), MAX_OUTPUTS)
 
     def make_whole_spec(x: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec(x.shape, lambda o, w: (0,) * x.ndim)
@@ -56,13 +63,14 @@ def multiply_tiles(
         own = added.index_W.astype(jnp.int32)[:, None]
         arrays += [added.x_WPR, added.matrix_Y, own]
         specs += [make_tile_spec(added.x_WPR), make_whole_spec(added.matrix_Y), make_tile_spec(own)]
+
     is_small = getattr(jax.devices()[0], "compute_capability", None) in SMALL_MEMORY
     is_short = P <= MAX_SHORT_ROWS
-    found: jax.Array = pl.pallas_call(
+    product: jax.Array = pl.pallas_call(
         partial(_kernel, inputs=inputs, outputs=outputs, transposed=transposed),
-        grid=(pl.cdiv(outputs, of_outputs), W),
+        grid=(pl.cdiv(outputs, block_outputs), W),
         in_specs=specs,
-        out_specs=pl.BlockSpec((None, P, of_outputs), lambda o, w: (w, 0, o)),
+        out_specs=pl.BlockSpec((None, P, block_outputs), lambda o, w: (w, 0, o)),
         out_shape=jax.ShapeDtypeStruct((W, P, outputs), result),
         compiler_params=plgpu.CompilerParams(
             num_warps=4 if is_short else 8, num_stages=2 if is_small else 4 if is_short else 3
@@ -70,11 +78,11 @@ def multiply_tiles(
         interpret=interpret,
         name="multiply_tiles",
     )(*arrays)
-    return found
+    return product
 
 
 def _get_block_size(size: int) -> int:
-    """Return the least block of a product that holds a dim."""
+    """Return the smallest block size that holds a dim."""
     return max(pl.next_power_of_2(size), MIN_DOT_DIM)
 
 
@@ -88,9 +96,9 @@ def _kernel(
     outputs: int,
     transposed: bool,
 ) -> None:
-    """Compute some outputs of a tile; zeros where it is not used."""
+    """Compute some outputs of a tile; zeros if the tile is not used."""
     *added, out_ref = others
-    size, span = out_ref.shape[1], min(_get_block_size(inputs), MOST_INPUTS)
+    size, span = out_ref.shape[1], min(_get_block_size(inputs), MAX_INPUTS)
     begin = pl.program_id(0) * size
     is_used = pl.program_id(1) < used_ref[0]
     index = index_ref[0]
@@ -100,8 +108,8 @@ def _kernel(
         x = _load(x_ref, (), (0, x_ref.shape[0], None), (start, span, inputs))
         return out + _multiply(x, matrix_ref, index, (start, span, inputs), (begin, size, outputs), transposed)
 
-    num_steps = jnp.where(is_used, jnp.int32(pl.cdiv(inputs, span)), jnp.int32(0))
-    out = lax.fori_loop(jnp.int32(0), num_steps, add_product, jnp.zeros(out_ref.shape, jnp.float32))
+    num_iterations = jnp.where(is_used, jnp.int32(pl.cdiv(inputs, span)), jnp.int32(0))
+    out = lax.fori_loop(jnp.int32(0), num_iterations, add_product, jnp.zeros(out_ref.shape, jnp.float32))
     if added:
         narrow_ref, other_ref, own_ref = added
         rank = narrow_ref.shape[1]
@@ -118,13 +126,16 @@ def _kernel(
 
 
 _Span = tuple[Any, int, int | None]
-"""The begin, the size, and how many there are in all: what is beyond counts as zero. None: as many as it has."""
+"""(start, size, total): the part of a dim to read. Positions beyond the total read as zero.
+
+A total of None means that there are none beyond it.
+"""
 
 
 def _multiply(x: jax.Array, ref: Any, index: Any, inputs: _Span, outputs: _Span, transposed: bool) -> jax.Array:
     if transposed:
-        return _dot(x, _load(ref, (index,), outputs, inputs).astype(x.dtype).T)
-    return _dot(x, _load(ref, (index,), inputs, outputs).astype(x.dtype))
+        return dot(x, _load(ref, (index,), outputs, inputs).astype(x.dtype).T)
+    return dot(x, _load(ref, (index,), inputs, outputs).astype(x.dtype))
 
 
 def _load(ref: Any, leading: tuple[Any, ...], rows: _Span, columns: _Span) -> jax.Array:
@@ -132,14 +143,10 @@ def _load(ref: Any, leading: tuple[Any, ...], rows: _Span, columns: _Span) -> ja
     masks: list[jax.Array] = []
     for axis, (begin, size, number) in enumerate((rows, columns)):
         if number is not None and number % size:
-            place = begin + jnp.arange(size, dtype=jnp.int32)
-            masks.append(jnp.expand_dims(place < number, 1 - axis))
+            position = begin + jnp.arange(size, dtype=jnp.int32)
+            masks.append(jnp.expand_dims(position < number, 1 - axis))
     where = ref.at[(*leading, *(pl.ds(begin, size) for begin, size, _ in (rows, columns)))]
     if not masks:
         return plgpu.load(where)
     mask = jnp.broadcast_to(masks[0] if len(masks) == 1 else masks[0] & masks[1], (rows[1], columns[1]))
     return plgpu.load(where, mask=mask, other=0.0)
-
-
-def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.dot(x, y, preferred_element_type=jnp.float32)

@@ -1,7 +1,8 @@
-"""Norm and rotation of heads on NVIDIA GPUs, in one kernel each way, in Pallas for Triton.
+"""RMS norm and rotary embedding of heads on NVIDIA GPUs: one Pallas kernel (for Triton) each way.
 
-XLA computes them with their gradient in six kernels for queries and as many for keys, of which those that reduce over
-halves of heads read a third of what the memory delivers. Here each head is read once and written once.
+XLA computes both with their gradient in six kernels for queries and six for keys. The kernels among
+them that reduce over halves of heads reach a third of the memory bandwidth. Here each head is read
+once and written once.
 
 Legend: M rows (of all sequences), N heads, H head dim.
 """
@@ -16,19 +17,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 MAX_ROWS, MAX_HEADS = 16, 4
-"""Rows and heads of a program, at most, which share the angles that it has read. Each divides what there is."""
+"""The maximum rows and heads of a program, which share the angles that it has read.
+
+The numbers in use divide the numbers of rows and heads.
+"""
 
 
 def normalize_and_rotate(
     x: jax.Array, weight_H: jax.Array, cosine: jax.Array, sine: jax.Array, *, epsilon: float, interpret: bool
 ) -> jax.Array:
-    """Return heads [..., N, H] scaled to unit mean square, times the weight, and rotated, in the type of `x`.
+    """Return heads [..., N, H] scaled to unit mean square, times the weight, and rotated, like `x`.
 
-    Computed in float32, with angles [..., H / 2] as `layers.rope.rotate` has them. Weight and angles are constants.
+    Computes in float32, with angles [..., H / 2] as in `layers.rope.rotate`. The result has the
+    type of `x`. Weight and angles are constants.
     """
     *leading, num_heads, dim = x.shape
     rows = math.prod(leading)
-    angles = (jnp.broadcast_to(each, (*leading, dim // 2)).reshape(rows, dim // 2) for each in (cosine, sine))
+    angles = (jnp.broadcast_to(angle, (*leading, dim // 2)).reshape(rows, dim // 2) for angle in (cosine, sine))
     out: jax.Array = _normalize_and_rotate(epsilon, interpret, x.reshape(rows, num_heads, dim), weight_H[None], *angles)
     return out.reshape(x.shape)
 
@@ -59,7 +64,8 @@ def _run_kernel(kernel: Any, name: str, interpret: bool, heads: tuple[jax.Array,
     block = pl.BlockSpec((rows, num_heads, H), lambda row, head: (row, head, 0))
     weight = pl.BlockSpec((1, H), lambda row, head: (0, 0))
     angles = pl.BlockSpec((rows, H // 2), lambda row, head: (row, 0))
-    found: Any = pl.pallas_call(
+
+    out: Any = pl.pallas_call(
         kernel,
         grid=(M // rows, N // num_heads),
         in_specs=[*[block] * len(heads), weight, angles, angles],
@@ -69,7 +75,7 @@ def _run_kernel(kernel: Any, name: str, interpret: bool, heads: tuple[jax.Array,
         interpret=interpret,
         name=name,
     )(*heads, *constants)
-    return found
+    return out
 
 
 def _forward_kernel(x_ref: Any, weight_ref: Any, cosine_ref: Any, sine_ref: Any, out_ref: Any, *, epsilon: float):
@@ -91,7 +97,7 @@ def _backward_kernel(
         halves, (d_first, d_second) = _load_halves(x_ref, head), _load_halves(d_out_ref, head)
         scale = _compute_scale(halves, epsilon)
         d_turned = d_first * cosine + d_second * sine, d_second * cosine - d_first * sine
-        d_normed = [each * weight for each, weight in zip(d_turned, weights, strict=True)]
+        d_normed = [d_half * weight for d_half, weight in zip(d_turned, weights, strict=True)]
         normed = [half * scale for half in halves]
         inner = sum(jnp.sum(d * n, axis=1, keepdims=True) for d, n in zip(d_normed, normed, strict=True))
         mean = inner / x_ref.shape[2]
@@ -99,10 +105,10 @@ def _backward_kernel(
 
 
 def _load_halves(ref: Any, *head: Any) -> list[jax.Array]:
-    """Return both halves of the dims of a block's rows, of one head of those that it has: float32 [rows, H / 2]."""
+    """Return both halves of the dims of a block, for one of its heads: float32 [rows, H / 2]."""
     size = ref.shape[-1] // 2
-    places = (pl.ds(start, size) for start in (0, size))
-    return [plgpu.load(ref.at[(slice(None), *head, place)]).astype(jnp.float32) for place in places]
+    spans = (pl.ds(start, size) for start in (0, size))
+    return [plgpu.load(ref.at[(slice(None), *head, span)]).astype(jnp.float32) for span in spans]
 
 
 def _compute_scale(halves: list[jax.Array], epsilon: float) -> jax.Array:
@@ -112,5 +118,5 @@ def _compute_scale(halves: list[jax.Array], epsilon: float) -> jax.Array:
 
 def _write(ref: Any, head: Any, *halves: jax.Array) -> None:
     size = halves[0].shape[1]
-    for place, half in enumerate(halves):
-        plgpu.store(ref.at[(slice(None), head, pl.ds(place * size, size))], half.astype(ref.dtype))
+    for index, half in enumerate(halves):
+        plgpu.store(ref.at[(slice(None), head, pl.ds(index * size, size))], half.astype(ref.dtype))

@@ -1,12 +1,13 @@
-"""Attention over the past in pages on NVIDIA GPUs: a kernel in Pallas for Triton.
+"""Attention over the pages of the KV cache on NVIDIA GPUs: a Pallas kernel for Triton.
 
-A program computes a block of the queries of one kv head of a row, and visits only pages that hold positions which they
-see. It reads them where they are, in the stack of all layers. Where there are few programs, each visits a part of the
-pages, and the parts are joined (Dao et al. 2023, "flash-decoding"). Scores, softmax and sums are float32; products are
-of the type of keys and values. In a decode step the first part also has the recent tokens, which are in no page yet.
+A program computes a block of the queries of one kv head of a row. It visits only pages with
+positions that these queries see, and reads them in place, in the stack of all layers. If there are
+few programs, each visits a part of the pages, and the parts are merged (Dao et al. 2023,
+"flash-decoding"). Scores, softmax and sums are float32; products have the type of keys and values.
+In a decode step, the first part also has the recent tokens, which are in no page yet.
 
-Legend: B rows, K kv heads, G query heads per kv head, T tokens, R = G T queries of a kv head, H head dim, M pages of a
-row, P positions of a page, U recent tokens, Z parts of the pages of a row.
+Legend: B rows, K kv heads, G query heads per kv head, T tokens, R = G T queries of a kv head, H
+head dim, M pages of a row, P positions of a page, U recent tokens, Z parts of the pages of a row.
 """
 
 import math
@@ -20,12 +21,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from skyrl_tx.layers.flash_attention import MASKED_SCORE, SoftmaxStats
+from skyrl_tx.layers.kernels.gpu_flash_attention import dot
 from skyrl_tx.layers.kv_cache import KeyValues, Pages
 
-FEWEST, MOST = 16, 128
-"""Queries per block: the least that the products of a GPU have, and the most, for chunks of prompts."""
+MIN_QUERIES, MAX_QUERIES = 16, 128
+"""Queries per block: the minimum of products on a GPU, and the maximum, for prefill chunks."""
 MIN_PROGRAMS = 512
-"""Programs that a call should have at least, to use all of a GPU."""
+"""A call should have at least this many programs, to use all of a GPU."""
 MAX_PARTS = 16
 
 _LOG2_E = math.log2(math.e)
@@ -40,7 +42,7 @@ def attend_past(
     window: int | None,
     interpret: bool,
 ) -> SoftmaxStats:
-    """See `choice.AttendPast`."""
+    """See `registry.AttendPast`."""
     return _compute_stats(q_BKGTH, pages, start_B, first_B, None, jnp.int32(0), window=window, interpret=interpret)
 
 
@@ -54,11 +56,11 @@ def attend_step(
     window: int | None,
     interpret: bool,
 ) -> SoftmaxStats:
-    """See `choice.Step`."""
+    """See `registry.AttendStep`."""
     first_B = start_B + num_recent - 1
     q_BKGTH = q_BKGH[:, :, :, None]
-    found = _compute_stats(q_BKGTH, pages, start_B, first_B, recent, num_recent, window=window, interpret=interpret)
-    return jax.tree.map(lambda x: x[:, :, :, 0], found)
+    stats = _compute_stats(q_BKGTH, pages, start_B, first_B, recent, num_recent, window=window, interpret=interpret)
+    return jax.tree.map(lambda x: x[:, :, :, 0], stats)
 
 
 def _compute_stats(
@@ -72,40 +74,48 @@ def _compute_stats(
     window: int | None,
     interpret: bool,
 ) -> SoftmaxStats:
-    """Return the statistics of queries at positions from `first_B` on, of the past and of recent tokens."""
+    """Return the statistics of queries from position `first_B` on, over past and recent tokens."""
     B, K, G, T, H = q_BKGTH.shape
     k, v = pages.stack.k, pages.stack.v
     assert v is not None
     *_, num_pages, _, P, _ = k.shape
-    size = min(max(pl.next_power_of_2(G * T), FEWEST), MOST)
+
+    # Choose the blocks of queries and the parts of the pages.
+    size = min(max(pl.next_power_of_2(G * T), MIN_QUERIES), MAX_QUERIES)
     blocks = pl.cdiv(G * T, size)
     parts = min(max(MIN_PROGRAMS // (B * K * blocks), 1), MAX_PARTS, pages.page_BM.shape[1])
     page_BM = jnp.pad(pages.page_BM, ((0, 0), (0, -pages.page_BM.shape[1] % parts)))
     M = page_BM.shape[1]
     page_BKM = (pages.layer * num_pages + page_BM)[:, None] * K + jnp.arange(K, dtype=jnp.int32)[:, None]
+
     q_XRH = q_BKGTH.reshape(B * K, G * T, H).astype(k.dtype)
+
+    # Describe the inputs.
     whole = pl.BlockSpec((k.size // (P * H), P, H), lambda x, r, z: (0, 0, 0))
-    of_row = pl.BlockSpec((None,), lambda x, r, z: (x // K,))
-    of_query = pl.BlockSpec((None, None, size), lambda x, r, z: (z, x, r))
+    row_spec = pl.BlockSpec((None,), lambda x, r, z: (x // K,))
+    query_spec = pl.BlockSpec((None, None, size), lambda x, r, z: (z, x, r))
     new, specs = (), ()
     if recent is not None:
         U = recent.k.shape[2]
-        keys = pl.BlockSpec((None, max(pl.next_power_of_2(U), FEWEST), H), lambda x, r, z: (x, 0, 0))
+        keys = pl.BlockSpec((None, max(pl.next_power_of_2(U), MIN_QUERIES), H), lambda x, r, z: (x, 0, 0))
         new = *(x.reshape(B * K, U, H) for x in (recent.k, recent.values)), jnp.broadcast_to(num_recent, (B,))
-        specs = keys, keys, of_row
-    out, total, highest = pl.pallas_call(
+        specs = keys, keys, row_spec
+
+    in_specs = [
+        pl.BlockSpec((None, size, H), lambda x, r, z: (x, r, 0)),
+        whole,
+        whole,
+        pl.BlockSpec((None, None, M // parts), lambda x, r, z: (x, z, 0)),
+        row_spec,
+        row_spec,
+        *specs,
+    ]
+
+    run = pl.pallas_call(
         partial(_kernel, num_queries=G * T, num_tokens=T, window=window),
         grid=(B * K, blocks, parts),
-        in_specs=[
-            pl.BlockSpec((None, size, H), lambda x, r, z: (x, r, 0)),
-            whole,
-            whole,
-            pl.BlockSpec((None, None, M // parts), lambda x, r, z: (x, z, 0)),
-            of_row,
-            of_row,
-            *specs,
-        ],
-        out_specs=[pl.BlockSpec((None, None, size, H), lambda x, r, z: (z, x, r, 0)), of_query, of_query],
+        in_specs=in_specs,
+        out_specs=[pl.BlockSpec((None, None, size, H), lambda x, r, z: (z, x, r, 0)), query_spec, query_spec],
         out_shape=[
             jax.ShapeDtypeStruct((parts, *q_XRH.shape), jnp.float32),
             *[jax.ShapeDtypeStruct((parts, *q_XRH.shape[:2]), jnp.float32)] * 2,
@@ -113,15 +123,10 @@ def _compute_stats(
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="paged_past",
-    )(
-        q_XRH,
-        k.reshape(-1, P, H),
-        v.reshape(-1, P, H),
-        page_BKM.reshape(B * K, parts, M // parts),
-        start_B,
-        first_B,
-        *new,
     )
+
+    page_XZM = page_BKM.reshape(B * K, parts, M // parts)
+    out, total, highest = run(q_XRH, k.reshape(-1, P, H), v.reshape(-1, P, H), page_XZM, start_B, first_B, *new)
 
     def reshape_heads(x: jax.Array) -> jax.Array:
         return x.reshape(B, K, G, T, *x.shape[2:])
@@ -142,7 +147,7 @@ def _kernel(
     num_tokens: int,
     window: int | None,
 ) -> None:
-    """Compute the statistics of a block of queries over a part of the pages, and of recent tokens if there are any."""
+    """Compute the statistics of a block of queries over a part of the pages and over recent tokens."""
     *recent, out_ref, total_ref, highest_ref = others
     (R, H), P, (num_pages,) = q_ref.shape, k_ref.shape[1], page_ref.shape
     query_R = pl.program_id(1) * R + jnp.arange(R, dtype=jnp.int32)
@@ -153,13 +158,13 @@ def _kernel(
 
     def add_keys(carry: SoftmaxStats, k: jax.Array, v: jax.Array, key_P: jax.Array, seen_P: jax.Array) -> SoftmaxStats:
         highest, total, out = carry
-        scores, seen = _dot(q, k.T) * (_LOG2_E / math.sqrt(H)), seen_P[None, :]
+        scores, seen = dot(q, k.T) * (_LOG2_E / math.sqrt(H)), seen_P[None, :]
         if window is not None:
             seen &= key_P[None, :] > position_R[:, None] - window
         scores = jnp.where(seen, scores, MASKED_SCORE)
         higher = jnp.maximum(highest, scores.max(1))
         rescale, weights = jnp.exp2(highest - higher), jnp.exp2(scores - higher[:, None])
-        return higher, total * rescale + weights.sum(1), out * rescale[:, None] + _dot(weights.astype(v.dtype), v)
+        return higher, total * rescale + weights.sum(1), out * rescale[:, None] + dot(weights.astype(v.dtype), v)
 
     def add_page(index: Any, carry: SoftmaxStats) -> SoftmaxStats:
         page, key_P = page_ref[index], (first_page + index) * P + jnp.arange(P, dtype=jnp.int32)
@@ -168,7 +173,8 @@ def _kernel(
     lowest = jnp.int32(0) if window is None else jnp.maximum(lax.div(first_ref[...] - window + 1, P) - first_page, 0)
     upper = jnp.minimum(lax.div(start + (P - 1), P) - first_page, num_pages)
     zeros = jnp.zeros(R, jnp.float32)
-    found = lax.fori_loop(lowest, upper, add_page, (zeros + MASKED_SCORE, zeros, jnp.zeros((R, H), jnp.float32)))
+    stats = lax.fori_loop(lowest, upper, add_page, (zeros + MASKED_SCORE, zeros, jnp.zeros((R, H), jnp.float32)))
+
     if recent:
         new_k_ref, new_v_ref, num_recent_ref = recent
         token_U = jnp.arange(new_k_ref.shape[0], dtype=jnp.int32)
@@ -180,15 +186,12 @@ def _kernel(
             return add_keys(carry, new_k, new_v, start + token_U, is_recent_U)
 
         once = jnp.where(pl.program_id(2) == 0, jnp.int32(1), jnp.int32(0))
-        found = lax.fori_loop(jnp.int32(0), once, add_recent, found)
-    highest, total, out = found
+        stats = lax.fori_loop(jnp.int32(0), once, add_recent, stats)
+
+    highest, total, out = stats
     plgpu.store(total_ref, total, mask=is_query_R)
     plgpu.store(out_ref, out, mask=is_query_R[:, None])
     plgpu.store(highest_ref, highest / _LOG2_E, mask=is_query_R)
-
-
-def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.dot(x, y, preferred_element_type=jnp.float32)
 
 
 def _merge_parts(highest_ZXR: jax.Array, total_ZXR: jax.Array, out_ZXRH: jax.Array) -> SoftmaxStats:

@@ -1,11 +1,15 @@
-"""Products of tiles of rows with one matrix each, on TPU: a Pallas kernel.
+"""Grouped matrix products on TPU: a Pallas kernel.
 
-XLA multiplies tiles side by side after it has copied the matrix of each, which for the experts of a mixture moves
-several times their bytes. Here the number of a tile's matrix says which block is fetched next, while the one before is
-multiplied. Tiles of the same matrix are neighbours, so that it is fetched once. `megablox` of JAX multiplies groups of
-rows too, but adds no product with a second matrix, and gives rows of tiles that are not used no value.
+Each tile of rows is multiplied with one matrix.
 
-Legend: W tiles, P rows of a tile, X matrices, I inputs, O outputs, Y other matrices, R their inner dim.
+XLA first copies the matrix of each tile and then multiplies all tiles. For the experts of a
+mixture, this moves several times the bytes of their matrices. Here the matrix number of a tile
+selects the block that is fetched next, while the previous block is multiplied. Tiles of the same
+matrix are adjacent, so the matrix is fetched once. JAX's `megablox` also multiplies groups of rows,
+but it cannot add a product with a second matrix, and it leaves the rows of unused tiles undefined.
+
+Legend: W tiles, P rows of a tile, X matrices, I inputs, O outputs, Y other matrices, R their inner
+dim.
 """
 
 from functools import partial
@@ -19,9 +23,12 @@ from jax.experimental.pallas import tpu as pltpu
 from skyrl_tx.layers.grouped_experts import AddedProducts
 
 MATRIX_BYTES = 2**21
-"""Bytes of the block of a matrix, at most, unless WIDTH outputs take more. Two are in memory at a time."""
+"""The maximum bytes of a block of a matrix, unless WIDTH outputs take more.
+
+Two are in memory at a time.
+"""
 WIDTH = 128
-"""The width of a register, of which blocks have a multiple unless they have all outputs."""
+"""The width of a register. Blocks have a multiple of it, or all outputs."""
 
 
 def multiply_tiles(
@@ -35,21 +42,22 @@ def multiply_tiles(
     result: Any = jnp.float32,
     interpret: bool,
 ) -> jax.Array:
-    """See `choice.MultiplyTiles`."""
+    """See `registry.MultiplyTiles`."""
     W, P, inputs = x_WPI.shape
     outputs, dtype = matrix_X.shape[1 if transposed else 2], x_WPI.dtype
     size = _get_block_size(inputs * matrix_X.dtype.itemsize, outputs)
 
-    # Tiles that are not used fetch what the last one has fetched. The outer loop is over blocks of outputs.
+    # Unused tiles fetch the same as the last used tile, which costs nothing. The outer loop is over
+    # blocks of outputs.
     def get_fetched_tile(w: Any, used: Any) -> Any:
         return jnp.minimum(w, jnp.maximum(used[0] - 1, 0))
 
     def make_tile_spec(x: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec((None, *x.shape[1:]), lambda o, w, index, own, used: (get_fetched_tile(w, used), 0, 0))
 
-    def make_matrix_spec(x: jax.Array, place: int) -> pl.BlockSpec:
+    def make_matrix_spec(x: jax.Array, argument: int) -> pl.BlockSpec:
         def locate_block(o: Any, w: Any, *numbers: Any) -> tuple[Any, ...]:
-            number = numbers[place][get_fetched_tile(w, numbers[-1])]
+            number = numbers[argument][get_fetched_tile(w, numbers[-1])]
             return (number, o, 0) if transposed else (number, 0, o)
 
         block = (None, size, x.shape[2]) if transposed else (None, x.shape[1], size)
@@ -61,7 +69,9 @@ def multiply_tiles(
         own_W = added.index_W
         arrays += [added.x_WPR, added.matrix_Y]
         specs += [make_tile_spec(added.x_WPR), make_matrix_spec(added.matrix_Y, 1)]
-    found: jax.Array = pl.pallas_call(
+    scalars = (x.astype(jnp.int32) for x in (index_W, own_W, jnp.reshape(num_used, 1)))
+
+    product: jax.Array = pl.pallas_call(
         partial(_kernel, transposed=transposed, dtype=dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
@@ -72,12 +82,12 @@ def multiply_tiles(
         out_shape=jax.ShapeDtypeStruct((W, P, outputs), result),
         interpret=interpret,
         name="multiply_tiles",
-    )(*(each.astype(jnp.int32) for each in (index_W, own_W, jnp.reshape(num_used, 1))), *arrays)
-    return found
+    )(*scalars, *arrays)
+    return product
 
 
 def _get_block_size(row_bytes: int, outputs: int) -> int:
-    """Return the outputs of a block: all, or as many whole registers as a block of the matrix may take."""
+    """Return the outputs per block: all, or as many whole registers as MATRIX_BYTES allows."""
     size = max(MATRIX_BYTES // (row_bytes * WIDTH), 1) * WIDTH
     return min(size, outputs)
 
@@ -92,7 +102,7 @@ def _kernel(
     transposed: bool,
     dtype: Any,
 ) -> None:
-    """Compute some outputs of a tile; zeros where it is not used."""
+    """Compute some outputs of a tile; zeros if the tile is not used."""
     *added, out_ref = others
     is_used = pl.program_id(1) < used_ref[0]
 
@@ -110,7 +120,8 @@ def _kernel(
 
 
 def _multiply(x: jax.Array, matrix: jax.Array, dtype: Any, transposed: bool) -> jax.Array:
-    # The precision is that of the type: the context's, `highest`, would multiply bfloat16 in six passes.
+    # Set the precision by type: the context's precision `highest` would multiply bfloat16 in six
+    # passes.
     precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     dims = (((1,), (1 if transposed else 0,)), ((), ()))
     return jax.lax.dot_general(

@@ -1,12 +1,13 @@
-"""Attention over the past in pages on TPU: a Pallas kernel that reads the pages of the cache where they are.
+"""Attention over the pages of the KV cache on TPU: a Pallas kernel that reads the pages in place.
 
-The kernels of JAX (`paged_attention`, `ragged_paged_attention`) read pages of one layer in other layouts, and return
-the result without the statistics by which the tokens of a slice, which are in no page yet, are added. This one reads
-the stack of all layers, which is not copied. Each row is computed by itself, in blocks of its own positions, while the
-next block is fetched. Scores, softmax and sums are float32; products are of the type of keys and values.
+JAX's kernels (`paged_attention`, `ragged_paged_attention`) read pages of one layer in other
+layouts. They return the result without its softmax statistics, which are needed to add the tokens
+of a decode slice that are in no page yet. This kernel reads the stack of all layers, which is not
+copied. It computes each row separately, in blocks of the row's positions, and fetches the next
+block meanwhile. Scores, softmax and sums are float32; products have the type of keys and values.
 
-Legend: B rows, K kv heads, R queries of a kv head, H head dim, M pages of a row, P positions of a page, U keys of a
-block, C cores.
+Legend: B rows, K kv heads, R queries of a kv head, H head dim, M pages of a row, P positions of a
+page, U keys of a block, C cores.
 """
 
 import math
@@ -22,14 +23,20 @@ from skyrl_tx.layers.flash_attention import MASKED_SCORE, SoftmaxStats
 from skyrl_tx.layers.kv_cache import Pages
 
 BLOCK_KEYS = 256
-"""Keys of a block; fewer if the heads are many, so that a block of keys takes at most BLOCK_BYTES."""
+"""Keys per block. With many heads there are fewer, so that a block takes at most BLOCK_BYTES."""
 BLOCK_BYTES = 2**20
 MAX_QUERIES = 512
 """Queries that are computed together, over all kv heads: the scores of a block take half a MiB."""
 ROWS, WIDTH = 8, 128
-"""The shape of a register. Queries are padded to a multiple of its rows; a number of a query fills its width."""
+"""The shape of a register.
+
+Queries are padded to a multiple of ROWS; one number per query fills a WIDTH.
+"""
 TABLE_BYTES = 2**18
-"""Bytes of the page numbers of one call, which lie in scalar memory. Calls of more rows are split."""
+"""The maximum bytes of the page numbers of one call, which lie in scalar memory.
+
+Calls with more rows are split.
+"""
 
 
 def attend_past(
@@ -41,21 +48,25 @@ def attend_past(
     window: int | None,
     interpret: bool,
 ) -> SoftmaxStats:
-    """See `choice.AttendPast`. Sizes of chunks are powers of two."""
+    """See `registry.AttendPast`. The number of tokens must be a power of two."""
     B, K, G, T, H = q_BKGTH.shape
     assert T & (T - 1) == 0 and pages.stack.v is not None
+
+    # Cut the queries of a row into parts, which become rows themselves.
     q_BKRH = q_BKGTH.reshape(B, K, G * T, H).astype(pages.stack.k.dtype)
     size = min(G * T + -(G * T) % ROWS, MAX_QUERIES)
     q_BKRH = jnp.pad(q_BKRH, ((0, 0), (0, 0), (0, -(G * T) % size), (0, 0)))
-    splits = q_BKRH.shape[2] // size  # each is a row of its own
+    splits = q_BKRH.shape[2] // size
     q = jnp.moveaxis(q_BKRH.reshape(B, K, splits, size, H), 2, 1).reshape(B * splits, K, size, H)
     tokens = min(T, size)
     first = (first_B[:, None] + jnp.arange(splits) * size % T).reshape(-1)
     page, start = (jnp.repeat(x, splits, axis=0) for x in (pages.page_BM, start_B))
-    most = max(TABLE_BYTES // (4 * page.shape[1]), 1)
+
+    # Call the kernel for as many rows as scalar memory can describe.
+    max_rows = max(TABLE_BYTES // (4 * page.shape[1]), 1)
     run = partial(_run, pages, tokens=tokens, window=window, interpret=interpret)
-    parts = [run(*(x[b : b + most] for x in (q, page, start, first))) for b in range(0, B * splits, most)]
-    highest, total, out = (jnp.concatenate(each) for each in zip(*parts, strict=True))
+    parts = [run(*(x[b : b + max_rows] for x in (q, page, start, first))) for b in range(0, B * splits, max_rows)]
+    highest, total, out = (jnp.concatenate(arrays) for arrays in zip(*parts, strict=True))
 
     def reshape_queries(x: jax.Array) -> jax.Array:
         x = jnp.moveaxis(x.reshape(B, splits, K, size, *x.shape[3:]), 1, 2)
@@ -79,9 +90,9 @@ def _run(
     k, v = pages.stack.k, pages.stack.v
     *_, P, _ = k.shape
     num_heads = next(heads for heads in range(K, 0, -1) if K % heads == 0 and heads * R <= max(MAX_QUERIES, R))
-    of_page = num_heads * P * H * k.dtype.itemsize
-    num_pages = max(min(BLOCK_KEYS // P, BLOCK_BYTES // of_page, M), 1)
-    num_cores = 2 if B % 2 == 0 else 1  # as many as share the rows if the device has them
+    page_bytes = num_heads * P * H * k.dtype.itemsize
+    num_pages = max(min(BLOCK_KEYS // P, BLOCK_BYTES // page_bytes, M), 1)
+    num_cores = 2 if B % 2 == 0 else 1  # if the device has two cores, they share the rows
 
     def locate_row(core: Any, i: Any, heads: Any, *_: Any) -> tuple[Any, ...]:
         return core * (B // num_cores) + i, heads, 0, 0
@@ -90,21 +101,23 @@ def _run(
         return pl.BlockSpec((None, num_heads, R, last), locate_row)
 
     buffer = pltpu.VMEM((2, num_heads, num_pages * P, H), k.dtype)
-    found: list[jax.Array] = pl.pallas_call(
+    grid_spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=4,
+        grid=(num_cores, B // num_cores, K // num_heads),
+        in_specs=[make_block_spec(H), pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pl.ANY)],
+        out_specs=[make_block_spec(WIDTH), make_block_spec(WIDTH), make_block_spec(H)],
+        scratch_shapes=[buffer, buffer, pltpu.SMEM((1,), jnp.int32), pltpu.SemaphoreType.DMA((2,))],
+    )
+
+    stats: list[jax.Array] = pl.pallas_call(
         partial(_kernel, num_pages=num_pages, row_pages=M, tokens=tokens, window=window),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
-            grid=(num_cores, B // num_cores, K // num_heads),
-            in_specs=[make_block_spec(H), pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pl.ANY)],
-            out_specs=[make_block_spec(WIDTH), make_block_spec(WIDTH), make_block_spec(H)],
-            scratch_shapes=[buffer, buffer, pltpu.SMEM((1,), jnp.int32), pltpu.SemaphoreType.DMA((2,))],
-        ),
+        grid_spec=grid_spec,
         out_shape=[jax.ShapeDtypeStruct((B, K, R, last), jnp.float32) for last in (WIDTH, WIDTH, H)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
         interpret=interpret,
         name="paged_past",
     )(jnp.int32(pages.layer).reshape(1), start_B, first_B, page_BM.reshape(-1), q_BKRH, k, v)
-    return found
+    return stats
 
 
 def _kernel(
@@ -140,14 +153,14 @@ def _kernel(
         return 0 if window is None else jax.lax.div(jnp.maximum(first_ref[row] - (window - 1), 0), size)
 
     def make_copies(row: Any, group: Any, block: Any, slot: Any) -> list[Any]:
-        found: list[Any] = []
-        for each in range(num_pages):
-            index = jnp.minimum(block * num_pages + each, row_pages - 1)
+        copies: list[Any] = []
+        for number in range(num_pages):
+            index = jnp.minimum(block * num_pages + number, row_pages - 1)
             at = (layer_ref[0], page_ref[row * row_pages + index], pl.ds(group * num_heads, num_heads))
-            into = (slot, slice(None), pl.ds(each * page_size, page_size))
+            into = (slot, slice(None), pl.ds(number * page_size, page_size))
             for pages, buffer in ((k_hbm, k_buffer), (v_hbm, v_buffer)):
-                found.append(pltpu.make_async_copy(pages.at[at], buffer.at[into], semaphores.at[slot]))
-        return found
+                copies.append(pltpu.make_async_copy(pages.at[at], buffer.at[into], semaphores.at[slot]))
+        return copies
 
     def fetch(row: Any, group: Any, block: Any, slot: Any) -> None:
         for copy in make_copies(row, group, block, slot):
@@ -156,7 +169,8 @@ def _kernel(
     row = core * num_rows + i
     first = get_first_block(row)
     last = jax.lax.div(start_ref[row] + size - 1, size)
-    last = jnp.maximum(last, first + 1)  # of a row without past, a block that is hidden
+    last = jnp.maximum(last, first + 1)  # a row without past visits one block, which is masked
+
     highest_ref[...] = jnp.full_like(highest_ref, MASKED_SCORE)
     total_ref[...] = jnp.zeros_like(total_ref)
     out_ref[...] = jnp.zeros_like(out_ref)
@@ -181,9 +195,11 @@ def _kernel(
         def _() -> None:
             fetch(row + 1, 0, get_first_block(row + 1), 1 - slot)
 
+        # Wait for this block.
         for copy in make_copies(row, group, block, slot):
             copy.wait()
         slot_ref[0] = 1 - slot
+
         scores = jax.lax.dot_general(
             q_ref[...],
             k_buffer[slot],
@@ -191,12 +207,14 @@ def _kernel(
             precision=precision,
             preferred_element_type=jnp.float32,
         ) * (1 / math.sqrt(H))
+
         position = block * size + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2)
         visible = position < start_ref[row]
         if window is not None:
             token = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1) & (tokens - 1)
             visible &= position > first_ref[row] + token - window
         scores = jnp.where(visible, scores, MASKED_SCORE)
+
         highest = highest_ref[...]
         higher = jnp.maximum(highest, scores.max(axis=2, keepdims=True))
         weights = jnp.where(visible, jnp.exp(scores - higher[..., :1]), 0.0)
@@ -208,6 +226,7 @@ def _kernel(
             precision=precision,
             preferred_element_type=jnp.float32,
         )
+
         highest_ref[...] = higher
         total_ref[...] = total_ref[...] * rescale + weights.sum(axis=2, keepdims=True)
         out_ref[...] = out_ref[...] * rescale[..., :1] + added

@@ -1,10 +1,12 @@
 """Attention over packed rows on TPU: splash attention, a Pallas kernel of JAX.
 
-Source: `jax.experimental.pallas.ops.tpu.splash_attention`. Scores, softmax and sums are float32; products are of the
-type of keys and values. Sequences of a row are kept apart by ids, for which the start of each position serves. Blocks
-that the causal mask, the window or a start hides from all their queries are not computed.
+Source: `jax.experimental.pallas.ops.tpu.splash_attention`. Scores, softmax and sums are float32;
+products have the type of keys and values. Sequences of a row are separated by segment ids: the
+start of a position serves as its id. Blocks that the causal mask, the window or the starts hide
+from all their queries are not computed.
 
-Legend: B batch, N heads, K kv heads, T tokens, H head dim (that of values may be another).
+Legend: B batch, N heads, K kv heads, T tokens, H head dim, which may differ between keys and
+values.
 """
 
 import math
@@ -19,9 +21,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from skyrl_tx.layers.remat import MATMUL
 
 MULTIPLE = 128
-"""Rows are padded to a multiple of the positions that a TPU computes together."""
+"""Rows are padded to a multiple of this number, the positions that a TPU computes together."""
 BLOCKS = (512, 256, 128)
-"""Queries, and keys, per block: the first of these that divides the length of the row."""
+"""Queries and keys per block: the first of these that divides the length of the row."""
 
 
 def attend(
@@ -34,12 +36,13 @@ def attend(
     window: int | None,
     interpret: bool,
 ) -> jax.Array:
-    """Return what `causal_attention` returns. Sinks are constants."""
+    """Return the same as `causal_attention`. Sinks are constants."""
     T, padded = q_BTNH.shape[1], -q_BTNH.shape[1] % MULTIPLE
     if start_BT is not None:
-        start_BT = jnp.pad(start_BT, ((0, 0), (0, padded)), constant_values=T)  # an id that no position has
+        start_BT = jnp.pad(start_BT, ((0, 0), (0, padded)), constant_values=T)  # an id that no real position has
     q, k, v = (jnp.swapaxes(_pad(x, padded), 1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
-    # The kernel multiplies neither by the root nor in float32 what it gets, so the scaled queries are rounded again.
+    # The kernel does not divide scores by the root of the dim, so the queries are scaled here and
+    # rounded again.
     q = (q.astype(jnp.float32) / math.sqrt(q.shape[-1])).astype(k.dtype)
     out_BNTH: jax.Array = _attend(window, interpret, q, k, v, start_BT, sinks_N)
     return jnp.swapaxes(out_BNTH, 1, 2)[:, :T].astype(jnp.float32)
@@ -59,10 +62,12 @@ def _run(
     v: jax.Array,
 ) -> jax.Array:
     N, T = q.shape[1:3]
+
     block = next(size for size in BLOCKS if T % size == 0)
     mask = masks.CausalMask((T, T))
     if window is not None and window < T:
         mask = masks.LocalMask((T, T), (window - 1, 0), 0)
+
     kernel = splash.make_splash_mha_single_device(
         masks.MultiHeadMask([mask] * N),
         block_sizes=splash.BlockSizes(
@@ -90,11 +95,12 @@ def _run(
 def _without_hidden_blocks(
     kernel: splash.SplashAttentionKernel, start_I: jax.Array, block: int
 ) -> splash.SplashAttentionKernel:
-    """Return the kernel without the blocks of keys wholly before the start of all queries of a block.
+    """Return the kernel without blocks of keys that lie before the starts of all queries.
 
-    `start_I` is the start of the first query of each block, the lowest of the block. No bit changes: all weights of a
-    hidden block are 0. In the kernel's tables, `data_next` [heads, I, J] is the block of keys of step J, or, for the
-    gradient of keys, the block of queries of step I; and where `block_mask` is 0 the step is not computed.
+    `start_I` is the start of the first query of each block, which is the lowest of the block. No
+    bit changes, because all weights of a hidden block are 0. In the kernel's tables, `data_next`
+    [heads, I, J] is the block of keys of iteration J or, for the gradient of keys, the block of
+    queries of iteration I. An iteration with a `block_mask` of 0 is skipped.
     """
     forward, d_query, d_key = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
     assert d_query is not None and d_key is not None and d_key.data_next is not None
@@ -113,8 +119,9 @@ def _without_hidden_blocks(
     return splash.SplashAttentionKernel(mask_by_query(forward), mask_by_query(d_query), by_key, **kernel.kwargs)
 
 
-# The kernel has no argument for the precision of its products, so it is that of the context in which it is traced. The
-# gradient of a layer is traced later than the layer, hence the functions of our own around the kernel's.
+# The kernel has no argument for the precision of its products: it uses the context in which it is
+# traced. The gradient of a layer is traced later than the layer, so the functions below set the
+# context for both.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -153,5 +160,5 @@ _attend.defvjp(_forward, _backward)
 
 
 def _set_precision(x: jax.Array) -> Any:
-    """Return the context in which products are exact in float32, and else have operands of the type of `x`."""
+    """Return a context with exact float32 products; for other types, operands have the type of `x`."""
     return jax.default_matmul_precision("highest" if x.dtype == jnp.float32 else "default")

@@ -1,4 +1,7 @@
-"""Request bodies: bounded in size, structure and memory held at once; optionally zstd-compressed, JSON or protobuf."""
+"""Request bodies: JSON or protobuf, optionally compressed with zstd.
+
+Limits the size of a body, the number of objects in it, and the memory of all bodies at a time.
+"""
 
 import asyncio
 import json
@@ -27,43 +30,53 @@ ModelT = TypeVar("ModelT", bound=WireModel)
 MessageT = TypeVar("MessageT", bound=Message)
 
 _MAX_WINDOW_BYTES = 2**23
-"""The window that every zstd decoder should take (RFC 8878, section 3.1.1.1.2)."""
+"""Maximum zstd window. RFC 8878 (section 3.1.1.1.2) recommends that decoders support this size."""
 
 _MAX_WAIT_S = 20.0
-"""Shorter than the 60 s after which the SDK gives up an attempt."""
+"""How long a request may wait for memory. The SDK gives up an attempt after 60 s."""
 _UNCOUNTED_BYTES = 2**16
-"""Smaller bodies are not counted: the number of connections bounds them, and heartbeats never wait."""
-# The SDK sends the request again after a 429, and the sampling client pauses first (0.38, sampling_client.py).
+"""Bodies up to this size need no reservation, so heartbeats never wait.
+
+The number of connections limits the memory of small bodies.
+"""
+# The SDK retries after a 429. Its sampling client pauses first (SDK 0.38, sampling_client.py).
 _BACKPRESSURE = {"Retry-After": "1", "X-Tinker-Sampling-Backpressure": "1"}
 
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """The bytes of a body before and after decompression, and its parts, which become objects."""
+    """Maximum size of a body, before and after decompression, and maximum number of its parts."""
 
     max_bytes: int
     max_parts: int = 2**18
-    """A pass of the SDK has at most 1,024 datums, with about 24 parts each and two more for each provenance span."""
+    """Maximum number of JSON objects, arrays and strings, or protobuf fields.
+
+    The SDK sends at most 1,024 datums per request, with about 24 parts each and 2 more for each
+    provenance span.
+    """
 
     @classmethod
     def from_content_type(cls, max_bytes: int, content_type: str) -> "BodyLimits":
-        """Return the limits of passes and samples. In JSON every number becomes an object, so less JSON is taken."""
+        """Return the limits of a training pass or sample request.
+
+        The limits for JSON are lower, because every number in it becomes a Python object.
+        """
         if _is_protobuf(content_type):
             return cls(max_bytes)
         return cls(min(max_bytes, max(max_bytes // 4, 2**20)), max_parts=2**17)
 
 
 CONTROL_LIMITS = BodyLimits(max_bytes=2**20, max_parts=2**14)
-"""The limits of all requests but passes and samples."""
+"""Limits for all requests except training passes, sample requests, polls and logged metrics."""
 POLL_LIMITS = BodyLimits(max_bytes=2**13, max_parts=2**10)
-"""The limits of a long poll for one result: thousands are held at the same time."""
+"""Limits for a long poll of one result. The server may hold thousands of them at the same time."""
 LOG_LIMITS = BodyLimits(max_bytes=2**24, max_parts=2**19)
-"""The limits of logged metrics: a logger sends all that it has kept while the server was away in one body."""
+"""Limits for logged metrics: a client may send all points of a server outage in one body."""
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A request body as received."""
+    """A request body as it was received."""
 
     raw: bytes
     content_type: str
@@ -72,15 +85,20 @@ class Body:
 
     @property
     def is_protobuf(self) -> bool:
-        """Whether the content type is protobuf. Everything else is parsed as JSON, because curl sends other types."""
+        """Whether the content type is protobuf. All other bodies are parsed as JSON.
+
+        For example, `curl -d` labels JSON as form data.
+        """
         return _is_protobuf(self.content_type)
 
     @property
     def max_size(self) -> int:
-        """The largest size after decompression in bytes: a small body must not take much memory.
+        """Maximum size after decompression in bytes.
 
-        Passes of the SDK have at most 5 MB, and those of tests compress to almost nothing. JSON is not compressed by
-        the SDK, and its parse takes more memory.
+        It limits the memory that a small body can take. The limit depends on the compressed size.
+        The floor of 8 MiB for protobuf exists because a training pass of the SDK has up to 5 MB,
+        and test data compresses to almost nothing. The SDK does not compress JSON, and parsing JSON
+        takes more memory, so JSON has a floor of 128 KiB.
         """
         if self.encoding in ("", "identity"):
             return len(self.raw)
@@ -89,33 +107,46 @@ class Body:
 
     @property
     def max_parts(self) -> int:
-        """The number of parts that this body may have: twice the largest pass of the SDK, or more if it is long."""
+        """Maximum number of parts of this body.
+
+        Every body may have twice as many parts as the largest pass of the SDK, and long bodies
+        more.
+        """
         return min(3 * 2**14 + 2 * len(self.raw), self.limits.max_parts)
 
     @property
     def max_dense_bytes(self) -> int:
-        """The memory in bytes that the sparse tensors of this body may take in dense form."""
+        """Maximum memory, in bytes, of the sparse tensors of this body in dense form."""
         return min(max(8 * 2**20, 1024 * len(self.raw)), self.limits.max_bytes)
 
     def estimate_decoding_bytes(self) -> int:
-        """Return roughly how many bytes are held while this body is decoded and stored.
+        """Estimate the memory needed while this body is decoded and stored, in bytes.
 
-        A float takes 4 to 20 bytes of JSON and 32 bytes as an object. Of protobuf there are the bytes, the message,
-        the arrays and the stored request.
+        Eight times the size for JSON: a float has 4 to 20 characters of text, and takes 32 bytes as
+        an object. Four times the size for protobuf: the bytes, the parsed message, the arrays, and
+        the encoded request to store.
         """
         size = _read_frame_size(self.raw) if self.encoding == "zstd" else len(self.raw)
         return (4 if self.is_protobuf else 8) * min(self.max_size if size is None else size, self.max_size)
 
     def decompress(self) -> bytes:
-        """Decompress the body. Raises ApiError 400 if it is malformed, 413 if it exceeds the limit."""
+        """Return the decompressed body.
+
+        Raises:
+            ApiError: 400 if the body is malformed, 413 if it exceeds `max_size`.
+        """
         if self.encoding in ("", "identity"):
             return self.raw
         if self.encoding != "zstd":
-            raise bad_request(f"Content-Encoding {self.encoding!r} is not understood; send zstd or none")
+            raise bad_request(f"Content-Encoding {self.encoding!r} is not supported; send zstd or none")
         return _decompress(self.raw, self.max_size)
 
     def parse_object(self) -> dict[str, object]:
-        """Parse a JSON object; an empty body is an empty one. Raises ApiError 400, or 413 if it has too many parts."""
+        """Parse a JSON object. An empty body counts as an empty object.
+
+        Raises:
+            ApiError: 400 if the body is not a JSON object, 413 if it has too many parts.
+        """
         data = self.decompress()
         check_json(data, self.max_parts)
         try:
@@ -127,11 +158,11 @@ class Body:
         return cast(dict[str, object], value)
 
     def parse_model(self, kind: type[ModelT]) -> ModelT:
-        """Parse JSON by a schema. Raises ApiError 400 naming the first wrong field."""
+        """Parse JSON and validate it. Raises ApiError 400 that names the first wrong field."""
         return validate_object(kind, self.parse_object())
 
     def parse_message(self, kind: type[MessageT]) -> MessageT:
-        """Parse protobuf. Raises ApiError 400, or 413 if it has too many parts."""
+        """Parse a protobuf message. Raises ApiError 400, or 413 if it has too many parts."""
         message, data = kind(), self.decompress()
         check_protobuf(data, kind, self.max_parts)
         try:
@@ -142,9 +173,11 @@ class Body:
 
 
 class BodyBudget:
-    """A number of bytes that the requests of one event loop share; an owner gets at most half of them.
+    """Memory that the requests of one event loop share. An owner can reserve at most half of it.
 
-    A request that needs more than that waits until it is its owner's only one, or the only one of all.
+    A request that is larger than its owner's half waits until its owner holds no other reservation.
+    A request that is larger than the whole budget waits until there is no reservation at all. So
+    every request can run eventually.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -155,19 +188,24 @@ class BodyBudget:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that are held now."""
+        """The number of bytes that are reserved now."""
         return self._num_bytes
 
     @asynccontextmanager
     async def reserve(self, owner: str, num_bytes: int) -> AsyncGenerator[None]:
-        """Hold bytes inside the context. Raises ApiError 429 if there is no place for them for 20 s."""
+        """Reserve memory inside the context.
+
+        Raises ApiError 429 if none becomes free within 20 s.
+        """
         if num_bytes <= _UNCOUNTED_BYTES:
             yield
             return
+
         if self._waiting or not self._fits(owner, num_bytes) or not self._has_capacity(num_bytes):
             await self._wait(owner, num_bytes)
         else:
             self._take(owner, num_bytes)
+
         try:
             yield
         finally:
@@ -175,19 +213,21 @@ class BodyBudget:
             self._admit()
 
     async def _wait(self, owner: str, num_bytes: int) -> None:
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = num_bytes, place
+        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = num_bytes, admitted
         self._waiting[owner].append(entry)
         self._admit()
         try:
             async with asyncio.timeout(_MAX_WAIT_S):
-                await place
+                await admitted
         except BaseException as error:
-            if place.done() and not place.cancelled():  # admitted while the wait ended
+            # Undo the reservation if the request was admitted just before the timeout.
+            if admitted.done() and not admitted.cancelled():
                 self._take(owner, -num_bytes)
             else:
                 self._waiting[owner].remove(entry)
             self._admit()
+
             if isinstance(error, TimeoutError):
                 detail = f"requests of {owner!r} already hold {self._reserved.get(owner, 0)} bytes: send this one later"
                 raise ApiError(
@@ -196,31 +236,40 @@ class BodyBudget:
             raise
 
     def _admit(self) -> None:
-        """Let waiting requests in, those of the owner who holds least first; each owner's in their order."""
+        """Admit waiting requests while there is memory.
+
+        The owner with the smallest reservation comes first. Requests of one owner are admitted in
+        the order of arrival.
+        """
         for owner in [owner for owner, queue in self._waiting.items() if not queue]:
             del self._waiting[owner]
+
         while self._waiting:
+            # Choose the owner that holds least.
             may_hold_more = [owner for owner, queue in self._waiting.items() if self._fits(owner, queue[0][0])]
             if not may_hold_more:
                 return
-            owner = min(may_hold_more, key=lambda each: self._reserved.get(each, 0))
-            num_bytes, place = self._waiting[owner][0]
+            owner = min(may_hold_more, key=lambda candidate: self._reserved.get(candidate, 0))
+            num_bytes, admitted = self._waiting[owner][0]
+
+            # A large request keeps its turn, or smaller requests could delay it forever.
             if not self._has_capacity(num_bytes):
-                return  # its turn is next: smaller ones of others must not delay it without end
+                return
+
             self._waiting[owner].popleft()
             if not self._waiting[owner]:
                 del self._waiting[owner]
-            if not place.done():
+            if not admitted.done():
                 self._take(owner, num_bytes)
-                place.set_result(None)
+                admitted.set_result(None)
 
     def _fits(self, owner: str, num_bytes: int) -> bool:
-        """Whether a request fits into its owner's half."""
-        held = self._reserved.get(owner, 0)
-        return not held or held + num_bytes <= self._max_bytes // 2
+        """Return whether a request fits into its owner's half of the budget."""
+        reserved = self._reserved.get(owner, 0)
+        return not reserved or reserved + num_bytes <= self._max_bytes // 2
 
     def _has_capacity(self, num_bytes: int) -> bool:
-        """Whether a request fits into the whole."""
+        """Return whether a request fits into the whole budget."""
         return not self._num_bytes or self._num_bytes + num_bytes <= self._max_bytes
 
     def _take(self, owner: str, num_bytes: int) -> None:
@@ -231,7 +280,7 @@ class BodyBudget:
 
 
 def validate_object(kind: type[ModelT], value: Mapping[str, object]) -> ModelT:
-    """Check a JSON object against a schema. Raises ApiError 400 naming the first wrong field."""
+    """Validate a JSON object. Raises ApiError 400 that names the first wrong field."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:
@@ -239,9 +288,11 @@ def validate_object(kind: type[ModelT], value: Mapping[str, object]) -> ModelT:
 
 
 async def read_body(request: Request, limits: BodyLimits) -> Body:
-    """Receive a body. A body over the limit is received but not kept, so that the client reads the 413.
+    """Receive a request body. Raises ApiError 413 if it exceeds the limit.
 
-    Clients that do not stop lose their connection after `_MAX_DISCARDED_BYTES`.
+    The server receives and discards the rest of a body that is too large, because a client reads
+    the response only after it has sent everything. It closes the connection after
+    `_MAX_DISCARDED_BYTES`.
     """
     pieces: list[bytes] = []
     size, max_bytes = 0, limits.max_bytes
@@ -256,6 +307,7 @@ async def read_body(request: Request, limits: BodyLimits) -> Body:
     if size > max_bytes:
         path: str = request.scope["path"]
         raise too_large(f"body of {size} bytes; this server takes at most {max_bytes} for {path}")
+
     headers = request.headers
     return Body(
         raw=b"".join(pieces),
@@ -272,20 +324,21 @@ def _is_protobuf(content_type: str) -> bool:
 def _parse_json(data: bytes) -> object:
     """Parse JSON. Raises ValueError or RecursionError.
 
-    What msgspec accepts, Python's parser reads in the same way, four times slower. The latter also reads NaN, infinity
-    and halves of surrogate pairs; these are refused too, but by the name of their field or in clearer words.
+    msgspec is four times as fast as Python's parser and accepts a subset of its inputs. If msgspec
+    fails, Python's parser decides. It accepts NaN, infinity and lone surrogates: NaN and infinity
+    are refused later, by an error that names the field, and lone surrogates raise an error here.
     """
     try:
         return msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         value: object = json.loads(data)
-    if b"\\u" in data:  # an escape may be half of a surrogate pair, which no database stores
+    if b"\\u" in data:  # raise UnicodeEncodeError for a lone surrogate, which no database can store
         json.dumps(value, ensure_ascii=False).encode()
     return value
 
 
 def _read_frame_size(data: bytes) -> int | None:
-    """Return the size that a zstd frame states; None if it states none."""
+    """Return the decompressed size in the header of a zstd frame. None if there is none."""
     try:
         stated = zstandard.get_frame_parameters(data).content_size
     except zstandard.ZstdError:
@@ -294,14 +347,17 @@ def _read_frame_size(data: bytes) -> int | None:
 
 
 def _decompress(data: bytes, max_bytes: int) -> bytes:
-    """Decompress one zstd frame into a buffer of the stated size, which is checked against the limit first."""
+    """Decompress one zstd frame. Raises ApiError 400 or 413.
+
+    Checks the size that the frame states before it allocates memory.
+    """
     stated = _read_frame_size(data)
     try:
         if stated is None:
             return _decompress_unsized(data, max_bytes)
         if stated > max_bytes:
             raise too_large(
-                f"body decompresses from {len(data)} to {stated} bytes; this server takes at most {max_bytes} of it"
+                f"body decompresses from {len(data)} to {stated} bytes; this server takes at most {max_bytes} bytes"
             )
         return zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
     except zstandard.ZstdError as error:
@@ -309,9 +365,10 @@ def _decompress(data: bytes, max_bytes: int) -> bytes:
 
 
 def _decompress_unsized(data: bytes, max_bytes: int) -> bytes:
-    """Decompress a frame that does not state its size, in pieces that bound the memory above the limit.
+    """Decompress a zstd frame that does not state its size. Raises ApiError 413 above the limit.
 
-    A zstd block is at least 4 bytes and gives at most 128 KiB: 128 bytes of input give at most 4 MiB.
+    Feeds 128 bytes at a time, so that the output can exceed the limit by at most 4 MiB: a zstd
+    block has at least 4 bytes and expands to at most 128 KiB.
     """
     decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).decompressobj()
     pieces: list[bytes] = []
@@ -323,5 +380,5 @@ def _decompress_unsized(data: bytes, max_bytes: int) -> bytes:
             raise too_large(f"body decompresses to more than the {max_bytes} bytes that this server takes")
         pieces.append(piece)
     if not decompressor.eof:
-        raise bad_request("body is not zstd: the frame is cut short")
+        raise bad_request("body is not zstd: the frame is truncated")
     return b"".join(pieces)

@@ -1,6 +1,7 @@
-"""Connections: how many there may be, and how long and how much a client may send, before anyone is authenticated.
+"""Limits on connections, headers and slow clients that apply before a caller is authenticated.
 
-`Listener` accepts the connections of a server, `Connections` counts them, and `HttpProtocol` limits each of them.
+`Listener` accepts connections, `Connections` keeps track of the open ones and enforces the limits,
+and `HttpProtocol` measures how fast each client sends.
 """
 
 import errno
@@ -23,14 +24,14 @@ from skyrl_tx.server.http.uvicorn_adapter import UvicornConnection
 _log = logging.getLogger(__name__)
 
 _MAX_HEAD_BYTES = 32 * 2**10
-"""Limit of a request line with its headers, as in nginx (4 buffers of 8 KiB)."""
+"""Maximum size of the request line and headers. nginx has the same limit (4 × 8 KiB)."""
 _MAX_HEADERS = 128
 _MAX_PIPELINED = 16
 _MIN_BODY_BYTES_PER_S = 1024
 _RESERVED_FILES = 1024
-"""Descriptors for the database (up to three for each request thread), downloads and the log."""
+"""File descriptors to keep free: for downloads, logs and the database (3 per request thread)."""
 _MANY_FILES = 2**20
-"""Stands for an unlimited number of open files."""
+"""Number of file descriptors to assume if the operating system sets no limit."""
 _MAX_CLOSING = 64
 _OUT_OF_FILES_PAUSE_S = 0.01
 _WARN_EVERY_S = 60.0
@@ -38,7 +39,7 @@ _IPV6_CLIENT_BITS = 64
 
 
 class ThrottledWarning:
-    """Logs warnings of one kind at most once a minute, so that strangers cannot fill the log."""
+    """Logs a warning at most once a minute, so that unauthenticated clients cannot fill the log."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
@@ -46,7 +47,10 @@ class ThrottledWarning:
         self._num_omitted = 0
 
     def __call__(self, text: str) -> None:
-        """Log a text, with the number of those that were omitted before it."""
+        """Log a warning, unless one was logged in the last minute.
+
+        Adds the number of omitted warnings.
+        """
         now = time.monotonic()
         if now < self._next_at:
             self._num_omitted += 1
@@ -57,7 +61,10 @@ class ThrottledWarning:
 
 
 def normalize_address(host: str) -> str:
-    """Return an address without its zone; an IPv4 address that IPv6 maps is returned as IPv4."""
+    """Return an IP address without its zone, and an IPv4-mapped IPv6 address as IPv4.
+
+    For example, `fe80::1%eth0` becomes `fe80::1`, and `::ffff:10.0.0.1` becomes `10.0.0.1`.
+    """
     if ":" not in host:
         return host
     host = host.partition("%")[0]
@@ -68,23 +75,30 @@ def normalize_address(host: str) -> str:
     return host if mapped is None else str(mapped)
 
 
-def _get_client_network(address: str) -> str:
-    """Return what counts as one client: an IPv4 address, or an IPv6 network of 64 bits, which one host may own."""
+def get_client_network(address: str) -> str:
+    """Return the network that counts as one client: an IPv4 address, or the /64 of an IPv6 address.
+
+    A single host usually owns a whole IPv6 /64, so limits per IPv6 address would be useless. Other
+    texts, such as "" for a Unix socket, are returned unchanged.
+    """
     if ":" not in address:
         return address
-    return str(ipaddress.ip_network(f"{address}/{_IPV6_CLIENT_BITS}", strict=False))
+    try:
+        return str(ipaddress.ip_network(f"{address.partition('%')[0]}/{_IPV6_CLIENT_BITS}", strict=False))
+    except ValueError:  # not an IP address
+        return address
 
 
 class Connection(socket.socket):
-    """An accepted connection. Closing it ends its count."""
+    """An accepted connection. Closing it removes it from `Connections`."""
 
     def __init__(self, accepted: socket.socket, address: str, connections: "Connections") -> None:
         super().__init__(accepted.family, accepted.type, accepted.proto, fileno=accepted.detach())
         self.address = address
-        self.site = _get_client_network(address)
+        self.network = get_client_network(address)
         self.protocol: HttpProtocol | None = None
         self.patience_s = connections.header_timeout_s
-        """Time that the client has left to send what is missing."""
+        """Seconds that the client has left to send the missing part of the head or body."""
         self._connections = connections
 
     def close(self) -> None:
@@ -93,24 +107,28 @@ class Connection(socket.socket):
         super().close()
 
     def end(self) -> None:
-        """Make the event loop close the connection, also in the middle of a TLS handshake."""
+        """Make the event loop close the connection. Works during a TLS handshake, too."""
         with suppress(OSError):  # the client has disconnected
             self.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass(slots=True)
 class _ClientConnections:
-    """The open connections of one client address; those without a request in progress in order, longest idle first."""
+    """The open connections of one client network.
+
+    `idle` holds the connections without a request in progress, the longest idle one first.
+    """
 
     num_open: int = 0
     idle: dict[Connection, None] = field(default_factory=dict[Connection, None])
 
 
 class Connections:
-    """The open connections of a server and their limits, for one event loop.
+    """The open connections of a server and their limits. Used on one event loop.
 
-    A new connection beyond a limit takes the place of the one that has been idle longest, that is, without a complete
-    request head. So half-sent requests never keep out others, whatever their number.
+    If a new connection exceeds a limit, the connection that has been idle longest is closed. A
+    connection is idle until a complete request head has arrived, so a client cannot lock other
+    clients out with half-sent requests.
     """
 
     def __init__(
@@ -122,14 +140,14 @@ class Connections:
         body_timeout_s: float,
         is_exempt: Callable[[str], bool],
     ) -> None:
-        """`is_exempt(address)`: whether an address has no limit of its own, such as a proxy of many clients."""
+        """`is_exempt(address)`: whether the limit per address does not apply, as for a proxy."""
         self.header_timeout_s = header_timeout_s
         self.body_timeout_s = body_timeout_s
         self._max_open = max_open
         self._max_per_address = max_per_address
         self._is_exempt = is_exempt
         self._open: dict[int, Connection] = {}
-        self._sites: dict[str, _ClientConnections] = {}
+        self._by_network: dict[str, _ClientConnections] = {}
         self._idle: dict[Connection, None] = {}
         self._receiving: set[Connection] = set()
         self._closing: set[Connection] = set()
@@ -137,7 +155,7 @@ class Connections:
 
     @property
     def is_closing_many(self) -> bool:
-        """Whether the event loop must close connections before more are accepted."""
+        """Whether the event loop must close some connections before it accepts more."""
         return len(self._closing) >= _MAX_CLOSING
 
     @property
@@ -150,62 +168,74 @@ class Connections:
         return self._open[descriptor]
 
     def add(self, connection: Connection) -> bool:
-        """Add a new connection; return False if a limit is reached and no other connection is idle."""
-        site = self._sites.setdefault(connection.site, _ClientConnections())
-        if site.num_open >= self._max_per_address and not self._is_exempt(connection.address):
-            has_room = self._close_longest_idle(site.idle, f"{connection.site} has {site.num_open} open connections")
+        """Add a new connection.
+
+        Returns False if a limit is reached and no other connection is idle.
+        """
+        client = self._by_network.setdefault(connection.network, _ClientConnections())
+        if client.num_open >= self._max_per_address and not self._is_exempt(connection.address):
+            is_accepted = self._close_longest_idle(
+                client.idle, f"{connection.network} has {client.num_open} open connections"
+            )
         elif len(self._open) >= self._max_open:
-            has_room = self._close_longest_idle(self._idle, f"{len(self._open)} connections are open")
+            is_accepted = self._close_longest_idle(self._idle, f"{len(self._open)} connections are open")
         else:
-            has_room = True
-        if has_room:
-            site.num_open += 1
+            is_accepted = True
+
+        if is_accepted:
+            client.num_open += 1
             self._open[connection.fileno()] = connection
             self.mark_idle(connection)
             self._receiving.add(connection)
-        elif not site.num_open:
-            del self._sites[connection.site]
-        return has_room
+        elif not client.num_open:
+            del self._by_network[connection.network]
+        return is_accepted
 
     def remove(self, connection: Connection) -> None:
-        """Forget a connection that closes. Idempotent."""
+        """Remove a connection that is being closed. Idempotent."""
         if self._open.get(connection.fileno()) is not connection:
             return
+
         del self._open[connection.fileno()]
         self.mark_active(connection)
         self._receiving.discard(connection)
         self._closing.discard(connection)
-        site = self._sites[connection.site]
-        site.num_open -= 1
-        if not site.num_open:
-            del self._sites[connection.site]
+        client = self._by_network[connection.network]
+        client.num_open -= 1
+        if not client.num_open:
+            del self._by_network[connection.network]
 
     def mark_idle(self, connection: Connection) -> None:
-        """Mark a connection as the one whose last request ended most recently."""
-        self._idle[connection] = self._sites[connection.site].idle[connection] = None
+        """Mark a connection as idle.
+
+        It becomes the last one to be closed when a limit is reached.
+        """
+        self._idle[connection] = self._by_network[connection.network].idle[connection] = None
 
     def mark_active(self, connection: Connection) -> None:
         """Mark a connection as having a request in progress."""
         self._idle.pop(connection, None)
-        self._sites[connection.site].idle.pop(connection, None)
+        self._by_network[connection.network].idle.pop(connection, None)
 
     def start_timeout(self, connection: Connection, within_s: float) -> None:
-        """Start to wait for bytes of the client."""
+        """Give the client `within_s` seconds to send the next bytes."""
         connection.patience_s = within_s
         self._receiving.add(connection)
 
     def stop_timeout(self, connection: Connection) -> None:
-        """Stop waiting for bytes of the client."""
+        """Stop the timeout of a connection: the server expects no bytes from the client."""
         self._receiving.discard(connection)
 
     def has_timeout(self, connection: Connection) -> bool:
-        """Whether bytes of the client are waited for."""
+        """Return whether the server is waiting for bytes from the client."""
         return connection in self._receiving
 
     def close_late(self, elapsed_s: float) -> None:
-        """End the connections whose clients are too slow. `elapsed_s` is the time since the last call.
+        """Close the connections of clients that are too slow.
 
-        A time in which the process did not run does not count, and neither does one in which it reads no body.
+        `elapsed_s` is the time since the last call. A client does not lose time while the server
+        itself has paused reading its body. Callers pass a constant for `elapsed_s`, so a client
+        does not lose time while the process is suspended either.
         """
         late: list[Connection] = []
         for connection in self._receiving:
@@ -217,27 +247,34 @@ class Connections:
             self._end(connection)
 
     def close_longest_idle(self) -> None:
-        """End the connection that has been idle longest, because the process has no file descriptor left."""
+        """Close the connection that has been idle longest.
+
+        Called when no file descriptor is left.
+        """
         self._close_longest_idle(self._idle, f"no file descriptor is left; {len(self._open)} connections are open")
 
     def _close_longest_idle(self, idle: dict[Connection, None], reason: str) -> bool:
         longest_idle = next(iter(idle), None)
         if longest_idle is None:
-            self._warn(f"{reason}: refusing a new one, because all have a request in progress")
+            self._warn(f"{reason}: refusing a new connection, because all have a request in progress")
             return False
-        self._warn(f"{reason}: closing the one that has been idle longest for a new one")
+        self._warn(f"{reason}: closing the connection that has been idle longest to accept a new one")
         self._end(longest_idle)
         return True
 
     def _end(self, connection: Connection) -> None:
-        self.mark_active(connection)  # not to be ended twice
+        self.mark_active(connection)  # so that it is not chosen again before the loop closes it
         self._receiving.discard(connection)
         self._closing.add(connection)
         connection.end()
 
 
 def compute_max_connections() -> int:
-    """Return how many connections the limit of open files allows: all but a reserve, which is at most half."""
+    """Return how many connections the limit on open files allows.
+
+    Keeps `_RESERVED_FILES` descriptors free, or half of them if the limit is low. For example, a
+    limit of 1,024 files allows 512 connections.
+    """
     max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if max_files == resource.RLIM_INFINITY:
         max_files = _MANY_FILES
@@ -245,16 +282,23 @@ def compute_max_connections() -> int:
 
 
 class Listener(socket.socket):
-    """A listening socket whose accepted sockets are counted. asyncio accepts until it raises BlockingIOError."""
+    """A listening socket that counts the connections it accepts.
+
+    asyncio calls `accept` repeatedly, until it raises BlockingIOError.
+    """
 
     def __init__(self, listening: socket.socket, connections: Connections) -> None:
-        """Listen on a duplicate of a listening socket."""
+        """Duplicate a listening socket. The caller still closes the original."""
         super().__init__(listening.family, listening.type, listening.proto, fileno=os.dup(listening.fileno()))
         self._connections = connections
         self._spare = os.open(os.devnull, os.O_RDONLY)
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection within the limits. Others are accepted and closed, so that clients learn it at once."""
+        """Accept a connection within the limits.
+
+        A connection beyond the limits is accepted and closed at once, so that the client gets an
+        error instead of waiting.
+        """
         while not self._connections.is_closing_many:
             try:
                 accepted, address = super().accept()
@@ -277,7 +321,11 @@ class Listener(socket.socket):
         super().close()
 
     def _refuse_without_descriptor(self) -> None:
-        """Close a waiting connection by the spare descriptor, or the event loop would call `accept` again and again."""
+        """Use the spare file descriptor to accept and close a waiting connection.
+
+        The connection would otherwise stay in the queue, and the event loop would call `accept` in
+        a busy loop.
+        """
         self._connections.close_longest_idle()
         if self._spare >= 0:
             os.close(self._spare)
@@ -291,44 +339,47 @@ class Listener(socket.socket):
 
 
 class _HeadersRefused(Exception):
-    """A request has too many headers, or too many requests wait on a connection."""
+    """A request has too many headers, or too many requests are waiting on the connection."""
 
 
 class HttpProtocol(UvicornConnection):
-    """uvicorn's HTTP connection, with limits on the bytes of heads and trailers and on the pace of heads and bodies."""
+    """uvicorn's HTTP connection with limits on the size of headers and on slow clients."""
 
     def __init__(self, *arguments: Any, connections: Connections, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._connections = connections
         self._num_head_bytes = 0
-        """Bytes received since a message or a piece of a body ended."""
+        """Bytes received since the last complete head, piece of a body, or message."""
         self._has_progressed = False
         self._is_in_body = False
 
     def connection_made(self, transport: Any) -> None:
-        """Find the counted connection of a transport."""
+        """Look up the `Connection` that belongs to a new transport."""
         super().connection_made(transport)
         self._connection = self._connections.get(transport.get_extra_info("socket").fileno())
         self._connection.protocol = self
 
     def _is_open(self) -> bool:
-        """Whether bytes of the client can be parsed: it is connected, and no error response was sent."""
+        """Return whether the client is connected and no error response was sent."""
         return self.open_parser is not None and not self.is_closing()
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes; refuse a head that is malformed or too large.
+        """Parse received bytes, and answer a malformed or too large head with an error.
 
-        uvicorn logs a warning for each malformed request, and has no limit.
+        uvicorn alone would log a warning for each malformed request, and would accept a head of any
+        size.
         """
         self.stop_keep_alive()
         if not self._connections.has_timeout(self._connection):
             self._connections.start_timeout(self._connection, self._connections.header_timeout_s)
+
         while data and self._is_open():
+            # Parse at most as many bytes as the head may still have.
             piece, data = self._split(data)
             self._has_progressed = False
             try:
                 self.open_parser.feed_data(piece)
-            except httptools.HttpParserUpgrade:  # not offered: the request is served as HTTP/1.1
+            except httptools.HttpParserUpgrade:  # not supported: the request is served as HTTP/1.1
                 pass
             except httptools.HttpParserError as error:
                 if isinstance(error.__context__, _HeadersRefused):
@@ -336,6 +387,8 @@ class HttpProtocol(UvicornConnection):
                 else:
                     self._refuse(HTTPStatus.BAD_REQUEST, "not an HTTP request")
                 return
+
+            # Count the bytes of a head or of trailers that are still incomplete.
             self._num_head_bytes = 0 if self._has_progressed else self._num_head_bytes + len(piece)
             if self._num_head_bytes >= _MAX_HEAD_BYTES:
                 self._refuse(
@@ -343,12 +396,12 @@ class HttpProtocol(UvicornConnection):
                 )
 
     def _split(self, data: bytes) -> tuple[bytes, bytes]:
-        """Cut off as many bytes as a head may still have."""
-        room = _MAX_HEAD_BYTES - self._num_head_bytes
-        return (data, b"") if len(data) <= room else (data[:room], data[room:])
+        """Split `data` after the last byte that still fits into the head limit."""
+        limit = _MAX_HEAD_BYTES - self._num_head_bytes
+        return (data, b"") if len(data) <= limit else (data[:limit], data[limit:])
 
     def _refuse(self, status: HTTPStatus, detail: str) -> None:
-        """Send an error response and close."""
+        """Send an error response and close the connection."""
         content = b'{"detail":"%s"}' % detail.encode()
         self.send_and_close(
             b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
@@ -356,14 +409,14 @@ class HttpProtocol(UvicornConnection):
         )
 
     def on_message_begin(self) -> None:
-        """Start to wait for the head of a request."""
+        """Start the timeout for the head of a request."""
         if not self._connections.has_timeout(self._connection):
             self._connections.start_timeout(self._connection, self._connections.header_timeout_s)
         self._is_in_body = False
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Add a header. Trailers are discarded, because the headers have been checked by then."""
+        """Add a header. Trailers are discarded: the server has already checked the headers."""
         if self._is_in_body:
             return
         if len(self.current_headers) >= _MAX_HEADERS:
@@ -371,31 +424,34 @@ class HttpProtocol(UvicornConnection):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start the request, and wait for its body."""
+        """Start the request, and the timeout for its body."""
         if len(self.waiting_requests) >= _MAX_PIPELINED:
-            raise _HeadersRefused(f"more than {_MAX_PIPELINED} requests before the response to the first")
+            raise _HeadersRefused(f"more than {_MAX_PIPELINED} pipelined requests are waiting on this connection")
         self._has_progressed = self._is_in_body = True
         self._connections.start_timeout(self._connection, self._connections.body_timeout_s)
         self._connections.mark_active(self._connection)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Add a piece of the body, which earns the client time for the next one."""
+        """Pass on a piece of the body.
+
+        Each KiB gives the client another second, up to the limit.
+        """
         self._has_progressed = True
         earned_s = self._connection.patience_s + len(body) / _MIN_BODY_BYTES_PER_S
         self._connection.patience_s = min(earned_s, self._connections.body_timeout_s)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Wait for nothing until the next request begins."""
+        """Stop the timeout until the next request begins."""
         self._has_progressed = True
         self._connections.stop_timeout(self._connection)
         super().on_message_complete()
-        if self.is_response_complete:  # the response came before the end of the body
+        if self.is_response_complete:  # the response was sent before the body had arrived completely
             self.start_keep_alive()
 
     def on_response_complete(self) -> None:
-        """Start the next request; without one the connection is idle."""
+        """Start the next request on the connection. If there is none, the connection is idle."""
         super().on_response_complete()
         if self._is_open() and self.is_response_complete:
             self._connections.mark_idle(self._connection)

@@ -1,7 +1,8 @@
-"""Long polls: one thread watches the store for all open polls and wakes those whose result exists.
+"""Long polls: clients wait for results without a thread or a query per client.
 
-`ResultWatcher` wakes the polls, `ResponsePriority` lets results go out before new requests come in, and
-`LongPollMiddleware` serves the endpoint before routing.
+`ResultWatcher` watches the store with one thread and wakes the polls whose results have arrived.
+`ResponsePriority` makes new requests wait while completed results are being sent.
+`LongPollMiddleware` serves the polling endpoint before routing.
 """
 
 import asyncio
@@ -30,18 +31,22 @@ _WAIT_S = 1.0
 _MARK_FETCHED_EVERY_S = 5.0
 _CHECK_KEYS_EVERY_S = 1.0
 _HEARTBEAT_EVERY_S = 20.0
-"""Shorter than the hold time of a poll, so every poll counts. The SDK itself sends a heartbeat every 10 s."""
+"""Minimum time between two heartbeats that are written for a session with an open poll.
+
+It is shorter than the hold time of a poll, so a client that only polls keeps its session alive. The
+SDK itself also sends a heartbeat every 10 s.
+"""
 _MAX_PAUSE_S = 0.05
 _PAGE = 5000
 _MIN_HOLD_SHARE = 0.75
-"""The shortest hold of a poll, as a share of the limit."""
+"""Minimum hold time of a poll, as a fraction of the configured hold time."""
 
 Notification = asyncio.Future[bool]
-"""Resolved once: True when there is something to read, False when the time is over."""
+"""A future that is resolved once: True if there may be a result to read, False after a timeout."""
 
 
 async def wait_for(notification: Notification, timeout_s: float) -> bool:
-    """Wait for a notification, at most `timeout_s` seconds. Returns False after a timeout."""
+    """Wait for a notification. Returns False after `timeout_s` seconds."""
     timer = asyncio.get_running_loop().call_later(timeout_s, _resolve, notification, False)
     try:
         return await notification
@@ -61,7 +66,7 @@ def _notify(notifications: Iterable[Notification], value: bool = True) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _NewPoll:
-    """A poll that started; its result may exist already. `owner` None: an admin asks."""
+    """A poll that has just started. Its result may exist already. `owner` is None for an admin."""
 
     request_id: RequestId
     owner: str | None
@@ -69,13 +74,16 @@ class _NewPoll:
 
 
 class ResultWatcher:
-    """Wakes the open polls of one event loop when their results exist. Started and closed on that loop."""
+    """Wakes the open polls of one event loop when their results exist.
+
+    Must be started and closed on that loop.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lock = threading.Lock()
         self._waiting: dict[str, list[Notification]] = {}
-        self._of_key: dict[int, set[Notification]] = {}
+        self._by_key: dict[int, set[Notification]] = {}
         self._new: list[_NewPoll] = []
         self._seen = store.read(completions.get_last_position)
         self._fetched: set[RequestId] = set()
@@ -85,23 +93,23 @@ class ResultWatcher:
         self._readers: list[Callable[[], object]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self.observe_wakeup: Callable[[float], object] = lambda _: None
-        """Called for each woken poll with the seconds since its result was written."""
+        """Called with the seconds since a result was written, for each poll that it wakes."""
         self._thread = ServiceThread("result-watcher", self._run)
 
     @property
     def is_closed(self) -> bool:
-        """Whether the process shuts down and no poll may be held."""
+        """Whether the process is shutting down. No poll may be held then."""
         return self._is_closed
 
     @property
     def num_waiting(self) -> int:
-        """The number of requests and sampling sessions with an open poll."""
+        """The number of requests and sampling sessions that have an open poll."""
         return len(self._waiting)
 
     def add_reader(self, read: Callable[[], object]) -> None:
-        """Call a function on the watcher's thread after each commit of the engine, and each second.
+        """Register a function for the watcher's thread. Must be called before `start`.
 
-        Called before `start`.
+        The thread calls it after each commit of the engine, and at least once a second.
         """
         self._readers.append(read)
 
@@ -111,10 +119,13 @@ class ResultWatcher:
         self._thread.start()
 
     def release(self) -> None:
-        """Wake all open polls and hold none from now on. Called on the loop; idempotent."""
+        """Wake all open polls, and hold no polls from now on. Called on the event loop.
+
+        Idempotent.
+        """
         with self._lock:
             self._is_closed = True
-            waiting = [notification for each in self._waiting.values() for notification in each]
+            waiting = [notification for notifications in self._waiting.values() for notification in notifications]
         _notify(waiting)
         self._store.wake()
 
@@ -126,18 +137,20 @@ class ResultWatcher:
 
     @contextmanager
     def subscribe(self, name: RequestId | SamplingSessionId, key_id: int | None = None) -> Generator[Notification]:
-        """Yield a notification that resolves when a request, or any request of a sampling session, has its result.
+        """Yield a notification for the result of a request, or any result of a sampling session.
 
-        Results that exist already are not announced: the caller looks for them inside the context. About a second after
-        the caller's key is revoked or expires, the notification resolves to False, as if the time were over.
+        The notification does not cover results that exist already, so the caller must look for them
+        inside the context. If the caller's key is revoked or expires, the notification resolves to
+        False within about a second, as after a timeout.
         """
         notification: Notification = asyncio.get_running_loop().create_future()
         with self._lock:
             self._waiting.setdefault(name, []).append(notification)
             if key_id is not None:
-                self._of_key.setdefault(key_id, set()).add(notification)
+                self._by_key.setdefault(key_id, set()).add(notification)
             if self._is_closed:
                 notification.set_result(True)
+
         try:
             yield notification
         finally:
@@ -147,17 +160,20 @@ class ResultWatcher:
                 if not waiting:
                     del self._waiting[name]
                 if key_id is not None:
-                    self._of_key[key_id].remove(notification)
-                    if not self._of_key[key_id]:
-                        del self._of_key[key_id]
+                    self._by_key[key_id].remove(notification)
+                    if not self._by_key[key_id]:
+                        del self._by_key[key_id]
 
     async def wait_for_result(
         self, request_id: RequestId, owner: str | None, timeout_s: float, key_id: int | None = None
     ) -> bool:
-        """Wait until a request has its result, or does not exist for this owner (None: for an admin).
+        """Wait until a request has a result, or turns out not to exist for this owner.
 
-        Waits between 0.75 and 1 times `timeout_s` and returns False after that, or when the caller's key ends.
-        Thousands of polls share one query; a query per poll would take a thread for each, twice.
+        `owner` is None for an admin, who may read the results of all owners. Returns False after
+        between 0.75 and 1 times `timeout_s` seconds, or when the caller's key ends.
+
+        All new polls share one query. With a query per poll, thousands of polls would each occupy a
+        thread twice.
         """
         with self.subscribe(request_id, key_id) as notification:
             with self._lock:
@@ -165,11 +181,15 @@ class ResultWatcher:
                 is_first = len(self._new) == 1
             if is_first:
                 self._store.wake()
-            # Polls that started together would always time out together, and results would wait for all of them.
+            # Random hold times, or polls that start together would always time out together, and
+            # results would have to wait for hundreds of responses.
             return await wait_for(notification, timeout_s * self._random.uniform(_MIN_HOLD_SHARE, 1.0))
 
     def mark_fetched(self, request_id: RequestId) -> None:
-        """Record that a client received its result. Written in batches, because only pruning reads it."""
+        """Record that a client has received a result.
+
+        Written in batches: only pruning uses this, and it can wait a few seconds.
+        """
         with self._lock:
             self._fetched.add(request_id)
 
@@ -185,29 +205,30 @@ class ResultWatcher:
                 self._release_polls_of_ended_keys()
                 self._write_fetched()
                 self._write_heartbeats()
-            except (StoreError, ValueRefused) as error:  # the polls of a refused id are woken and report it
-                _log.error("cannot look for results; retrying: %s", error)
+            except (StoreError, ValueRefused) as error:  # a poll with a refused id was woken and reports the error
+                _log.error("cannot read new results from the database; retrying in a second: %s", error)
                 time.sleep(_WAIT_S)
-            # Commits come in bursts: after a query over thousands of polls, let some gather before the next one.
+            # Commits come in bursts. After a slow query over thousands of polls, let more commits
+            # arrive before the next query.
             time.sleep(min(time.monotonic() - started_at, _MAX_PAUSE_S))
 
     def _check_new_polls(self) -> None:
-        """Wake new polls whose request is completed or unknown."""
+        """Wake new polls whose request is completed, unknown, or belongs to another owner."""
         with self._lock:
             new, self._new = self._new, []
         owners: dict[RequestId, str] = {}
         try:
             if new:
-                owners = self._store.read(lambda tx: futures.get_open_owners(tx, {each.request_id for each in new}))
-        finally:  # after an error each poll is woken and reads the store itself
+                owners = self._store.read(lambda tx: futures.get_open_owners(tx, {poll.request_id for poll in new}))
+        finally:  # after an error, every poll is woken and reads the store itself
             self._wake(
-                each.notification
-                for each in new
-                if (owner := owners.get(each.request_id)) is None or each.owner not in (None, owner)
+                poll.notification
+                for poll in new
+                if (owner := owners.get(poll.request_id)) is None or poll.owner not in (None, owner)
             )
 
     def _notify_completed(self) -> None:
-        """Wake the polls of all requests that completed since the last call."""
+        """Wake the polls of all requests that have completed since the last call."""
         is_more = True
         while is_more and (page := self._store.read(lambda tx: completions.list_completed(tx, self._seen, _PAGE))):
             self._seen, is_more = page[-1][0], len(page) == _PAGE
@@ -225,15 +246,15 @@ class ResultWatcher:
                 self.observe_wakeup(max(now - completed_at, 0.0))
 
     def _release_polls_of_ended_keys(self) -> None:
-        """End the polls whose key was revoked or expired; their next call is refused."""
+        """End the polls whose key was revoked or has expired. Their next call gets a 401."""
         if time.monotonic() - self._keys_checked_at < _CHECK_KEYS_EVERY_S:
             return
         self._keys_checked_at = time.monotonic()
         with self._lock:
-            polling = list(self._of_key)
+            polling = list(self._by_key)
         ended = self._store.read(lambda tx: keys.find_ended(tx, polling, time.time())) if polling else set[int]()
         with self._lock:
-            due = [notification for key_id in ended for notification in self._of_key.get(key_id, ())]
+            due = [notification for key_id in ended for notification in self._by_key.get(key_id, ())]
         self._wake(due, False)
 
     def _wake(self, notifications: Iterable[Notification], value: bool = True) -> None:
@@ -254,12 +275,12 @@ class ResultWatcher:
                 with self._lock:
                     self._fetched |= fetched
 
-        if fetched:  # not waited for: the engine may hold the write lock for a while, and results arrive meanwhile
+        if fetched:  # do not wait: the engine may hold the write lock for a while, and more results arrive meanwhile
             written = self._store.write_soon(lambda tx: futures.mark_fetched(tx, fetched, time.time()))
             written.add_done_callback(restore_after_error)
 
     def _write_heartbeats(self) -> None:
-        """Refresh the heartbeat of sessions that have an open long poll: not every client sends heartbeats."""
+        """Record heartbeats for sessions with an open poll: some clients do not send any."""
         now = time.monotonic()
         if now - self._heartbeat_at < _HEARTBEAT_EVERY_S:
             return
@@ -271,18 +292,20 @@ class ResultWatcher:
             lambda tx: sessions.find_waiting_without_heartbeat(tx, polled, heard_at - _HEARTBEAT_EVERY_S)
         )
         if silent:
-            self._store.write_soon(lambda tx: [sessions.record_heartbeat(tx, each, heard_at) for each in silent])
+            self._store.write_soon(lambda tx: [sessions.record_heartbeat(tx, name, heard_at) for name in silent])
 
 
 class ResponsePriority:
-    """Writes completed results before new requests are accepted, for the calls of one event loop.
+    """Lets results go out before new requests come in. Used for the calls of one event loop.
 
-    Hundreds of requests may complete at once, and each client that has its result sends its next request, which costs
-    more than writing a result. Without priority the last results wait for the requests of the first clients.
+    Hundreds of requests may complete at the same time. Every client that has its result sends a new
+    request at once, and serving that takes longer than writing a result. Without this
+    priority, the last clients would get their results only after the new requests of the first
+    clients.
     """
 
     def __init__(self, *, max_wait_s: float = 0.25) -> None:
-        """A new request waits at most `max_wait_s` seconds."""
+        """`max_wait_s` is the longest time that a new request waits, in seconds."""
         self._max_wait_s = max_wait_s
         self._num_writing = 0
         self._is_idle = asyncio.Event()
@@ -290,7 +313,7 @@ class ResponsePriority:
 
     @contextmanager
     def mark_writing(self) -> Generator[None]:
-        """Mark that a result is read and encoded inside the context."""
+        """Inside the context, the caller reads and encodes a result."""
         self._num_writing += 1
         self._is_idle.clear()
         try:
@@ -301,7 +324,7 @@ class ResponsePriority:
                 self._is_idle.set()
 
     async def wait_for_results(self) -> None:
-        """Wait until no result is being written, at most `max_wait_s` seconds."""
+        """Wait until no result is being written, for at most `max_wait_s` seconds."""
         if self._num_writing:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._is_idle.wait(), self._max_wait_s)
@@ -309,10 +332,13 @@ class ResponsePriority:
 
 @dataclass(frozen=True, slots=True)
 class LongPollMiddleware:
-    """Serves the POSTs of the long-poll endpoint before routing; every other request first yields to results.
+    """ASGI middleware that serves POST requests of the polling endpoint, before routing.
 
-    Each layer between the socket and the endpoint stays in memory as long as a poll, and the garbage collector
-    traverses all of them. Without the router's layers ten thousand polls take half the time and memory.
+    All other requests first wait for `ResponsePriority`.
+
+    Every layer between socket and endpoint stays in memory as long as a poll is open, and the
+    garbage collector traverses all of them. Without the layers of the router, 10,000 polls take
+    half the time and memory.
     """
 
     app: ASGIApp

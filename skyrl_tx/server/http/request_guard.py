@@ -1,9 +1,8 @@
-"""Checks of every request before its endpoint: the host that it names, the web page and the proxies that it came from.
+"""Checks host, origin and proxy headers of every request, and counts all responses.
 
-While no API key is required, everyone who can send a request is an admin. That must not include web pages that the
-user visits, which reach loopback by DNS rebinding or cross-site requests, nor the clients of a reverse proxy.
-
-As the outermost layer it also counts all responses.
+As long as no API key is required, everyone who can send a request is an admin. That must not
+include web pages that the user happens to visit, which can reach loopback by DNS rebinding or
+cross-site requests, or the clients of a reverse proxy. `RequestGuard` is the outermost middleware.
 """
 
 import ipaddress
@@ -33,14 +32,20 @@ _log = logging.getLogger(__name__)
 _FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip"})
 _CHECKED = _FORWARDED | {b"host", b"origin", b"sec-fetch-site"}
 _OWN_SITE = frozenset({b"same-origin", b"none"})
-"""`none`: the user entered the address (W3C, Fetch Metadata Request Headers)."""
+"""Values of Sec-Fetch-Site for requests of the console. `none`: the user typed the address.
+
+Source: W3C, Fetch Metadata Request Headers.
+"""
 UNTRUSTED = "skyrl_tx.untrusted"
-"""Key in the ASGI scope of a request that may come from a web page or through a proxy, on a server with keys."""
+"""Key in the ASGI scope of a request that may come from another web page or through a proxy.
+
+Only set on servers that require keys: other servers refuse such a request.
+"""
 _CREATE_KEYS = "create API keys with `skyrl-tx keys create`"
 
 
 class TrustedProxies:
-    """The addresses and networks of the reverse proxies whose headers are believed."""
+    """The addresses and networks of reverse proxies whose forwarding headers are trusted."""
 
     def __init__(self, networks: Iterable[str]) -> None:
         self._networks = [ipaddress.ip_network(network, strict=False) for network in networks]
@@ -54,17 +59,17 @@ class TrustedProxies:
 
     def _is_trusted(self, address: str) -> bool:
         try:
-            found = ipaddress.ip_address(address)
-        except ValueError:  # the client of a test has a name
+            parsed = ipaddress.ip_address(address)
+        except ValueError:  # in tests the client has a name
             return False
-        return any(found in network for network in self._networks)
+        return any(parsed in network for network in self._networks)
 
 
 class KnownHosts:
-    """The hosts by which clients may address this server.
+    """The host names that clients may use for this server.
 
-    A page of another site can make its own name resolve to this server (DNS rebinding), but no IP address and no name
-    of this machine.
+    A page of another site can make its own host name resolve to this server (DNS rebinding). It
+    cannot do that with an IP address or with the name of this machine.
     """
 
     def __init__(self, settings: ApiSettings) -> None:
@@ -91,7 +96,11 @@ class KnownHosts:
 
 
 class RequestGuard:
-    """ASGI middleware that refuses, with 403, requests that would be an admin's only because no key is required."""
+    """ASGI middleware that protects servers without API keys.
+
+    It refuses requests with status 403 that would have an admin's rights only because no key is
+    required.
+    """
 
     def __init__(
         self,
@@ -102,7 +111,7 @@ class RequestGuard:
         handle_error: Callable[[Request, Exception], Awaitable[Response]],
         groups: HttpGroups,
     ) -> None:
-        """`requires_key()` returns whether API keys are required now; it may read the database."""
+        """`requires_key()` returns whether API keys are required now. It may read the database."""
         self._app = app
         self._proxied = cast(ASGIApp, ProxyHeadersMiddleware(cast(Any, app), settings.trusted_proxies))
         self._proxies = TrustedProxies(settings.trusted_proxies)
@@ -116,40 +125,52 @@ class RequestGuard:
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Serve one ASGI connection.
 
-        Not a coroutine: each of thousands of long polls would keep one more in memory.
+        This is not a coroutine function, because each of thousands of long polls would keep another
+        coroutine in memory.
         """
         if scope["type"] != "http":
             return self._app(scope, receive, send)
+
         send = _wrap_send(self._groups, scope["path"], send)
+
+        # Let uvicorn's middleware read the headers of a trusted proxy.
         app, is_proxied = self._app, False
         if self._proxies and (client := scope.get("client")):
             address = normalize_address(client[0])
             if address in self._proxies:
                 scope["client"] = address, client[1]
                 app, is_proxied = self._proxied, True
+
         problem = self._find_problem(scope, is_proxied=is_proxied)
         if problem is None:
             return app(scope, receive, send)
         return self._refuse_without_keys(problem, app, scope, receive, send)
 
     def _find_problem(self, scope: Scope, *, is_proxied: bool) -> str | None:
-        """Return why a request may not be an admin's without a key; None for the requests of ordinary clients."""
+        """Return why a request must not get admin rights without a key. None for usual requests."""
         headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
         checked = [header for header in headers if header[0] in _CHECKED]
         if len(checked) == 1 and checked[0][0] == b"host" and checked[0][1] in self._hosts:
             return None
+
         values = dict(checked)
         forwarded = _FORWARDED & values.keys()
         origin = values.get(b"origin", b"")
         site = values.get(b"sec-fetch-site", b"none")
+
+        # A reverse proxy that is not configured as trusted.
         if forwarded and not is_proxied:
             return (
                 f"{min(forwarded).decode()}: the request came through a proxy, whose users would all be admins. "
                 f"Please {_CREATE_KEYS}, or if the proxy authenticates its users, name it with --trusted-proxies"
             )
+
+        # DNS rebinding.
         for name, value in checked:
             if name == b"host" and value not in self._hosts:
                 return _describe_unknown_host(value)
+
+        # A cross-site request.
         if site not in _OWN_SITE and not _is_page_navigation(scope):
             return f"Sec-Fetch-Site {_quote_header(site)}: a web page of another site sent this request; {_CREATE_KEYS}"
         if origin and origin.partition(b"://")[2].lower() != values.get(b"host", b"").lower():
@@ -176,14 +197,14 @@ class RequestGuard:
 
 
 def _wrap_send(groups: HttpGroups, path: str, send: Send) -> Send:
-    """Return a `send` that counts a response and observes its time."""
+    """Return a `send` that counts the response and measures its time."""
     group = groups.known.get(path) or groups.get_by_first_part(path)
     started = time.monotonic()
 
     async def send_and_count(message: Message) -> None:
         await send(message)
         if message["type"] == "http.response.start":
-            group.of_status(str(message["status"])).inc()
+            group.get_counter(str(message["status"])).inc()
         elif not message.get("more_body"):
             group.observe_seconds(time.monotonic() - started)
 
@@ -193,7 +214,8 @@ def _wrap_send(groups: HttpGroups, path: str, send: Send) -> Send:
 def _is_page_navigation(scope: Scope) -> bool:
     """Return whether the user follows a link to a page of the console.
 
-    The site with the link cannot read the page, and no GET has an effect (W3C, Fetch Metadata Request Headers).
+    This is harmless: the site with the link cannot read the page, and no GET request changes
+    anything (W3C, Fetch Metadata Request Headers).
     """
     headers = dict(scope["headers"])
     is_page = headers.get(b"sec-fetch-mode") == b"navigate" and headers.get(b"sec-fetch-dest") == b"document"
@@ -206,6 +228,6 @@ def _quote_header(value: bytes) -> str:
 
 def _describe_unknown_host(host: bytes) -> str:
     return (
-        f"Host {_quote_header(host)}: not a name of this server. Add it with --allowed-hosts if clients use it; without API "
-        f"keys only localhost, IP addresses and the name of this machine are accepted ({_CREATE_KEYS})"
+        f"Host {_quote_header(host)}: not a name of this server. Add it with --allowed-hosts if clients use it; "
+        f"without API keys only localhost, IP addresses and the name of this machine are accepted ({_CREATE_KEYS})"
     )

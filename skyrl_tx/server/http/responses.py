@@ -1,4 +1,7 @@
-"""Stored results as responses of `retrieve_future`: protobuf or JSON, by the Accept header."""
+"""Encodes stored results as responses of `retrieve_future`.
+
+The Accept header of the client decides between protobuf and JSON.
+"""
 
 import math
 from dataclasses import asdict
@@ -25,7 +28,10 @@ _STOP_REASONS: dict[results.StopReason, wire_pb2.StopReason] = {
 
 
 def make_result_response(result: results.Result, accept: str) -> Response:
-    """Encode a result. A failed request has status 200 too: the SDK would poll again after any other."""
+    """Encode a result.
+
+    A failed request also gets status 200: the SDK would poll again after any other status.
+    """
     if PROTOBUF in accept:
         if isinstance(result, results.ForwardBackwardOutput):
             return Response(encode_pass(result).SerializeToString(), media_type=PROTOBUF)
@@ -35,7 +41,10 @@ def make_result_response(result: results.Result, accept: str) -> Response:
 
 
 def encode_pass(output: results.ForwardBackwardOutput) -> wire_pb2.ForwardBackwardOutput:
-    """Encode a pass: one record for each run of consecutive datums with one trailing shape."""
+    """Encode the result of a training pass.
+
+    Consecutive datums whose arrays have the same trailing shape share one record.
+    """
     message = wire_pb2.ForwardBackwardOutput(loss_fn_output_type=_OUTPUT_TYPE, metrics=dict(output.metrics))
     for _, group in groupby(output.logprobs, key=lambda array: array.shape[1:]):
         run = [*group]
@@ -45,9 +54,11 @@ def encode_pass(output: results.ForwardBackwardOutput) -> wire_pb2.ForwardBackwa
 
 
 def encode_sample(output: results.SampleOutput) -> wire_pb2.SampleResponse:
-    """Encode samples. An absent optional field was not requested."""
+    """Encode the result of a sample request. Fields that the client did not request are absent."""
     prompt = output.prompt
     message = wire_pb2.SampleResponse(prompt_cache_hit_tokens=prompt.cache_hit_tokens)
+
+    # The sampled sequences.
     for sequence in output.sequences:
         part = message.sequences.add(
             stop_reason=_STOP_REASONS[sequence.stop_reason],
@@ -56,6 +67,8 @@ def encode_sample(output: results.SampleOutput) -> wire_pb2.SampleResponse:
         )
         if sequence.topk is not None:
             part.topk_sampled_logprobs.CopyFrom(_encode_topk(sequence.topk))
+
+    # What the client asked about the prompt.
     if prompt.logprobs is not None:
         message.prompt_logprobs = prompt.logprobs.tobytes()
     if prompt.topk is not None:
@@ -69,13 +82,15 @@ def encode_sample(output: results.SampleOutput) -> wire_pb2.SampleResponse:
 
 
 def result_to_json(result: results.Result) -> dict[str, object]:
-    """Convert a result to a JSON object. The key `error` exists exactly in failures.
+    """Convert a result to a JSON object. The key `error` exists only in failures.
 
-    By default, `type` is the kind of the request, and the other keys are the fields of the result.
+    A kind without a case below becomes an object with its fields, and with the kind of the request
+    as `type`.
     """
     match result:
         case results.Failure():
             return {"error": result.message, "category": result.category.value}
+
         case results.ForwardBackwardOutput():
             outputs = [{"logprobs": _tensor_to_json(logprobs)} for logprobs in result.logprobs]
             return {
@@ -85,6 +100,7 @@ def result_to_json(result: results.Result) -> dict[str, object]:
             }
         case results.OptimStepOutput():
             return {"type": "optim_step", "metrics": _metrics_to_json(result.metrics)}
+
         case results.SaveWeightsOutput():
             if result.kind == "weights":
                 return {"type": "save_weights", "path": result.path}
@@ -95,6 +111,7 @@ def result_to_json(result: results.Result) -> dict[str, object]:
                 "path": result.path,
                 "sampling_session_id": result.sampling_session_id,
             }
+
         case results.SampleOutput():
             return _sample_to_json(result)
         case _:
@@ -102,6 +119,7 @@ def result_to_json(result: results.Result) -> dict[str, object]:
 
 
 def _sample_to_json(output: results.SampleOutput) -> dict[str, object]:
+    # The sampled sequences.
     sequences: list[dict[str, object]] = []
     for sequence in output.sequences:
         part: dict[str, object] = {
@@ -114,6 +132,8 @@ def _sample_to_json(output: results.SampleOutput) -> dict[str, object]:
         if (gap := sequence.trainer_gap) is not UNSET:
             part["trainer_gap"] = {"mean": gap.mean, "max": gap.largest, "num_tokens": gap.num_tokens}
         sequences.append(part)
+
+    # What the client asked about the prompt.
     prompt = output.prompt
     response: dict[str, object] = {
         "type": "sample",
@@ -126,6 +146,7 @@ def _sample_to_json(output: results.SampleOutput) -> dict[str, object]:
         response["topk_prompt_logprobs"] = _topk_to_json(prompt.topk)
     if prompt.targets is not None:
         response["target_prompt_logprobs"] = _tensor_to_json(prompt.targets, output.target_cells)
+
     if prompt.alt_tokens is not None:
         response["prompt_alt_tokens"] = {
             "tokens": _tensor_to_json(prompt.alt_tokens.token_ids),
@@ -167,7 +188,7 @@ def _numbers_to_json(array: NumberArray) -> list[float | str]:
 
 
 def _logprobs_to_json(array: Float32Array) -> list[float | str | None]:
-    """Convert logprobs to JSON, with null for NaN, which marks positions that were not computed."""
+    """Convert logprobs to JSON. NaN marks a token without a logprob and becomes null."""
     return [None if math.isnan(value) else _number_to_json(value) for value in cast(list[float], array.tolist())]
 
 
@@ -176,7 +197,10 @@ def _metrics_to_json(metrics: results.Metrics) -> dict[str, float | str]:
 
 
 def _number_to_json(value: float) -> float | str:
-    """Return a number, or its name in protobuf's JSON mapping if JSON has no such number. Every SDK reads the names."""
+    """Return a number, or its name if JSON cannot represent it, for example "NaN".
+
+    The names come from protobuf's JSON mapping, and all SDK releases read them.
+    """
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

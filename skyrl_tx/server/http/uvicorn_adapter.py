@@ -1,66 +1,40 @@
-"""The private parts of uvicorn that this server depends on, behind names of our own.
+"""Access to private parts of uvicorn, under public names.
 
-uvicorn has no limits for the head of a request and for slow clients, and no hooks to add them, so `HttpProtocol`
-extends uvicorn's HTTP connection. A release of uvicorn may rename what this module uses. Then
-`tests/unit/server/http/test_uvicorn_adapter.py` fails and names the missing attribute; no other module needs a change.
+uvicorn neither limits the size of request heads nor closes slow connections, and it has no hooks
+for such limits. So `HttpProtocol` extends uvicorn's HTTP connection class. If a uvicorn release
+renames an attribute that this module uses, `tests/unit/server/http/test_uvicorn_adapter.py` fails
+and names the attribute, and only this module must change.
 """
 
-from collections.abc import Mapping
 from operator import attrgetter
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-USED_NAMES: Mapping[str, tuple[str, ...]] = {
-    "HttpToolsProtocol": (
-        "_unset_keepalive_if_required",
-        "cycle",
-        "flow",
-        "headers",
-        "loop",
-        "parser",
-        "pipeline",
-        "timeout_keep_alive",
-        "timeout_keep_alive_handler",
-        "timeout_keep_alive_task",
-        "transport",
-    ),
-    "FlowControl": ("read_paused",),
-    "RequestResponseCycle": ("response_complete",),
-}
-"""The attributes of uvicorn's classes that this module uses. Those of asyncio and httptools are public."""
-OVERRIDDEN_NAMES = (
-    "connection_made",
-    "data_received",
-    "on_body",
-    "on_header",
-    "on_headers_complete",
-    "on_message_begin",
-    "on_message_complete",
-    "on_response_complete",
-)
-"""The methods of uvicorn's `HttpToolsProtocol` that `HttpProtocol` extends: uvicorn must go on calling them."""
-
 
 class UvicornConnection(HttpToolsProtocol):
-    """uvicorn's HTTP connection with public names for what a subclass reads and does.
+    """uvicorn's HTTP connection, with public names for the attributes that a subclass needs.
 
-    They are called for each header and each piece of a body, so most are implemented in C.
+    The properties are read for every header and every piece of a body, so most of them are
+    implemented in C.
     """
 
     open_parser = property(attrgetter("parser"))
-    """The parser of the client's bytes; None before the connection is made and after it was lost."""
+    """The HTTP parser of the connection. None unless the client is connected."""
     is_closing = property(attrgetter("transport.is_closing"))
-    """A function that returns whether the connection is closed, or will be once all is sent."""
+    """The function `transport.is_closing`:
+
+    True if the connection is closed or about to be closed.
+    """
     current_headers = property(attrgetter("headers"))
-    """The headers of the current request so far."""
+    """The headers of the current request that have arrived."""
     waiting_requests = property(attrgetter("pipeline"))
-    """The requests that came before the response to the first one."""
+    """The pipelined requests that wait until the response to the current request is complete."""
     is_reading_paused = property(attrgetter("flow.read_paused"))
-    """Whether the server reads no body, because the application has not taken what came before."""
+    """Whether reading is paused until the application has consumed earlier parts of the body."""
     is_response_complete = property(attrgetter("cycle.response_complete"))
     """Whether the response to the latest request is complete."""
     stop_keep_alive = HttpToolsProtocol._unset_keepalive_if_required
-    """Stops the keep-alive timeout, if it runs."""
+    """Cancels the keep-alive timer, if it is running."""
 
     def send_and_close(self, data: bytes) -> None:
         """Send bytes, then close the connection."""
@@ -68,6 +42,6 @@ class UvicornConnection(HttpToolsProtocol):
         self.transport.close()
 
     def start_keep_alive(self) -> None:
-        """Close the connection after the keep-alive timeout, unless a request comes before."""
+        """Close the connection after the keep-alive timeout, unless another request arrives."""
         self.stop_keep_alive()
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)

@@ -1,7 +1,12 @@
-"""Access control: finds rows by client-sent ids. Rows that a caller may not see are reported as if they did not exist.
+"""Access control: finds database rows by the ids that clients send.
 
-An owner sees and changes its own rows. The members of a project also see its sessions, runs and checkpoints, and its
-editors change the checkpoints. Training requests and samplers are for the owner alone. An admin may do everything.
+A row that the caller may not see is reported as if it did not exist (404). The rules are:
+
+- An owner sees and changes its own sessions, runs, checkpoints and samplers.
+- Members of a project also see the project's sessions, runs and checkpoints.
+- Editors of a project also change its checkpoints.
+- Only the owner trains a run or uses a sampler.
+- An admin may do everything.
 """
 
 import time
@@ -25,7 +30,10 @@ from skyrl_tx.store.tables import CheckpointRow, ModelRow, ProjectRole, Sampling
 _MEMBERS: tuple[ProjectRole, ...] = ("viewer", "editor")
 _EDITORS: tuple[ProjectRole, ...] = ("editor",)
 _SHARED_METADATA = frozenset({"renderer_name"})
-"""Metadata that others see of a published checkpoint: clients need it to build prompts for the weights."""
+"""Metadata of a published checkpoint that other owners see.
+
+Their clients need the renderer to build prompts for the weights.
+"""
 
 
 def find_session(tx: Session, caller: Principal, session_id: SessionId) -> SessionRef:
@@ -39,7 +47,10 @@ def find_visible_session(tx: Session, caller: Principal, session_id: SessionId) 
 
 
 def find_assignable_session(tx: Session, caller: Principal, session_id: SessionId) -> SessionRef:
-    """Find a session that the caller may move to another project: its own, or one of a project that it edits."""
+    """Find a session that the caller may move to another project.
+
+    These are the caller's own sessions and the sessions of projects that it edits.
+    """
     return _find_session(tx, caller, session_id, _EDITORS)
 
 
@@ -54,14 +65,14 @@ def _find_session(tx: Session, caller: Principal, session_id: SessionId, roles: 
 
 
 def check_assignment(tx: Session, caller: Principal, project_id: str | None) -> None:
-    """Raise ApiError 403 if a project has members, and the caller is none of its editors."""
+    """Raise ApiError 403 if a project has members and the caller is not one of its editors."""
     if project_id is None or caller.is_admin or not projects.has_members(tx, project_id):
         return
     if projects.get_role(tx, project_id, caller.owner) != "editor":
         raise ApiError(
             HTTPStatus.FORBIDDEN,
-            f"project_id {quote_value(project_id)}: the project has members, and {caller.owner} is none of its editors; "
-            "an admin can change that",
+            f"project_id {quote_value(project_id)}: the project has members, and {caller.owner} is none of its "
+            "editors; an admin can change that",
         )
 
 
@@ -82,17 +93,17 @@ def find_model(tx: Session, caller: Principal, model_id: ModelId) -> ModelRow:
 
 
 def can_see_run(tx: Session, caller: Principal, model_id: ModelId) -> bool:
-    """Return whether a run, with all its checkpoints, is one of the caller or of its projects."""
+    """Return whether the caller may see a run and all its checkpoints."""
     return _find_role(tx, caller, model_id) is not None
 
 
 def can_edit_run(tx: Session, caller: Principal, model_id: ModelId) -> bool:
-    """Return whether the caller may change the checkpoints of a run: one of its own, or of a project that it edits."""
+    """Return whether the caller may change the checkpoints of a run."""
     return _find_role(tx, caller, model_id) == "editor"
 
 
 def _find_role(tx: Session, caller: Principal, model_id: ModelId) -> ProjectRole | None:
-    """Return what the caller may do with the checkpoints of a run: those of an editor if it is one of its own."""
+    """Return the caller's role in a run. The owner and admins have the role "editor"."""
     if caller.can_act_for(models.get_owner(tx, model_id)):
         return "editor"
     return projects.get_role_in_run(tx, model_id, caller.owner)
@@ -107,22 +118,25 @@ def find_visible_run(tx: Session, caller: Principal, model_id: ModelId) -> Model
 
 
 def find_editable_run(tx: Session, caller: Principal, model_id: ModelId) -> ModelRow:
-    """Find a run whose checkpoints the caller may change. Raises ApiError 403 for a viewer of its project."""
-    row, rights = models.get(tx, model_id), _find_role(tx, caller, model_id)
-    if row is None or rights is None:
+    """Find a run whose checkpoints the caller may change. Raises ApiError 403 for a viewer."""
+    row, role = models.get(tx, model_id), _find_role(tx, caller, model_id)
+    if row is None or role is None:
         raise not_found(f"model {quote_value(model_id)} does not exist")
-    if rights != "editor":
+    if role != "editor":
         raise ApiError(
             HTTPStatus.FORBIDDEN,
-            f"model {quote_value(model_id)}: {caller.owner} is a viewer of its project; its owner and the project's editors "
-            "change its checkpoints",
+            f"model {quote_value(model_id)}: {caller.owner} is a viewer of its project; its owner and the project's "
+            "editors change its checkpoints",
         )
     return row
 
 
 @dataclass(frozen=True, slots=True)
 class ReadableRun:
-    """A run as far as a caller may read it. Unless `is_visible`, only the published checkpoints."""
+    """A run with the checkpoints that a caller may read.
+
+    If `is_visible` is false, the caller only sees the published checkpoints.
+    """
 
     row: ModelRow
     owner: str
@@ -131,7 +145,10 @@ class ReadableRun:
 
 
 def find_readable_run(tx: Session, caller: Principal, model_id: ModelId, now: float) -> ReadableRun:
-    """Find a run with its checkpoints; of one that the caller does not see only the published checkpoints."""
+    """Find a run with the checkpoints that the caller may read.
+
+    A caller who may not see the run gets only its published checkpoints.
+    """
     row = models.get(tx, model_id)
     owner = models.get_owner(tx, model_id)
     is_visible = can_see_run(tx, caller, model_id)
@@ -142,11 +159,11 @@ def find_readable_run(tx: Session, caller: Principal, model_id: ModelId, now: fl
 
 
 def find_model_ref(tx: Session, caller: Principal, model_id: ModelId) -> models.ModelRef:
-    """Find the columns of a model that queueing a request needs."""
-    found = models.find(tx, model_id)
-    if found is None or not caller.can_act_for(found.owner):
+    """Find the columns of a model that are needed to queue a request."""
+    ref = models.find(tx, model_id)
+    if ref is None or not caller.can_act_for(ref.owner):
         raise not_found(f"model {quote_value(model_id)} does not exist")
-    return found
+    return ref
 
 
 def find_sampling_session(
@@ -154,22 +171,23 @@ def find_sampling_session(
 ) -> tuple[SamplingSessionRow, str]:
     """Find a sampling session and its owner."""
     row = sampling_sessions.get(tx, sampling_session_id)
-    owning = None if row is None else sessions.find(tx, row.session_id)
+    session = None if row is None else sessions.find(tx, row.session_id)
     is_gone = row is not None and row.model_id is not None and models.is_deleted(tx, row.model_id)
-    if row is None or owning is None or is_gone or not caller.can_act_for(owning.owner):
+    if row is None or session is None or is_gone or not caller.can_act_for(session.owner):
         raise not_found(
-            f"sampling session {quote_value(sampling_session_id)} does not exist, or was removed after a long time without "
-            "use; save weights to sample from with a name to keep them"
+            f"sampling session {quote_value(sampling_session_id)} does not exist, or was removed after a long time "
+            "without use; save weights to sample from with a name to keep them"
         )
-    return row, owning.owner
+    return row, session.owner
 
 
 def find_saved_weights(
     tx: Session, readers: Sequence[Principal], path: CheckpointPath, now: float
 ) -> tuple[CheckpointRow, ModelRow]:
-    """Find a checkpoint that one of the readers may read, and the model that made it; see `Call.readers`.
+    """Find a checkpoint that at least one of the readers may read, and the model that saved it.
 
-    Raises UserError, not ApiError, because the future of a load reports a wrong path.
+    `ApiCall.list_readers` returns the readers. Raises UserError instead of ApiError, because the
+    future of a load request reports a wrong path.
     """
     row = checkpoints.get(tx, path, now)
     maker = models.get(tx, path.model_id)
@@ -180,7 +198,10 @@ def find_saved_weights(
 
 
 def find_readable_checkpoint(tx: Session, caller: Principal, path: CheckpointPath) -> tuple[CheckpointRow, ModelRow]:
-    """Find a checkpoint and the model that made it. Raises ApiError 404 if there is none that the caller may read."""
+    """Find a checkpoint that the caller may read, and the model that saved it.
+
+    Raises ApiError 404 if there is none.
+    """
     try:
         return find_saved_weights(tx, [caller], path, time.time())
     except UserError as error:
@@ -188,7 +209,10 @@ def find_readable_checkpoint(tx: Session, caller: Principal, path: CheckpointPat
 
 
 def filter_metadata(row: ModelRow | CheckpointRow, is_visible: bool) -> dict[str, str] | None:
-    """Return the client's metadata of a run or a checkpoint; who does not see the run gets what using it needs."""
+    """Return the metadata of a run or checkpoint that a caller may see.
+
+    A caller who may not see the run only gets the entries that are needed to use the weights.
+    """
     if row.user_metadata is None:
         return None
     return {name: value for name, value in row.user_metadata.items() if is_visible or name in _SHARED_METADATA}

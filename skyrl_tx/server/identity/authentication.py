@@ -1,11 +1,11 @@
-"""Authentication: API keys and tokens to principals, a limit for wrong keys, and the key that signs tokens and URLs.
+"""Authentication: who calls, and the server's secret for signed tokens and URLs.
 
-Every row has an owner, and every query is made for one.
+A caller sends an API key or a token (JWT) that was issued for a key, and becomes a `Principal` with
+an owner. All queries are limited to the rows of that owner.
 """
 
 import hashlib
 import hmac
-import ipaddress
 import logging
 import math
 import os
@@ -29,6 +29,7 @@ from fastapi.concurrency import run_in_threadpool
 from sqlmodel import Session
 
 from skyrl_tx.server.errors import ApiError, Refusal
+from skyrl_tx.server.http.connections import get_client_network
 from skyrl_tx.server.identity.scopes import ADMIN_ONLY, FULL_SCOPES, check_scope
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import keys
@@ -42,32 +43,38 @@ _log = logging.getLogger(__name__)
 _KEY_FILE = "signing.key"
 _KEY_BYTES = 32
 _CACHE_S = 1.0
-"""The longest time until a new or a revoked key is noticed."""
+"""Maximum time in seconds until a new or revoked key takes effect."""
 _MAX_CACHED = 1000
 _TOKEN_LIFETIME_S = 12 * 3600
-"""Long, because a token is worth no more than its key, which is looked up with every use."""
+"""Lifetime of a token in seconds.
+
+It can be long, because the server looks up the token's key with every use. A revoked key ends its
+tokens, too.
+"""
 _ALGORITHM = "HS256"
 _FORGIVE_S = 3.0
 """Seconds after which one wrong key is forgiven."""
 _MAX_NETWORKS = 10_000
-_IPV6_PREFIX = 64
-"""A customer gets at least that many IPv6 addresses."""
+
 OWNER = "skyrl_tx.owner"
-"""Key of the caller's owner in the ASGI scope of an authenticated request, for the log."""
+"""Key of the caller's owner in the ASGI scope of an authenticated request. Used for logging."""
 USER_URN = "tml:user:"
 ORGANIZATION = "self-hosted"
-"""The organization name in tokens and key descriptions."""
+"""The name of the organization in tokens and key descriptions."""
 
 
 @dataclass(frozen=True, slots=True)
 class SigningKey:
-    """The secret of a data directory. Signatures stay valid when the server restarts."""
+    """The secret of a data directory. It survives restarts, and so do its signatures."""
 
     secret: bytes
 
     @classmethod
     def from_data_dir(cls, data_dir: Path) -> "SigningKey":
-        """Read the directory's key, or create it. Raises ValueError for a file of another length."""
+        """Read the key of a data directory, or create one.
+
+        Raises ValueError if the file has another length.
+        """
         path = data_dir / _KEY_FILE
         if not path.exists():
             _write_once(path, secrets.token_bytes(_KEY_BYTES))
@@ -79,17 +86,17 @@ class SigningKey:
         return cls(secret)
 
     def sign(self, *parts: str) -> str:
-        """Return the signature of these parts, in this order. The first part names the purpose."""
+        """Return the signature of these parts in this order. The first part names the purpose."""
         message = b"".join(len(part.encode()).to_bytes(4, "big") + part.encode() for part in parts)
         return hmac.new(self.secret, message, hashlib.sha256).hexdigest()
 
     def verify(self, signature: str, *parts: str) -> bool:
-        """Whether `sign` returns this signature for these parts."""
+        """Return whether this is the signature of these parts."""
         return hmac.compare_digest(self.sign(*parts).encode(), signature.encode())
 
 
 def _write_once(path: Path, content: bytes) -> None:
-    """Create a private file atomically; a file that exists already stays."""
+    """Create a private file atomically. Does nothing if the file exists."""
     with NamedTemporaryFile(dir=path.parent) as file:  # readable by its owner only
         file.write(content)
         file.flush()
@@ -108,7 +115,7 @@ class Principal:
 
     @property
     def actor(self) -> Actor:
-        """The caller as the audit log names it."""
+        """The caller as it appears in the audit log."""
         return Actor(self.owner, self.key_id)
 
     @property
@@ -118,29 +125,38 @@ class Principal:
 
     @property
     def has_full_scope(self) -> bool:
-        """Whether every route but those of admins alone is allowed; `scopes` lists those of other scopes."""
+        """Whether the caller may call all routes, except those for admins only.
+
+        For other scopes, `scopes.get_scopes` decides.
+        """
         return self.scope in FULL_SCOPES
 
     def can_act_for(self, owner: str | None) -> bool:
-        """Whether the caller may do what that owner may. `owner` None: there is no such row."""
+        """Return whether the caller has the rights of an owner. False if `owner` is None.
+
+        Callers pass None if the row does not exist.
+        """
         return owner is not None and (self.is_admin or owner == self.owner)
 
     @property
     def owner_filter(self) -> str | None:
-        """The owner whose rows queries are limited to; None for an admin, who sees all."""
+        """The owner to limit queries to. None for an admin, who sees the rows of all owners."""
         return None if self.is_admin else self.owner
 
 
 LOCAL_ADMIN = Principal(LOCAL_OWNER, "admin")
-"""Every caller while authentication is disabled: with --no-auth, or on loopback until the first key is created."""
+"""The caller of every request while authentication is disabled.
+
+That is the case with --no-auth, and on loopback until the first key is created.
+"""
 
 
 class FailedKeys:
-    """Limits wrong keys from one network, so that guessing them costs the server next to nothing.
+    """Limits wrong keys per network, so that guessing keys costs the server almost nothing.
 
-    A token bucket of `limit` failures for each network, one refilled every three seconds.
-
-    A `limit` of 0 counts nothing. Of the networks beyond 10,000 the least recently recorded are forgotten.
+    Each network has a token bucket: `limit` wrong keys at once, and one more every three seconds.
+    For example, with `limit=20` a client may send 20 wrong keys at once. A `limit` of 0 disables
+    this. The server remembers 10,000 networks and forgets the least recently recorded ones.
     """
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -148,36 +164,27 @@ class FailedKeys:
         self._clock = clock
         self._lock = threading.Lock()
         self._forgiven_at: OrderedDict[str, float] = OrderedDict()
-        """When the bucket of a network is full again."""
+        """The time at which the bucket of a network will be full again."""
 
     def get_wait_s(self, address: str) -> float:
-        """Return in how many seconds another failure is allowed; 0 if it is allowed now."""
+        """Return the number of seconds until another wrong key is allowed. 0: now."""
         if not self._limit:
             return 0.0
         with self._lock:
-            left_s = self._forgiven_at.get(_get_network(address), 0.0) - self._clock()
+            left_s = self._forgiven_at.get(get_client_network(address), 0.0) - self._clock()
         return max(0.0, left_s - (self._limit - 1) * _FORGIVE_S)
 
     def record(self, address: str) -> None:
         """Record a wrong key."""
-        network, now = _get_network(address), self._clock()
+        network, now = get_client_network(address), self._clock()
         with self._lock:
             self._forgiven_at[network] = max(now, self._forgiven_at.pop(network, now)) + _FORGIVE_S
             if len(self._forgiven_at) > _MAX_NETWORKS:
                 self._forgiven_at.popitem(last=False)
 
 
-def _get_network(address: str) -> str:
-    """Return an IPv4 address, or the network of an IPv6 address."""
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:  # a Unix socket, or no address
-        return address
-    return address if parsed.version == 4 else str(ipaddress.ip_network((parsed, _IPV6_PREFIX), strict=False))
-
-
 class Authenticator:
-    """Authenticates callers by an API key, or by a token that was issued for one."""
+    """Authenticates callers by an API key or a token."""
 
     def __init__(self, settings: ApiSettings, store: Store, signing_key: SigningKey) -> None:
         self._settings = settings
@@ -190,26 +197,32 @@ class Authenticator:
         self._issued: tuple[frozenset[str], float] = frozenset(), -math.inf
 
     def requires_key(self) -> bool:
-        """Whether every caller needs a key. Reads the database on loopback until the first key exists."""
+        """Return whether callers need a key.
+
+        On loopback, this reads the database until the first key exists.
+        """
         if not self._requires_key and not self._settings.no_auth:
-            self._requires_key = self._store.read(keys.has_any)  # never false again
+            self._requires_key = self._store.read(keys.has_any)  # once True, it stays True
         return self._requires_key
 
     def get_cached(self, credential: str) -> Principal | None:
-        """Return the principal that `authenticate` found within the last second, without a query."""
+        """Return the principal that `authenticate` found within the last second. Runs no query."""
         if self._settings.no_auth:
             return LOCAL_ADMIN
         principal, until = self._cache.get(credential, (None, 0.0))
         return principal if until > time.monotonic() else None
 
     def authenticate(self, credential: str, address: str) -> Principal:
-        """Authenticate a credential. Raises ApiError 401 if it is invalid.
+        """Authenticate a credential.
 
-        Raises 429 for one that was never issued, if too many such came from the client's address. Valid ones are
-        accepted from there all the same: users may share an address.
+        Raises:
+            ApiError: 401 if the credential is invalid. 429 if it was never issued and too many
+                wrong keys came from this address. Valid credentials are still accepted from the
+                address, because users may share it.
         """
         if (cached := self.get_cached(credential)) is not None:
             return cached
+
         if (wait_s := self._failed.get_wait_s(address)) and not self._is_issued(credential):
             raise ApiError(
                 HTTPStatus.TOO_MANY_REQUESTS,
@@ -217,11 +230,12 @@ class Authenticator:
                 headers={"Retry-After": str(math.ceil(wait_s))},
                 reason="throttled",
             )
-        valid_until = time.monotonic() + _CACHE_S  # counted from before the query, and never prolonged without one
+
+        valid_until = time.monotonic() + _CACHE_S  # starts before the query, and only a query extends it
         try:
             principal = self._store.read(lambda tx: self.find_principal(tx, credential))
         except StoreUnreachable:
-            # A known caller gets the endpoint's own error for a database that is down; others get nothing.
+            # The database is down. A known caller gets the endpoint's own error.
             known, _ = self._cache.get(credential, (None, 0.0))
             if known is None:
                 raise
@@ -230,13 +244,17 @@ class Authenticator:
             if credential and not self._is_issued(credential):
                 self._failed.record(address)
             raise
+
         if len(self._cache) >= _MAX_CACHED:
             self._cache.clear()
         self._cache[credential] = principal, valid_until
         return principal
 
     def _is_issued(self, credential: str) -> bool:
-        """Return whether this server ever issued a credential. Costs at most one query a second in all."""
+        """Return whether this server ever issued a credential.
+
+        Runs at most one query per second.
+        """
         if not credential.startswith("tml-"):
             try:
                 self._read_claims(credential, verify_exp=False)
@@ -250,7 +268,7 @@ class Authenticator:
         return keys.hash_key(credential) in digests
 
     def clear_cache(self) -> None:
-        """Query the database for every credential again."""
+        """Forget all cached principals, so that the next calls query the database."""
         self._cache.clear()
 
     def issue_token(self, principal: Principal) -> str:
@@ -267,7 +285,10 @@ class Authenticator:
         return jwt.encode(claims, self._secret, algorithm=_ALGORITHM)  # pyright: ignore[reportUnknownMemberType]
 
     def find_principal(self, tx: Session, credential: str) -> Principal:
-        """Look up the principal of a credential. Raises ApiError 401 if it is invalid."""
+        """Look up the principal of a credential.
+
+        Raises ApiError 401 if the credential is invalid.
+        """
         if self._is_disabled(tx):
             return LOCAL_ADMIN
         if not credential:
@@ -275,6 +296,7 @@ class Authenticator:
                 "X-API-Key: missing; this server asks for a key, made with `skyrl-tx keys create`",
                 reason="missing_key",
             )
+
         if credential.startswith("tml-"):
             row = keys.find(tx, credential)
             if row is None:
@@ -288,7 +310,11 @@ class Authenticator:
         return self._use_key(row, is_token=not credential.startswith("tml-"))
 
     def find_key_principal(self, tx: Session, key_id: int | None) -> Principal | None:
-        """Look up the principal of a key by its number, None while authentication is disabled; None if it has ended."""
+        """Look up the principal of a key by the key's number.
+
+        `key_id` is None if authentication was disabled when the number was recorded. Returns None
+        if the key has ended, or if `key_id` is None and authentication is enabled now.
+        """
         if key_id is None:
             return LOCAL_ADMIN if self._is_disabled(tx) else None
         row = keys.get(tx, key_id)
@@ -300,7 +326,10 @@ class Authenticator:
         return self._settings.no_auth or (self._is_loopback and not keys.has_any(tx))
 
     def _use_key(self, row: ApiKeyRow, *, is_token: bool) -> Principal:
-        """Return the principal of a key that has not expired, and record its use. Raises ApiError 401 otherwise."""
+        """Return the principal of a key, and record the use.
+
+        Raises ApiError 401 if it has expired.
+        """
         now = time.time()
         if row.expires_at is not None and keys.get_status(row, now) == "expired":
             at = datetime.fromtimestamp(row.expires_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -315,7 +344,7 @@ class Authenticator:
         return Principal(row.owner, row.scope, row.key_id)
 
     def _read_key_id(self, token: str) -> int:
-        """Return the key id in a token. Raises ApiError 401 for an invalid token."""
+        """Return the key id in a token. Raises ApiError 401 if the token is invalid."""
         try:
             key_id = self._read_claims(token).get("key_id")
         except jwt.PyJWTError as error:
@@ -329,7 +358,7 @@ class Authenticator:
         return key_id
 
     def _read_claims(self, token: str, *, verify_exp: bool = True) -> dict[str, object]:
-        """Return the claims of a token that this server signed. Raises jwt.PyJWTError otherwise."""
+        """Return the claims of a token of this server. Raises jwt.PyJWTError for other tokens."""
         return jwt.decode(  # pyright: ignore[reportUnknownMemberType]
             token, self._secret, algorithms=[_ALGORITHM], options={"verify_exp": verify_exp}
         )
@@ -337,24 +366,27 @@ class Authenticator:
 
 def _log_failure(written: Future[None]) -> None:
     if (error := written.exception()) is not None:
-        _log.warning("the use of an API key was not recorded: %s", error)
+        _log.warning("could not record the last use of an API key: %s", error)
 
 
 def _make_unauthorized_error(detail: str, *, is_token: bool = False, reason: Refusal = "wrong_key") -> ApiError:
-    """Return a 401. `invalid_token` makes the SDK fetch a new token (RFC 6750, section 3)."""
+    """Return a 401. With `is_token`, the SDK then fetches a new token (RFC 6750, section 3)."""
     challenge = 'Bearer error="invalid_token"' if is_token else "Bearer"
     return ApiError(HTTPStatus.UNAUTHORIZED, detail, headers={"WWW-Authenticate": challenge}, reason=reason)
 
 
 async def authenticate_request(request: Request) -> Principal:
-    """Authenticate the caller of a request. Raises ApiError 401, 429 or, if its key's scope is too narrow, 403."""
-    return await authenticate_credential(
-        request, request.headers.get("x-api-key") or _read_bearer_token(request.headers.get("authorization", ""))
-    )
+    """Authenticate the caller of a request.
+
+    Raises:
+        ApiError: 401 or 429 as in `Authenticator.authenticate`. 403 if the scope of the key does
+            not allow the route.
+    """
+    return await authenticate_credential(request, read_credential(request))
 
 
 async def authenticate_credential(request: Request, credential: str) -> Principal:
-    """Authenticate a caller by a credential of its request. Raises as `authenticate_request` does."""
+    """Authenticate a caller by a credential. Raises the errors of `authenticate_request`."""
     authenticator = cast(Authenticator, request.app.state.authenticator)
     principal = authenticator.get_cached(credential)
     if principal is None:
@@ -366,10 +398,13 @@ async def authenticate_credential(request: Request, credential: str) -> Principa
     return principal
 
 
-def _read_bearer_token(authorization: str) -> str:
-    """Return the credential of an Authorization header, as clients of OpenAI's API send it; "" if there is none."""
-    scheme, _, credential = authorization.partition(" ")
-    return credential.strip() if scheme.lower() == "bearer" else ""
+def read_credential(request: Request) -> str:
+    """Return the credential of a request. "" if there is none.
+
+    The SDK sends it as X-API-Key, and OpenAI clients send it as a bearer token.
+    """
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return request.headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")
 
 
 Caller = Annotated[Principal, Depends(authenticate_request)]

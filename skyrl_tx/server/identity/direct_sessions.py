@@ -1,6 +1,8 @@
-"""Samples that name their weights themselves: the session and the sampling session that the server makes for them.
+"""Sessions for sample requests that name their weights instead of a sampling session.
 
-All such samples of an owner share one session for each kind of client. Each of their requests is a heartbeat of it.
+The server creates a session and sampling sessions for such requests. All requests of an owner share
+one session per kind of client, for example one for the OpenAI endpoints. Each request counts as a
+heartbeat of that session.
 """
 
 import time
@@ -21,9 +23,10 @@ _HEARTBEAT_EVERY_S = 20.0
 def find_or_create_sampling_session(
     store: Store, caller: Principal, kind: str, base_model: str, path: CheckpointPath | None
 ) -> SamplingSessionRow:
-    """Find or create the caller's sampling session of a kind, for the base model or the checkpoint that a path names.
+    """Find or create the caller's sampling session for a base model or checkpoint.
 
-    `kind` is one of `sessions.SERVER_SESSIONS`. Raises ApiError 404 if the caller may read no such checkpoint.
+    `kind` is one of `sessions.SERVER_SESSIONS`. Raises ApiError 404 if the caller may not read the
+    checkpoint at `path`.
     """
     path_text = None if path is None else str(path)
 
@@ -34,10 +37,11 @@ def find_or_create_sampling_session(
             return None, sampler, None
         return session_id, sampler, sampling_sessions.find(tx, session_id, path_text, sampler)
 
-    def look(tx: Session) -> SamplingSessionRow | None:
+    # The usual case needs no write: the sampling session exists, and its heartbeat is recent.
+    def find_recent(tx: Session) -> SamplingSessionRow | None:
         session_id, _, row = find(tx)
-        found = None if session_id is None else sessions.find(tx, session_id)
-        is_recent = found is not None and found.last_heartbeat_at > time.time() - _HEARTBEAT_EVERY_S
+        session = None if session_id is None else sessions.find(tx, session_id)
+        is_recent = session is not None and session.last_heartbeat_at > time.time() - _HEARTBEAT_EVERY_S
         return row if is_recent else None
 
     def create(tx: Session) -> SamplingSessionRow:
@@ -51,11 +55,15 @@ def find_or_create_sampling_session(
         name = _choose_free_name(tx, session_id)
         return insert_sampling_session(tx, caller, session_id, name, base_model, path_text, sampler)
 
-    return store.read(look) or store.write(create)
+    return store.read(find_recent) or store.write(create)
 
 
 def _choose_free_name(tx: Session, session_id: SessionId) -> SamplingSessionId:
-    """Return the first free name after the number of sampling sessions, of which old ones may be gone."""
+    """Return a free name for a sampling session.
+
+    The number of existing sampling sessions is only a start: old ones may have been removed, so the
+    name may be in use.
+    """
     number = len(sampling_sessions.list_ids_by_session(tx, session_id))
     while sampling_sessions.get(tx, name := sampling_session_id_of(session_id, number)) is not None:
         number += 1
@@ -63,7 +71,10 @@ def _choose_free_name(tx: Session, session_id: SessionId) -> SamplingSessionId:
 
 
 def find_sampler_id(tx: Session, caller: Principal, path: CheckpointPath | None) -> SamplerId | None:
-    """Return the weights that a path names now; None for the base model. Raises ApiError 404 if there are none."""
+    """Return the weights at a path. None for the base model.
+
+    Raises ApiError 404 if the caller may read no checkpoint at this path.
+    """
     if path is None:
         return None
     checkpoint, _ = access.find_readable_checkpoint(tx, caller, path)
@@ -79,7 +90,7 @@ def insert_sampling_session(
     path: str | None,
     sampler: SamplerId | None,
 ) -> SamplingSessionRow:
-    """Insert a sampling session, and record that its checkpoint is read."""
+    """Insert a sampling session, and record in the audit log that its checkpoint is read."""
     now = time.time()
     if path is not None:
         audit.record(tx, "checkpoint_read", caller.actor, now, path=path, purpose="sample")

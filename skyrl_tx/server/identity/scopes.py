@@ -1,7 +1,8 @@
-"""Which routes the scope of an API key admits: the one place where each route declares it.
+"""Which scopes of API keys allow which routes. Every route declares its scopes here.
 
-The scopes `user` and `admin` admit every route, but for those of admins alone; they differ in whose rows exist for
-them. A route that is not listed here admits no other scope.
+Keys of scope `user` and `admin` may call every route, except that only `admin` may call the routes
+in `ADMIN_ONLY`. The two scopes differ in which rows they see. A route that is not listed here
+allows no other scope.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ _METRICS: frozenset[KeyScope] = frozenset({"metrics"})
 
 _ADMIN: frozenset[KeyScope] = frozenset({"admin"})
 ADMIN_ONLY = {f"{API_PREFIX}/audit": "GET audit"}
-"""Path and name of the routes of admins alone."""
+"""Routes that only admins may call: path to route name."""
 
 _OTHER_PREFIXES = ("oai/api/v1", "v1", "anthropic/api/v1")
 """Prefixes of the OpenAI and Anthropic endpoints."""
@@ -31,7 +32,7 @@ _OPENAI = (
 )
 
 _ADMITTED: Mapping[str, frozenset[KeyScope]] = {
-    # What an SDK client calls before its first request
+    # Called by SDK clients before their first request
     "POST auth/token": _CLIENT,
     "GET auth/apikey/me": _CLIENT,
     "DELETE auth/apikey/me": _CLIENT,
@@ -71,10 +72,10 @@ _ADMITTED: Mapping[str, frozenset[KeyScope]] = {
     "GET training_runs/{run_id}/checkpoints/{kind}/{name}/archive": _READ,
     "GET billing/usage/events": _READ,
     "GET billing/usage/checkpoints/current": _READ,
-    # Refused with 404 whatever the key, which newer clients understand
+    # Unknown paths: clients get a 404, which newer ones understand, instead of a 403
     **{
         f"{method} {prefix}{{path:path}}": _CLIENT
-        for prefix in ("", *(f"{each}/" for each in _OTHER_PREFIXES))
+        for prefix in ("", *(f"{prefix}/" for prefix in _OTHER_PREFIXES))
         for method in ("GET", "POST", "PUT", "DELETE", "PATCH")
     },
     # Monitoring; `healthz` and `livez` need no key
@@ -83,17 +84,22 @@ _ADMITTED: Mapping[str, frozenset[KeyScope]] = {
 
 
 def get_scopes(route: str) -> frozenset[KeyScope]:
-    """Return the scopes that a route admits, for example of "GET training_runs/{run_id}"."""
+    """Return the scopes that may call a route, for example "GET training_runs/{run_id}"."""
     return _ADMIN if route in ADMIN_ONLY.values() else FULL_SCOPES | _ADMITTED.get(route, frozenset())
 
 
 def check_scope(scope: KeyScope, request: Request) -> None:
-    """Raise ApiError 403, which clients do not retry, if a scope does not admit the route of a request."""
-    route = request.scope.get("route")  # None for the long poll, which is served before routing
+    """Raise ApiError 403 if a scope does not allow the route of a request.
+
+    Clients do not retry a 403.
+    """
+    # Name the route. The long poll has no route, because it is served before routing.
+    route = request.scope.get("route")
     path: str = request.scope["path"] if route is None else route.path
-    prefix = next((each for each in _OTHER_PREFIXES if request.scope["path"].startswith(f"/{each}/")), "")
-    rest = path.removeprefix(API_PREFIX).lstrip("/").removeprefix(prefix).lstrip("/")  # some FastAPI releases omit it
+    prefix = next((prefix for prefix in _OTHER_PREFIXES if request.scope["path"].startswith(f"/{prefix}/")), "")
+    rest = path.removeprefix(API_PREFIX).lstrip("/").removeprefix(prefix).lstrip("/")  # FastAPI may omit the prefix
     name = f"{request.method} {prefix}/{rest}" if prefix else f"{request.method} {rest}"
+
     admitted = get_scopes(name)
     if scope not in admitted:
         raise ApiError(

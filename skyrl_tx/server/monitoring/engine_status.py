@@ -1,4 +1,4 @@
-"""The engine's health as the API reports it, and admission control for samples (429)."""
+"""The engine's health as the API reports it, and admission control for sample requests."""
 
 import asyncio
 import collections
@@ -30,27 +30,36 @@ _HEADERS = {"Retry-After": "1", "X-Tinker-Sampling-Backpressure": "1"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReport:
-    """The engine's health at one time."""
+    """The engine's health at one point in time."""
 
     problem: str | None = None
-    """Why the engine executes no requests; None while it is healthy."""
+    """Why the engine executes no requests. None while it is healthy."""
     activity: str | None = None
-    """Which activity takes longer than `engine_silence_s`, such as a large step; the engine is healthy meanwhile."""
+    """An activity that takes longer than `engine_silence_s`, such as a large training batch.
+
+    The engine counts as healthy meanwhile.
+    """
     outage: str | None = None
-    """Which part of the backend does not work, such as a sampler on other servers, while the engine is healthy."""
+    """A part of the backend that does not work, such as a sampler on another server.
+
+    The engine itself counts as healthy.
+    """
     progress: str | None = None
-    """The progress of work in the background, such as compilation."""
+    """Progress of background work, such as compilation."""
     pauses: tuple[Pause, ...] = ()
-    """The quotas because of which requests wait."""
+    """The quotas that requests are waiting for."""
 
     @property
     def detail(self) -> str | None:
-        """The outage, the long activity and the progress of a healthy engine; None if there is none of them."""
+        """The outage, long activity and progress of a healthy engine.
+
+        None if there is nothing to report.
+        """
         return "; ".join(filter(None, (self.outage, self.activity, self.progress))) or None
 
 
 class EngineHealth:
-    """Reads the engine's published status; polls that end together share one query."""
+    """Reads the engine's published status. Concurrent polls share one query."""
 
     def __init__(self, store: Store, silence_s: float) -> None:
         self._store = store
@@ -60,16 +69,18 @@ class EngineHealth:
         self._lock = asyncio.Lock()
 
     def read_report(self) -> EngineReport:
-        """Read the engine's health."""
+        """Read the engine's health from the database."""
         rows, now = self._store.read(lambda tx: (engine_state.list_engines(tx), engine_state.get_shared_time(tx)))
         state = engine_state.choose_main_engine(rows)
         if state is None:
             return EngineReport(problem="the engine has not started yet")
+
         problem, activity = self._find_problem(state, now), None
         if state.activity_since is not None and (age_s := state.updated_at - state.activity_since) > self._silence_s:
             activity = f"the engine has been busy for {age_s:.0f} s: {state.activity}"
         if problem is not None and activity is not None:
             return EngineReport(problem=f"{problem}; {activity}")
+
         return EngineReport(
             problem=problem,
             activity=activity,
@@ -96,31 +107,37 @@ class EngineHealth:
             return self._cached
 
     async def get_report_within(self, timeout_s: float) -> EngineReport:
-        """Return a recent report, or the last one if the database does not respond in time. Raises nothing."""
+        """Return a recent report, or the last known one if the database does not respond in time.
+
+        Never raises an error of the database.
+        """
         reading = asyncio.create_task(self.get_recent_report())
-        reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # no one may wait for its error
+        reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # no warning for a late error
         await asyncio.wait({reading}, timeout=timeout_s)
         is_read = reading.done() and not reading.cancelled() and reading.exception() is None
         return reading.result() if is_read else self._cached
 
 
 class AdmissionControl:
-    """Refuses samples while the queued ones exceed the byte limit of the engines and their owner has its share of it.
+    """Limits the memory of queued sample requests (429), and chooses an engine for each request.
 
-    The load is what the engines published last, plus what this process has submitted since. The limit divided by the
-    number of owners with queued samples is the share of each. An owner below its share may exceed the limit, so that no
-    other owner can lock it out, by as much as is left of twice the limit: memory stays bounded, and there is always
-    something left for the next owner.
+    **Limit.** The queued requests of all engines may take a certain number of bytes. Their size is
+    what the engines last published, plus what this process has submitted since then. Every owner
+    with queued requests has an equal share of the limit. If the limit is exceeded, an owner below
+    its share can still submit, so that no owner can lock out other owners. The owner's requests may
+    then take at most what is left of twice the limit. So memory stays bounded, and the next owner
+    can always submit something.
 
-    With several engines it also chooses the one that gets a sample: the same for all samples of a session, whose
-    prompts may have a prefix in common, unless that one has `_AFFINITY` requests more than the least loaded.
+    **Engine.** All requests of a sampling session go to the same engine, because their prompts may
+    share a prefix. If that engine has more than four requests (`_AFFINITY`) above the least loaded
+    engine, the least loaded engine gets the request.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lock = threading.Lock()
         self._read_at = float("-inf")
-        self._engines: list[int] = []  # those that execute requests
+        self._engines: list[int] = []  # the engines that execute requests
         self._loads: dict[int, SampleLoad] = {}
         self._load: SampleLoad | None = None  # of all engines
         self._submitted: dict[int, deque[tuple[int, str, int]]] = {}  # by engine: (position, owner, bytes)
@@ -128,10 +145,11 @@ class AdmissionControl:
 
     @contextmanager
     def reserve(self, owner: str, num_bytes: int) -> Generator[None]:
-        """Count a sample of this size while it is submitted, so that samples which arrive together pass no check twice.
+        """Count a request while it is being submitted.
 
-        Raises ApiError 429 if it exceeds the limit and its owner's share now. A sample that exceeds the limit by itself
-        passes: the engine refuses it and names the numbers.
+        Raises ApiError 429 if there is no capacity. Without this reservation, requests that arrive
+        together would all pass the check. A single request that exceeds the whole limit passes: the
+        engine refuses it with an error that names both sizes.
         """
         self._refresh()
         size = num_bytes + REQUEST_BYTES
@@ -151,6 +169,7 @@ class AdmissionControl:
         queued = load.num_bytes + self._num_bytes.total()
         if queued + size <= load.max_bytes:
             return
+
         own = load.by_owner.get(owner, 0) + self._num_bytes[owner]
         share = load.max_bytes // len({owner, *load.by_owner, *(+self._num_bytes)})
         if own + size > min(share, 2 * load.max_bytes - queued - size):
@@ -158,22 +177,25 @@ class AdmissionControl:
             raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, detail, headers=_HEADERS, reason="queue_full")
 
     def choose_engine(self, sampling_session_id: str) -> int:
-        """Choose the engine for a sample of a session."""
+        """Choose the engine for a request of a sampling session."""
         with self._lock:
             engines = self._engines
             if len(engines) < 2:
                 return engines[0] if engines else 1
             loads = {number: self._count_requests(number) for number in engines}
         preferred = max(engines, key=lambda number: crc32(f"{sampling_session_id}/{number}".encode()))
-        least = min(engines, key=lambda number: (loads[number], number))
-        return preferred if loads[preferred] - loads[least] <= _AFFINITY else least
+        least_loaded = min(engines, key=lambda number: (loads[number], number))
+        return preferred if loads[preferred] - loads[least_loaded] <= _AFFINITY else least_loaded
 
     def _count_requests(self, number: int) -> int:
         load = self._loads.get(number)
         return (0 if load is None else load.num_requests) + len(self._submitted.get(number, ()))
 
     def record(self, owner: str, submitted: SubmittedRequest, num_bytes: int) -> None:
-        """Count a submitted sample until the published load of its engine includes it; a duplicate is not counted."""
+        """Count a submitted request until the published load of its engine includes it.
+
+        A duplicate of an earlier request is not counted.
+        """
         if submitted.position is None:
             return
         with self._lock:
@@ -182,27 +204,34 @@ class AdmissionControl:
             self._num_bytes[owner] += size
 
     def _refresh(self) -> None:
-        """Read the published loads if the cached ones are old, and drop the submissions that they include."""
+        """Read the published loads, if the cached ones are old.
+
+        Drop the submissions that they include.
+        """
         now = time.monotonic()
         if now - self._read_at < _LOAD_MAX_AGE_S:
             return
         self._read_at = now
+
         rows = self._store.read(engine_state.list_engines)
         newest = max((row.updated_at for row in rows), default=0.0)
         running = [row for row in rows if engine_state.is_running(row, newest)]
         ready = [row.number for row in running if engine_state.is_ready(row, newest)]
         loads = {row.number: load for row in running if (load := engine_state.read_sample_load(row)) is not None}
+
         with self._lock:
             self._engines = ready or [row.number for row in running]
             self._loads, self._load = loads, _sum_loads(list(loads.values()))
+
+            # Drop submissions that the loads include, and submissions to engines that are gone.
             present = {row.number for row in running}
             for number, submitted in self._submitted.items():
                 counted = 0 if number not in loads else loads[number].position
-                # Several threads record submissions, so the queue is only roughly in the order of positions.
+                # Multiple threads record submissions, so they are only roughly sorted by position.
                 while submitted and (submitted[0][0] <= counted or (present and number not in present)):
                     _, owner, num_bytes = submitted.popleft()
                     self._num_bytes[owner] -= num_bytes
-            self._num_bytes = +self._num_bytes  # without the owners that have nothing left
+            self._num_bytes = +self._num_bytes  # drops owners without queued bytes
 
 
 def _sum_loads(loads: Sequence[SampleLoad]) -> SampleLoad | None:

@@ -1,6 +1,7 @@
-"""The metrics of one API process. A request touches counters and `HttpGroup` alone, each in about a microsecond.
+"""The Prometheus metrics of one API process.
 
-The gauges are set by `ServerMonitor`, so that a scrape reads neither the database nor the disk.
+Requests only update counters and `HttpGroup`, which takes about a microsecond each. `ServerMonitor`
+sets the gauges, so that a scrape reads neither the database nor the disk.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,26 +33,32 @@ _PATHS: Mapping[str, tuple[str, ...]] = {
         "create_custom_loss",
     ),
 }
-"""The paths of each group of routes, below the prefix of the API."""
+"""The paths of each group of routes, without the prefix of the API."""
 _FIRST_PARTS: Mapping[str, str] = {
     "api": "manage",
     "metrics": "metrics",
     **dict.fromkeys(("oai", "v1", "anthropic"), "chat"),
 }
-"""The group of other paths, by their first part; the rest are `other`: pages and unknown paths."""
+"""The groups of other paths by their first part.
+
+All remaining paths, such as pages and unknown paths, belong to the group `other`.
+"""
 
 
 class HttpGroup:
-    """The metrics of one group of routes, with their labels looked up."""
+    """The metrics of one group of routes."""
 
     def __init__(self, name: str, requests: Counter, seconds: Histogram) -> None:
-        # Labels are looked up once, because that takes longer than counting.
+        # Look up the labels only once: this takes longer than counting.
         self.observe_seconds: Callable[[float], None] = seconds.labels(name).observe
-        self.of_status = cache(partial(requests.labels, name))
+        self.get_counter = cache(partial(requests.labels, name))
 
 
 class HttpGroups:
-    """The group of each path. Paths are never labels, because anyone can make up more."""
+    """Maps each path to its group.
+
+    Paths are not used as labels, because clients can make up any number.
+    """
 
     def __init__(self, make: Callable[[str], HttpGroup]) -> None:
         names = dict.fromkeys([*_PATHS, *_FIRST_PARTS.values(), "other"])
@@ -72,25 +79,32 @@ class ApiMetrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         counter, gauge, histogram = self._make_counter, self._make_gauge, self._make_histogram
+
+        # Requests by group of routes
         http_requests = counter("http_requests", "HTTP responses, by group of routes and status.", "group", "code")
         http_seconds = histogram(
             "http_request_duration_seconds", "From head to end of the response.", _SECONDS, "group"
         )
         self.http = HttpGroups(lambda name: HttpGroup(name, http_requests, http_seconds))
+
+        # Long polls, refusals and commits
         self.polls_waiting = gauge("polls_waiting", "Open long polls.")
         self.poll_wakeup_s = histogram(
             "poll_wakeup_seconds", "From a result's commit to the wake-up of its long poll.", _WAKEUPS_S
         )
-        self._backpressure = counter("backpressure", "Requests that were refused until later.", "reason")
-        self._auth_failures = counter("auth_failures", "Calls without a key that allows them.", "reason")
+        self._backpressure = counter(
+            "backpressure", "Requests that were refused and should be sent again later.", "reason"
+        )
+        self._auth_failures = counter("auth_failures", "Calls that were refused because of their API key.", "reason")
         self.store_write_s = histogram("store_write_seconds", "Commits of the API to the store.", _WRITES_S)
         for reason in _AUTH_REASONS:
             self._auth_failures.labels(reason)
         for reason in ("queue_full", "bodies_full", "quota"):
             self._backpressure.labels(reason)
+
         # Set by ServerMonitor
         self.oldest_request_s = gauge(
-            "oldest_request_seconds", "Age of the oldest request without a result that waits for no quota."
+            "oldest_request_seconds", "Age of the oldest request that has no result and is not waiting for a quota."
         )
         self.sessions_active = gauge("sessions_active", "Sessions with a heartbeat in the last minute.")
         self.store_bytes = gauge("store_bytes", "Size of the SQLite database and of its log.", "part")
@@ -98,11 +112,12 @@ class ApiMetrics:
         self.engine_up = gauge("engine_up", "Whether the engine sent its metrics within a second.")
         self.engine_ready = gauge("engine_ready", "Whether the engine executes requests, by its published status.")
         self.engine_starts = counter("engine_starts", "Starts of the engine that this process noticed.")
+
         self._build = Info("build", "The release.", namespace="skyrl_tx", registry=self.registry)
         self._build.info({"version": __version__})
 
     def count_refusal(self, reason: Refusal | None) -> None:
-        """Count a call that was refused for a reason that people watch."""
+        """Count a refused request, if its refusal has a reason."""
         if reason in _AUTH_REASONS:
             self._auth_failures.labels(reason).inc()
         elif reason is not None:

@@ -1,4 +1,7 @@
-"""Samples the state of the whole server each ten seconds: for the gauges of `/metrics`, and as a row of its history."""
+"""Samples the state of the server every ten seconds.
+
+The values become the gauges of `/metrics` and one row of the server's history.
+"""
 
 import logging
 import shutil
@@ -32,12 +35,12 @@ _RATES: Mapping[str, str] = {
     "requests_failed": "requests_failed_per_s",
     "optim_steps": "optim_steps_per_s",
 }
-"""The engine's totals, and the names of their rates."""
+"""The engine's totals, and the names of the rates that are computed from them."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReading:
-    """The engine's published state, and what it counted since its start."""
+    """The engine's published metrics at one point in time."""
 
     boot_id: str
     at: float
@@ -45,67 +48,72 @@ class EngineReading:
 
     @classmethod
     def from_row(cls, row: EngineStateRow | None) -> "EngineReading | None":
-        """Return the word of a row; None while the engine has published no meters."""
+        """Return the reading of a row. None if the engine has not published metrics yet."""
         return None if row is None or row.meters is None else cls(row.boot_id, row.updated_at, row.meters)
 
 
 def compute_rates(before: EngineReading | None, after: EngineReading | None) -> dict[str, float]:
-    """Return what the engine did a second, and its share of time for each work, between two words of one engine."""
+    """Return the rates per second between two readings, and the share of time per kind of work.
+
+    Returns {} unless both readings come from the same start of an engine.
+    """
     if before is None or after is None or before.boot_id != after.boot_id or after.at <= before.at:
         return {}
     seconds = after.at - before.at
-    found = {
+    rates = {
         name: round(max(after.meters["totals"].get(total, 0) - before.meters["totals"].get(total, 0), 0) / seconds, 3)
         for total, name in _RATES.items()
     }
     for work, value in after.meters["device_seconds"].items():
         busy_s = max(value - before.meters["device_seconds"].get(work, 0.0), 0.0)
-        found[f"{work}_share"] = round(min(busy_s / seconds, 1.0), 4)
-    return found
+        rates[f"{work}_share"] = round(min(busy_s / seconds, 1.0), 4)
+    return rates
 
 
-def combine_engines(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the numbers of several engines as those of one server.
+def combine_engines(engines: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Combine the values of multiple engines to one value each.
 
-    Shares of time are means, memory is that of the fullest device, and the requests since a snapshot the most.
+    Values are added, with two exceptions. Shares of time are averaged. For memory, and for requests
+    since the last snapshot, the largest value counts.
     """
-    found: dict[str, list[float]] = {}
-    for values in each:
-        for name, value in values.items():
-            found.setdefault(name, []).append(value)
+    values_by_name: dict[str, list[float]] = {}
+    for engine in engines:
+        for name, value in engine.items():
+            values_by_name.setdefault(name, []).append(value)
     return {
         name: max(values)
         if name.startswith("memory_") or name == "effects_since_snapshot"
         else sum(values) / len(values)
         if name.endswith("_share")
         else sum(values)
-        for name, values in found.items()
+        for name, values in values_by_name.items()
     }
 
 
-def read_gauges(word: EngineReading | None) -> dict[str, float]:
-    """Return the engine's queues, places, slots, caches and memory."""
-    if word is None:
+def read_gauges(reading: EngineReading | None) -> dict[str, float]:
+    """Return the engine's current values: queues, adapter and decode slots, caches and memory."""
+    if reading is None:
         return {}
-    meters = word.meters
-    found: dict[str, float] = {
-        f"{queue}_{name}": n for queue, each in meters["queues"].items() for name, n in each.items()
+    meters = reading.meters
+    gauges: dict[str, float] = {
+        f"{queue}_{name}": count for queue, counts in meters["queues"].items() for name, count in counts.items()
     }
-    found |= meters["places"]
+    gauges |= meters["places"]
     backend = dict(meters["backend"])
     memory = cast(list[dict[str, int]], backend.pop("device_memory", []))
     if memory:
-        found["memory_used_bytes"] = max(each["used_bytes"] for each in memory)
-        found["memory_limit_bytes"] = max(each["limit_bytes"] for each in memory)
+        gauges["memory_used_bytes"] = max(device["used_bytes"] for device in memory)
+        gauges["memory_limit_bytes"] = max(device["limit_bytes"] for device in memory)
     slots = ("decode_slots", "decode_slots_used", "kv_cache_tokens", "kv_cache_tokens_used", "prefix_cache_tokens")
-    return found | {name: backend[name] for name in slots if name in backend}
+    return gauges | {name: backend[name] for name in slots if name in backend}
 
 
 class ServerMonitor:
-    """A thread that samples at times which are multiples of ten seconds, and once at its start.
+    """A thread that samples the server at multiples of ten seconds, and once at its start.
 
-    Several API processes sample at the same times, and the first one writes the row. Rates come from what the engine
-    published, so the rows of all processes would be equal, except for the open polls.
+    Multiple API processes sample at the same times, and the first one writes the row. All of them
+    would write almost the same values, because rates come from the numbers that the engines
+    publish. Only the number of open polls differs.
     """
 
     def __init__(self, settings: ApiSettings, store: Store, metrics: ApiMetrics, results: ResultWatcher) -> None:
@@ -123,7 +131,7 @@ class ServerMonitor:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
+        """Stop the thread. Idempotent."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -141,43 +149,49 @@ class ServerMonitor:
             values = self.collect(time.time())
             if at is not None:
                 self._store.write(lambda tx: _write(tx, at, values))
-        except (StoreError, OSError) as error:  # people see a gap; other parts report the cause
-            _log.debug("the state of the server was not sampled: %s", error)
+        except (StoreError, OSError) as error:  # the history has a gap, and other parts report the cause
+            _log.debug("could not sample the state of the server: %s", error)
 
     def collect(self, now: float) -> dict[str, float]:
-        """Read the state of the server and set the gauges; return the values of a row."""
+        """Read the state of the server, set the gauges, and return the values of a row."""
 
-        def look(tx: Session) -> tuple[list[EngineStateRow], float, StoreTotals]:
+        def read(tx: Session) -> tuple[list[EngineStateRow], float, StoreTotals]:
             rows = engine_state.list_engines(tx)
             return rows, engine_state.get_shared_time(tx), totals.read_totals(tx, now, collect_pauses(*rows))
 
-        rows, shared_now, found = self._store.read(look)
-        metrics = self._metrics
+        rows, shared_now, store_totals = self._store.read(read)
         silence_s = self._settings.engine_silence_s
         ready = [row for row in rows if engine_state.is_ready(row, shared_now, silence_s)]
-        self._set_engines(rows, len(ready))
+        oldest_at = store_totals.oldest_at
+        oldest_s = 0.0 if oldest_at is None else max(now - oldest_at, 0.0)
         disk_free = shutil.disk_usage(self._settings.data_dir).free
-        oldest_s = 0.0 if found.oldest_at is None else max(now - found.oldest_at, 0.0)
-        metrics.oldest_request_s.set(oldest_s)
-        metrics.sessions_active.set(found.num_active_sessions)
-        metrics.disk_free.set(disk_free)
+
+        # The gauges of this process.
+        self._set_engines(rows, len(ready))
+        self._metrics.oldest_request_s.set(oldest_s)
+        self._metrics.sessions_active.set(store_totals.num_active_sessions)
+        self._metrics.disk_free.set(disk_free)
         self._set_store_sizes()
-        published = {row.number: word for row in ready if (word := EngineReading.from_row(row)) is not None}
+
+        # The values of a row of the history.
+        readings = {row.number: reading for row in ready if (reading := EngineReading.from_row(row)) is not None}
         values = {
             "engine_ready": float(bool(ready)),
-            "requests_open": found.num_open,
+            "requests_open": store_totals.num_open,
             "oldest_request_s": round(oldest_s, 1),
-            "sessions_active": found.num_active_sessions,
+            "sessions_active": store_totals.num_active_sessions,
             "polls_waiting": self._results.num_waiting,
             "disk_free_bytes": disk_free,
-            **combine_engines([read_gauges(word) for word in published.values()]),
-            **combine_engines([compute_rates(self._before.get(number), word) for number, word in published.items()]),
+            **combine_engines([read_gauges(reading) for reading in readings.values()]),
+            **combine_engines(
+                [compute_rates(self._before.get(number), reading) for number, reading in readings.items()]
+            ),
         }
-        self._before = published
+        self._before = readings
         return values
 
     def _set_engines(self, rows: Sequence[EngineStateRow], num_ready: int) -> None:
-        """Set the gauges of the status of the engines."""
+        """Update the metrics of engine status: ready engines, and starts of engines."""
         self._metrics.engine_ready.set(num_ready)
         for row in rows:
             if row.boot_id != (before := self._boot_ids.get(row.number)):
@@ -193,5 +207,5 @@ class ServerMonitor:
 
 
 def _write(tx: Session, at: int, values: Mapping[str, float]) -> None:
-    engine_state.add(tx, at, values)
-    engine_state.thin(tx, at)
+    engine_state.add_gauges(tx, at, values)
+    engine_state.thin_gauges(tx, at)

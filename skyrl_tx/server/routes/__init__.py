@@ -1,1 +1,1 @@
-"""The endpoints, grouped like the SDK's resources."""
+"""The endpoints, in the same groups as the resources of the SDK."""

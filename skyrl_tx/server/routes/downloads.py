@@ -1,4 +1,7 @@
-"""Endpoints that download weights: signed URLs, which need no API key, and the files behind them."""
+"""Endpoints to download weights.
+
+Clients ask for signed URLs, and then download the files behind them without an API key.
+"""
 
 import logging
 import re
@@ -38,10 +41,10 @@ _PURPOSE = "download"
 _CHUNK_BYTES = 2**20
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 _REDIRECT_TTL_S = 300.0
-"""How long a redirected download may take to begin."""
+"""Seconds within which a client must follow a redirect to the object store."""
 _ADAPTER_FILES = frozenset({"adapter_config.json", "adapter_model.safetensors"})
 _COMPLETE = "checkpoint_complete"
-"""An empty file that SDKs up to 0.35 expect in an archive."""
+"""An empty file that SDK releases up to 0.35 expect in an archive."""
 
 
 @router.get("/training_runs/{run_id}/checkpoints/{kind}/{name}/external_weights_urls")
@@ -56,17 +59,19 @@ def get_external_weights_urls(
             "after create_training_client_from_state for a training checkpoint"
         )
     expires = int(time.time() + call.settings.download_url_ttl_s)
+
     with _translate_errors(row):
         artifacts = call.context.artifacts
         is_here = not artifacts.is_remote
         files = (artifacts.open_verified(row.artifact_id) if is_here else artifacts.describe(row.artifact_id)).files
+
     urls = {file: _make_url(call.context, call.caller, request, row, "file", file, expires) for file in files}
     return ExternalWeightsUrlsResponse(urls=urls, expires=to_utc_time(expires))
 
 
 @router.get("/training_runs/{run_id}/checkpoints/{kind}/{name}/archive")
 def redirect_to_archive(run_id: str, kind: str, name: str, call: Incoming, request: Request) -> Response:
-    """Redirect to a tar of a checkpoint's weights (SDK up to 0.35)."""
+    """Redirect to a tar archive of a checkpoint's weights (SDK up to 0.35)."""
     row = _find_readable(call, run_id, kind, name)
     expires = int(time.time() + call.settings.download_url_ttl_s)
     url = make_archive_url(call.context, call.caller, request, row, expires)
@@ -88,50 +93,57 @@ def fetch_download(
     signature: str,
     key: Annotated[int | None, Query(ge=0, lt=2**31)] = None,
 ) -> Response:
-    """Send the file or archive that a signed URL names; no API key is needed.
+    """Send the file or archive that a signed URL names. No API key is needed.
 
-    The URL is valid as long as the key that asked for it, `key`, and may read the checkpoint.
+    The URL contains the number of the API key that asked for it (`key`). It stays valid until it
+    expires, or until that key has ended or may no longer read the checkpoint.
     """
     path = CheckpointPath.of_parts(run_id, kind, name)
 
     def find(tx: Session) -> tuple[CheckpointRow | None, Principal | None, bool]:
-        row, asker = checkpoints.get(tx, path, time.time()), context.authenticator.find_key_principal(tx, key)
-        may_read = asker is not None and access.can_see_run(tx, asker, path.model_id)
-        return row, asker, row is not None and asker is not None and (row.public or may_read)
+        row, signer = checkpoints.get(tx, path, time.time()), context.authenticator.find_key_principal(tx, key)
+        may_read = signer is not None and access.can_see_run(tx, signer, path.model_id)
+        return row, signer, row is not None and signer is not None and (row.public or may_read)
 
-    row, asker, may_read = context.store.read(find)
+    # Check the URL, and whether its key may still read the checkpoint.
+    row, signer, may_read = context.store.read(find)
     if row is None or not context.signing_key.verify(signature, *_list_signed_parts(row, form, file, expires, key)):
         raise ApiError(HTTPStatus.FORBIDDEN, "this URL was not signed by this server, or its checkpoint is gone")
     if expires < time.time():
         raise ApiError(HTTPStatus.FORBIDDEN, "this URL has expired; ask for a new one")
-    if asker is None:
-        raise ApiError(HTTPStatus.FORBIDDEN, "the API key with which this URL was made was revoked or has expired")
+    if signer is None:
+        raise ApiError(HTTPStatus.FORBIDDEN, "the API key that this URL was made with was revoked or has expired")
     if not may_read:
         raise ApiError(HTTPStatus.FORBIDDEN, "the checkpoint of this URL is no longer published")
+
     if form == "file" and (redirect := _redirect(context, row, file, request)) is not None:
         return redirect
-    with ExitStack() as held:
-        return _send(context, row, form, file, request, held)
+    with ExitStack() as artifact_hold:
+        return _send(context, row, form, file, request, artifact_hold)
 
 
 def _send(
-    context: ApiContext, row: CheckpointRow, form: Form, file: str, request: Request, held: ExitStack
+    context: ApiContext, row: CheckpointRow, form: Form, file: str, request: Request, artifact_hold: ExitStack
 ) -> Response:
-    """Send a file or an archive; all files are open when this returns, so `held` may be closed then."""
-    artifact = _open_artifact(context, row, held)
+    """Send a file or an archive.
+
+    `artifact_hold` keeps the files on disk. It may be closed when this returns, because all files
+    are open then.
+    """
+    artifact = _open_artifact(context, row, artifact_hold)
     names = [name for name in artifact.files if row.kind == CheckpointKind.EXTERNAL or name in _ADAPTER_FILES]
     try:
         if form == "file":
-            found = open_file(artifact.path / file, artifact.artifact_id)
+            download = open_file(artifact.path / file, artifact.artifact_id)
         else:
-            found = open_tar(artifact.path, names, [_COMPLETE], file, artifact.artifact_id)
-    except FileNotFoundError as error:  # deleted since the row was read
+            download = open_tar(artifact.path, names, [_COMPLETE], file, artifact.artifact_id)
+    except FileNotFoundError as error:  # deleted after the row was read
         raise _make_gone_error(row) from error
-    return send_download(found, request)
+    return send_download(download, request)
 
 
 def _find_readable(call: ApiCall, run_id: str, kind: str, name: str) -> CheckpointRow:
-    """Find a checkpoint that the caller may read, and record the read.
+    """Find a checkpoint that the caller may read, and record the read in the audit log.
 
     Raises UserError or ApiError 404 if there is none.
     """
@@ -146,7 +158,7 @@ def _find_readable(call: ApiCall, run_id: str, kind: str, name: str) -> Checkpoi
 
 
 def _redirect(context: ApiContext, row: CheckpointRow, file: str, request: Request) -> Response | None:
-    """Redirect to the object store, if clients may download from it."""
+    """Redirect to the object store, if clients may download from it. Otherwise return None."""
     if not context.settings.redirect_downloads:
         return None
     method = "HEAD" if request.method == "HEAD" else "GET"
@@ -158,25 +170,29 @@ def _redirect(context: ApiContext, row: CheckpointRow, file: str, request: Reque
     return Response(status_code=HTTPStatus.TEMPORARY_REDIRECT, headers=headers)
 
 
-def _open_artifact(context: ApiContext, row: CheckpointRow, held: ExitStack) -> Artifact:
-    """Return the verified files of a checkpoint, which stay until `held` is closed. Raises like `_translate_errors`."""
+def _open_artifact(context: ApiContext, row: CheckpointRow, artifact_hold: ExitStack) -> Artifact:
+    """Return the verified files of a checkpoint.
+
+    They stay on disk until `artifact_hold` is closed. Raises the errors of `_translate_errors`.
+    """
     with _translate_errors(row):
-        held.enter_context(context.artifacts.keep_local(row.artifact_id))
+        artifact_hold.enter_context(context.artifacts.keep_local(row.artifact_id))
         return context.artifacts.open_verified(row.artifact_id)
 
 
 @contextmanager
 def _translate_errors(row: CheckpointRow) -> Generator[None]:
-    """Turn errors of the artifacts into ApiError.
+    """Convert errors of the artifact store to ApiError.
 
-    404: the files of a checkpoint are gone; 410: they are damaged; 503: the object store does not respond.
+    404: the files of the checkpoint are gone. 410: they are damaged. 503: the object store does not
+    respond.
     """
     try:
         yield
     except ArtifactMissing as error:
         raise _make_gone_error(row) from error
     except ArtifactsUnreachable as error:
-        _log.error("checkpoint %s cannot be read: %s", row.path, error)
+        _log.error("could not read checkpoint %s: %s", row.path, error)
         raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the object store of the weights does not respond") from error
     except ArtifactCorrupt as error:
         raise ApiError(HTTPStatus.GONE, f"checkpoint {row.path} is damaged: {error}; save it again") from error
@@ -189,7 +205,7 @@ def _make_gone_error(row: CheckpointRow) -> ApiError:
 def make_archive_url(
     context: ApiContext, caller: Principal, request: Request, row: CheckpointRow, expires: int | None = None
 ) -> str:
-    """Return a signed URL of a tar with a checkpoint's weights, which the caller may read."""
+    """Return a signed URL of a tar archive of a checkpoint's weights. The caller may read them."""
     expires = expires or int(time.time() + context.settings.download_url_ttl_s)
     return _make_url(context, caller, request, row, "archive", f"{row.name}.tar", expires)
 
@@ -197,7 +213,7 @@ def make_archive_url(
 def _make_url(
     context: ApiContext, caller: Principal, request: Request, row: CheckpointRow, form: Form, file: str, expires: int
 ) -> str:
-    """Return a signed URL on `public_url`, or on the address by which the client reached this server."""
+    """Return a signed URL of a file or archive."""
     file_path = "/".join(quote(part) for part in (row.model_id, row.kind, row.name, form, file))
     key_id = caller.key_id
     signature = context.signing_key.sign(*_list_signed_parts(row, form, file, expires, key_id))
@@ -207,13 +223,17 @@ def _make_url(
 
 
 def _list_signed_parts(row: CheckpointRow, form: Form, file: str, expires: int, key_id: int | None) -> tuple[str, ...]:
-    """Return the signed parts of a URL. The artifact id binds it to these files, even if the name is used again."""
+    """Return the parts of a URL that are signed.
+
+    The artifact id binds the URL to these files: if another checkpoint gets the same name later,
+    the URL is invalid.
+    """
     return _PURPOSE, row.artifact_id, str(row.path), form, file, str(expires), str(key_id)
 
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """Bytes and open files that are sent as one body, whole or one range of it (RFC 9110, section 14).
+    """Bytes and open files to send as one body, or as one range of it (RFC 9110, section 14).
 
     The sender closes `files`.
     """
@@ -226,23 +246,26 @@ class Download:
 
     @property
     def size_bytes(self) -> int:
-        """The length of the body."""
+        """The length of the whole body."""
         return sum(size for _, size in self.parts)
 
 
 def open_file(path: Path, etag: str) -> Download:
-    """Open one file."""
+    """Open one file for download."""
     with ExitStack() as files:
         part = files.enter_context(path.open("rb")), path.stat().st_size
         return Download((part,), "application/octet-stream", path.name, etag, files.pop_all())
 
 
 def open_tar(folder: Path, names: Sequence[str], empty: Sequence[str], file_name: str, etag: str) -> Download:
-    """Open an uncompressed tar of some files of a directory, with additional empty files."""
+    """Open files of a directory for download as one uncompressed tar archive.
+
+    `empty` lists the names of empty files to add. All files are opened before the first byte is
+    sent, so the archive is complete even if a file is deleted meanwhile.
+    """
     parts: list[tuple[BinaryIO, int]] = []
     num_bytes = 0
     with ExitStack() as files:
-        # All files are opened before the first byte is sent, so a file that is deleted meanwhile is still complete.
         for name in (*names, *empty):
             file = files.enter_context((folder / name).open("rb")) if name in names else BytesIO()
             size = file.seek(0, 2)
@@ -252,13 +275,15 @@ def open_tar(folder: Path, names: Sequence[str], empty: Sequence[str], file_name
             padding = -size % tarfile.BLOCKSIZE
             parts += [(BytesIO(header), len(header)), (file, size), (BytesIO(bytes(padding)), padding)]
             num_bytes += len(header) + size + padding
+
+        # Two empty blocks, and padding to a whole record.
         end = 2 * tarfile.BLOCKSIZE + -(num_bytes + 2 * tarfile.BLOCKSIZE) % tarfile.RECORDSIZE
         parts.append((BytesIO(bytes(end)), end))
         return Download(parts, "application/x-tar", file_name, etag, files.pop_all())
 
 
 def send_download(download: Download, request: Request) -> Response:
-    """Return a response with a download, or with the byte range that the request asks for."""
+    """Return a response with a download, or with the byte range that the client asked for."""
     headers, size = request.headers, download.size_bytes
     response_headers = {
         "accept-ranges": "bytes",
@@ -266,20 +291,22 @@ def send_download(download: Download, request: Request) -> Response:
         "content-disposition": f'attachment; filename="{download.file_name}"',
         "cache-control": "private",
     }
-    wanted = (
-        headers.get("range") if headers.get("if-range", response_headers["etag"]) == response_headers["etag"] else None
-    )
+
+    # A client with another version of the file (If-Range) gets the whole file.
+    is_same_file = headers.get("if-range", response_headers["etag"]) == response_headers["etag"]
     try:
-        found = _parse_range(wanted, size)
+        byte_range = _parse_range(headers.get("range") if is_same_file else None, size)
     except ValueError:
         download.files.close()
         response_headers["content-range"] = f"bytes */{size}"
         return Response(status_code=HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, headers=response_headers)
+
     status, (start, end) = HTTPStatus.OK, (0, size)
-    if found is not None:
-        status, (start, end) = HTTPStatus.PARTIAL_CONTENT, found
+    if byte_range is not None:
+        status, (start, end) = HTTPStatus.PARTIAL_CONTENT, byte_range
         response_headers["content-range"] = f"bytes {start}-{end - 1}/{size}"
     response_headers["content-length"] = str(end - start)
+
     if request.method == "HEAD":
         download.files.close()
         return Response(None, status, response_headers, download.media_type)
@@ -287,7 +314,11 @@ def send_download(download: Download, request: Request) -> Response:
 
 
 def _parse_range(header: str | None, size: int) -> tuple[int, int] | None:
-    """Parse a Range header to (start, end). None without one or if a server may ignore it; ValueError if outside."""
+    """Parse a Range header to (start, end).
+
+    Returns None if there is no header, or if the server may ignore it. Raises ValueError if the
+    range is out of bounds.
+    """
     match = _RANGE.fullmatch(header.strip()) if header else None
     if match is None or match.group() == "bytes=-":
         return None
@@ -306,14 +337,15 @@ def _read_chunks(download: Download, start: int, end: int) -> Generator[bytes]:
         position = 0
         for file, size in download.parts:
             skipped = min(max(0, start - position), size)
-            wanted = min(size, end - position) - skipped
+            remaining = min(size, end - position) - skipped
             position += size
-            if wanted <= 0:
+            if remaining <= 0:
                 continue
+
             file.seek(skipped)
-            while wanted:
-                chunk = file.read(min(wanted, _CHUNK_BYTES))
+            while remaining:
+                chunk = file.read(min(remaining, _CHUNK_BYTES))
                 if not chunk:
                     raise OSError("a file has become shorter during the download")
-                wanted -= len(chunk)
+                remaining -= len(chunk)
                 yield chunk

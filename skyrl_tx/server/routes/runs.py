@@ -1,4 +1,4 @@
-"""Endpoints that list and change training runs and their checkpoints."""
+"""Endpoints to list and change training runs and their checkpoints."""
 
 import time
 from collections.abc import Sequence
@@ -36,9 +36,9 @@ def list_runs(
     access_scope: AccessScope = "owned",
     project_id: str | None = None,
 ) -> schemas.TrainingRunsResponse:
-    """List the caller's training runs, the newest first.
+    """List the caller's training runs, newest first.
 
-    `accessible` adds the runs of its projects, and others with published checkpoints.
+    `accessible` adds the runs of its projects, and other owners' runs with published checkpoints.
     """
     is_wide = access_scope == "accessible"  # for an admin: the runs of all owners
     owner = call.caller.owner_filter if is_wide else call.caller.owner
@@ -58,20 +58,20 @@ def list_runs(
 @router.get("/training_runs/{run_id}")
 def get_run(run_id: str, call: Incoming, access_scope: AccessScope = "owned") -> schemas.TrainingRun:
     """Describe one training run."""
-    found = call.store.read(lambda tx: access.find_readable_run(tx, call.caller, ModelId(run_id), time.time()))
-    return _describe_run(found)
+    run = call.store.read(lambda tx: access.find_readable_run(tx, call.caller, ModelId(run_id), time.time()))
+    return _describe_run(run)
 
 
 @router.get("/training_runs/{run_id}/checkpoints")
 def list_checkpoints_of_run(run_id: str, call: Incoming) -> schemas.CheckpointsResponse:
-    """List the checkpoints of one run; of a run that the caller does not see only the published ones."""
-    found = call.store.read(lambda tx: access.find_readable_run(tx, call.caller, ModelId(run_id), time.time()))
-    return schemas.CheckpointsResponse(checkpoints=[_describe_checkpoint(row, found.is_visible) for row in found.saved])
+    """List the checkpoints of a run that the caller may read."""
+    run = call.store.read(lambda tx: access.find_readable_run(tx, call.caller, ModelId(run_id), time.time()))
+    return schemas.CheckpointsResponse(checkpoints=[_describe_checkpoint(row, run.is_visible) for row in run.saved])
 
 
 @router.get("/checkpoints")
 def list_checkpoints(call: Incoming, limit: Limit = 100, offset: Offset = 0) -> schemas.CheckpointsResponse:
-    """List the caller's checkpoints, the newest first."""
+    """List the caller's checkpoints, newest first."""
 
     def work(tx: Session) -> schemas.CheckpointsResponse:
         rows, total = checkpoints.list_owned(tx, call.caller.owner, limit, offset, time.time())
@@ -85,7 +85,10 @@ def list_checkpoints(call: Incoming, limit: Limit = 100, offset: Offset = 0) -> 
 
 @router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}", status_code=HTTPStatus.NO_CONTENT)
 def delete_checkpoint(run_id: str, kind: str, name: str, call: Incoming) -> None:
-    """Delete a checkpoint, which an operator can restore for a while; samplers made from it keep working."""
+    """Delete a checkpoint. Samplers that were created from it keep working.
+
+    An operator can restore the checkpoint for a while.
+    """
 
     def work(tx: Session) -> None:
         path, now = _find_editable_path(tx, call, run_id, kind, name), time.time()
@@ -97,7 +100,7 @@ def delete_checkpoint(run_id: str, kind: str, name: str, call: Incoming) -> None
 
 @router.put("/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl")
 def set_ttl(run_id: str, kind: str, name: str, call: Incoming) -> dict[str, str]:
-    """Set a checkpoint's lifetime, counted from now, or remove it."""
+    """Set the lifetime of a checkpoint, counted from now, or make it unlimited."""
     seconds = check_ttl(call.body.parse_model(schemas.TtlRequest).ttl_seconds, "ttl_seconds")
 
     def work(tx: Session) -> None:
@@ -119,7 +122,7 @@ def publish(run_id: str, kind: str, name: str, call: Incoming) -> dict[str, str]
 
 @router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}/publish")
 def unpublish(run_id: str, kind: str, name: str, call: Incoming) -> dict[str, str]:
-    """Unpublish a checkpoint; copies of other owners stay."""
+    """Unpublish a checkpoint. Copies that other owners have made stay."""
     _set_public(call, run_id, kind, name, False)
     return {}
 
@@ -135,7 +138,10 @@ def _set_public(call: ApiCall, run_id: str, kind: str, name: str, is_public: boo
 
 
 def _find_editable_path(tx: Session, call: ApiCall, run_id: str, kind: str, name: str) -> CheckpointPath:
-    """Return the path of a checkpoint that the caller may change. Raises UserError or ApiError if there is none."""
+    """Return the path of a checkpoint that the caller may change.
+
+    Raises UserError or ApiError if there is none.
+    """
     row = access.find_editable_run(tx, call.caller, ModelId(run_id))
     path = CheckpointPath.of_parts(row.model_id, kind, name)
     if checkpoints.get(tx, path, time.time()) is None:
@@ -144,7 +150,11 @@ def _find_editable_path(tx: Session, call: ApiCall, run_id: str, kind: str, name
 
 
 def _describe_run(run: ReadableRun) -> schemas.TrainingRun:
-    """Describe a run. Others see what loading its published checkpoints needs, and no personal data."""
+    """Describe a run.
+
+    A caller who may not see the run gets only the data that loading its published checkpoints
+    needs, and no personal data.
+    """
     row, saved, is_visible = run.row, run.saved, run.is_visible
     return schemas.TrainingRun(
         training_run_id=row.model_id,

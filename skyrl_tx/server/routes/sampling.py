@@ -1,4 +1,4 @@
-"""Endpoints for sampling sessions and samples."""
+"""Endpoints for sampling sessions and sample requests."""
 
 from fastapi import APIRouter
 from sqlmodel import Session
@@ -46,7 +46,10 @@ def create_sampling_session(call: Incoming) -> dict[str, str]:
 
 @router.post("/join_sampling_session")
 def join_sampling_session(call: Incoming) -> schemas.JoinSamplingSessionResponse:
-    """Return a number for a copy of a sampling client, which makes its sequence numbers distinct."""
+    """Return a number for a copy of a sampling client.
+
+    It makes the copy's sequence numbers unique.
+    """
     name = SamplingSessionId(call.body.parse_model(schemas.JoinSamplingSessionRequest).sampling_session_id)
 
     def work(tx: Session) -> int:
@@ -65,7 +68,7 @@ def get_sampler(sampler_id: str, call: Incoming) -> schemas.SamplerResponse:
 
 @router.post("/asample", response_model_exclude_none=True)
 def asample(call: IncomingData) -> FutureHandle:
-    """Queue a sample request; the response names the sequences that it will draw."""
+    """Queue a sample request. The response contains the ids of the sequences to be sampled."""
     with call.context.admission.reserve(call.caller.owner, len(call.body.raw)):
         return _queue_sample(call)
 
@@ -74,12 +77,14 @@ def _queue_sample(call: ApiCall) -> FutureHandle:
     value = call.body.parse_object()
     ids = validate_object(SampleRequestIds, value)
     if ids.sampling_session_id is None:
-        session_id, seq_id = _find_direct_session(call, ids), None  # shared by clients that number their requests alone
+        # Multiple clients share this session, and each of them numbers its own requests.
+        session_id, seq_id = _find_direct_session(call, ids), None
     else:
         session_id, seq_id = SamplingSessionId(ids.sampling_session_id), ids.seq_id
     key = submission.make_sampling_key(session_id, seq_id, call.idempotency_key)
     sequence_ids = _make_sequence_ids(key, ids.num_samples)
 
+    # Translate the request for the session's current weights, and store it unless they changed.
     def queue() -> tuple[str, Submission, futures.SubmittedRequest | None]:
         row, owner = call.store.read(lambda tx: access.find_sampling_session(tx, call.caller, session_id))
 
@@ -99,38 +104,50 @@ def _queue_sample(call: ApiCall) -> FutureHandle:
         return owner, sample, submitted
 
     owner, sample, submitted = queue()
-    while submitted is None:  # an in-flight save replaced the weights, whose files may be removed now
+    while submitted is None:  # an in-flight save has replaced the weights, and the old files may be gone
         owner, sample, submitted = queue()
     call.context.admission.record(owner, submitted, len(sample.body))
     return FutureHandle(request_id=submitted.request_id, sample_sequence_ids=sequence_ids)
 
 
 def _read_weights(call: ApiCall, base_model: str | None, model_path: str | None) -> tuple[str, CheckpointPath | None]:
-    """Return the base model and the checkpoint that a request names. Raises UserError for others."""
+    """Return the base model and the checkpoint that a request names.
+
+    Raises UserError if it names another base model, or ApiError 400 if it names neither.
+    """
     if model_path is None and base_model is None:
-        raise bad_request("base_model: missing, and model_path too; one of them must say what to sample from")
+        raise bad_request("base_model: missing, and model_path too; one of them must name the weights to sample from")
     name = call.settings.resolve_model_name(base_model or call.settings.public_model_name)
     return name, None if model_path is None else weights.parse_sampler_path(model_path)
 
 
 def _find_direct_session(call: ApiCall, ids: SampleRequestIds) -> SamplingSessionId:
-    """Find or create the sampling session for a prompt that names its weights; all prompts of an owner share it."""
+    """Find or create the sampling session for a prompt that names its weights.
+
+    All prompts of an owner for the same weights share it.
+    """
     base_model, path = _read_weights(call, ids.base_model, ids.model_path)
     row = direct_sessions.find_or_create_sampling_session(call.store, call.caller, sessions.DIRECT, base_model, path)
     return row.sampling_session_id
 
 
 def _reject_dropped_sampler(row: SamplingSessionRow) -> Rejected:
-    """Reject a prompt for an ephemeral sampler that was dropped; its digest stays, so that a retry is recognized."""
+    """Return a rejected request, because the ephemeral sampler of the session was dropped.
+
+    The caller keeps the digest of the original request, so that a retry is recognized.
+    """
     message = (
-        f"sampling_session_id {quote_value(row.sampling_session_id)}: its ephemeral sampler was not used for long "
-        "and has been dropped; save weights to sample from with a name to keep them"
+        f"sampling_session_id {quote_value(row.sampling_session_id)}: its ephemeral sampler was not used for a long "
+        "time and was dropped; save weights to sample from with a name to keep them"
     )
     return Rejected(kind="sample", message=message)
 
 
 def _make_sequence_ids(key: str, num_samples: int) -> list[str]:
-    """Return the ids of the sequences to draw, equal for a retried request. Empty if the request will be rejected."""
+    """Return the ids of the sequences to sample. A retry gets the same ids.
+
+    Returns [] for an invalid number of samples, because such a request will be rejected.
+    """
     stem = futures.make_request_id(key).replace("req-", "seq-", 1)
     count = num_samples if num_samples <= sampling.MAX_SAMPLES else 0
     return [f"{stem}-{index}" for index in range(count)]

@@ -14,7 +14,7 @@ from skyrl_tx.server.context import ApiContext, Incoming, get_context
 from skyrl_tx.server.errors import ApiError, not_found
 from skyrl_tx.server.http.connections import normalize_address
 from skyrl_tx.server.http.request_guard import UNTRUSTED
-from skyrl_tx.server.identity.authentication import ORGANIZATION
+from skyrl_tx.server.identity.authentication import ORGANIZATION, read_credential
 from skyrl_tx.server.routes.training import has_custom_losses
 from skyrl_tx.server.schemas import service as schemas
 from skyrl_tx.store import audit, engine_state, keys
@@ -23,17 +23,24 @@ router = APIRouter()
 metrics_router = APIRouter()
 """The page `/metrics`, which is not below `/api/v1`."""
 _LIVENESS_TIMEOUT_S = 0.25
-"""Time for reading the engine's status: a probe fails after a second, and a slow database is no reason to restart."""
-_WITHOUT_PYQWEST = ("3.10.", "3.11.")
-"""Versions of Python whose clients use httpx, as they send them with each request.
+"""Maximum time to read the engine's status for `/livez`, in seconds.
 
-There `asyncio.wait_for`, around each request of pyqwest's transport (pyqwest/httpx/_transport.py), loses a cancellation
-that meets the response (https://github.com/python/cpython/issues/86296, fixed in 3.12). The SDK cancels its polls when
-`ServiceClient` is closed and waits for them (`InternalClientHolder._async_cleanup`), then forever: once in some hundred
-short programs.
+Probes usually fail after a second, and a slow database is no reason to restart this process.
+"""
+_WITHOUT_PYQWEST = ("3.10.", "3.11.")
+"""Python versions whose clients should use httpx. Clients send their version with each request.
+
+pyqwest's transport wraps each request in `asyncio.wait_for` (pyqwest/httpx/_transport.py). Before
+Python 3.12, that function loses a cancellation that arrives at the same time as the response
+(https://github.com/python/cpython/issues/86296). When `ServiceClient` is closed, the SDK cancels
+its polls and waits for them (`InternalClientHolder._async_cleanup`), so it would then wait forever.
+This happened about once in a hundred short programs.
 """
 _ENGINE_TIMEOUT_S = 0.8
-"""The page responds within a second, also while the engine is stopped."""
+"""Maximum time to wait for the engine's metrics, in seconds.
+
+So the page responds within a second, even if the engine is stopped.
+"""
 _METRICS_SCOPES = frozenset({"admin", "metrics"})
 _REVOKED = "the key has been revoked"
 _AUTH_DISABLED = "authentication is disabled on this server"
@@ -43,13 +50,14 @@ _AUTH_DISABLED = "authentication is disabled on this server"
 def get_client_config(
     call: Incoming, response: Response, python: Annotated[str, Header(alias="x-stainless-runtime-version")] = ""
 ) -> schemas.ClientConfigResponse:
-    """Return the client flags, which are equal for all SDK releases, but not for all versions of Python.
+    """Return the client flags, which only depend on the client's Python version.
 
-    The connection ends with the response, because the SDK never closes it (0.38,
-    `InternalClientHolder._fetch_client_config`). Where Python's garbage collector runs on another event loop of the
-    process, it closes the socket, and `AsyncHttpxClientWrapper.__del__` then ends the connection on that loop. A new
-    connection may have got the same file descriptor by then, and the SDK's loop would watch it no more: its request
-    waits forever.
+    The response closes the connection, because the SDK never does (0.38,
+    `InternalClientHolder._fetch_client_config`). Otherwise Python's garbage collector would close
+    the socket some time later, possibly on another event loop of the client, and
+    `AsyncHttpxClientWrapper.__del__` would then close the connection on that loop. By then, a new
+    connection may have the same file descriptor. The SDK's loop would no longer watch it, and its
+    request would wait forever.
     """
     response.headers["Connection"] = "close"
     return schemas.ClientConfigResponse(
@@ -60,13 +68,13 @@ def get_client_config(
 
 @router.post("/client/dynamic_config")
 def get_dynamic_config(call: Incoming) -> dict[str, int | bool]:
-    """Return the client flags that the SDK refreshes."""
+    """Return the client flags that the SDK refreshes regularly."""
     return {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
 
 
 @router.get("/get_server_capabilities")
 def get_capabilities(call: Incoming) -> dict[str, list[schemas.SupportedModel]]:
-    """List the base models that this server serves, with their context length."""
+    """List the base models of this server with their context length."""
     state = call.store.read(engine_state.get)
     context_length = None if state is None else cast(int | None, state.capabilities.get("max_context_length"))
     names = call.settings.model_names
@@ -76,10 +84,11 @@ def get_capabilities(call: Incoming) -> dict[str, list[schemas.SupportedModel]]:
 
 @router.get("/healthz")
 def get_health(context: Annotated[ApiContext, Depends(get_context)], response: Response) -> dict[str, str]:
-    """Report health: 200 while the engine executes requests, 503 with the reason otherwise.
+    """Report health: 200 while the engine executes requests, otherwise 503 with the reason.
 
-    An activity that takes longer than `engine_silence_s` is reported with 200, because a large step is no outage. So
-    are samplers on other servers that are lost, because training goes on.
+    Two problems are only reported as a detail of a 200, because training continues: an activity
+    that takes longer than `engine_silence_s`, such as a large training batch, and the loss of
+    samplers on other servers.
     """
     report = context.engine.read_report()
     problem = signals.get_failure() or report.problem
@@ -91,7 +100,10 @@ def get_health(context: Annotated[ApiContext, Depends(get_context)], response: R
 
 @router.get("/livez")
 async def get_liveness(context: Annotated[ApiContext, Depends(get_context)], response: Response) -> dict[str, str]:
-    """Report whether this process works: 200 unless one of its threads has died, whatever the engine does."""
+    """Report whether this process works: 200 unless one of its threads has died.
+
+    The state of the engine does not matter.
+    """
     failure = signals.get_failure()
     if failure is not None:
         response.status_code = HTTPStatus.SERVICE_UNAVAILABLE
@@ -103,7 +115,7 @@ async def get_liveness(context: Annotated[ApiContext, Depends(get_context)], res
 
 @router.post("/telemetry")
 def accept_telemetry(call: Incoming) -> dict[str, str]:
-    """Accept telemetry: keep the metrics that programs log through the SDK, discard all else."""
+    """Keep the metrics that programs log through the SDK. Other telemetry is discarded."""
     for extension in call.context.extensions.values():
         if extension.on_telemetry is not None:
             extension.on_telemetry(call)
@@ -150,7 +162,7 @@ def revoke_own_key(call: Incoming) -> None:
 
 @metrics_router.get("/metrics", include_in_schema=False)
 async def get_metrics(request: Request, context: Annotated[ApiContext, Depends(get_context)]) -> Response:
-    """Return all metrics in the text format of Prometheus, or in OpenMetrics if that is accepted."""
+    """Return all metrics in the Prometheus text format, or in OpenMetrics if that is accepted."""
     await _check_metrics_access(request, context)
     is_openmetrics = "application/openmetrics-text" in request.headers.get("accept", "")
     engine = await exposition.read_metrics(
@@ -165,11 +177,14 @@ async def get_metrics(request: Request, context: Annotated[ApiContext, Depends(g
 
 
 async def _check_metrics_access(request: Request, context: ApiContext) -> None:
-    """Raise ApiError unless everyone may read, the caller is on this machine, or it has a key of a fitting scope."""
+    """Raise ApiError unless the caller may read the metrics.
+
+    Allowed are programs on this machine and keys of the right scope, or everyone with
+    `--metrics-open`.
+    """
     if context.settings.metrics_open:
         return
-    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-    credential = request.headers.get("x-api-key", "") or (bearer.strip() if scheme.lower() == "bearer" else "")
+    credential = read_credential(request)
     address = "" if request.client is None else request.client.host
     if not credential and _is_loopback(address) and UNTRUSTED not in request.scope:
         return

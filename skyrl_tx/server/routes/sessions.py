@@ -1,4 +1,4 @@
-"""Endpoints for client sessions and their search."""
+"""Endpoints for client sessions and for searching them."""
 
 import time
 from collections.abc import Collection
@@ -24,14 +24,17 @@ from skyrl_tx.store.tables import SessionRow
 router = APIRouter()
 
 _ACTIVE_S = 600.0
-"""The time since the last heartbeat for which a session counts as active. The SDK sends one every 10 s."""
+"""A session is active if its last heartbeat is less than this many seconds old.
+
+The SDK sends a heartbeat every 10 s.
+"""
 
 
 @router.post("/create_session")
 def create_session(call: Incoming, request: Request) -> dict[str, str]:
-    """Create a session; a retry with the same idempotency key returns the first one.
+    """Create a session. A retry with the same idempotency key returns the same session.
 
-    Clients log the `info_message`: the address of the session's page.
+    Clients print the `info_message`, which contains the address of the session's page.
     """
     new = call.body.parse_model(schemas.CreateSessionRequest)
     session_id = call.derive_session_id("session")
@@ -40,6 +43,7 @@ def create_session(call: Incoming, request: Request) -> dict[str, str]:
         if session_id is not None and sessions.find(tx, session_id) is not None:
             return session_id
         access.check_assignment(tx, call.caller, new.project_id)
+
         return sessions.create(
             tx,
             session_id=session_id,
@@ -54,6 +58,8 @@ def create_session(call: Incoming, request: Request) -> dict[str, str]:
         )
 
     created = call.store.write(work)
+
+    # Add what the features of this server tell the client about the session.
     response = {"type": "create_session", "session_id": str(created)}
     descriptions = (
         extension.describe_session(call, request, created)
@@ -67,7 +73,7 @@ def create_session(call: Incoming, request: Request) -> dict[str, str]:
 
 @router.post("/session_heartbeat")
 def record_heartbeat(call: Incoming) -> dict[str, str]:
-    """Record a heartbeat of a session; 410 if it has finished."""
+    """Record a heartbeat of a session. Returns 410 if the session has finished."""
     session_id = SessionId(call.body.parse_model(schemas.HeartbeatRequest).session_id)
 
     def work(tx: Session) -> None:
@@ -82,7 +88,7 @@ def record_heartbeat(call: Incoming) -> dict[str, str]:
 
 @router.post("/sessions/{session_id}/finish")
 def finish_session(session_id: str, call: Incoming) -> dict[str, str]:
-    """Finish a session; a later call does not change the reason."""
+    """Finish a session. Finishing it again does not change the reason."""
     request = call.body.parse_model(schemas.FinishRequest)
     reason = request.reason.type + (f": {request.detail}" if request.detail else "")
 
@@ -98,9 +104,10 @@ def finish_session(session_id: str, call: Incoming) -> dict[str, str]:
 def list_sessions(
     call: Incoming, limit: Limit = 20, offset: Offset = 0, access_scope: AccessScope = "owned"
 ) -> dict[str, list[str]]:
-    """List the caller's sessions, the newest first.
+    """List the caller's sessions, newest first.
 
-    `accessible` adds the sessions of its projects; for an admin it lists those of all owners.
+    `accessible` adds the sessions of its projects. For an admin, it lists the sessions of all
+    owners.
     """
     is_wide = access_scope == "accessible"
     owner = call.caller.owner_filter if is_wide else call.caller.owner
@@ -114,8 +121,8 @@ def get_session(session_id: str, call: Incoming, access_scope: AccessScope = "ow
     """Describe one session: its training runs and samplers."""
 
     def work(tx: Session) -> schemas.SessionResponse:
-        found = access.find_visible_session(tx, call.caller, SessionId(session_id))
-        row = get_existing(tx, SessionRow, found.session_id)
+        ref = access.find_visible_session(tx, call.caller, SessionId(session_id))
+        row = get_existing(tx, SessionRow, ref.session_id)
         return schemas.SessionResponse(
             training_run_ids=[model.model_id for model in models.list_by_session(tx, row.session_id)],
             sampler_ids=[*sampling_sessions.list_ids_by_session(tx, row.session_id)],
@@ -150,7 +157,7 @@ def set_project(session_id: str, call: Incoming) -> dict[str, str]:
 
 @router.post("/sessions/search", response_model_exclude_none=True)
 def search_sessions(call: Incoming) -> schemas.SessionSearchResponse:
-    """Search sessions, the newest first."""
+    """Search sessions, newest first."""
     request = call.body.parse_model(schemas.SessionSearchRequest)
     owners = _find_owners(call.caller, request.owner)
     now = time.time()
@@ -159,34 +166,38 @@ def search_sessions(call: Incoming) -> schemas.SessionSearchResponse:
         rows = sessions.iterate(
             tx, call.caller.owner_filter, owners, request.project_ids, _find_position(tx, request.cursor)
         )
-        found = [*islice((row for row in rows if _matches(row, request, now)), request.limit + 1)]
-        page = found[: request.limit]
+        matches = [*islice((row for row in rows if _matches(row, request, now)), request.limit + 1)]
+        page = matches[: request.limit]
         stored = checkpoints.get_usage_by_session(tx, [row.session_id for row in page], now)
         return schemas.SessionSearchResponse(
             sessions=[_describe_session(row, stored.get(row.session_id, StorageUsage()), now) for row in page],
             next_cursor=schemas.SearchCursor(
                 last_created_at=to_utc_time(page[-1].created_at), last_session_id=page[-1].session_id
             )
-            if len(found) > len(page)
+            if len(matches) > len(page)
             else None,
         )
 
     return call.store.read(work)
 
 
-def _find_owners(caller: Principal, asked: schemas.SearchOwner) -> Collection[str] | None:
-    """Return the owners whose sessions are searched, as far as the caller sees them; None for all owners."""
-    match asked.type:
+def _find_owners(caller: Principal, owner: schemas.SearchOwner) -> Collection[str] | None:
+    """Return the owners to search. None means all owners whose sessions the caller may see."""
+    match owner.type:
         case "own":
             return [caller.owner]
         case "accessible":
             return None
         case "user":
-            return [urn.removeprefix(USER_URN) for urn in asked.owner_urns]
+            return [urn.removeprefix(USER_URN) for urn in owner.owner_urns]
 
 
 def _find_position(tx: Session, cursor: schemas.SearchCursor | None) -> tuple[float, SessionId] | None:
-    """Return the position after which a page starts. The time comes from the row, because JSON rounds it."""
+    """Return the position after which a page starts.
+
+    The time comes from the row, because the time in the cursor was rounded when it was written as
+    JSON.
+    """
     if cursor is None:
         return None
     last = sessions.find(tx, SessionId(cursor.last_session_id))
@@ -200,7 +211,7 @@ def _matches(row: SessionRow, request: schemas.SessionSearchRequest, now: float)
         return False
     if request.statuses is not None:
         status = _describe_status(row, now)
-        if not any(_has_status(status, wanted) for wanted in request.statuses):
+        if not any(_has_status(status, query) for query in request.statuses):
             return False
     if request.session_id is None and request.display_name is None:
         return True
@@ -209,11 +220,11 @@ def _matches(row: SessionRow, request: schemas.SessionSearchRequest, now: float)
     return is_named or row.session_id == request.session_id
 
 
-def _has_status(status: schemas.ClientFinished | schemas.Active | None, wanted: schemas.StatusQuery) -> bool:
-    if status is None or status.type != wanted.type:
+def _has_status(status: schemas.ClientFinished | schemas.Active | None, query: schemas.StatusQuery) -> bool:
+    if status is None or status.type != query.type:
         return False
     return (
-        wanted.reasons is None or not isinstance(status, schemas.ClientFinished) or status.reason.type in wanted.reasons
+        query.reasons is None or not isinstance(status, schemas.ClientFinished) or status.reason.type in query.reasons
     )
 
 

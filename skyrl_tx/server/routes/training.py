@@ -1,4 +1,4 @@
-"""Endpoints that create, train and describe models, and store losses that clients upload."""
+"""Endpoints to create, train and describe models, and to upload custom losses."""
 
 from fastapi import APIRouter
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -90,14 +90,14 @@ def get_info(call: Incoming) -> schemas.GetInfoResponse:
 
 @router.post("/create_custom_loss", response_model_exclude_none=True)
 def create_custom_loss(call: Incoming) -> schemas.FutureHandle:
-    """Check a traced loss against the vocabulary and store it for its session; 400 names the node that is refused.
+    """Compile an uploaded loss and store it for its session. 400 names an unsupported node.
 
-    404 if this server evaluates no custom losses: the SDK retries other statuses for minutes (0.38,
-    execute_with_retries).
+    The response is 404 if this server evaluates no custom losses: the SDK would retry other
+    statuses for minutes (0.38, execute_with_retries).
     """
     if not has_custom_losses(call):
         raise not_found(
-            "custom losses on the server are not offered; forward_backward_custom with a Python function runs the loss "
+            "this server does not evaluate custom losses; forward_backward_custom with a Python function runs the loss "
             "in the client, with the same gradients"
         )
     request = call.body.parse_model(schemas.CreateCustomLossRequest)
@@ -110,7 +110,11 @@ def create_custom_loss(call: Incoming) -> schemas.FutureHandle:
 
 
 def has_custom_losses(call: ApiCall) -> bool:
-    """Whether the engine's backend evaluates custom losses and the operator lets it; False while no engine ever ran."""
+    """Return whether this server evaluates custom losses.
+
+    This needs support by the engine's backend, and the operator must not have disabled it. False
+    before the first start of an engine.
+    """
     if call.settings.no_custom_losses:
         return False
     state = call.store.read(engine_state.get)

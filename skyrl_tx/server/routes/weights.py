@@ -1,4 +1,4 @@
-"""Endpoints that save, load, copy and describe weights."""
+"""Endpoints to save, load, copy and describe weights."""
 
 import time
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ _FINISH_REASON = "success: made by copy_weights"
 
 @router.post("/save_weights", response_model_exclude_none=True)
 def save_weights(call: Incoming) -> FutureHandle:
-    """Queue a save of weights and optimizer under a name."""
+    """Queue a save of weights and optimizer state under a name."""
     return submit_json(call, "save_weights", schemas.SaveWeightsRequest, weights.translate_save_weights)
 
 
@@ -57,14 +57,14 @@ def save_weights_external(call: Incoming) -> FutureHandle:
 
 @router.post("/load_weights", response_model_exclude_none=True)
 def load_weights(call: Incoming) -> FutureHandle:
-    """Queue a load of a checkpoint into a model, or the creation of a model from it."""
+    """Queue a load of a checkpoint into a model, or the creation of a model from a checkpoint."""
     value = call.body.parse_object()
     if (value.get("model_id") is None) == (value.get("session_id") is None):
-        raise bad_request("load_weights goes into a model_id (with seq_id) or makes one of a session_id (model_seq_id)")
+        raise bad_request("set either model_id (with seq_id) to load into a model, or session_id (with model_seq_id)")
     ids = validate_object(ModelRequestIds if value.get("session_id") is None else CreationIds, value)
 
     def work(tx: Session) -> FutureHandle:
-        # The checkpoint is found in the transaction that stores the request, which keeps its files until it is done.
+        # Find the checkpoint in the transaction that stores the request, which keeps its files.
         def translate(schema: schemas.LoadWeightsRequest) -> Submission:
             readers = call.list_readers(tx, schema.weights_access_token)
             return weights.translate_load_weights(tx, readers, schema, call.settings, time.time())
@@ -79,7 +79,7 @@ def load_weights(call: Incoming) -> FutureHandle:
 
 @router.post("/weights_info", response_model_exclude_none=True)
 def get_weights_info(call: Incoming) -> schemas.WeightsInfoResponse:
-    """Describe a checkpoint."""
+    """Describe the weights of a checkpoint."""
     # SDKs up to 0.36 create the model from this response before they load the checkpoint into it.
     path = CheckpointPath.parse(call.body.parse_model(schemas.WeightsInfoRequest).tinker_path)
     _, maker = call.store.read(lambda tx: access.find_readable_checkpoint(tx, call.caller, path))
@@ -97,22 +97,24 @@ def get_weights_info(call: Incoming) -> schemas.WeightsInfoResponse:
 
 @router.post("/copy_weights")
 def copy_weights(call: Incoming) -> dict[str, str]:
-    """Copy a checkpoint that the caller may read to a second path, in a run that cannot be trained."""
+    """Copy a checkpoint to another path, in a run that cannot be trained."""
     # A retry, recognized by the destination or by the idempotency key, returns the same path.
-    asked = call.body.parse_model(schemas.CopyWeightsRequest)
-    source = CheckpointPath.parse(asked.source_path)
-    check_ttl(asked.ttl_seconds, "ttl_seconds")
-    session_id, model_seq_id = _choose_destination(call, asked)
+    request = call.body.parse_model(schemas.CopyWeightsRequest)
+    source = CheckpointPath.parse(request.source_path)
+    check_ttl(request.ttl_seconds, "ttl_seconds")
+    session_id, model_seq_id = _choose_destination(call, request)
     path = CheckpointPath(model_id_of(session_id, model_seq_id), source.kind, source.name)
 
     def work(tx: Session) -> None:
-        if asked.destination_project_id is None:
+        # Find or create the session of the copy.
+        if request.destination_project_id is None:
             access.find_open_session(tx, call.caller, session_id)
         elif sessions.find(tx, session_id) is None:
-            access.check_assignment(tx, call.caller, asked.destination_project_id)
-            _create_session(tx, call, session_id, asked.destination_project_id)
-        readers = call.list_readers(tx, asked.weights_access_token or call.weights_access_token)
-        if _copy(tx, readers, source, path, session_id, asked.ttl_seconds):
+            access.check_assignment(tx, call.caller, request.destination_project_id)
+            _create_session(tx, call, session_id, request.destination_project_id)
+
+        readers = call.list_readers(tx, request.weights_access_token or call.weights_access_token)
+        if _copy(tx, readers, source, path, session_id, request.ttl_seconds):
             now, actor = time.time(), call.caller.actor
             for extension in call.context.extensions.values():
                 if extension.admission is not None:
@@ -124,13 +126,16 @@ def copy_weights(call: Incoming) -> dict[str, str]:
     return {"tinker_path": str(path)}
 
 
-def _choose_destination(call: ApiCall, asked: schemas.CopyWeightsRequest) -> tuple[SessionId, int]:
-    """Return the session and number of the copy's run. A copy into a project gets a session of its own."""
-    has_session = asked.session_id is not None and asked.model_seq_id is not None
-    if has_session == (asked.destination_project_id is not None):
-        raise bad_request("a copy goes to a destination_project_id, or to a session_id and its model_seq_id")
-    if asked.session_id is not None and asked.model_seq_id is not None:
-        return SessionId(asked.session_id), asked.model_seq_id
+def _choose_destination(call: ApiCall, request: schemas.CopyWeightsRequest) -> tuple[SessionId, int]:
+    """Return the session and the number of the run for the copy.
+
+    A copy into a project gets a new session, whose id is derived from the idempotency key.
+    """
+    has_session = request.session_id is not None and request.model_seq_id is not None
+    if has_session == (request.destination_project_id is not None):
+        raise bad_request("set either destination_project_id, or session_id and model_seq_id, to say where to copy to")
+    if request.session_id is not None and request.model_seq_id is not None:
+        return SessionId(request.session_id), request.model_seq_id
     session_id = call.derive_session_id("copy")
     if session_id is None:
         raise bad_request("X-Idempotency-Key: missing; without it a retry would make a second copy")
@@ -138,7 +143,7 @@ def _choose_destination(call: ApiCall, asked: schemas.CopyWeightsRequest) -> tup
 
 
 def _create_session(tx: Session, call: ApiCall, session_id: SessionId, project_id: str) -> None:
-    """Create a finished session that holds only the copy."""
+    """Create a finished session that contains only the copy."""
     now = time.time()
     sessions.create(
         tx,
@@ -160,18 +165,22 @@ def _copy(
     session_id: SessionId,
     ttl_s: int | None,
 ) -> bool:
-    """Copy, unless an earlier attempt did; return whether it was done now."""
+    """Copy a checkpoint. Returns False if an earlier attempt has already done so."""
     now = time.time()
     run_id = path.model_id
+
+    # Find the source, and the copy of an earlier attempt.
     copied = checkpoints.get(tx, path, now)
     try:
         saved, maker = access.find_saved_weights(tx, readers, source, now)
     except UserError as error:
-        if copied is not None:  # a retry, after the source was deleted
+        if copied is not None:  # a retry, and the source has been deleted since
             return False
         raise not_found(error.message) from error
     if copied is not None and copied.artifact_id == saved.artifact_id:
         return False
+
+    # Create a run that cannot be trained.
     is_visible = any(access.can_see_run(tx, reader, source.model_id) for reader in readers)
     copy = ModelRow(
         model_id=run_id,
@@ -185,6 +194,8 @@ def _copy(
     )
     if not models.create(tx, copy):
         raise bad_request(f"model {run_id}: exists already and is not a copy of {source}")
+
+    # Add the checkpoint, which shares the files of the source.
     row = CheckpointRow(
         model_id=run_id,
         kind=source.kind,

@@ -1,4 +1,7 @@
-"""Base classes and ids of all schemas. Requests keep unknown fields, so that they can be refused or logged."""
+"""Base classes, field types and ids that the schemas share.
+
+Requests keep unknown fields, so that the server can refuse or log them.
+"""
 
 from datetime import UTC, datetime
 from typing import Annotated, ClassVar, TypeVar, cast
@@ -7,23 +10,26 @@ import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 Int = Annotated[int, Field(ge=-(2**63), lt=2**64)]
-"""An integer of 64 bits, which the codec, NumPy and the database can store. JSON itself has no bound."""
+"""A 64-bit integer, which the codec, NumPy and the database can store. JSON has no limit."""
 SeqId = Annotated[int, Field(ge=0, lt=2**63)]
-"""A sequence number of a client; clones of a sampling client start at multiples of a billion."""
+"""A sequence number of a client. Copies of a sampling client start at multiples of a billion."""
 _MAX_METADATA_CHARS = 2**16
 _MAX_NAMES = 64
 
 ValueT = TypeVar("ValueT")
 List = Annotated[list[ValueT], Field(fail_fast=True)]
-"""A list of a request. Its first wrong value ends the validation: an error for each value would take a kilobyte."""
+"""A list in a request. Validation stops at the first wrong value.
+
+Otherwise, a long list of wrong values would take a kilobyte of memory per value for its errors.
+"""
 
 
 class WireModel(BaseModel):
-    """An object of a request.
+    """An object in a request.
 
-    SDK releases add fields and send their defaults, so unknown fields are kept in `model_extra` and are no error by
-    themselves. Where `changes_maths` is true, an unknown field that is set is refused (`validation.UnknownFields`).
-    Python's JSON parser accepts NaN and infinity; no field does.
+    SDK releases add fields and send their defaults, so unknown fields are kept in `model_extra` and
+    are not an error. But if `changes_maths` is true, `validation.UnknownFields` refuses an unknown
+    field that is set. NaN and infinity are refused, although Python's JSON parser accepts them.
     """
 
     model_config = ConfigDict(extra="allow", protected_namespaces=(), allow_inf_nan=False)
@@ -31,17 +37,17 @@ class WireModel(BaseModel):
 
 
 class Response(BaseModel):
-    """An object of a response."""
+    """An object in a response."""
 
     model_config = ConfigDict(protected_namespaces=())
 
 
 Table = Annotated[dict[str, ValueT], Field(max_length=_MAX_NAMES)]
-"""An object with at most 64 names of the client's choice."""
+"""An object with at most 64 keys, which the client chooses."""
 
 
 def _convert_values_to_text(value: object) -> object:
-    """Convert metadata to the form in which clients read it: values other than text become JSON."""
+    """Convert metadata values that are not strings to JSON: clients read strings."""
     if not isinstance(value, dict):
         return value
     metadata = cast(dict[str, object], value)
@@ -51,7 +57,7 @@ def _convert_values_to_text(value: object) -> object:
 
 
 def _check_length(metadata: dict[str, str]) -> dict[str, str]:
-    """Refuse long metadata: lists and searches read it. Raises ValueError."""
+    """Raise ValueError for long metadata, because every list and search reads it."""
     if sum(len(name) + len(text) for name, text in metadata.items()) > _MAX_METADATA_CHARS:
         raise ValueError(f"must have at most {_MAX_METADATA_CHARS} characters in all")
     return metadata
@@ -59,7 +65,7 @@ def _check_length(metadata: dict[str, str]) -> dict[str, str]:
 
 TextMetadata = Annotated[dict[str, str], AfterValidator(_check_length)]
 Metadata = Annotated[TextMetadata, BeforeValidator(_convert_values_to_text)]
-"""Metadata of sessions and runs, whose values other than text are converted."""
+"""Metadata of sessions and runs. Values that are not strings are converted to JSON."""
 Name = Annotated[str, Field(max_length=200)]
 """A name that is stored with a session."""
 
@@ -67,7 +73,7 @@ Name = Annotated[str, Field(max_length=200)]
 class ModelRequestIds(WireModel):
     """The model and the sequence number of a request. `type` is a constant of the SDK.
 
-    Ids are parsed before everything else: without them there is no future that could report an error.
+    Ids are parsed first: without them, there is no future that could report an error.
     """
 
     model_id: str
@@ -76,7 +82,7 @@ class ModelRequestIds(WireModel):
 
 
 class CreationIds(WireModel):
-    """The session and number of a model to create, and its metadata."""
+    """The session and the number of a model to create, and its metadata."""
 
     session_id: str
     model_seq_id: SeqId
@@ -84,7 +90,10 @@ class CreationIds(WireModel):
 
 
 class SampleRequestIds(WireModel):
-    """The sampling session and the sequence number of a prompt; or the weights, without a sampling session."""
+    """The sampling session and the sequence number of a prompt.
+
+    Without a sampling session, the request names its weights (`base_model`, `model_path`).
+    """
 
     sampling_session_id: str | None = None
     base_model: str | None = None
@@ -94,5 +103,5 @@ class SampleRequestIds(WireModel):
 
 
 def to_utc_time(seconds: float) -> datetime:
-    """Convert seconds since the epoch to a time that JSON shows in UTC."""
+    """Convert seconds since the epoch to a time in UTC."""
     return datetime.fromtimestamp(seconds, UTC)

@@ -1,4 +1,4 @@
-"""Schemas of sessions, the session search, client flags, health, futures, API keys and storage."""
+"""Schemas for sessions, session search, client flags, health, futures and API keys."""
 
 from datetime import datetime
 from typing import Annotated, Literal
@@ -11,10 +11,10 @@ FinishReasonType = Literal["success", "errored", "interrupted"]
 
 
 class ClientConfigResponse(Response):
-    """The client flags that this server sets, equal for every release; the SDK has defaults for others.
+    """The client flags that this server sets. The SDK has its own defaults for all other flags.
 
-    With `custom_loss_server_side` the SDK uploads the losses of `create_custom_loss`. Without `use_pyqwest_transport`
-    it sends requests with httpx alone.
+    With `custom_loss_server_side`, the SDK uploads the losses of `create_custom_loss`. Without
+    `use_pyqwest_transport`, it sends requests with httpx only.
     """
 
     pjwt_auth_enabled: bool = True
@@ -48,7 +48,7 @@ class HeartbeatRequest(WireModel):
 
 
 class FinishReason(WireModel):
-    """The reason why a client process ended."""
+    """Why a client process ended."""
 
     type: FinishReasonType
 
@@ -61,7 +61,10 @@ class FinishRequest(WireModel):
 
 
 class ProjectRequest(WireModel):
-    """The project of a session. A project is a name and needs no creation."""
+    """The project of a session.
+
+    A project is just a name, and it does not have to be created first.
+    """
 
     project_id: str = Field(min_length=1, max_length=200)
 
@@ -76,7 +79,7 @@ class SupportedModel(Response):
 
 
 class SessionResponse(Response):
-    """The runs and samplers of a session; metadata values are text."""
+    """The runs and samplers of a session. All metadata values are strings."""
 
     training_run_ids: list[str]
     sampler_ids: list[str]
@@ -92,7 +95,11 @@ class RetrieveFutureRequest(WireModel):
 
 
 class SamplingSessionTarget(WireModel):
-    """The samples of one client: of the creator of the sampling session (0), or of a copy."""
+    """The client whose sample requests a poll asks for.
+
+    `cloned_sampler_id` is 0 for the client that created the sampling session, and the number of the
+    copy for its copies.
+    """
 
     type: Literal["sampling_session"] = "sampling_session"
     sampling_session_id: str
@@ -100,7 +107,11 @@ class SamplingSessionTarget(WireModel):
 
 
 class RetrieveFuturesRequest(WireModel):
-    """A long poll for completed samples. `retrieved_request_ids` is ignored: fetches are recorded already."""
+    """A long poll for completed sample requests.
+
+    `retrieved_request_ids` is ignored, because the server already records which results were
+    fetched.
+    """
 
     target: SamplingSessionTarget
     prev_cursor: int = Field(default=0, ge=0, lt=2**63)
@@ -109,7 +120,7 @@ class RetrieveFuturesRequest(WireModel):
 
 
 class CompletedRequest(Response):
-    """A request that completed."""
+    """A request that has completed."""
 
     state: Literal["finished", "failed"]
     request_id: str
@@ -117,14 +128,14 @@ class CompletedRequest(Response):
 
 
 class RetrieveFuturesResponse(Response):
-    """The requests that completed after the cursor, and the cursor of the next poll."""
+    """The requests that have completed after the cursor, and the cursor for the next poll."""
 
     completions: list[CompletedRequest]
     cursor: int
 
 
 class CancelFutureRequest(WireModel):
-    """A request to cancel a sample."""
+    """Cancels a sample request."""
 
     request_id: str
 
@@ -137,7 +148,7 @@ class SearchOwner(WireModel):
 
 
 class StatusQuery(WireModel):
-    """A status to search for; `reasons` applies to `client_finished`."""
+    """A session status to search for. `reasons` only applies to `client_finished`."""
 
     type: Literal["active", "cancelled", "failed", "client_finished"]
     reasons: Annotated[List[FinishReasonType], Field(max_length=16)] | None = None
@@ -151,7 +162,11 @@ class SearchCursor(WireModel):
 
 
 class SessionSearchRequest(WireModel):
-    """Search conditions: `session_id` and `display_name` are alternatives, all others must hold."""
+    """Search conditions.
+
+    A session must match `session_id` or `display_name`, if at least one of them is set, and all
+    other conditions.
+    """
 
     session_id: str | None = None
     project_ids: Annotated[List[str], Field(max_length=1000)] | None = None
@@ -164,7 +179,7 @@ class SessionSearchRequest(WireModel):
 
 
 class ClientFinished(Response):
-    """The status of a session that its client finished."""
+    """The status of a session that its client has finished."""
 
     type: Literal["client_finished"] = "client_finished"
     reason: FinishReason
@@ -178,7 +193,7 @@ class Active(Response):
 
 
 class SessionSummary(Response):
-    """A session that was found; without a status if its heartbeats stopped."""
+    """A session in a search result. It has no status if its heartbeats have stopped."""
 
     session_id: str
     created_at: datetime
@@ -192,14 +207,17 @@ class SessionSummary(Response):
 
 
 class SessionSearchResponse(Response):
-    """A page of sessions; the last page has no cursor."""
+    """A page of sessions. The last page has no cursor."""
 
     sessions: list[SessionSummary]
     next_cursor: SearchCursor | None = None
 
 
 class KeyResponse(Response):
-    """A description of the caller's API key. `details` has the name of the organization and the owner as `email`."""
+    """A description of the caller's API key.
+
+    `details` contains the name of the organization, and the owner as `email`.
+    """
 
     key_id: int
     name: str

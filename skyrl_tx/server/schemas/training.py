@@ -1,6 +1,7 @@
-"""Schemas of tokens and tensors, models, passes, optimizer steps and losses that clients upload.
+"""Schemas for models, tensors, training passes, optimizer steps, custom losses and sampling.
 
-Tokens and tensors come in JSON for training up to SDK 0.24, and for sampling in all releases.
+SDK releases up to 0.24 send training data as JSON, and later ones as protobuf. All releases send
+sample requests as JSON.
 """
 
 from typing import Annotated, Literal
@@ -24,7 +25,8 @@ from skyrl_tx.server.schemas.base import (
 class InputChunk(WireModel):
     """A chunk of a model input.
 
-    SDKs up to 0.16 send no `type`; the fields that are set identify it, so all fields are optional.
+    SDK releases up to 0.16 do not send `type`, so all fields are optional: the fields that are set
+    identify the type.
     """
 
     changes_maths = True
@@ -44,7 +46,10 @@ class ModelInput(WireModel):
 
 
 class TensorData(WireModel):
-    """A tensor as a flat list; with both index lists it is in compressed sparse row form."""
+    """A tensor as a flat list.
+
+    With both index lists, it is in compressed sparse row (CSR) format.
+    """
 
     changes_maths = True
     data: List[int] | List[float]
@@ -58,7 +63,7 @@ SpanSource = Literal["prompt_tokens", "sampled_tokens"]
 
 
 class TokenRun(WireModel):
-    """Positions [offset, offset + length) of a sequence's prompt, or of its sampled tokens."""
+    """Positions [offset, offset + length) in the prompt or in the sampled tokens of a sequence."""
 
     sequence_id: str
     offset: Int = 0
@@ -66,14 +71,14 @@ class TokenRun(WireModel):
 
 
 class ProvenanceSpan(WireModel):
-    """A provenance span: one of the two fields says which sequence the tokens came from."""
+    """Says which sequence some tokens came from. Exactly one of the two fields is set."""
 
     prompt_tokens: TokenRun | None = None
     sampled_tokens: TokenRun | None = None
 
     @property
     def source(self) -> SpanSource | None:
-        """The field that is set; None if it is not exactly one."""
+        """The field that is set. None if both or neither are set."""
         if (self.prompt_tokens is None) == (self.sampled_tokens is None):
             return None
         return "sampled_tokens" if self.prompt_tokens is None else "prompt_tokens"
@@ -107,7 +112,7 @@ class OptimizerConfig(WireModel):
 
 
 class CreateModelRequest(CreationIds):
-    """A request for a model with a new LoRA adapter."""
+    """Creates a model with a new LoRA adapter."""
 
     base_model: str
     lora_config: LoraConfig | None = None
@@ -116,7 +121,10 @@ class CreateModelRequest(CreationIds):
 
 
 class AdamParams(WireModel):
-    """AdamW hyper-parameters. A release that does not know one does not send it; null stands for NaN or infinity."""
+    """AdamW hyperparameters.
+
+    An SDK release only sends the parameters that it knows. It sends NaN and infinity as null.
+    """
 
     changes_maths = True
     learning_rate: float | None = None
@@ -128,14 +136,14 @@ class AdamParams(WireModel):
 
 
 class OptimStepRequest(ModelRequestIds):
-    """One optimizer step; `optimizer_params` belongs to other optimizers than AdamW."""
+    """One optimizer step. `optimizer_params` is for optimizers other than AdamW."""
 
     adam_params: AdamParams | None = None
     optimizer_params: dict[str, object] | None = None
 
 
 class PassInput(WireModel):
-    """The data and loss of a forward or forward/backward request."""
+    """The data and the loss of a forward or forward/backward request."""
 
     changes_maths = True
     data: List[WireDatum]
@@ -156,18 +164,18 @@ class ForwardRequest(ModelRequestIds):
 
 
 class UnloadModelRequest(ModelRequestIds):
-    """A request to remove a model."""
+    """Removes a model."""
 
 
 class GetInfoRequest(WireModel):
-    """A request for a description of a model."""
+    """Asks for a description of a model."""
 
     model_id: str
     type: str | None = None
 
 
 class ModelData(Response):
-    """The names of a model; the SDK loads the tokenizer from `tokenizer_id`."""
+    """The names of a model. The SDK loads the tokenizer from `tokenizer_id`."""
 
     arch: str | None = None
     model_name: str
@@ -187,7 +195,7 @@ class GetInfoResponse(Response):
 
 
 class FutureHandle(Response):
-    """The future of a queued request; `retrieve_future` returns its result."""
+    """The future of a queued request. `retrieve_future` returns its result."""
 
     request_id: str
     model_id: str | None = None
@@ -195,12 +203,12 @@ class FutureHandle(Response):
 
 
 MAX_NODES = 512
-"""The most nodes of a graph."""
+"""Maximum number of nodes in a graph."""
 _MAX_ARGUMENTS = 64
 
 
 class LossGraphNode(WireModel):
-    """A node of the graph; `args` and `kwargs` are in the SDK's encoding."""
+    """A node of the graph. `args` and `kwargs` use the SDK's encoding."""
 
     changes_maths = True
     op: Name
@@ -211,7 +219,7 @@ class LossGraphNode(WireModel):
 
 
 class LossGraph(WireModel):
-    """The nodes of a loss in the order of execution."""
+    """The nodes of a loss in execution order."""
 
     changes_maths = True
     format: Int = 1
@@ -219,7 +227,7 @@ class LossGraph(WireModel):
 
 
 class GraphInput(WireModel):
-    """An input: its name, and its number of dimensions in each datum."""
+    """An input of a loss: its name, and its number of dimensions per datum."""
 
     changes_maths = True
     name: Name
@@ -227,7 +235,7 @@ class GraphInput(WireModel):
 
 
 class CreateCustomLossRequest(WireModel):
-    """A custom loss to store for a session."""
+    """Stores a custom loss for a session."""
 
     changes_maths = True
     session_id: str
@@ -251,7 +259,7 @@ class WireSamplingParams(WireModel):
 
 
 class AsampleRequest(SampleRequestIds):
-    """One prompt with sampling parameters and prompt options."""
+    """A prompt with sampling parameters and prompt options."""
 
     prompt: ModelInput
     sampling_params: WireSamplingParams
@@ -266,7 +274,7 @@ class AsampleRequest(SampleRequestIds):
 
 
 class CreateSamplingSessionRequest(WireModel):
-    """The weights of a new sampling session: the base model, or those at a `tinker://` path."""
+    """Creates a sampling session on the base model, or on the weights at a `tinker://` path."""
 
     session_id: str
     sampling_session_seq_id: SeqId
@@ -276,21 +284,21 @@ class CreateSamplingSessionRequest(WireModel):
 
 
 class JoinSamplingSessionRequest(WireModel):
-    """A copy of a sampling client in another process."""
+    """Registers a copy of a sampling client in another process."""
 
     sampling_session_id: str
     type: str | None = None
 
 
 class JoinSamplingSessionResponse(Response):
-    """The number of the copy; its sequence numbers start at this multiple of a billion."""
+    """The number of the copy. Its sequence numbers start at this number times a billion."""
 
     type: Literal["join_sampling_session"] = "join_sampling_session"
     client_counter: int
 
 
 class SamplerResponse(Response):
-    """The base model and checkpoint of a sampling session."""
+    """The base model and the checkpoint of a sampling session."""
 
     sampler_id: str
     base_model: str

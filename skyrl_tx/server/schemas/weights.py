@@ -1,4 +1,4 @@
-"""Schemas of saves, loads, checkpoints and training runs."""
+"""Schemas for saves, loads, checkpoints and training runs."""
 
 from datetime import datetime
 from typing import Annotated, Literal
@@ -10,21 +10,21 @@ from skyrl_tx.server.schemas.training import OptimizerConfig
 
 
 class SaveRequest(ModelRequestIds):
-    """The name and the lifetime of what is saved."""
+    """The name and the lifetime of saved weights."""
 
     path: str | None = None
     ttl_seconds: Int | None = None
 
 
 class SaveWeightsRequest(SaveRequest):
-    """A save of weights and optimizer under a name."""
+    """Saves weights and optimizer state under a name."""
 
     overwrite: bool = False
     user_metadata: TextMetadata | None = None
 
 
 class SaveWeightsForSamplerRequest(SaveRequest):
-    """A save of weights to sample from: under a name, or as an ephemeral sampler."""
+    """Saves weights to sample from, under a name or as an ephemeral sampler."""
 
     sampling_session_seq_id: SeqId | None = None
     kind: str = "snapshot"
@@ -32,13 +32,16 @@ class SaveWeightsForSamplerRequest(SaveRequest):
 
 
 class SaveWeightsExternalRequest(SaveRequest):
-    """A save of weights for download; each file is encrypted if there are recipients."""
+    """Saves weights for download. With recipients, every file is encrypted."""
 
     age_encryption_recipients: Annotated[List[str], Field(max_length=64)] | None = None
 
 
 class LoadWeightsRequest(WireModel):
-    """A load into a model (`model_id`), or the creation of a model from a checkpoint (`session_id`, `model_seq_id`)."""
+    """Loads a checkpoint into a model, or creates a model from it.
+
+    A load has `model_id`, and a creation has `session_id` and `model_seq_id`.
+    """
 
     model_id: str | None = None
     seq_id: SeqId | None = None
@@ -54,13 +57,13 @@ class LoadWeightsRequest(WireModel):
 
 
 class WeightsInfoRequest(WireModel):
-    """A request for a description of a checkpoint."""
+    """Asks for a description of a checkpoint."""
 
     tinker_path: str
 
 
 class WeightsInfoResponse(Response):
-    """A description of a checkpoint's model."""
+    """A description of the model that saved a checkpoint."""
 
     base_model: str
     is_lora: bool = True
@@ -72,7 +75,10 @@ class WeightsInfoResponse(Response):
 
 
 class CopyWeightsRequest(WireModel):
-    """A copy of a checkpoint: into a project, or to a model of a session (`session_id`, `model_seq_id`)."""
+    """Copies a checkpoint.
+
+    The copy goes into a project, or into a new run of a session (`session_id` and `model_seq_id`).
+    """
 
     source_path: str
     session_id: str | None = None
@@ -83,13 +89,16 @@ class CopyWeightsRequest(WireModel):
 
 
 class TtlRequest(WireModel):
-    """A new lifetime of a checkpoint from now on; null is unlimited."""
+    """Sets the lifetime of a checkpoint, counted from now. Null means unlimited."""
 
     ttl_seconds: Int | None
 
 
 class ExternalWeightsUrlsResponse(Response):
-    """Signed URLs of the files of external weights, which need no API key and are valid until `expires`."""
+    """Signed URLs of the files of external weights.
+
+    They need no API key and are valid until `expires`.
+    """
 
     urls: dict[str, str]
     expires: datetime
@@ -124,7 +133,7 @@ class CheckpointsResponse(Response):
 
 
 class TrainingRun(Response):
-    """A model as the management client shows it."""
+    """A training run as the management client shows it."""
 
     training_run_id: str
     base_model: str

@@ -1,5 +1,6 @@
-"""Turns messages into requests of the contract, and stores them; no other package knows both.
+"""Translates wire messages to requests of the contract, and stores them. No other package does.
 
-Checks what needs no knowledge of the backend, and raises UserError naming the field and its value. Draws the seeds
-that the client left open, so that a stored request is complete.
+Checks everything that does not depend on the backend. UserError names the wrong field and its
+value. Draws the seeds that the client left open, so that replaying a stored request gives the same
+result.
 """

@@ -1,7 +1,10 @@
-"""Provenance spans: which sampled sequences a datum's tokens came from, and the logprobs recorded for them.
+"""Provenance spans: where the tokens of a datum came from.
 
-Spans tile a field: every position is in exactly one span, in order. Those of `loss_fn_inputs` say which targets were
-sampled; those of `model_input` have no effect, but are checked too.
+A span says that some positions are part of the prompt or of the sampled tokens of a recorded
+sequence. With it, the server looks up the logprobs that were recorded when the tokens were sampled.
+
+The spans of a field must cover every position exactly once, in order. The spans of `loss_fn_inputs`
+say which targets were sampled. The spans of `model_input` have no effect, but are checked too.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,9 +25,10 @@ _MAX_ID_CHARS = 64
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Positions [offset, offset + length) of a sequence's prompt or of its sampled tokens.
+    """Positions [offset, offset + length) in the prompt or in the sampled tokens of a sequence.
 
-    `source` is None if the client named neither. Field names are part of stored idempotency digests.
+    `source` is None if the client named neither. The field names are part of stored idempotency
+    digests.
     """
 
     source: schemas.SpanSource | None
@@ -40,7 +44,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """The spans of one datum. Field names are part of stored idempotency digests."""
+    """The spans of one datum. The field names are part of stored idempotency digests."""
 
     model_input: tuple[Span, ...]
     loss_inputs: tuple[Span, ...]
@@ -52,7 +56,7 @@ class Provenance:
 
 
 def read_provenance(datum: wire_pb2.Datum | schemas.WireDatum) -> Provenance:
-    """Read the spans of one datum, which have the same form in protobuf and in JSON."""
+    """Read the spans of one datum. Protobuf and JSON have the same fields."""
     return Provenance(
         model_input=tuple(_read_span(span) for span in datum.model_input_spans or ()),
         loss_inputs=tuple(_read_span(span) for span in datum.loss_fn_input_spans or ()),
@@ -62,26 +66,28 @@ def read_provenance(datum: wire_pb2.Datum | schemas.WireDatum) -> Provenance:
 def find_sampled_spans(
     data: Iterable[wire_pb2.Datum | schemas.WireDatum], sizes: Iterable[int]
 ) -> Iterator[SampledSpan]:
-    """Yield which targets were sampled, for people to read; datums whose spans do not fit their size are left out.
+    """Yield which targets were sampled, for display.
 
-    Losses that do not need provenance ignore spans, so a wrong one is no error.
+    Losses that do not need provenance ignore the spans. So wrong spans are no error here: a datum
+    whose spans exceed its size is skipped.
     """
     for index, (datum, size) in enumerate(zip(data, sizes, strict=True)):
-        first, found = 0, list[SampledSpan]()
+        position, spans = 0, list[SampledSpan]()
         for span in map(_read_span, datum.loss_fn_input_spans or ()):
             if span.source == "sampled_tokens" and span.length > 0 and len(span.sequence_id) <= _MAX_ID_CHARS:
-                found.append(SampledSpan(datum=index, first=first, length=span.length, sequence_id=span.sequence_id))
-            first += max(span.length, 0)
-        if first <= size:
-            yield from found
+                spans.append(SampledSpan(datum=index, first=position, length=span.length, sequence_id=span.sequence_id))
+            position += max(span.length, 0)
+        if position <= size:
+            yield from spans
 
 
 def fill_recorded(
     request: ModelPass, provenances: Iterable[Provenance], recorded: Mapping[str, SampledLogprobs]
 ) -> ModelPass:
-    """Return a pass with the recorded `logprobs` and the mask `sampled` in each datum.
+    """Return a pass whose datums have the recorded `logprobs` and a `sampled` mask.
 
-    `recorded` has the caller's sequences by id. Raises UserError naming a span that does not match its sequence.
+    `recorded` has the caller's sequences by id. Raises UserError that names a span which does not
+    match its sequence.
     """
     data = tuple(
         _fill_datum(datum, provenance, recorded, request.loss, f"data[{index}]")
@@ -94,6 +100,8 @@ def _fill_datum(
     datum: Datum, provenance: Provenance, recorded: Mapping[str, SampledLogprobs], loss: str, where: str
 ) -> Datum:
     length = datum.tokens.size
+
+    # Check the request.
     require(
         len(provenance.loss_inputs) > 0,
         f"{where}.loss_fn_input_spans: missing; {loss} needs to know which sequences were sampled",
@@ -105,6 +113,8 @@ def _fill_datum(
     if provenance.model_input:
         _check_tiling(provenance.model_input, recorded, length, f"{where}.model_input_spans")
     _check_tiling(provenance.loss_inputs, recorded, length, f"{where}.loss_fn_input_spans")
+
+    # Add the recorded values.
     logprobs, sampled = _make_recorded_arrays(provenance.loss_inputs, recorded, length)
     _check_advantages(datum, sampled, where)
     return replace(datum, loss_inputs={**datum.loss_inputs, "logprobs": logprobs, "sampled": sampled})
@@ -123,7 +133,7 @@ def _check_span(span: Span, recorded: SampledLogprobs | None, where: str) -> Non
     require(span.source is not None, f"{where}: names neither prompt_tokens nor sampled_tokens")
     if recorded is None:
         raise UserError(
-            f"{where}: nothing is recorded of sequence_id {quote_value(span.sequence_id)}; sample with "
+            f"{where}: no logprobs are recorded for sequence_id {quote_value(span.sequence_id)}; sample with "
             "record_stability_info, and train within a day of sampling or of the last use"
         )
     size = recorded.prompt_length if span.source == "prompt_tokens" else recorded.logprobs.size
@@ -133,7 +143,10 @@ def _check_span(span: Span, recorded: SampledLogprobs | None, where: str) -> Non
 def _make_recorded_arrays(
     spans: Sequence[Span], recorded: Mapping[str, SampledLogprobs], length: int
 ) -> tuple[Float32Array, Float32Array]:
-    """Return two float32 arrays [T]: logprobs (0 where no token was sampled), and the mask of sampled tokens."""
+    """Return two float32 arrays [T]: the recorded logprobs, and the mask of sampled tokens.
+
+    Both are 0 where no token was sampled.
+    """
     logprobs, sampled = np.zeros(length, np.float32), np.zeros(length, np.float32)
     start = 0
     for span in spans:
@@ -146,7 +159,10 @@ def _make_recorded_arrays(
 
 
 def _check_advantages(datum: Datum, sampled: Float32Array, where: str) -> None:
-    """Refuse advantages at positions that the loss ignores. The engine checks their shape."""
+    """Raise UserError for advantages at positions that the loss ignores.
+
+    The engine checks their shape.
+    """
     advantages = datum.loss_inputs.get("advantages")
     if advantages is None or advantages.shape != sampled.shape:
         return

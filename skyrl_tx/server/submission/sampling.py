@@ -1,4 +1,4 @@
-"""Sample requests: from the wire to the contract."""
+"""Translates sample requests from the wire format to the contract."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ from skyrl_tx.server.submission.training import tokens_from_json
 from skyrl_tx.server.submission.validation import choose_seed, quote_value, require
 
 MAX_SAMPLES = 4096
-"""The most samples of one prompt: each has a string id in the response to the POST."""
+"""Maximum number of samples of one prompt. The response to the POST has an id for each of them."""
 MAX_INT32 = 2**31 - 1
 _TARGETS = "target_prompt_logprobs"
 
@@ -23,11 +23,12 @@ _TARGETS = "target_prompt_logprobs"
 def translate_sample(
     request: AsampleRequest, sampler: SamplerId | None, sequence_ids: Sequence[str], max_dense_bytes: int
 ) -> Submission:
-    """Translate a prompt. Draws the seed if the client gave none."""
+    """Translate a sample request. Draws the seed if the client sent none."""
     require(
         1 <= request.num_samples <= MAX_SAMPLES,
         f"num_samples {quote_value(request.num_samples)}: must be between 1 and {MAX_SAMPLES}",
     )
+
     sample = requests.Sample(
         prompt=tokens_from_json(request.prompt, "prompt"),
         num_samples=request.num_samples,
@@ -37,6 +38,8 @@ def translate_sample(
         sequence_ids=tuple(sequence_ids),
         is_recorded=bool(request.record_stability_info),
     )
+
+    # The digest covers what the client sent, without the looked-up sampler and the drawn seed.
     as_sent = replace(sample, sampler=None, sequence_ids=())
     if request.sampling_params.seed is None:
         as_sent = replace(as_sent, params=replace(sample.params, seed=0))
@@ -60,7 +63,10 @@ def _read_params(params: WireSamplingParams) -> requests.SamplingParams:
 
 
 def _split_stops(stop: str | list[int] | list[str] | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Split `stop` into strings and token ids. An empty list has neither: then not even EOS stops."""
+    """Split `stop` into strings and token ids.
+
+    An empty list has neither. Then nothing stops a sample early, not even EOS.
+    """
     given = [stop] if isinstance(stop, str) else stop or []
     strings = tuple(part for part in given if isinstance(part, str))
     token_ids = tuple(part for part in given if isinstance(part, int))
@@ -69,7 +75,7 @@ def _split_stops(stop: str | list[int] | list[str] | None) -> tuple[tuple[str, .
 
 
 def check_stops(strings: Sequence[str], token_ids: Sequence[int], where: str, where_tokens: str) -> None:
-    """Raise UserError for too many or too long stop strings, or invalid stop tokens."""
+    """Raise UserError for too many or too long stop strings, or for invalid stop tokens."""
     for given, limit, what, field in (
         (len(strings), requests.MAX_STOP_STRINGS, "strings", where),
         (len(token_ids), requests.MAX_STOP_TOKENS, "tokens", where_tokens),
@@ -78,7 +84,8 @@ def check_stops(strings: Sequence[str], token_ids: Sequence[int], where: str, wh
     for index, text in enumerate(strings):
         require(
             len(text) <= requests.MAX_STOP_CHARS,
-            f"{where}[{index}] {quote_value(text)} has {len(text)} characters: must have at most {requests.MAX_STOP_CHARS}",
+            f"{where}[{index}] {quote_value(text)} has {len(text)} characters: "
+            f"must have at most {requests.MAX_STOP_CHARS}",
         )
     for index, token in enumerate(token_ids):
         require(0 <= token <= MAX_INT32, f"{where_tokens}[{index}] {quote_value(token)}: is not a token id")
@@ -102,7 +109,7 @@ def _read_options(request: AsampleRequest, max_dense_bytes: int) -> requests.Pro
 
 
 def _read_targets(targets: TensorData, max_dense_bytes: int) -> Int64Array:
-    """Read the targets as int64 [T-1, K], -1 in cells that a sparse tensor does not list."""
+    """Read the targets as int64 [T-1, K]. Cells that a sparse tensor does not list are -1."""
     array = from_json(targets, DenseBudget(max_dense_bytes), _TARGETS, fill=-1)
     require(array.dtype.kind == "i" and array.ndim == 2, f"{_TARGETS}: must be a matrix of int64, not {array.dtype}")
     return array.astype(np.int64)

@@ -1,4 +1,7 @@
-"""Requests into the store: each is stored once, however often the client sends it."""
+"""Stores requests in the queue of the engine.
+
+Clients retry, so the same request may arrive multiple times. It is stored only once.
+"""
 
 import functools
 import logging
@@ -42,15 +45,18 @@ SchemaT = TypeVar("SchemaT", bound=WireModel)
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A translated request on its way into the store.
+    """A translated request that is ready to be stored.
 
     Attributes:
-        request: What the engine will execute.
-        body: The encoded request, made before the transaction.
-        digest: The idempotency digest. It is equal whenever a client sends the same request again, because it covers
-            the request as sent, without what the server drew or looked up.
-        provenance: The provenance spans of each datum, where recorded samples will complete the request.
-        sequence_ids: The recorded samples that completed it.
+        request: The request that the engine will execute.
+        body: The encoded request. It is encoded before the transaction starts, to keep the
+            transaction short.
+        digest: The idempotency digest. It covers the request as the client sent it, without the
+            values that the server drew or looked up. So it is the same when a client sends the
+            request again.
+        provenance: The provenance spans of each datum, if recorded samples will be added to the
+            request.
+        sequence_ids: The ids of the recorded samples that were added.
         base_model: The base model of the model that the request creates, if it creates one.
     """
 
@@ -70,7 +76,7 @@ class Submission:
         provenance: tuple[Provenance, ...] = (),
         base_model: str | None = None,
     ) -> "Submission":
-        """Encode a request. `as_sent` is what its digest covers, by default the request itself."""
+        """Encode a request. The digest covers `as_sent`, which is the request itself by default."""
         body = codec.encode(request)
         sent = body if as_sent is None or as_sent is request else codec.encode(as_sent)
         if provenance:
@@ -81,16 +87,20 @@ class Submission:
     def from_error(
         cls, kind: str, message: str, *, backward: bool = False, as_sent: Request | None = None
     ) -> "Submission":
-        """Return a request that keeps its sequence number and fails with this message."""
+        """Return a request that uses its sequence number and fails with this message."""
         return cls.from_request(Rejected(kind=kind, message=message, backward=backward), as_sent=as_sent)
 
     @property
     def kind(self) -> str:
-        """The kind that the row shows: a rejected barrier is still a barrier for the engine's scheduler."""
+        """The kind of the request.
+
+        A rejected request keeps the kind of the request that was sent. For example, the scheduler
+        still treats a rejected barrier as a barrier.
+        """
         return self.request.kind if isinstance(self.request, Rejected) else codec.kind_of(self.request)
 
     def replace_request(self, request: Request, sequence_ids: Collection[str] = ()) -> "Submission":
-        """Return this submission with another request under the same digest."""
+        """Return this submission with another request and the same digest."""
         return replace(self, request=request, body=codec.encode(request), sequence_ids=sequence_ids)
 
 
@@ -103,7 +113,11 @@ def from_json(
     *,
     backward: bool = False,
 ) -> Submission:
-    """Check JSON against its schema and translate it. Errors become a rejected request, which its future reports."""
+    """Validate and translate a JSON request.
+
+    An error turns the request into a rejected request, and the client gets the error from its
+    future.
+    """
     try:
         model = schema.model_validate(value)
         submission = translate(model)
@@ -116,13 +130,13 @@ def from_json(
 
 
 def add_recorded_samples(store: Store, caller: Principal, submission: Submission) -> Submission:
-    """Complete a pass that has provenance spans with its recorded samples; reject it if a span is wrong."""
+    """Add recorded samples to a pass that has provenance spans. Reject it if a span is wrong."""
     request = submission.request
     if not submission.provenance or not isinstance(request, ModelPass):
         return submission
     _log_own_definition(request.loss)
-    wanted = set[str]().union(*(datum.sequence_ids for datum in submission.provenance))
-    recorded = store.read(lambda tx: recorded_logprobs.find(tx, caller.owner_filter, wanted, time.time()))
+    sequence_ids = set[str]().union(*(datum.sequence_ids for datum in submission.provenance))
+    recorded = store.read(lambda tx: recorded_logprobs.find(tx, caller.owner_filter, sequence_ids, time.time()))
     try:
         return submission.replace_request(fill_recorded(request, submission.provenance, recorded), recorded.keys())
     except UserError as error:
@@ -131,9 +145,10 @@ def add_recorded_samples(store: Store, caller: Principal, submission: Submission
 
 
 def add_custom_loss(call: ApiCall, model_id: ModelId, submission: Submission) -> Submission:
-    """Complete a pass of a custom loss with the loss; reject it if its session has no such loss.
+    """Add the uploaded loss to a pass that uses a custom loss.
 
-    Inputs that the loss does not read are left out: the SDK sends all that a datum has.
+    Rejects the pass if its session has no such loss. Removes loss inputs that the loss does not
+    read, because the SDK sends all inputs of a datum.
     """
     request = submission.request
     if not isinstance(request, ModelPass) or request.loss != CUSTOM:
@@ -144,6 +159,7 @@ def add_custom_loss(call: ApiCall, model_id: ModelId, submission: Submission) ->
         row = access.find_model_ref(tx, call.caller, model_id)
         return custom_losses.find(tx, loss_id, row.session_id) if isinstance(loss_id, str) else None
 
+    # Find the loss in the session of the model.
     unknown = sorted(request.loss_config.keys() - {"loss_id"})
     body = call.store.read(find)
     if unknown or body is None:
@@ -153,7 +169,9 @@ def add_custom_loss(call: ApiCall, model_id: ModelId, submission: Submission) ->
         return submission.replace_request(Rejected(kind=submission.kind, message=reason, backward=request.backward))
     stored = codec.decode(body)
     assert isinstance(stored, CreateCustomLoss)
-    read = {TARGET_TOKENS, *(each.name for each in stored.loss.inputs)} - {LOGPROBS}
+
+    # Keep the inputs that the loss reads.
+    read = {TARGET_TOKENS, *(loss_input.name for loss_input in stored.loss.inputs)} - {LOGPROBS}
     data = tuple(
         replace(datum, loss_inputs={name: array for name, array in datum.loss_inputs.items() if name in read})
         for datum in request.data
@@ -163,15 +181,15 @@ def add_custom_loss(call: ApiCall, model_id: ModelId, submission: Submission) ->
 
 def _describe_missing_loss(loss_id: object) -> str:
     return (
-        f"loss_fn_config.loss_id {quote_value(loss_id)}: the session of this model has no such custom loss; losses unused "
-        "for 30 days are removed"
+        f"loss_fn_config.loss_id {quote_value(loss_id)}: the session of this model has no such custom loss; losses "
+        "unused for 30 days are removed"
     )
 
 
 @functools.cache
 def _log_own_definition(loss: str) -> None:
-    """Log once per process that a loss which needs provenance is this project's own definition."""
-    _log.info("%s is used: Tinker's formula is not public, this is this project's own definition, see the docs", loss)
+    """Log, once per process, that the formula of a loss is this project's own definition."""
+    _log.info("loss %s: Tinker's formula is not public, so this server uses its own definition (see the docs)", loss)
 
 
 def submit_json(
@@ -182,21 +200,21 @@ def submit_json(
     *,
     backward: bool = False,
 ) -> FutureHandle:
-    """Queue a request for a model, sent in JSON. An error in it becomes the result of its future."""
+    """Queue a JSON request for a model. The future of the request reports errors in it."""
     value = call.body.parse_object()
     ids = validate_object(ModelRequestIds, value)
     return submit(call, ids, from_json(kind, schema, value, translate, call.check_unknown, backward=backward))
 
 
 def submit(call: ApiCall, ids: ModelRequestIds, submission: Submission) -> FutureHandle:
-    """Queue a request for a model, completed with its recorded samples, or with its custom loss."""
+    """Queue a request for a model. Adds recorded samples or the custom loss if it needs them."""
     complete = add_recorded_samples(call.store, call.caller, submission)
     complete = add_custom_loss(call, ModelId(ids.model_id), complete)
     return call.store.write(lambda tx: submit_to_model(tx, call, ids, complete))
 
 
 def submit_to_model(tx: Session, call: ApiCall, ids: ModelRequestIds, submission: Submission) -> FutureHandle:
-    """Queue a request for a model. A `seq_id` of 0 is not a sequence number."""
+    """Queue a request for a model. A `seq_id` of 0 counts as absent, as in protobuf."""
     now = time.time()
     model_id = ModelId(ids.model_id)
     row = access.find_model_ref(tx, call.caller, model_id)
@@ -204,6 +222,8 @@ def submit_to_model(tx: Session, call: ApiCall, ids: ModelRequestIds, submission
     submitted = _insert(
         tx, submission, key, row.owner, row.session_id, ids.seq_id, model_id=model_id, engine=row.engine
     )
+
+    # Record the last use of everything that pruning may remove.
     if row.last_request_at < now - _TOUCH_MODEL_EVERY_S:
         models.touch(tx, model_id, now)
     if submission.sequence_ids:
@@ -214,9 +234,10 @@ def submit_to_model(tx: Session, call: ApiCall, ids: ModelRequestIds, submission
 
 
 def submit_creation(tx: Session, call: ApiCall, ids: CreationIds, submission: Submission) -> FutureHandle:
-    """Queue a request that creates a model, and create the model's row. A rejected request creates none.
+    """Queue a request that creates a model, and create the row of the model.
 
-    `create_model` and `load_weights` share the numbers of a session's models, so they share the keys too.
+    A rejected request creates no row. `create_model` and `load_weights` number the models of a
+    session together, so they share their idempotency keys, too.
     """
     now = time.time()
     session_id = SessionId(ids.session_id)
@@ -225,10 +246,12 @@ def submit_creation(tx: Session, call: ApiCall, ids: CreationIds, submission: Su
     request = submission.request
     spec = request.spec if isinstance(request, CreateModel | LoadWeights) else None
     key = f"create/{session_id}/{ids.model_seq_id}"
+
     engine = placement.choose_engine(tx)
     submitted = _insert(
         tx, submission, key, session.owner, session_id, 0, model_id=model_id if spec else None, engine=engine
     )
+
     if spec is not None and submitted.is_new:
         assert submission.base_model is not None
         row = ModelRow(
@@ -246,12 +269,16 @@ def submit_creation(tx: Session, call: ApiCall, ids: CreationIds, submission: Su
 
 
 def store_custom_loss(tx: Session, call: ApiCall, session_id: SessionId, seq_id: int, loss: CustomLoss) -> FutureHandle:
-    """Store a custom loss of a session, and its result, which needs no engine."""
+    """Store a custom loss of a session.
+
+    The request is stored as completed, because it needs no engine.
+    """
     now = time.time()
     session = access.find_open_session(tx, call.caller, session_id)
     loss_id = custom_loss_id(session_id, seq_id)
     submission = Submission.from_request(CreateCustomLoss(loss=loss))
     submitted = _insert(tx, submission, f"custom_loss/{session_id}/{seq_id}", session.owner, session_id, None)
+
     if submitted.is_new:
         try:
             custom_losses.create(
@@ -265,6 +292,7 @@ def store_custom_loss(tx: Session, call: ApiCall, session_id: SessionId, seq_id:
             )
         except (custom_losses.ConflictingLoss, custom_losses.TooManyLosses) as error:
             raise bad_request(str(error)) from error
+
         result = codec.encode(CreateCustomLossOutput(loss_id=loss_id))
         futures.complete(tx, submitted.request_id, result, failed=False, effect_order=None, now=now)
     return FutureHandle(request_id=submitted.request_id)
@@ -281,19 +309,32 @@ def submit_to_sampler(
     is_streamed: bool = False,
     engine: int = 1,
 ) -> futures.SubmittedRequest | None:
-    """Queue a prompt for a sampling session. `key` is its `make_sampling_key`; `is_streamed`: it is read while decoded.
+    """Queue a sample request of a sampling session.
 
-    `engine` is the one that shall execute it. Weights that are not on disk yet are in the memory of their model's
-    engine, which then gets the prompt. Returns None, and queues nothing, if the session has another sampler than `row`,
-    or is gone.
+    Args:
+        tx: The transaction.
+        row: The sampling session, as it was when the request was translated.
+        owner: The owner of the sampling session.
+        seq_id: The client's sequence number, if it sent one.
+        key: The idempotency key from `make_sampling_key`.
+        submission: The translated request.
+        is_streamed: Whether the API process reads tokens while they are sampled.
+        engine: The engine that should execute the request. Weights that have not been written to
+            disk are in the memory of one engine. Then that engine executes the request instead.
+
+    Returns:
+        The stored request. None if the sampling session is gone, or has other weights than `row`
+        now. Nothing is queued then, and the caller translates the request again.
     """
     now = time.time()
     name = row.sampling_session_id
     current = sampling_sessions.get(tx, name)
     if current is None or current.sampler_id != row.sampler_id:
         return None
+
     if current.model_id is not None and current.size_bytes is None:
         engine = models.get_engine_number(tx, current.model_id) or engine
+
     submitted = _insert(
         tx,
         submission,
@@ -306,18 +347,22 @@ def submit_to_sampler(
         is_streamed=is_streamed,
         engine=engine,
     )
+
     if row.last_used_at < now - _TOUCH_SAMPLER_EVERY_S:
-        sampling_sessions.touch(tx, name, now)
+        sampling_sessions.record_use(tx, name, now)
     return submitted
 
 
 def make_sampling_key(sampling_session_id: SamplingSessionId, seq_id: int | None, idempotency_key: str | None) -> str:
-    """Return the idempotency key of a prompt, from which its sequence ids are derived too."""
+    """Return the idempotency key of a sample request. Its sequence ids are derived from the key."""
     return _make_key(f"sample/{sampling_session_id}", seq_id, idempotency_key)
 
 
 def _make_key(stem: str, seq_id: int | None, idempotency_key: str | None) -> str:
-    """Return what identifies a request: its sequence number, or else the header; "" if it has neither."""
+    """Return the idempotency key of a request: its sequence number, or else the header.
+
+    "" if the request has neither.
+    """
     if seq_id is not None:
         return f"{stem}/{seq_id}"
     return "" if idempotency_key is None else f"{stem}/key/{idempotency_key}"
@@ -351,6 +396,7 @@ def _insert(
         is_streamed=is_streamed,
         engine=engine,
     )
+
     try:
         return futures.submit(tx, new, time.time())
     except futures.ConflictingRequest as error:

@@ -1,4 +1,7 @@
-"""Converts tensors between the wire and NumPy, without a Python object per element where the wire is binary."""
+"""Converts tensors between the wire format and NumPy.
+
+Binary formats are converted without a Python object per element.
+"""
 
 import math
 from collections.abc import Sequence
@@ -23,20 +26,24 @@ _DTYPES: dict[int, str] = {
 _DTYPE_CODES = {name: code for code, name in _DTYPES.items()}
 _MAX_DIMS = 8
 _MAX_EMPTY = 2**31 - 1
-"""The largest product of the nonzero sizes of an empty array; NumPy has a limit too."""
+"""Maximum product of the nonzero sizes of an empty array. NumPy has a limit, too."""
 
 
 @dataclass(slots=True)
 class DenseBudget:
-    """The bytes that the sparse tensors of one request may still take in dense form.
+    """The memory in bytes that the sparse tensors of one request may still take in dense form.
 
-    A sparse tensor of a few bytes may claim any width, so the claim is checked before memory is allocated.
+    A sparse tensor of a few bytes may claim any width, so its size is checked before memory is
+    allocated.
     """
 
     remaining_bytes: int
 
     def take(self, rows: int, columns: int, itemsize: int, where: str) -> None:
-        """Reserve memory for a dense matrix. Raises UserError if it is too large or has too many columns."""
+        """Reserve memory for a dense matrix.
+
+        Raises UserError if the matrix is too large or has too many columns.
+        """
         if columns > (limit := max_targets(rows)):
             raise UserError(
                 f"{where}: shape [{rows}, {columns}] exceeds the dense size that this server allows: "
@@ -51,7 +58,10 @@ class DenseBudget:
 
 
 def from_bytes(data: bytes, dtype: str, where: str) -> NumberArray:
-    """View bytes as numbers; bfloat16 becomes float32. Raises UserError for an incomplete last element."""
+    """View bytes as numbers. bfloat16 becomes float32.
+
+    Raises UserError for an incomplete element.
+    """
     stored = np.dtype("uint16" if dtype == _BFLOAT16 else dtype)
     if len(data) % stored.itemsize:
         raise UserError(f"{where}: {len(data)} bytes are not a whole number of {dtype} values")
@@ -62,14 +72,16 @@ def from_bytes(data: bytes, dtype: str, where: str) -> NumberArray:
 
 
 def from_proto(message: wire_pb2.Tensor, budget: DenseBudget, where: str) -> NumberArray:
-    """Read a tensor of protobuf as a dense array."""
+    """Read a protobuf tensor as a dense array."""
     dtype = _DTYPES.get(int(message.dtype))
     if dtype is None:
         raise UserError(f"{where}: dtype {int(message.dtype)} is not one of {', '.join(_DTYPES.values())}")
     shape = tuple(message.shape)
+
     if message.WhichOneof("layout") != "sparse_csr":
         values = from_bytes(message.dense, dtype, where)
         return _reshape(values, shape or values.shape, where)
+
     csr = message.sparse_csr
     values = from_bytes(csr.values, dtype, f"{where}.values")
     cells = Cells(
@@ -80,7 +92,10 @@ def from_proto(message: wire_pb2.Tensor, budget: DenseBudget, where: str) -> Num
 
 
 def from_json(tensor: TensorData, budget: DenseBudget, where: str, *, fill: int = 0) -> NumberArray:
-    """Read a tensor of JSON as a dense array; `fill` is the value of cells that a sparse tensor does not list."""
+    """Read a JSON tensor as a dense array.
+
+    `fill` is the value of cells that a sparse tensor does not list.
+    """
     values = from_numbers(tensor.data, "float32" if tensor.dtype == _BFLOAT16 else tensor.dtype, where)
     cells = cells_from_json(tensor, where)
     if cells is None:
@@ -89,7 +104,7 @@ def from_json(tensor: TensorData, budget: DenseBudget, where: str, *, fill: int 
 
 
 def cells_from_json(tensor: TensorData, where: str) -> Cells | None:
-    """Return the cells that a sparse tensor of JSON lists; None for a dense one."""
+    """Return the cells that a sparse JSON tensor lists. None for a dense tensor."""
     if tensor.sparse_crow_indices is None and tensor.sparse_col_indices is None:
         return None
     return Cells(
@@ -99,7 +114,7 @@ def cells_from_json(tensor: TensorData, where: str) -> Cells | None:
 
 
 def to_proto(array: NumberArray, cells: Cells | None = None) -> wire_pb2.Tensor:
-    """Write a tensor in dense form, or with `cells` in sparse form with the values of those cells."""
+    """Write a tensor in dense form. With `cells`, write these cells in sparse form."""
     message = wire_pb2.Tensor(dtype=cast(wire_pb2.DType, _DTYPE_CODES[array.dtype.name]), shape=array.shape)
     if cells is None:
         message.dense = array.tobytes()
@@ -111,7 +126,10 @@ def to_proto(array: NumberArray, cells: Cells | None = None) -> wire_pb2.Tensor:
 
 
 def batch_to_proto(arrays: Sequence[Float32Array]) -> wire_pb2.BatchedTensor:
-    """Write one float32 array per datum, all of one trailing shape, as concatenated bytes with byte offsets."""
+    """Write one float32 array per datum as concatenated bytes with byte offsets.
+
+    All arrays must have the same trailing shape.
+    """
     offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
     np.cumsum([array.nbytes for array in arrays], out=offsets[1:])
     return wire_pb2.BatchedTensor(
@@ -123,7 +141,7 @@ def batch_to_proto(arrays: Sequence[Float32Array]) -> wire_pb2.BatchedTensor:
 
 
 def from_numbers(values: Sequence[float], dtype: str, where: str) -> NumberArray:
-    """Read numbers of JSON. Raises UserError for one that does not fit the dtype."""
+    """Convert JSON numbers to an array. Raises UserError if a number does not fit the dtype."""
     try:
         with np.errstate(over="ignore"):
             return np.array(values, dtype=dtype)
@@ -144,6 +162,8 @@ def _make_dense(
 ) -> NumberArray:
     if len(shape) != 2 or min(shape) < 0:
         raise UserError(f"{where}: a sparse tensor has a shape of two sizes, not {quote_value(list(shape))}")
+
+    # Check that the indices are consistent.
     rows, columns = shape
     count, crow = values.size, cells.crow
     if crow.size != rows + 1 or cells.columns.size != count:
@@ -151,11 +171,14 @@ def _make_dense(
             f"{where}: shape [{rows}, {columns}] with {crow.size} row pointers, {cells.columns.size} column indices "
             f"and {count} values"
         )
-    # Compared, not subtracted: a difference may wrap around, and wrong lengths make `repeat` write beyond its memory.
+    # Compare instead of subtracting: a difference may overflow, and wrong lengths would make
+    # `repeat` write out of bounds.
     if crow[0] != 0 or crow[-1] != count or (crow[1:] < crow[:-1]).any():
         raise UserError(f"{where}: row pointers must rise from 0 to {count}")
     if ((cells.columns < 0) | (cells.columns >= columns)).any():
         raise UserError(f"{where}: a column index is outside [0, {columns})")
+
+    # Fill the dense matrix.
     budget.take(rows, columns, values.itemsize, where)
     row_of_value = np.repeat(np.arange(rows), np.diff(crow))
     _check_distinct(row_of_value * columns + cells.columns, columns, where)

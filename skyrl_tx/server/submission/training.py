@@ -1,4 +1,4 @@
-"""Model creation, training data, forward/backward requests and optimizer steps: from the wire to the contract."""
+"""Translates model creation, training passes and optimizer steps from the wire to the contract."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -39,15 +39,16 @@ from skyrl_tx.server.submission.validation import (
 
 _ADAM = tuple(AdamParams.model_fields)
 _MAX_SAMPLED_SPANS = 16_384
-"""Spans of a pass that are stored for people to read; the rest is left out."""
+"""Maximum number of spans of a pass that are stored for display. Further spans are dropped."""
 
 
 def translate_create_model(request: CreateModelRequest, settings: ApiSettings) -> Submission:
-    """Translate `create_model`. Draws the adapter's seed if the client gave none."""
+    """Translate `create_model`. Draws the adapter's seed if the client sent none."""
     base_model = settings.resolve_model_name(request.base_model)
     lora = request.lora_config
     if lora is None:
         raise UserError("lora_config: missing; this server trains LoRA adapters only")
+
     create = requests.CreateModel(
         base_model=base_model,
         spec=requests.ModelSpec(
@@ -61,6 +62,8 @@ def translate_create_model(request: CreateModelRequest, settings: ApiSettings) -
             optimizer=read_optimizer_kind(request.optimizer_config),
         ),
     )
+
+    # The digest covers what the client sent, without the drawn seed.
     as_sent = create
     if lora.seed is None:
         as_sent = replace(create, spec=replace(create.spec, lora=replace(create.spec.lora, seed=0)))
@@ -68,14 +71,14 @@ def translate_create_model(request: CreateModelRequest, settings: ApiSettings) -
 
 
 def read_optimizer_kind(config: OptimizerConfig | None) -> str:
-    """Return the optimizer's name. Raises UserError for another one than AdamW."""
+    """Return the name of the optimizer. Raises UserError unless it is AdamW."""
     kind = "adamw" if config is None else config.type
     require(kind == "adamw", f"optimizer_config.type {quote_value(kind)}: this server offers 'adamw' only")
     return kind
 
 
 def translate_optim_step(request: OptimStepRequest) -> Submission:
-    """Translate one AdamW step. Fields that the client does not send have the SDK's defaults."""
+    """Translate an AdamW step. A field that the client does not send has the SDK's default."""
     if request.optimizer_params is not None:
         kind = request.optimizer_params.get("type")
         raise UserError(f"optimizer_params.type {quote_value(kind)}: this server offers 'adamw', through adam_params")
@@ -91,14 +94,17 @@ def translate_optim_step(request: OptimStepRequest) -> Submission:
 
 
 def _check_number(value: float | None, where: str) -> float:
-    """Return a finite number. The SDK writes NaN and infinity as null, which must not become the default."""
+    """Return a finite number.
+
+    The SDK sends NaN and infinity as null, and null must not silently become the default.
+    """
     if value is None:
         raise UserError(f"{where} null: must be a finite number (NaN and infinity arrive as null)")
     return check_finite(value, where)
 
 
 def pass_from_proto(message: wire_pb2.ForwardBackwardRequest, max_dense_bytes: int) -> Submission:
-    """Translate a forward/backward request of SDKs from 0.25 on."""
+    """Translate a forward/backward request in protobuf (SDK 0.25 and later)."""
     budget = DenseBudget(max_dense_bytes)
     config: dict[str, LossConfigValue] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
@@ -110,7 +116,7 @@ def pass_from_proto(message: wire_pb2.ForwardBackwardRequest, max_dense_bytes: i
 
 
 def pass_from_json(request: PassInput, max_dense_bytes: int, *, backward: bool) -> Submission:
-    """Translate a forward/backward request of SDKs up to 0.24."""
+    """Translate a forward/backward request in JSON (SDK up to 0.24)."""
     budget = DenseBudget(max_dense_bytes)
     data = (datum_from_json(datum, budget, f"data[{index}]") for index, datum in enumerate(request.data))
     model_pass = _make_pass(data, request.loss_fn, request.loss_fn_config or {}, backward=backward)
@@ -118,7 +124,10 @@ def pass_from_json(request: PassInput, max_dense_bytes: int, *, backward: bool) 
 
 
 def _make_submission(request: requests.ModelPass, data: Sequence[wire_pb2.Datum | WireDatum]) -> Submission:
-    """Return a pass with what its provenance spans say. Its digest covers them only where the loss needs them."""
+    """Return a pass with its provenance spans.
+
+    The digest covers the spans only if the loss needs them.
+    """
     spans = tuple(map(provenance.read_provenance, data)) if _needs_provenance(request.loss) else ()
     if not any(datum.loss_fn_input_spans for datum in data):
         return Submission.from_request(request, provenance=spans)
@@ -142,13 +151,14 @@ def _make_pass(
 
 
 def datum_from_proto(message: wire_pb2.Datum, budget: DenseBudget, where: str) -> requests.Datum:
-    """Read one training sequence without its provenance spans."""
+    """Read one training sequence, without its provenance spans."""
     runs: list[NumberArray] = []
     for index, chunk in enumerate(message.model_input):
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
             raise _make_unsupported_error(kind or "unknown", f"{where}.model_input[{index}]")
         runs.append(from_bytes(chunk.encoded_text.tokens, "int32", f"{where}.model_input[{index}].tokens"))
+
     inputs: dict[str, NumberArray] = {}
     for name, tensor in sorted(message.loss_fn_inputs.items()):
         inner = f"{where}.loss_fn_inputs[{quote_value(name)}]"
@@ -158,7 +168,7 @@ def datum_from_proto(message: wire_pb2.Datum, budget: DenseBudget, where: str) -
 
 
 def datum_from_json(datum: WireDatum, budget: DenseBudget, where: str) -> requests.Datum:
-    """Read one training sequence without its provenance spans."""
+    """Read one training sequence, without its provenance spans."""
     inputs: dict[str, NumberArray] = {}
     for name, tensor in sorted(datum.loss_fn_inputs.items()):
         inner = f"{where}.loss_fn_inputs[{quote_value(name)}]"
@@ -168,7 +178,10 @@ def datum_from_json(datum: WireDatum, budget: DenseBudget, where: str) -> reques
 
 
 def tokens_from_json(model_input: ModelInput, where: str) -> Int32Array:
-    """Concatenate the text chunks of a model input to tokens [T]. Raises UserError for other chunks."""
+    """Concatenate the text chunks of a model input to tokens [T].
+
+    Raises UserError for other chunks.
+    """
     runs: list[NumberArray] = []
     for index, chunk in enumerate(model_input.chunks):
         inner = f"{where}.chunks[{index}]"
@@ -188,7 +201,10 @@ def refuse_unknown(message: Message, where: str) -> None:
 
 
 def _get_chunk_kind(chunk: InputChunk) -> str:
-    """Return a chunk's type, from its fields where the client names none (SDK up to 0.16)."""
+    """Return the type of a chunk.
+
+    SDK releases up to 0.16 do not send a type. Then the fields that are set identify it.
+    """
     if chunk.type is not None:
         return chunk.type
     by_field = {"encoded_text": chunk.tokens, "image_asset_pointer": chunk.location, "image": chunk.data}
@@ -196,7 +212,7 @@ def _get_chunk_kind(chunk: InputChunk) -> str:
 
 
 def _make_unsupported_error(kind: str, where: str) -> UserError:
-    return UserError(f"{where}: chunks of type {quote_value(kind)} are not offered, this server reads text only")
+    return UserError(f"{where}: chunks of type {quote_value(kind)} are not supported: this server reads text only")
 
 
 def _join_tokens(runs: Sequence[NumberArray], where: str) -> Int32Array:
@@ -206,6 +222,6 @@ def _join_tokens(runs: Sequence[NumberArray], where: str) -> Int32Array:
 
 
 def _needs_provenance(loss: str) -> bool:
-    """Whether a loss reads provenance spans. Other losses accept and ignore them."""
+    """Return whether a loss reads provenance spans. Other losses accept and ignore them."""
     spec = LOSS_SPECS.get(loss)
     return spec is not None and spec.needs_provenance

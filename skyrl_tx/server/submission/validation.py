@@ -1,8 +1,10 @@
-"""Checks of the wire format: what the API alone can see. Each error names the field and its value.
+"""Checks of wire messages that need no backend. Every error names the field and its value.
 
-What a backend can do is checked by `engine/prepare.py`. The parts of a body are counted before a parser builds an
-object for each of them: a part of two bytes becomes an object of 50 to 500 bytes, so the size of a body does not bound
-the memory of its parse.
+The engine checks what depends on the backend (`engine/prepare.py`).
+
+The parts of a body are counted before it is parsed: a part takes as little as two bytes on the
+wire, but 50 to 500 bytes as a Python object. So a limit on the size of a body alone would not limit
+the memory that parsing takes.
 """
 
 import logging
@@ -28,27 +30,34 @@ _MAX_REMEMBERED = 1000
 _MIN_TTL_S = 3600
 _PIECE = 2**20
 _JSON_PARTS = {ord("["): 2, ord("{"): 2, ord('"'): 1}
-"""Bytes that begin a part; a string has two quotes."""
+"""Bytes that begin a JSON part, in halves of a part: a string has two quotes."""
 _Nested = dict[int, "_Nested | None"]
-"""The fields of a message whose content counts, by number; None for packed numbers."""
+"""Fields of a message whose content is counted, by field number. None for packed numbers."""
 _VARINT, _FIXED64, _LENGTH, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
 _OPAQUE: _Nested = {}
 _SMALL = 16
-"""A rest of a message of at most this size counts as parts without being read: that is quicker, and rarely wrong."""
+"""The rest of a message, if it is at most this long, is not read.
+
+Each two bytes count as a part instead. That is faster and rarely wrong.
+"""
 _SLOW = 8
-"""Parts that a number in a needlessly long form counts for: no encoder writes it, and it is slow to read."""
+"""Number of parts that a varint with unnecessary bytes counts as.
+
+No encoder writes such numbers, and they are slow to read.
+"""
 
 
 def check_json(data: bytes, max_parts: int) -> None:
-    """Raise ApiError 413 if JSON may hold more than `max_parts` arrays, objects and strings.
+    """Raise ApiError 413 if JSON may have more than `max_parts` arrays, objects and strings.
 
-    Brackets inside strings count too. Numbers do not: an array of numbers takes at most ten times its text.
+    Brackets within strings count, too. Numbers do not count: an array of numbers takes at most ten
+    times the memory of its text.
     """
     if len(data) <= 2 * max_parts:
         return
     codes = np.frombuffer(data, np.uint8)
     halves = 0
-    for start in range(0, len(codes), _PIECE):  # NumPy releases the interpreter lock in each comparison
+    for start in range(0, len(codes), _PIECE):  # NumPy releases the interpreter lock for each piece
         piece = codes[start : start + _PIECE]
         halves += sum(weight * int(np.count_nonzero(piece == code)) for code, weight in _JSON_PARTS.items())
         if halves > 2 * max_parts:
@@ -56,9 +65,9 @@ def check_json(data: bytes, max_parts: int) -> None:
 
 
 def check_protobuf(data: bytes, kind: type[Message], max_parts: int) -> None:
-    """Raise ApiError 413 if a protobuf message has more than `max_parts` fields, those of its messages included.
+    """Raise ApiError 413 if a message has more than `max_parts` fields, including nested messages.
 
-    Malformed bytes are left to the parser, which does not read beyond them.
+    Ignores malformed bytes: the parser does not read beyond them and reports the error.
     """
     nested = _find_nested_fields(cast(Descriptor, kind.DESCRIPTOR)) or _OPAQUE
     if len(data) > 2 * max_parts and _count_parts(data, 0, len(data), nested, max_parts) < 0:
@@ -67,29 +76,36 @@ def check_protobuf(data: bytes, kind: type[Message], max_parts: int) -> None:
 
 @cache
 def _find_nested_fields(kind: Descriptor) -> _Nested | None:
-    """Return the fields of a message whose content counts; None for a message without messages and repeated numbers."""
+    """Return the fields of a message whose content must be counted.
+
+    None for a message that has neither nested messages nor packed numbers.
+    """
     messages = {field.number: field.message_type for field in kind.fields if field.message_type is not None}
     numbers: _Nested = {field.number: None for field in kind.fields if field.is_repeated and field.is_packed}
     if not messages and not numbers:
         return None
     return numbers | {
-        number: inner for number, each in messages.items() if (inner := _find_nested_fields(each)) is not None
+        number: fields for number, message in messages.items() if (fields := _find_nested_fields(message)) is not None
     }
 
 
 def _count_parts(data: bytes, start: int, end: int, nested: _Nested, left: int) -> int:
-    """Subtract the number of parts in `data[start:end]` from `left`, until it is negative.
+    """Subtract the number of parts in `data[start:end]` from `left`, and stop if it gets negative.
 
-    Runs for each field of each body: lengths of one and two bytes are read in place.
+    Called for each nested message of a body, so it reads tags and lengths of one byte without a
+    function call.
     """
     try:
         while end - start > _SMALL and left >= 0:
+            # Read the tag.
             left -= 1
             tag = data[start]
             start += 1
             if tag > 127:
                 tag, start = _read_varint(data, start - 1)
                 left -= _SLOW
+
+            # Read or skip the value.
             wire_type = tag & 7
             if wire_type == _LENGTH:
                 size = data[start]
@@ -98,6 +114,7 @@ def _count_parts(data: bytes, start: int, end: int, nested: _Nested, left: int) 
                     size, start = _read_varint(data, start - 1)
                     if size <= 127:
                         left -= _SLOW
+                # Count the content of a message or of packed numbers.
                 if (number := tag >> 3) in nested:
                     inner = nested[number]
                     if inner is None or size <= _SMALL:
@@ -105,6 +122,7 @@ def _count_parts(data: bytes, start: int, end: int, nested: _Nested, left: int) 
                     else:
                         left = _count_parts(data, start, min(start + size, end), inner, left)
                 start += size
+
             elif wire_type == _VARINT:
                 while data[start] > 127:
                     start += 1
@@ -113,13 +131,13 @@ def _count_parts(data: bytes, start: int, end: int, nested: _Nested, left: int) 
                 start += 8 if wire_type == _FIXED64 else 4
             elif wire_type not in (_START_GROUP, _END_GROUP):
                 break
-    except IndexError:  # cut short
+    except IndexError:  # the message is truncated
         return left
     return left - (max(end - start, 0) >> 1)
 
 
 def _read_varint(data: bytes, start: int) -> tuple[int, int]:
-    """Read a number; return it and the position after it."""
+    """Read a varint. Returns it and the position after it."""
     byte = data[start]
     value, shift = byte & 127, 7
     while byte > 127:
@@ -131,7 +149,7 @@ def _read_varint(data: bytes, start: int) -> tuple[int, int]:
 
 
 def quote_value(value: object) -> str:
-    """Return a value as an error message quotes it: at most 100 characters, whatever its size."""
+    """Quote a value for an error message, with at most 100 characters."""
     text = ""
     for piece in _iterate_repr(value):
         text += piece
@@ -141,16 +159,21 @@ def quote_value(value: object) -> str:
 
 
 def _iterate_repr(value: object) -> Iterator[str]:
-    """Yield the text of `repr` in pieces, so that a caller who wants its beginning does not wait for all of it."""
+    """Yield the text of `repr` in pieces.
+
+    A caller who only needs the beginning of a large value does not have to wait for the rest.
+    """
     match value:
         case str():
             yield repr(value[:101])
+
         case list():
             yield "["
             for index, part in enumerate(cast(list[object], value)):
                 yield ", " if index else ""
                 yield from _iterate_repr(part)
             yield "]"
+
         case dict():
             yield "{"
             for index, (name, part) in enumerate(cast(dict[object, object], value).items()):
@@ -159,24 +182,25 @@ def _iterate_repr(value: object) -> Iterator[str]:
                 yield ": "
                 yield from _iterate_repr(part)
             yield "}"
+
         case _:
             yield repr(value)
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise UserError unless the condition holds."""
+    """Raise UserError if the condition is false."""
     if not condition:
         raise UserError(message)
 
 
 def check_finite(value: float, where: str) -> float:
-    """Return a number that is neither NaN nor infinite; raises UserError for one that is."""
+    """Return a number. Raises UserError if it is NaN or infinite."""
     require(math.isfinite(value), f"{where} {value}: must be a finite number")
     return value
 
 
 def check_finite_array(array: NumberArray, where: str) -> NumberArray:
-    """Return an array without NaN and infinity; raises UserError for one with either. Integers have neither."""
+    """Return an array. Raises UserError if it contains NaN or infinity."""
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         flat = array.reshape(-1)
         index = int(np.flatnonzero(~np.isfinite(flat))[0])
@@ -185,7 +209,10 @@ def check_finite_array(array: NumberArray, where: str) -> NumberArray:
 
 
 def check_ttl(seconds: int | None, where: str) -> int | None:
-    """Return a lifetime between an hour and ten years; None is unlimited. Raises UserError for other values."""
+    """Return a lifetime in seconds. None means unlimited.
+
+    Raises UserError unless it is between an hour and ten years.
+    """
     require(
         seconds is None or _MIN_TTL_S <= seconds <= MAX_TTL_S,
         f"{where} {seconds}: must be between {_MIN_TTL_S} (an hour) and {MAX_TTL_S} (ten years), or absent",
@@ -194,7 +221,10 @@ def check_ttl(seconds: int | None, where: str) -> int | None:
 
 
 def choose_seed(value: int | None, where: str) -> int:
-    """Return the client's seed, or draw one: a stored request is complete, so that replay gives the same result."""
+    """Return the client's seed, or draw one.
+
+    The stored request contains the seed, so that replaying it gives the same result.
+    """
     if value is None:
         return secrets.randbits(63)
     require(-(2**63) <= value < 2**64, f"{where} {quote_value(value)}: must fit into 64 bits")
@@ -215,7 +245,10 @@ def describe_first_error(error: ValidationError) -> str:
 
 
 def is_off(value: object) -> bool:
-    """Whether an unknown field has a value that SDK releases send for "not used"."""
+    """Return whether a value of an unknown field means "not used".
+
+    SDK releases send such defaults.
+    """
     return value is None or value in (False, 0, "") or value == [] or value == {}
 
 
@@ -226,15 +259,19 @@ def refuse_extra(model: WireModel, prefix: str) -> None:
 
 
 class UnknownFields:
-    """Refuses unknown fields that may change results; logs the others, once per name and SDK version."""
+    """Refuses unknown fields that may change results, and logs all other unknown fields.
+
+    Every field is logged once per SDK version.
+    """
 
     def __init__(self) -> None:
         self._logged: set[tuple[str, str]] = set()
 
     def check(self, model: WireModel, sdk_version: str, prefix: str = "") -> None:
-        """Raise UserError for an unknown field that is set in an object whose `changes_maths` is true.
+        """Raise UserError for an unknown field that is set, if `changes_maths` is true.
 
-        Checks the objects in it too, but not those in lists: `translate` checks the chunks and tensors.
+        Checks nested objects as well, but not the objects in lists. The translation checks chunks
+        and tensors, which are in lists.
         """
         if model.changes_maths:
             refuse_extra(model, prefix)
@@ -246,7 +283,7 @@ class UnknownFields:
                 self.check(value, sdk_version, f"{prefix}{name}.")
 
     def log(self, name: str, sdk_version: str) -> None:
-        """Log an ignored field once. Names come from clients, so at most 1,000 are remembered."""
+        """Log an ignored field once. Remembers at most 1,000 names, because clients choose them."""
         if (name, sdk_version) not in self._logged and len(self._logged) < _MAX_REMEMBERED:
             self._logged.add((name, sdk_version))
             _log.info("unknown field %s of SDK %s is ignored", quote_value(name), quote_value(sdk_version))

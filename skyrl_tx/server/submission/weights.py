@@ -1,4 +1,4 @@
-"""Saves and loads of weights: from the wire to the contract."""
+"""Translates saves and loads of weights from the wire format to the contract."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,11 +27,14 @@ from skyrl_tx.server.submission.validation import check_ttl, quote_value, requir
 
 _INFLIGHT = "inflight"
 _DIGEST_SPEC = requests.ModelSpec(lora=requests.LoraSpec(rank=1, seed=0))
-"""Stands for a checkpoint's spec in the idempotency digest of a load. Digests are stored, so it never changes."""
+"""Replaces the spec of a checkpoint in the idempotency digest of a load.
+
+It must never change, because digests are stored.
+"""
 
 
 def translate_save_weights(request: schemas.SaveWeightsRequest) -> Submission:
-    """Translate a save of a training checkpoint: weights and optimizer under a name."""
+    """Translate a save of weights and optimizer state under a name (a training checkpoint)."""
     require(request.path is not None, "path: missing; a training checkpoint needs a name")
     save = _make_save(request, CheckpointKind.TRAINING)
     return Submission.from_request(replace(save, overwrite=request.overwrite, user_metadata=request.user_metadata))
@@ -40,7 +43,11 @@ def translate_save_weights(request: schemas.SaveWeightsRequest) -> Submission:
 def translate_save_weights_for_sampler(
     request: schemas.SaveWeightsForSamplerRequest, session_id: SessionId
 ) -> Submission:
-    """Translate a save to sample from: a named checkpoint, or an ephemeral sampler of the model's session."""
+    """Translate a save of weights to sample from.
+
+    A request with a path saves a named checkpoint, and a request without one an ephemeral sampler
+    of the model's session.
+    """
     is_inflight = request.kind == _INFLIGHT
     require(
         is_inflight or request.kind == "snapshot", f"kind {quote_value(request.kind)}: must be 'snapshot' or 'inflight'"
@@ -49,24 +56,27 @@ def translate_save_weights_for_sampler(
         not is_inflight or request.path is None,
         f"kind 'inflight': path {quote_value(request.path)} names weights that never change; leave it out",
     )
+
     as_sent = _make_save(request, CheckpointKind.SAMPLER)
     as_sent = replace(as_sent, is_inflight=is_inflight, user_metadata=request.user_metadata)
     if request.path is not None:
         return Submission.from_request(as_sent)
+
+    # An ephemeral sampler. A client increments sampling_session_seq_id with each retry, so the
+    # digest does not cover it, and a retry gets the sampling session of the first POST
+    # (SDK 0.38, training_client.py).
     seq_id = request.sampling_session_seq_id
     if seq_id is None:
-        raise UserError("path: missing, and sampling_session_seq_id too; one of them must name what is saved")
-    # A retrying client increments sampling_session_seq_id: the session is that of the first POST (SDK 0.38,
-    # training_client.py).
+        raise UserError("path: missing, and sampling_session_seq_id too; one of them must name the saved weights")
     save = replace(as_sent, sampling_session_id=sampling_session_id(session_id, seq_id))
     return Submission.from_request(save, as_sent=as_sent)
 
 
 def translate_save_weights_external(request: schemas.SaveWeightsExternalRequest) -> Submission:
-    """Translate a save for download, under a name."""
+    """Translate a save for download, which must have a name."""
     require(request.path is not None, "path: missing; external weights need a name")
     recipients = tuple(request.age_encryption_recipients or ())
-    encryption.parse_recipients(recipients, "age_encryption_recipients")  # so that the client gets the error
+    encryption.parse_recipients(recipients, "age_encryption_recipients")  # the client, not the engine, gets the error
     return Submission.from_request(replace(_make_save(request, CheckpointKind.EXTERNAL), age_recipients=recipients))
 
 
@@ -81,13 +91,15 @@ def _make_save(request: schemas.SaveRequest, kind: CheckpointKind) -> requests.S
 def translate_load_weights(
     tx: Session, readers: Sequence[Principal], request: schemas.LoadWeightsRequest, settings: ApiSettings, now: float
 ) -> Submission:
-    """Translate a load, and find its checkpoint in the transaction that stores the request.
+    """Translate a load of a checkpoint.
 
-    The digest covers the path and not the checkpoint's content, so a retry gives the first future even if the
-    checkpoint was replaced or deleted since.
+    The checkpoint is found in the transaction that stores the request. The digest covers the path,
+    but not the content of the checkpoint. So a retry returns the first future even if the
+    checkpoint was replaced or deleted in the meantime.
     """
     read_optimizer_kind(request.optimizer_config)
     path = parse_training_path(request.path)
+
     load = partial(
         requests.LoadWeights,
         path=str(path),
@@ -96,6 +108,7 @@ def translate_load_weights(
         base_model=None if request.base_model is None else settings.resolve_model_name(request.base_model),
     )
     as_sent = load(artifact_id=ArtifactId(""), spec=_DIGEST_SPEC)
+
     try:
         checkpoint, maker = access.find_saved_weights(tx, readers, path, now)
     except UserError as error:
@@ -105,17 +118,18 @@ def translate_load_weights(
 
 
 def parse_training_path(text: str) -> CheckpointPath:
-    """Parse the path of a checkpoint that can be trained on."""
+    """Parse the path of a training checkpoint. Raises UserError for other kinds."""
     path = CheckpointPath.parse(text)
     require(
         path.kind is CheckpointKind.TRAINING,
-        f"path {quote_value(text)}: holds no optimizer state to train from; save with save_state to get a weights/ path",
+        f"path {quote_value(text)}: holds no optimizer state to train from; "
+        "save with save_state to get a weights/ path",
     )
     return path
 
 
 def parse_sampler_path(text: str) -> CheckpointPath:
-    """Parse the path of a checkpoint that can be sampled from."""
+    """Parse the path of a checkpoint to sample from. Raises UserError for other kinds."""
     path = CheckpointPath.parse(text)
     require(
         path.kind is CheckpointKind.SAMPLER,

@@ -229,8 +229,8 @@ def _choose_owner(store: Store, named: str | None) -> str:
 def _choose_base(store: Store, directory: Path, arguments: argparse.Namespace) -> tuple[str, str]:
     """Return the base model as a hub id, directory or built-in name, and the name under which it is served.
 
-    The base model is the one that the user named, else the one of the latest engine, else the one that the adapter
-    names.
+    The base model is --base-model if given, else the base model of the latest engine, else the base model in the
+    configuration of the adapter.
     """
     served = _read_model_names(store)
     try:

@@ -4,8 +4,7 @@ A backup is a directory with these files:
 
 - `backup.json` lists all other files with their hashes.
 - `database-<time>-<random>` is the copy of the database.
-- `signing.key` is the key with which the server signs tokens and download URLs. It is missing if no API process has
-  created it yet.
+- `signing.key` signs tokens and download URLs of the server. It is missing if no API process has created it yet.
 - `artifacts/` holds the weights that the database refers to.
 
 Artifacts are immutable, so the next backup into the same directory adds only new ones. `backup.json` is replaced last.
@@ -281,6 +280,7 @@ def _restore(arguments: argparse.Namespace) -> int:
             if name != backup.database:
                 (temporary / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 _copy_file(source / name, temporary / name)
+
         artifacts = LocalArtifacts(temporary / _ARTIFACTS)
         if backup.identity.store_id:
             artifacts.write_identity(backup.identity)

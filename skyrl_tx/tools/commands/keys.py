@@ -28,6 +28,7 @@ _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
+
     creating = actions.add_parser(
         "create",
         help="create a key and print it once",
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     creating.add_argument(
         "owner", metavar="OWNER", help="the owner of the key; all keys of an owner have access to the same data"
     )
+
     scope = creating.add_mutually_exclusive_group()
     scope.add_argument(
         "--scope",
@@ -48,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "metrics: only the metrics (default: user)",
     )
     scope.add_argument("--admin", action="store_const", dest="scope", const="admin", help="same as --scope admin")
+
     creating.add_argument(
         "--expires-in",
         type=parse_duration_s,

@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "checkpoint `snapshot-N`. Checkpoints keep their owners, no checkpoint is public, and runs are not loaded. The "
         "server may keep running."
     )
+
     parser.add_argument(
         "artifact",
         nargs="*",

@@ -88,6 +88,7 @@ def _read_runs(tx: Session, arguments: argparse.Namespace) -> list[Record]:
         saved = [] if arguments.deleted else checkpoints.list_by_run(tx, row.model_id, time.time())
         spec = codec.decode(row.spec)
         assert isinstance(spec, ModelSpec)
+
         records.append(
             {
                 "run": row.model_id,
@@ -118,6 +119,7 @@ def _delete_runs(arguments: argparse.Namespace) -> None:
                 raise CommandError(f"{run_id!r}: there is no such run; `skyrl-tx runs list` shows all runs")
         if not arguments.yes and not confirm(f"delete {', '.join(arguments.run_id)} with all checkpoints?"):
             raise CommandError("nothing was deleted")
+
         if arguments.now:
             _claim_artifacts(store, arguments)
         for run_id in map(ModelId, arguments.run_id):
@@ -344,6 +346,7 @@ def _collect_artifacts(store: Store, arguments: argparse.Namespace) -> str:
     artifacts = open_artifact_store(arguments)
     if artifacts.is_remote:  # an engine on another machine may be collecting them
         return "the server removes the unused files"
+
     try:
         with lock_role(arguments.data_dir, "engine"):
             claim = identity.claim(store, artifacts)

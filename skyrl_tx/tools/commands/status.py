@@ -145,7 +145,7 @@ def read_status(tx: Session, host: str | None = None) -> ServerStatus:
     rows = [row for row in engine_state.list_engines(tx) if host in (None, row.host)]
     row = engine_state.choose_main_engine(rows)
     requests = totals.read_totals(tx, now, collect_pauses(*rows))
-    points = engine_state.list_since(tx, now - _HISTORY_S)
+    points = engine_state.list_gauges(tx, now - _HISTORY_S)
     recent = [values for at, values in points if at > now - _MEAN_OVER_S]
 
     return ServerStatus(

@@ -46,6 +46,7 @@ def add_arguments(parser: CommandParser) -> None:
         "store, if one is used. It also accepts all flags of `skyrl-tx serve`: pass the flags of your server, or its "
         "--config. The exit status is 0 if everything is fine, 1 for warnings, and 2 for errors."
     )
+
     parser.add_argument("--json", action="store_true", help="print JSON, including all artifacts")
     parser.add_argument(
         "--no-hashes", action="store_true", help="skip the hashes of the weight files, which take long to check"
@@ -81,6 +82,7 @@ def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
             except StoreError as problem:
                 findings.append(error("database", str(problem), "see the guide on running in production"))
         findings += database.check_access(settings, store)
+
         if store is not None:
             try:
                 report = storage.examine_artifacts(

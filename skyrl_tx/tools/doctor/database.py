@@ -88,6 +88,7 @@ def check_access(settings: ServerSettings, store: Store | None) -> Iterator[Find
     def has_key(tx: Session) -> bool:
         return keys.has_usable(tx, time.time())
 
+    # API keys.
     if settings.no_auth:
         yield warning(
             "access",
@@ -102,6 +103,8 @@ def check_access(settings: ServerSettings, store: Store | None) -> Iterator[Find
         )
     else:
         yield ok("access", "requests need an API key")
+
+    # TLS.
     if settings.ssl_certfile is None and not settings.trusted_proxies:
         yield warning(
             "access",
@@ -174,6 +177,8 @@ def _examine_postgresql(connection: Connection, shown: str) -> Iterator[Finding]
         yield warning(
             "database", f"synchronous_commit is {commit}, so a failover may lose commits", "set synchronous_commit = on"
         )
+
+    # Connections.
     limit, used = int(read_value("SHOW max_connections")), int(read_value("SELECT count(*) FROM pg_stat_activity"))
     if limit - used < 2 * _CONNECTIONS:
         yield warning(

@@ -42,6 +42,7 @@ def answer_question(question: ProbeQuestion) -> ProbeAnswer:
         family = models.find_family(content := hf.read_json(directory, "config.json"))
         model = replace(family.config_from_hf(content), expert_lora=config.expert_lora)
         mesh.check_divisible(layout, model)
+
         file_bytes = _count_weight_bytes(question.base_model, directory) if config.load_format == "auto" else None
         has_end = bool(hf.read_eos_token_ids(directory))
         plan = _make_plan(config, layout, model)
@@ -68,12 +69,16 @@ def _count_weight_bytes(base_model: str, directory: Path) -> int | None:
 
 
 def _make_plan(config: JaxConfig, layout: Layout, model: models.ModelConfig) -> Plan:
+    # The memory limit of the device with the least memory.
     assert layout.mesh is not None
     limits = [_describe(device).limit_bytes for device in layout.mesh.devices.flat]
     reported = [limit for limit in limits if limit is not None]
     limit = min(reported) if len(reported) == len(limits) else None
+
+    # The plan that the backend would make.
     dtype, platform = np.dtype(mesh.choose_dtype(config, layout)), mesh.get_platform(layout)
     plan = plan_start(config, layout, model, dtype, platform=platform, limit_bytes=limit)
+
     return Plan(
         num_parameters=plan.num_parameters,
         dtype=plan.dtype,

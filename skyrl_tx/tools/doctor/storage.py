@@ -249,7 +249,7 @@ def check_artifacts(report: ArtifactReport) -> Iterator[Finding]:
 
 
 def examine_artifacts(store: Store, artifacts: ArtifactStore, *, with_hashes: bool) -> ArtifactReport:
-    """Check the database and all artifacts, both those that a row refers to and all that exist.
+    """Check the database, all artifacts that a row refers to, and all artifacts that exist.
 
     Hashes of local artifacts are checked if `with_hashes`. For artifacts in an object store only the sizes of files are
     compared, because their hashes are checked whenever they are read.
@@ -271,6 +271,7 @@ def examine_artifacts(store: Store, artifacts: ArtifactStore, *, with_hashes: bo
             state = "unclaimed" if artifact_id in unclaimed else "unused"
             report.add(artifact_id, state, size, None, _describe_artifact(artifacts, artifact_id))
             continue
+
         try:
             artifacts.open(artifact_id) if with_hashes and not artifacts.is_remote else artifacts.describe(artifact_id)
             report.add(artifact_id, "ok", size, used_by)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from skyrl_tx.tools.plan.model_plan import ModelPlan
 
 _SHORT_FLAGS = {"context": "max_context_length", "adapters": "max_lora_adapters", "rank": "max_lora_rank"}
-"""Flags of this command, and the settings of the backend for which they stand."""
+"""Short flags of this command, and the backend settings that they set."""
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -40,6 +40,7 @@ def add_flags(parser: CommandParser) -> Callable[[argparse.Namespace], ServerSet
         "model's config.json and needs no accelerator. It also accepts all flags of `skyrl-tx serve`, including "
         "--config. The exit status is 0 if the model fits, 1 if it does not, and 2 for a wrong command line."
     )
+
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--device",
@@ -77,7 +78,7 @@ def _run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
 
 
 def plan_from_flags(arguments: argparse.Namespace, settings: ServerSettings) -> "tuple[ModelPlan, JaxConfig]":
-    """Return the plan for a command line, and the backend settings for which it was made.
+    """Return the plan for a command line, and the settings of its backend.
 
     Raises CommandError, which names the flag, if no plan can be made.
     """

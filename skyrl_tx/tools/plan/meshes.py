@@ -23,7 +23,7 @@ from skyrl_tx.tools.plan.roofline import RooflineBound, Workload, bound_decoding
 WEIGHT_SHARE = 0.8
 """The share of a device's memory that weights should take at most. Meshes that need more rank last."""
 _SEQUENCE_TOKENS = 4096
-"""Length of the training sequences and samples with which meshes are compared."""
+"""Length of training sequences and samples when meshes are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Makes the plan of a model on given devices: memory by item, sizes that fit, speed, and warnings.
 
-The memory plan itself is the one that the backend makes at start (`plan_start`), so both agree.
+The backend makes the same memory plan at start, with the same function (`plan_start`).
 """
 
 from collections.abc import Iterator
@@ -134,6 +134,7 @@ def plan_model(base_model: str, config: JaxConfig, devices: Devices, *, is_mesh_
     # Describe the plan of the chosen mesh.
     chosen, *others = candidates
     plan = plan_mesh(chosen.mesh)
+
     account = ModelPlan(
         base_model=base_model,
         model=model,

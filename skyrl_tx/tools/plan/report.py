@@ -24,6 +24,7 @@ def make_record(account: ModelPlan) -> Record:
         "num_parameters": plan.num_parameters,
         "num_active_parameters": account.num_active,
         "dtype": plan.dtype,
+        # The hardware.
         "device": {
             "name": devices.kind.name,
             "topology": list(devices.topology),

@@ -31,7 +31,7 @@ FLOAT32_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The micro-batch and the decode step for which bounds are computed."""
+    """The sizes of the micro-batch and the decode step whose bounds are computed."""
 
     micro_batch_tokens: int
     """Tokens of a micro-batch, on all devices together."""
@@ -75,7 +75,7 @@ class RooflineBound:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """Bytes of the base weights with which each device computes, after `fsdp` shards are gathered."""
+    """Bytes of the base weights that each device reads, after `fsdp` shards are gathered."""
 
     common: float
     experts: float

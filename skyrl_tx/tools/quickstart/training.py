@@ -34,7 +34,7 @@ EXCERPT = "gsm8k_excerpt.jsonl"
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 
 SFT_BATCH_SIZE = 16
-# Measured on the tiny model. Its base weights are random, so the rate is a hundred times that of a pretrained model.
+# Measured on the tiny model. Its base weights are random, so it needs a hundred times the usual rate.
 SFT_LEARNING_RATE = 1e-2
 SFT_WARMUP_STEPS = 5
 RL_NUM_GROUPS = 8  # questions per step
@@ -221,8 +221,8 @@ def compute_reward(chat: Chat, sequence: SampledSequence) -> float:
     """Return the reward of an answer.
 
     1 if the answer ends within the token budget and its last line is `#### <number>`, 0.5 if it ends otherwise, and 0
-    if it does not end. Without the reward for ending, the model soon writes only such lines and never ends, and then
-    there are no samples from which it could learn to end.
+    if it does not end. Without the reward for ending, the model would soon write only such lines and never end, and
+    then no sample would teach it to end.
     """
     if sequence.stop_reason != "stop":
         return 0.0

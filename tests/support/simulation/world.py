@@ -47,7 +47,7 @@ _MAX_STARTS = 1_000
 _IDLE_S = 5.0
 """Period of the product's idle loops, which wait for a notification anyway."""
 IDLE_PERIODS = {
-    ("skyrl_tx.engine.metrics", "_PERIOD_S"): _IDLE_S,
+    ("skyrl_tx.engine.metrics", "_STATUS_PERIOD_S"): _IDLE_S,
     ("skyrl_tx.engine.activity", "_PERIOD_S"): _IDLE_S,
     ("skyrl_tx.engine.engine", "_MAX_WAIT_S"): _IDLE_S,
     ("skyrl_tx.engine.engine", "_PRUNE_PERIOD_S"): _IDLE_S,

@@ -106,8 +106,14 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda at: flip(at / "adapter_model.safetensors"), "file adapter_model.safetensors is not as it was written"),
-        (lambda at: (at / "state" / "optimizer.json").write_text("{}"), "file state/optimizer.json is not as it was"),
+        (
+            lambda at: flip(at / "adapter_model.safetensors"),
+            "file adapter_model.safetensors does not match the manifest",
+        ),
+        (
+            lambda at: (at / "state" / "optimizer.json").write_text("{}"),
+            "file state/optimizer.json does not match the manifest",
+        ),
         (lambda at: (at / "state" / "optimizer.json").unlink(), "file state/optimizer.json is missing"),
         (lambda at: (at / "more.safetensors").touch(), "file more.safetensors is unknown"),
         (lambda at: (at / "more.json").symlink_to("/etc/hostname"), "more.json is a link"),
@@ -141,7 +147,7 @@ def test_a_link_in_the_root_is_no_artifact(store: LocalArtifacts, tmp_path: Path
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (lambda folder: (folder / "weights.pkl").touch(), "weights.pkl is not among .age, .json, .safetensors"),
+        (lambda folder: (folder / "weights.pkl").touch(), "weights.pkl must end in .age, .json, .safetensors"),
         (lambda folder: (folder / "manifest.json").touch(), "manifest.json"),
         (lambda folder: (folder / "a.json").symlink_to("/etc/hostname"), "a.json is a link"),
     ],
@@ -188,5 +194,5 @@ def test_files_are_verified_once_and_again_after_a_change(store: LocalArtifacts,
     assert sorted(hashed_names) == ["adapter_model.safetensors", "optimizer.json"]
     (made.path / "adapter_model.safetensors").write_bytes(b"weighty" * 1000)
     for _ in range(2):
-        with pytest.raises(ArtifactCorrupt, match=r"adapter_model\.safetensors is not as it was written"):
+        with pytest.raises(ArtifactCorrupt, match=r"adapter_model\.safetensors does not match the manifest"):
             store.open_verified(made.artifact_id)

@@ -34,8 +34,8 @@ def data_dir(tmp_path: Path) -> Path:
         ("weights", "must be a URL that starts with s3://, gs://, az://, file://"),
         ("memory://", "must be a URL"),
         ("http://127.0.0.1/weights", "must be a URL"),
-        ("s3://key:secret@bucket/prefix", "no credentials or options in the URL"),
-        ("az://container/prefix?sig=secret", "no credentials or options in the URL"),
+        ("s3://key:secret@bucket/prefix", "must not contain credentials or options"),
+        ("az://container/prefix?sig=secret", "must not contain credentials or options"),
         ("s3:///prefix", "must name a bucket: s3://bucket/prefix"),
         ("file:///", "must name a directory"),
     ],
@@ -63,13 +63,13 @@ def test_a_data_directory_names_its_object_store(data_dir: Path, tmp_path: Path)
     assert stat.S_IMODE((data_dir / "artifacts.url").stat().st_mode) == 0o600
     found = open_artifacts(data_dir)
     assert isinstance(found, ObjectArtifacts) and found.location == url_of(tmp_path) and found.has(made.artifact_id)
-    with pytest.raises(InvalidLocation, match=f"{data_dir} has its artifacts in {url_of(tmp_path)}"):
+    with pytest.raises(InvalidLocation, match=f"the artifacts of {data_dir} are in {url_of(tmp_path)}"):
         open_artifacts(data_dir, url_of(tmp_path, "others"))
 
 
 def test_a_data_directory_with_artifacts_keeps_them(data_dir: Path, tmp_path: Path) -> None:
     open_artifacts(data_dir).create(lambda at: (at / "a.json").write_text("1") and None)
-    with pytest.raises(InvalidLocation, match="has artifacts in itself; use another data directory"):
+    with pytest.raises(InvalidLocation, match="already contains artifacts; use another data directory"):
         open_artifacts(data_dir, url_of(tmp_path))
     assert read_recorded_url(data_dir) is None
 

@@ -141,10 +141,10 @@ def test_damage_is_found(open_here: Open, bucket: Bucket) -> None:
     made = open_here().create(write_adapter, CHECKPOINT)
     (path,) = [path for path in objects(bucket) if path.endswith("adapter_model.safetensors")]
     bucket.put(path, b"weighty" * 1000)
-    with pytest.raises(ArtifactCorrupt, match=r"adapter_model\.safetensors is not as it was written"):
+    with pytest.raises(ArtifactCorrupt, match=r"adapter_model\.safetensors does not match the manifest"):
         open_here("second").open(made.artifact_id)
     bucket.put(path, b"short")
-    with pytest.raises(ArtifactCorrupt, match=r"adapter_model\.safetensors is not as it was written"):
+    with pytest.raises(ArtifactCorrupt, match=r"adapter_model\.safetensors does not match the manifest"):
         open_here().describe(made.artifact_id)
     bucket.delete([path])
     for read in (open_here("third").open, open_here().describe):
@@ -165,7 +165,7 @@ def test_files_of_a_manifest_stay_in_their_directory(open_here: Open, bucket: Bu
     file = {"size_bytes": 1, "sha256": "0"}
     manifest = {"version": 1, "metadata": {}, "files": {name: file}, "upload": "u"}
     bucket.put(f"{NAMED}/manifest.json", json.dumps(manifest).encode())
-    with pytest.raises(ArtifactCorrupt, match="names a file outside of it"):
+    with pytest.raises(ArtifactCorrupt, match="names a file outside the artifact"):
         open_here().open(NAMED)
 
 
@@ -272,9 +272,9 @@ def test_a_full_disk_is_no_place_for_copies(open_here: Open, monkeypatch: pytest
     made = store.create(write_adapter)
     other = open_here("second")
     monkeypatch.setattr(other._cache, "_min_free_bytes", 2**62)
-    with pytest.raises(CapacityError, match="are not for weights"):
+    with pytest.raises(CapacityError, match="must stay free"):
         other.open(made.artifact_id)
-    with pytest.raises(CapacityError, match="are not for weights"):
+    with pytest.raises(CapacityError, match="must stay free"):
         other.create(write_adapter)
 
 

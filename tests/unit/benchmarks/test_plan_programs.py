@@ -15,7 +15,7 @@ from benchmarks.ahead import programs
 from benchmarks.ahead.plan_programs import PROGRAMS, main
 from skyrl_tx.testing.tiny_models import write_model
 from tests.support.client_environments import COMPILERS
-from tests.support.published import QWEN3_8B
+from tests.support.model_configs import QWEN3_8B
 
 SPLASH = "splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv"
 TRITON = "mha_forward", "mha_d_query", "mha_d_key"

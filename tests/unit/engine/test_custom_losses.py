@@ -71,9 +71,9 @@ def test_the_backend_gets_the_loss_and_float32_inputs_of_its_ranks() -> None:
         ((datum(a=np.ones(5, np.float32)),), "data[0].loss_fn_inputs['a'] has shape [5]; model_input has 4 tokens"),
         ((datum(a=np.ones((4, 2), np.float32)),), "declares 'a' with 1 dimensions; it has 2"),
         ((datum(scale=np.ones(4, np.float32)),), "declares 'scale' with 0 dimensions; it has 1"),
-        ((datum(a=np.full(4, 2**24 + 1)),), "holds a whole number above 16777216"),
-        ((datum(a=np.full(4, -(2**63))),), "holds a whole number above 16777216"),
-        ((datum(a=np.full(4, np.nan, np.float32)),), "holds nan; numbers must be finite"),
+        ((datum(a=np.full(4, 2**24 + 1)),), "contains an integer above 16777216"),
+        ((datum(a=np.full(4, -(2**63))),), "contains an integer above 16777216"),
+        ((datum(a=np.full(4, np.nan, np.float32)),), "contains nan; numbers must be finite"),
         ((datum(2),), "data[0] has 2 tokens; loss 'gain' needs at least 3"),
     ],
 )
@@ -88,7 +88,7 @@ def test_a_loss_that_takes_too_much_memory_is_refused() -> None:
     large = replace(WIDE, operations=(Operation(name="exp", values=(0,)), *chain))
     wide = datum(512, target_tokens=np.ones((512, 64), np.int64), a=np.ones(512), scale=np.ones(1))
     prepare.check_pass(model_pass(wide, loss=replace(large, operations=large.operations[:1000])), OFFERED)
-    with pytest.raises(UserError, match="of its 512 tokens; must be at most"):
+    with pytest.raises(UserError, match="for its 512 tokens; must be at most"):
         prepare.check_pass(model_pass(wide, loss=replace(large, operations=large.operations * 3)), OFFERED)
 
 

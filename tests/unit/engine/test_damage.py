@@ -13,7 +13,7 @@ from skyrl_tx.store import checkpoints, futures
 from skyrl_tx.store.tables import CheckpointRow, RequestRow
 from tests.support.engine_harness import SPEC, EngineHarness, forward_backward, optim_step, sample
 from tests.support.live_engine import live_engine
-from tests.support.waiting import until
+from tests.support.polling import until
 
 
 def flip(harness: EngineHarness, request_id: RequestId, column: str) -> None:
@@ -37,7 +37,7 @@ def test_damaged_request_fails_alone(harness: EngineHarness, make: Any) -> None:
     harness.run(damaged, intact)
     failure = harness.result(damaged)
     assert failure.category == ErrorCategory.SERVER
-    assert failure.message == "the stored request is damaged: its checksum is not that of what was written"
+    assert failure.message == "the stored request is damaged: its checksum does not match"
     assert harness.result(intact).sequences
 
 

@@ -140,7 +140,7 @@ def test_pass_behind_a_sequence_gap_runs_after_the_gap_timeout(harness):
     assert isinstance(harness.result(above), ForwardBackwardOutput)
     harness.answer(optim_step(), model_id=model_id, seq_id=5)
     late = harness.answer(forward_backward(), model_id=model_id, seq_id=4)
-    assert late.category == ErrorCategory.USER and "seq_id 4 came too late: seq_id 5" in late.message
+    assert late.category == ErrorCategory.USER and "seq_id 4 arrived too late: seq_id 5" in late.message
     # Its gradient was already applied; the next gradient is complete.
     harness.answer(forward_backward(), model_id=model_id, seq_id=6)
     assert harness.answer(optim_step(), model_id=model_id, seq_id=7).metrics["unclipped_grad_l2:mean"] > 0
@@ -181,7 +181,10 @@ def test_load_of_another_lora_spec_is_refused(harness):
     row = harness.api.read(lambda tx: checkpoints.get(tx, CheckpointPath.parse(saved.path), 0.0))
     spec = ModelSpec(lora=LoraSpec(rank=3, seed=1))
     load = LoadWeights(path=saved.path, artifact_id=row.artifact_id, spec=spec, optimizer=False, create=False)
-    assert "lora_config.rank is 3, the model's is 2" in harness.answer(load, model_id=model_id, seq_id=1).message
+    assert (
+        "the checkpoint has lora_config.rank 3, but the model has 2"
+        in harness.answer(load, model_id=model_id, seq_id=1).message
+    )
     gone = replace(load, artifact_id=ArtifactId("art-" + "0" * 32), spec=SPEC)
     assert harness.answer(gone, model_id=model_id, seq_id=2).category == ErrorCategory.SERVER
 

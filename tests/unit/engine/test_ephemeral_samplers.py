@@ -14,7 +14,7 @@ from skyrl_tx.store import futures, models, sampling_sessions
 from skyrl_tx.testing.fake.backend import FakeBackend
 from tests.support.engine_harness import EngineHarness, forward_backward, optim_step, sample
 from tests.support.logged_error import find_logged_error
-from tests.support.waiting import until
+from tests.support.polling import until
 
 
 class Disk:

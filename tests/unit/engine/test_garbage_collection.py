@@ -235,7 +235,7 @@ def test_an_engine_on_a_full_disk_starts_and_removes_nothing(tmp_path, monkeypat
 
     monkeypatch.setattr(harness.artifacts, "write_identity", fail)
     run_housekeeping(harness)
-    assert "the identity of the data directory cannot be written" in caplog.text
+    assert "cannot write the identity of the data directory" in caplog.text
     assert artifact_id in present(harness)
     harness.close()
 

@@ -175,7 +175,7 @@ def test_a_database_is_served_with_its_own_artifacts_only(
     for wrong in (on_machine(tmp_path, empty, "second"), LocalArtifacts(tmp_path / "data" / "artifacts")):
         harness.artifacts = wrong
         with pytest.raises(
-            UserError, match=r"the database refers to \d artifacts, and .* has none of them: --artifacts"
+            UserError, match=r"the database refers to \d artifacts, but .* has none of them: set --artifacts"
         ):
             harness.run(created)
     harness.artifacts = right

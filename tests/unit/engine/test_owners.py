@@ -191,7 +191,7 @@ def test_model_that_was_forgotten_while_evicted_goes_on(make_harness, monkeypatc
     assert cursors.count((first, 1)) <= 2 and (first, 3) in cursors, "it was forgotten"
     results = [harness.result(each) for each in backend.more]
     assert [getattr(each, "message", None) for each in results[:-1]] == [None] * (len(results) - 1)
-    assert results[-1].message.startswith("seq_id 2 came too late"), "its last barrier is known"
+    assert results[-1].message.startswith("seq_id 2 arrived too late"), "its last barrier is known"
 
 
 class Forgetful(FakeBackend):

@@ -25,7 +25,7 @@ from skyrl_tx.store.errors import StoreInUse
 from skyrl_tx.store.tables import EngineStateRow
 from tests.support.engine_harness import EngineHarness, Perishable, forward_backward, optim_step, run_fake_engine
 from tests.support.free_ports import free_ports
-from tests.support.waiting import until
+from tests.support.polling import until
 
 
 @pytest.fixture(autouse=True)

@@ -67,7 +67,7 @@ def test_damaged_snapshot_is_replayed_from_the_beginning(harness, caplog):
     damage(harness, model_id)
     with caplog.at_level(logging.ERROR):
         assert looked_at(harness, model_id).logprobs[0].tobytes() == expected
-    assert "is not as it was written; replaying it from its beginning instead" in caplog.text
+    assert "does not match the manifest; replaying all of its requests instead" in caplog.text
 
 
 def test_missing_snapshot_is_replayed_from_the_beginning(harness):
@@ -82,9 +82,9 @@ def test_damaged_snapshot_without_its_log_reports_the_lost_model(harness):
     forget_bodies(harness, model_id)
     failure = looked_at(harness, model_id)
     assert failure.category == ErrorCategory.SERVER
-    assert failure.message.startswith(f"model {model_id} is lost: its snapshot after request 7, of ")
-    assert "is not as it was written" in failure.message
-    assert failure.message.endswith("are no longer kept; checkpoints saved by name can still be loaded")
+    assert failure.message.startswith(f"model {model_id} is lost: its snapshot after request 7, written at ")
+    assert "does not match the manifest" in failure.message
+    assert failure.message.endswith("have been removed; checkpoints that were saved by name can still be loaded")
 
 
 class OtherBase(FakeBackend):
@@ -99,9 +99,9 @@ def test_models_of_another_base_model_are_refused(harness):
     with pytest.raises(UserError) as refusal:
         harness.run(harness.submit(optim_step(), model_id=model_id), backend=OtherBase("tiny", harness.config))
     assert refusal.value.message == (
-        f"1 models in this data directory, the first {model_id}, are trained on other weights than those of tiny: "
-        "theirs have the hash fake-128, these 0123456789ab; serve the model that they are trained on, "
-        "or add --fresh to leave them behind"
+        f"1 models in this data directory, for example {model_id}, were trained on other weights than tiny: "
+        "their base model has the hash fake-128, tiny has 0123456789ab; serve the base model that they were trained "
+        "on, or add --fresh to leave these models behind"
     )
 
 
@@ -131,8 +131,8 @@ def test_models_with_adapters_of_another_form_are_refused_with_the_setting(harne
     with pytest.raises(UserError) as refusal:
         harness.run(harness.submit(optim_step(), model_id=model_id), backend=backend())
     assert refusal.value.message == (
-        f"1 models in this data directory, the first {model_id}, have adapters of {named[0]}, but this server makes "
-        f"adapters of {named[1]}; start it with {named[2]}, or add --fresh to leave them behind"
+        f"1 models in this data directory, for example {model_id}, have adapters of {named[0]}, but this server makes "
+        f"adapters of {named[1]}; start it with {named[2]}, or add --fresh to leave these models behind"
     )
     artifact_id = next(iter(harness.api.read(lambda tx: checkpoints.list_by_run(tx, model_id, 0.0)))).artifact_id
     harness.api.write(models.abandon_all)
@@ -154,8 +154,8 @@ def test_abandoned_models_are_not_restored_and_their_checkpoints_load_on_their_b
     _, elsewhere = harness.make(load, "elsewhere")
     harness.run(elsewhere, backend=OtherBase("tiny", harness.config))
     assert harness.result(elsewhere).message == (
-        "these weights belong to another base model than the one that is served: "
-        "theirs has the hash fake-128, this one 0123456789ab"
+        "these weights belong to another base model, with the hash fake-128: this server's has 0123456789ab; "
+        "load them on a server of their base model"
     )
     copy, _ = harness.make(load, "copy")
     assert looked_at(harness, copy).metrics
@@ -174,7 +174,7 @@ def test_a_fingerprint_that_changed_while_the_engine_ran_is_a_warning_after_a_re
     harness.run(created, backend=Shrinking("tiny", harness.config))
     assert "bit-equal" not in caplog.text
     harness.answer(forward_backward(), model_id=model_id, seq_id=1)
-    assert "was written with dtype float32, this is float64: results are not bit-equal" in caplog.text
+    assert "was written with dtype float32, but this engine has float64: results are not bit-equal" in caplog.text
 
 
 def test_another_fingerprint_is_a_warning(harness, caplog):
@@ -186,7 +186,10 @@ def test_another_fingerprint_is_a_warning(harness, caplog):
     name = harness.submit(forward_backward(1), model_id=model_id)
     with caplog.at_level(logging.WARNING):
         harness.run(name, backend=Newer("tiny", harness.config))
-    assert "was written with dtype float64, this is float16: results are not bit-equal to earlier ones" in caplog.text
+    assert (
+        "was written with dtype float64, but this engine has float16: results are not bit-equal to earlier ones"
+        in caplog.text
+    )
     assert harness.result(name).metrics
 
 
@@ -195,7 +198,7 @@ def test_refused_barrier_is_a_barrier_after_a_restart(harness):
     refused = harness.submit(Rejected(kind="optim_step", message="learning_rate -1"), model_id=model_id, seq_id=5)
     harness.run(refused)
     late = harness.answer(forward_backward(), model_id=model_id, seq_id=4)
-    assert late.message.startswith("seq_id 4 came too late: seq_id 5")
+    assert late.message.startswith("seq_id 4 arrived too late: seq_id 5")
 
 
 def test_replaced_snapshots_are_removed(tmp_path):
@@ -304,7 +307,7 @@ def test_heartbeat_timeout_evicts_and_retention_removes_the_model(tmp_path, monk
     clock.ahead_s = 14.0 * DAY_S  # 7.1 after it was last asked
     harness.run(harness.submit(sample(max_tokens=200, eos_stops=False)))
     gone = looked_at(harness, model_id)
-    assert gone.message.startswith(f"model_id '{model_id}' is gone: its session was silent too long")
+    assert gone.message.startswith(f"model_id '{model_id}' was removed because its session sent no heartbeats")
     assert harness.api.read(lambda tx: models.get_snapshot(tx, model_id)) is None
     harness.close()
 

@@ -14,7 +14,7 @@ from skyrl_tx.store.futures import NewRequest, RequestPruned
 from skyrl_tx.store.tables import ModelRow, PrunedRow, RequestRow, SamplingSessionRow, SessionRow, SnapshotRow
 from tests.support.engine_harness import OWNER, EngineHarness, forward_backward, optim_step, sample
 from tests.support.live_engine import live_engine
-from tests.support.waiting import until
+from tests.support.polling import until
 
 SAMPLER = SamplingSessionId("s:sample:0")
 A_ROUND = 60

@@ -13,7 +13,7 @@ from skyrl_tx.store import checkpoints, engine_state, futures, models
 from skyrl_tx.testing.fake.backend import FakeBackend
 from tests.support.engine_harness import EngineHarness, datum, forward_backward, optim_step, sample
 from tests.support.logged_error import find_logged_error
-from tests.support.waiting import until
+from tests.support.polling import until
 
 
 class Faulty(FakeBackend):

@@ -36,7 +36,7 @@ def queue_of(*requests):
 
 
 def next_of(queue, running=(), *, num_open=None, has_capacity=lambda decodes: True, may_join=lambda queued: True):
-    turn = queue.next(running, num_open=num_open or {}, has_capacity=has_capacity, may_join=may_join)
+    turn = queue.choose_next(running, num_open=num_open or {}, has_capacity=has_capacity, may_join=may_join)
     return None if turn is None else turn.queued
 
 

@@ -94,7 +94,7 @@ def test_late_request_runs_unless_a_barrier_took_effect():
     made = schedule(queued(3), cursor=SequenceCursor(next_seq=5, barrier_seq=4))
     step = made.take(0.0)
     assert step.refusal == (
-        "seq_id 3 came too late: seq_id 4, an optim_step, save or load that comes after it, has taken effect"
+        "seq_id 3 arrived too late: seq_id 4, a later optim_step, save or load of this model, has already run"
     )
     assert taken(made) is None
 

@@ -50,7 +50,7 @@ def world(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> tuple[list
     executed, released = list[RequestId](), threading.Event()
     monkeypatch.setattr(harness, "backend", lambda: Held(harness, executed, released))
     monkeypatch.setattr("skyrl_tx.engine.membership.PERIOD_S", 0.05)
-    monkeypatch.setattr("skyrl_tx.engine.metrics._PERIOD_S", 0.05)
+    monkeypatch.setattr("skyrl_tx.engine.metrics._STATUS_PERIOD_S", 0.05)
     return executed, released
 
 

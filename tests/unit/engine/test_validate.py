@@ -60,22 +60,22 @@ POLICY = {"logprobs": floats(*[-1.0] * 6), "advantages": floats(*[1.0] * 6)}
         ({"data": (datum(weights=floats(1, 2)),)}, "data[0].loss_fn_inputs['weights'] has length 2, model_input has 6"),
         (
             {"data": (datum(weights=floats(1, 1, math.nan, 1, 1, 1)),)},
-            "data[0].loss_fn_inputs['weights'] holds nan; numbers must be finite",
+            "data[0].loss_fn_inputs['weights'] contains nan; numbers must be finite",
         ),
         (
             {"loss": "ppo", "data": (datum(**POLICY | {"advantages": floats(*[math.inf] * 6)}),)},
-            "data[0].loss_fn_inputs['advantages'] holds inf",
+            "data[0].loss_fn_inputs['advantages'] contains inf",
         ),
         (
             {"loss": "ppo", "data": (datum(**POLICY | {"logprobs": floats(*[-math.inf] * 6)}),)},
-            "data[0].loss_fn_inputs['logprobs'] holds -inf",
+            "data[0].loss_fn_inputs['logprobs'] contains -inf",
         ),
         (
             {"data": (datum(target_tokens=np.array([1, 2, 3, 4, 5, 128])),)},
             "data[0].loss_fn_inputs['target_tokens']: token 128 is outside the vocabulary of 128 tokens",
         ),
         ({"data": (datum(target_tokens=np.array([1, 2, 3, 4, 5, -1])),)}, "token -1 is outside the vocabulary"),
-        ({"data": (datum(target_tokens=floats(*[1] * 6)),)}, "is of dtype float32; expected are whole numbers"),
+        ({"data": (datum(target_tokens=floats(*[1] * 6)),)}, "has dtype float32; expected integers"),
         ({"data": (datum(weights=np.ones((6, 2, 2), np.float32)),)}, "['weights'] has shape [6, 2, 2]"),
         (
             {"data": (datum(weights=np.ones((6, 2), np.float32)),)},
@@ -88,7 +88,7 @@ POLICY = {"logprobs": floats(*[-1.0] * 6), "advantages": floats(*[1.0] * 6)}
         ),
         (
             {"data": (datum(target_tokens=np.zeros((6, 129), np.int64)),)},
-            "['target_tokens'] has shape [6, 129]: a position may have at most 128 targets, which is all of the vocab",
+            "['target_tokens'] has shape [6, 129]: a position may have at most 128 targets, the size of the vocab",
         ),
         ({"data": (datum(weights=np.zeros((6, 129), np.float32)),)}, "['weights'] has shape [6, 129]: a position may"),
         ({"data": (replace(datum(), tokens=np.array([1, -5, 3, 4, 5, 6], np.int32)),)}, "model_input: token -5"),
@@ -143,13 +143,13 @@ def test_invalid_lora_specs(lora, text):
 
 
 def test_invalid_models():
-    with raises("base_model 'huge' is not served here; served is tiny"):
+    with raises("base_model 'huge' is not served here; this server has tiny"):
         prepare.check_create(CreateModel(base_model="huge", spec=SPEC), CAPABILITIES, ["tiny"])
     with raises("optimizer 'dimuon' is not one of adamw"):
         prepare.check_create(
             CreateModel(base_model="tiny", spec=replace(SPEC, optimizer="dimuon")), CAPABILITIES, ["tiny"]
         )
-    with raises("lora_config.train_mlp True: this server cannot train it"):
+    with raises("lora_config.train_mlp True: this server cannot train these layers"):
         prepare.check_create(
             CreateModel(base_model="tiny", spec=SPEC),
             replace(CAPABILITIES, lora_targets=frozenset({"attn", "unembed"})),
@@ -174,7 +174,7 @@ def test_invalid_checkpoint_names(name):
 
 
 def test_invalid_saves():
-    with raises("path: a name is needed to save weights"):
+    with raises("path is missing: name the checkpoint"):
         prepare.check_save(SaveWeights(kind="weights", name=None))
     with raises("ttl_seconds -1 must be positive"):
         prepare.check_save(SaveWeights(kind="weights", name="a", ttl_s=-1))
@@ -194,7 +194,7 @@ def test_invalid_saves():
             "prompt of 33 tokens + sampling_params.max_tokens 4 exceeds the context",
         ),
         ({"prompt": (1,) * 32, "max_tokens": None}, "prompt has 32 tokens: no room"),
-        ({"prompt": (1,) * 33, "max_tokens": None}, "prompt has 33 tokens: no room for a new one in the context of 32"),
+        ({"prompt": (1,) * 33, "max_tokens": None}, "prompt has 33 tokens: no new token fits into the context of 32"),
         (
             {"temperature": 1e-38},
             "sampling_params.temperature 1e-38 must be a finite number, 1e-30 or more, or 0, which",
@@ -206,7 +206,7 @@ def test_invalid_saves():
         ({"top_p": 0.0}, "sampling_params.top_p 0.0 must be in (0, 1]"),
         ({"top_p": 1.5}, "sampling_params.top_p 1.5"),
         ({"top_k": -2}, "sampling_params.top_k -2"),
-        ({"stop_strings": ("a", "")}, "sampling_params.stop holds an empty string"),
+        ({"stop_strings": ("a", "")}, "sampling_params.stop contains an empty string"),
         ({"stop_token_ids": (500,)}, "sampling_params.stop: token 500"),
     ],
 )
@@ -224,7 +224,7 @@ def test_invalid_samples(changes, text):
         ({"topk": -1}, "topk_prompt_logprobs -1"),
         ({"logprobs": True, "last_n": 0}, "prompt_logprobs_last_n 0"),
         ({"logprobs": True, "last_n": 2}, "prompt_logprobs_last_n 2 must be from 1 to 1"),
-        ({"target_tokens": np.zeros((2, 1), np.int64)}, "target_prompt_logprobs has shape [2, 1]; expected is [1, K]"),
+        ({"target_tokens": np.zeros((2, 1), np.int64)}, "target_prompt_logprobs has shape [2, 1]; expected [1, K]"),
         ({"target_tokens": np.array([[-2]])}, "target_prompt_logprobs: token -2"),
         ({"target_tokens": np.zeros((1, 129), np.int64)}, "target_prompt_logprobs has shape [1, 129]: a position may"),
         ({"target_tokens": np.broadcast_to(np.int64(0), (1, 2**25))}, "target_prompt_logprobs has shape [1, 33554432]"),

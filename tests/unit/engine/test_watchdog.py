@@ -12,7 +12,7 @@ from skyrl_tx.server.monitoring.engine_status import EngineHealth
 from skyrl_tx.store import engine_state
 from skyrl_tx.testing.fake.backend import FakeBackend
 from tests.support.engine_harness import EngineHarness, forward_backward
-from tests.support.waiting import until
+from tests.support.polling import until
 
 
 class Slow(FakeBackend):
@@ -111,7 +111,7 @@ def test_wait_for_files_is_reported_and_ends_nothing(activity, guard, stuck, lat
         later(11.0, guard)
         assert guard.overdue.startswith("waiting for files to be written has taken longer")
     assert not stuck
-    activity.idle()
+    activity.mark_idle()
     later(1000.0, guard)
     assert not guard.overdue and guard.describe_activity() is None
 
@@ -128,7 +128,7 @@ def test_suspended_time_does_not_count(slow, activity, guard, stuck, monkeypatch
 
 
 def test_hung_call_is_published_and_ends_the_engine(tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics, "_PERIOD_S", 0.02)
+    monkeypatch.setattr(metrics, "_STATUS_PERIOD_S", 0.02)
     harness = EngineHarness(tmp_path, step_timeout_s=0.2)
     released = threading.Event()
     reasons, reports = [], []

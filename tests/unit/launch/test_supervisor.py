@@ -220,7 +220,7 @@ def test_only_an_engine_alone_has_a_metrics_port(tmp_path):
 def test_a_sampler_with_several_hosts_is_refused_with_the_reason(tmp_path, rank):
     flags = (*HOSTS, "--data-dir", str(tmp_path), "--hosts.rank", rank, "--hosts.address", "127.0.0.1:7700")
     flags += ("--sampler", "vllm", "--vllm-url", "http://a:1")
-    reason = r"--sampler vllm: it cannot be used with --hosts.size 2: every host repeats each call of the backend"
+    reason = r"--sampler vllm: it cannot be used with --hosts.size 2: every host repeats each backend call"
     with pytest.raises(CannotServe, match=reason):
         supervisor.make_engine_launch(read_settings("engine", flags))
 

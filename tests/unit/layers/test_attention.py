@@ -19,7 +19,7 @@ from skyrl_tx.layers.flash_attention import flash_attention
 from skyrl_tx.layers.kv_cache import KeyValues, Pages, read_segments
 from skyrl_tx.layers.rope import Rope, rotate, rotate_pairs
 from tests.support.fast_jit import fast_jit
-from tests.support.paged import make_table, split_into_pages
+from tests.support.paged_arrays import make_table, split_into_pages
 
 
 def heads(T, N=4, K=2, H=8, B=2, seed=0):

@@ -11,8 +11,8 @@ from skyrl_tx.layers import cache_state
 from skyrl_tx.layers.cache_state import BlockTable, Cache, LayerCache
 from skyrl_tx.layers.kv_cache import KeyValues
 from skyrl_tx.layers.sharding import UNSHARDED
-from tests.support.own_process import run_in_own_process
-from tests.support.paged import get_positions, make_table, split_into_pages, split_into_shards
+from tests.support.child_process import run_in_own_process
+from tests.support.paged_arrays import get_positions, make_table, split_into_pages, split_into_shards
 
 L, K, C, P, H = 2, 2, 8, 4, 4
 """Layers, kv heads, positions of a row, and of a page, dims."""

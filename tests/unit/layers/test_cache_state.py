@@ -12,7 +12,7 @@ from skyrl_tx.layers.attention import attend_segments
 from skyrl_tx.layers.cache_state import BlockTable, Cache, LayerCache
 from skyrl_tx.layers.kv_cache import KeyValues, Pages, Segments, append_token
 from tests.support.fast_jit import fast_jit
-from tests.support.paged import get_positions, join_pages, make_table, split_into_pages
+from tests.support.paged_arrays import get_positions, join_pages, make_table, split_into_pages
 
 L, S, K, C, P, H = 2, 3, 2, 8, 4, 4
 """Layers, rows, kv heads, positions of a row, and of a page, dims."""

@@ -353,7 +353,7 @@ def test_biases_and_the_clamped_gate_act_in_values_and_gradients(biased, router,
 def test_every_visit_is_in_one_tile_of_its_group(groups):
     tiling = fast_jit(sort_into_tiles, static_argnums=1)(np.array(groups)[:, None], 7)
     places = tiling.visit_WP.shape[1]
-    used = np.asarray(tiling.place_MK).ravel()
+    used = np.asarray(tiling.row_MK).ravel()
     assert len(set(used.tolist())) == len(groups)
     np.testing.assert_array_equal(np.asarray(tiling.visit_WP).ravel()[used], np.arange(len(groups)))
     np.testing.assert_array_equal(np.asarray(tiling.group_W)[used // places], groups)

@@ -22,9 +22,9 @@ from skyrl_tx.layers.kernels.registry import (
 )
 from skyrl_tx.layers.kv_cache import KeyValues, Pages
 from skyrl_tx.layers.sharding import UNSHARDED, Layout
+from tests.support.child_process import run_in_own_process
 from tests.support.fast_jit import fast_jit
-from tests.support.own_process import run_in_own_process
-from tests.support.paged import make_table, split_into_shards
+from tests.support.paged_arrays import make_table, split_into_shards
 
 PAGE = 64
 

@@ -20,7 +20,7 @@ from skyrl_tx.layers.sharding import UNSHARDED
 from skyrl_tx.models.config import Group, Stack, group_blocks
 from skyrl_tx.models.params import split_stacks
 from tests.support.fast_jit import fast_jit
-from tests.support.paged import get_positions, make_table
+from tests.support.paged_arrays import get_positions, make_table
 from tests.unit.models.conftest import LATENTS, read_back
 
 # Tests share the shapes of these programs: three rows of 40 tokens, three adapters, and two pages of each row.
@@ -227,7 +227,7 @@ def test_samples_decode_at_separate_positions(loaded, kernels):
     x = tokens()
     whole = evaluate(loaded.params, config, x)
     heads = [mixer.heads for mixer in config.mixers]
-    assert all((kernels.past(each, UNSHARDED) is None) == (kernels is NO_KERNELS) for each in heads)
+    assert all((kernels.get_past_kernel(each, UNSHARDED) is None) == (kernels is NO_KERNELS) for each in heads)
     _, prefilled = prefill(loaded.params, config, x[:, :10])  # what lies past a sample's position must not be seen
     cache = started(prefilled, range(3))
     rows, positions = np.arange(3), np.array([3, 7, 9])

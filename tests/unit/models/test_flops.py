@@ -14,7 +14,7 @@ from skyrl_tx.models.flops import (
     count_mixing_macs,
     estimate_experts_read,
 )
-from tests.support.published import QWEN3_8B, QWEN3_30B_A3B
+from tests.support.model_configs import QWEN3_8B, QWEN3_30B_A3B
 
 
 def model_of(content: dict[str, object]) -> ModelConfig:

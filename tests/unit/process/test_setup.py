@@ -23,7 +23,7 @@ from skyrl_tx.process.setup import (
     tune_garbage_collection,
 )
 from tests.support.certificates import create_certificate
-from tests.support.own_process import run_in_own_process
+from tests.support.child_process import run_in_own_process
 
 
 def test_listen_on_a_free_port_and_refusal_of_a_used_one() -> None:

@@ -26,6 +26,7 @@ OUR_NAMES = {
     "SessionHeartbeatRequest": "HeartbeatRequest",
     "FutureRetrieveRequest": "RetrieveFutureRequest",
     "FuturesRetrieveRequest": "RetrieveFuturesRequest",
+    "SampleRequest": "AsampleRequest",
 }
 """The SDK's name and ours, where they differ."""
 

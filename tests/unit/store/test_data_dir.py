@@ -18,7 +18,7 @@ def open_and_close(data_dir: Path, url: str | None) -> None:
 
 def test_a_directory_with_its_own_database_refuses_another(tmp_path: Path) -> None:
     open_and_close(tmp_path / "data", None)
-    with pytest.raises(StoreError, match=r"has a database of its own, skyrl_tx\.db"):
+    with pytest.raises(StoreError, match=r"belongs to the database skyrl_tx\.db in it"):
         open_and_close(tmp_path / "data", other_url(tmp_path, "other.db"))
     open_and_close(tmp_path / "data", None)
 

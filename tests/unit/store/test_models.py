@@ -128,7 +128,7 @@ def test_a_snapshot_replaces_the_one_before(store: Store) -> None:
 
 def test_an_older_snapshot_is_refused(store: Store) -> None:
     put_snapshot(store, "art-1", 3)
-    with pytest.raises(ValueError, match="effect 2 is older than that at 3"):
+    with pytest.raises(ValueError, match=r"\(log sequence number 2\) is older than the stored one \(3\)"):
         put_snapshot(store, "art-0", 2)
     assert store.read(lambda tx: models.get_snapshot(tx, MODEL)).artifact_id == "art-1"
 

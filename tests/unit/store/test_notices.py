@@ -9,7 +9,7 @@ import pytest
 from skyrl_tx.store import engine_state, notices
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.notices import MAX_NOTICES, Notice, record_notices
-from tests.support.waiting import until
+from tests.support.polling import until
 
 log = logging.getLogger("skyrl_tx.test_notices")
 
@@ -51,7 +51,7 @@ def test_a_flood_of_lines_is_bounded_and_counted(store: Store, monkeypatch: pyte
             log.handle(record)
     found = store.read(notices.list_newest)
     assert len(found) in (60, 61), "at most 60 wait; those of the first minute may have been written before the last"
-    assert found[0].text == "line 499 (439 lines before it were omitted)"
+    assert found[0].text == "line 499 (439 earlier lines were omitted)"
 
 
 def test_only_the_newest_are_kept(store: Store) -> None:
@@ -63,16 +63,16 @@ def test_only_the_newest_are_kept(store: Store) -> None:
 
 
 def test_one_of_several_processes_writes_a_point(store: Store) -> None:
-    store.write(lambda tx: engine_state.add(tx, 100, {"a": 1.0}))
-    store.write(lambda tx: engine_state.add(tx, 100, {"a": 2.0}))
-    assert store.read(lambda tx: engine_state.list_since(tx, 0)) == [(100, {"a": 1.0})]
-    assert store.read(lambda tx: engine_state.list_since(tx, 100)) == []
+    store.write(lambda tx: engine_state.add_gauges(tx, 100, {"a": 1.0}))
+    store.write(lambda tx: engine_state.add_gauges(tx, 100, {"a": 2.0}))
+    assert store.read(lambda tx: engine_state.list_gauges(tx, 0)) == [(100, {"a": 1.0})]
+    assert store.read(lambda tx: engine_state.list_gauges(tx, 100)) == []
 
 
 def test_points_are_thinned_to_minutes_after_a_day_and_deleted_after_a_month(store: Store) -> None:
     day, now = 86_400, 100 * 86_400
     times = [*range(now - 60, now, 10), *range(now - 2 * day, now - 2 * day + 120, 10), now - 31 * day]
-    store.write(lambda tx: [engine_state.add(tx, at, {"a": 1.0}) for at in times])
-    assert store.write(lambda tx: engine_state.thin(tx, now)) == 11
-    kept = [at for at, _ in store.read(lambda tx: engine_state.list_since(tx, 0))]
+    store.write(lambda tx: [engine_state.add_gauges(tx, at, {"a": 1.0}) for at in times])
+    assert store.write(lambda tx: engine_state.thin_gauges(tx, now)) == 11
+    kept = [at for at, _ in store.read(lambda tx: engine_state.list_gauges(tx, 0))]
     assert kept == [now - 2 * day, now - 2 * day + 60, *range(now - 60, now, 10)]

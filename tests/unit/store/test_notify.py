@@ -12,7 +12,7 @@ from skyrl_tx.store import engine_state, sqlite
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.sqlite import SqliteNotifier
 from skyrl_tx.store.tables import EngineStateRow
-from tests.support.waiting import until
+from tests.support.polling import until
 
 ECHO = """
 import sys

@@ -23,9 +23,9 @@ def partial(name: str, index: int, start: int, *tokens: int, k: int = 0) -> Part
 
 
 def test_tokens_are_read_once_in_the_order_of_writing(store: Store) -> None:
-    store.write(lambda tx: completions.add(tx, [partial("a", 0, 0, 5, 6), partial("b", 1, 0, 7, k=3)]))
-    store.write(lambda tx: completions.add(tx, [partial("a", 0, 2, 8)]))
-    rows = store.read(lambda tx: completions.list_since(tx, 0))
+    store.write(lambda tx: completions.add_partials(tx, [partial("a", 0, 0, 5, 6), partial("b", 1, 0, 7, k=3)]))
+    store.write(lambda tx: completions.add_partials(tx, [partial("a", 0, 2, 8)]))
+    rows = store.read(lambda tx: completions.list_partials(tx, 0))
     assert [(row.request_id, row.sample_index, row.start, row.tokens.tolist()) for _, row in rows] == [
         ("a", 0, 0, [5, 6]),
         ("b", 1, 0, [7]),
@@ -34,12 +34,14 @@ def test_tokens_are_read_once_in_the_order_of_writing(store: Store) -> None:
     assert rows[0][1].topk is None and rows[0][1].logprobs.tolist() == [-0.5, -0.5]
     topk = rows[1][1].topk
     assert topk is not None and topk.token_ids.tolist() == [[7, 7, 7]] and topk.logprobs.shape == (1, 3)
-    assert [position for position, _ in store.read(lambda tx: completions.list_since(tx, rows[1][0]))] == [rows[2][0]]
-    store.write(lambda tx: completions.delete_by_request(tx, RequestId("a")))
-    assert [row.request_id for _, row in store.read(lambda tx: completions.list_since(tx, 0))] == ["b"]
+    assert [position for position, _ in store.read(lambda tx: completions.list_partials(tx, rows[1][0]))] == [
+        rows[2][0]
+    ]
+    store.write(lambda tx: completions.delete_partials(tx, RequestId("a")))
+    assert [row.request_id for _, row in store.read(lambda tx: completions.list_partials(tx, 0))] == ["b"]
     before = rows[-1][0]
-    store.write(lambda tx: completions.add(tx, [partial("c", 0, 0, 1)]))
-    assert store.read(lambda tx: completions.list_since(tx, before))[0][0] > before, "positions are not used twice"
+    store.write(lambda tx: completions.add_partials(tx, [partial("c", 0, 0, 1)]))
+    assert store.read(lambda tx: completions.list_partials(tx, before))[0][0] > before, "positions are not used twice"
 
 
 def test_rows_without_an_open_request_are_pruned(store: Store) -> None:
@@ -53,11 +55,11 @@ def test_rows_without_an_open_request_are_pruned(store: Store) -> None:
     name = store.write(submit).request_id
     (pending,) = store.read(lambda tx: futures.list_pending(tx, 0, 10))
     assert pending.is_streamed
-    store.write(lambda tx: completions.add(tx, [partial(name, 0, 0, 1), partial("gone", 0, 0, 1)]))
-    assert store.write(completions.prune) == 1
+    store.write(lambda tx: completions.add_partials(tx, [partial(name, 0, 0, 1), partial("gone", 0, 0, 1)]))
+    assert store.write(completions.prune_partials) == 1
     store.write(lambda tx: futures.complete(tx, name, b"r", failed=False, effect_order=None, now=now))
-    assert store.write(completions.prune) == 1
-    assert store.read(lambda tx: completions.list_since(tx, 0)) == []
+    assert store.write(completions.prune_partials) == 1
+    assert store.read(lambda tx: completions.list_partials(tx, 0)) == []
 
 
 def test_unused_sampling_sessions_of_the_server_are_removed(store: Store) -> None:

@@ -15,7 +15,7 @@ from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError, StoreInUse
 from skyrl_tx.store.futures import NewRequest
 from skyrl_tx.store.tables import EngineStateRow, ModelRow, SamplingSessionRow
-from tests.support.waiting import until
+from tests.support.polling import until
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_a_request_that_moved_is_read_like_one_that_has_just_arrived(api: Store,
     assert waiting(api, 1) == [read, moving, later]
 
 
-@pytest.mark.parametrize(("age_s", "is_held"), [(5.0, True), (2 * placement.HOLD_S, False)])
+@pytest.mark.parametrize(("age_s", "is_held"), [(5.0, True), (2 * placement.QUARANTINE_S, False)])
 def test_what_may_have_ended_two_engines_stays_for_a_while_with_its_model(
     api: Store, session_id: SessionId, age_s: float, is_held: bool
 ) -> None:
@@ -178,7 +178,7 @@ def test_a_request_that_ran_alone_elsewhere_is_not_blamed_for_a_crash_of_its_new
     api: Store, session_id: SessionId
 ) -> None:
     def work(tx: Session) -> tuple[placement.MoveResult, RequestId]:
-        publish(tx, 2, age_s=2 * placement.HOLD_S)
+        publish(tx, 2, age_s=2 * placement.QUARANTINE_S)
         moved = add_request(tx, session_id, 2)
         futures.count_delivery_attempt(tx, [moved], is_alone=True)
         return placement.move(tx, 2, [1]), moved
@@ -274,7 +274,7 @@ def test_no_engine_starts_with_a_number_whose_models_are_being_shared_out(api: S
 
 def test_an_engine_that_does_not_share_excludes_those_that_do(tmp_path: Path, postgresql_url: str) -> None:
     alone = Store.open(tmp_path / "one", role="engine", url=postgresql_url)
-    with pytest.raises(StoreInUse, match="are all started with --engines"):
+    with pytest.raises(StoreInUse, match="start all engines that share a database with --engines"):
         Store.open(tmp_path / "two", role="engine", url=postgresql_url, is_shared=True, busy_timeout_s=0.2)
     alone.close()
     shared = Store.open(tmp_path / "two", role="engine", url=postgresql_url, is_shared=True)
@@ -284,7 +284,7 @@ def test_an_engine_that_does_not_share_excludes_those_that_do(tmp_path: Path, po
 
 
 def test_sqlite_has_one_engine(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="--engines: several engines need a PostgreSQL database"):
+    with pytest.raises(StoreError, match="--engines: multiple engines need a PostgreSQL database"):
         Store.open(tmp_path, role="engine", is_shared=True)
 
 

@@ -14,7 +14,7 @@ from skyrl_tx.store import sessions
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreBlocked
 from skyrl_tx.store.writer import RetryPolicy
-from tests.support.waiting import until
+from tests.support.polling import until
 
 LARGE = "x" * 2**20
 

@@ -29,13 +29,13 @@ def test_create_ignores_an_existing_id(store: Store, session_id: SessionId) -> N
     assert get(store, "t") is None
 
 
-def test_touch_never_decreases_the_last_use(store: Store, session_id: SessionId) -> None:
+def test_a_use_never_decreases_the_last_use(store: Store, session_id: SessionId) -> None:
     store.write(lambda tx: sampling_sessions.create_session(tx, row(session_id, "s")))
-    store.write(lambda tx: sampling_sessions.touch(tx, SamplingSessionId("s"), 9.0))
-    store.write(lambda tx: sampling_sessions.touch(tx, SamplingSessionId("s"), 8.0))
+    store.write(lambda tx: sampling_sessions.record_use(tx, SamplingSessionId("s"), 9.0))
+    store.write(lambda tx: sampling_sessions.record_use(tx, SamplingSessionId("s"), 8.0))
     assert get(store, "s").last_used_at == 9.0
-    with pytest.raises(LookupError, match="'unknown'"):
-        store.write(lambda tx: sampling_sessions.touch(tx, SamplingSessionId("unknown"), 9.0))
+    store.write(lambda tx: sampling_sessions.record_use(tx, SamplingSessionId("unknown"), 9.0))
+    assert get(store, "unknown") is None
 
 
 def test_release_of_old_unused_ephemeral_samplers(store: Store, session_id: SessionId) -> None:
@@ -45,7 +45,7 @@ def test_release_of_old_unused_ephemeral_samplers(store: Store, session_id: Sess
     for name, model in (("other", "other run"), ("named", None)):
         new = row(session_id, name, model=model, now=0.0)
         store.write(lambda tx, new=new: sampling_sessions.create_session(tx, new))
-    store.write(lambda tx: sampling_sessions.touch(tx, SamplingSessionId("run-0"), 50.0))
+    store.write(lambda tx: sampling_sessions.record_use(tx, SamplingSessionId("run-0"), 50.0))
     assert store.write(lambda tx: sampling_sessions.release_unused(tx, 40.0, keep_newest=3)) == [
         "art-run-2",
         "art-run-1",
@@ -61,7 +61,7 @@ def test_a_byte_budget_releases_the_least_recently_used_first(store: Store, sess
         store.write(lambda tx, new=new: sampling_sessions.create_session(tx, new))
         sampler = SamplerId(f"art-s-{number}")
         store.write(lambda tx, new=new, sampler=sampler: sampling_sessions.set_size(tx, new.model_id, sampler, 100))
-    store.write(lambda tx: sampling_sessions.touch(tx, SamplingSessionId("s-0"), 50.0))
+    store.write(lambda tx: sampling_sessions.record_use(tx, SamplingSessionId("s-0"), 50.0))
     assert store.write(lambda tx: sampling_sessions.release_unused(tx, 0.0, max_bytes=400)) == []
     assert store.write(lambda tx: sampling_sessions.release_unused(tx, 0.0, max_bytes=399)) == ["art-s-1"]
     assert store.write(lambda tx: sampling_sessions.release_unused(tx, 0.0, max_bytes=0)) == ["art-s-0"]

@@ -15,7 +15,7 @@ from benchmarks.gpu_rl.child import PhaseCut, PhaseFailed, is_alive, kill_group,
 from benchmarks.gpu_rl.records import Records
 from benchmarks.gpu_rl.shapes import MODELS, SHAPES
 from benchmarks.gpu_rl.table import make_table
-from tests.support.waiting import until
+from tests.support.polling import until
 
 ITERATION = {
     "kind": "timed",

@@ -18,7 +18,7 @@ from skyrl_tx.weights import hf
 from skyrl_tx.weights.merge import merge_adapter
 from skyrl_tx.weights.packed import Fp8Tensor, Int4Tensor, find_plain_names
 from skyrl_tx.weights.peft import AdapterFiles
-from tests.support.scaled import pack_fp8, pack_int4, unpack_fp8
+from tests.support.quantized import pack_fp8, pack_int4, unpack_fp8
 
 D, F = 160, 64
 FILE = "model.safetensors"

@@ -1,29 +1,29 @@
-"""The commands about owners: their usage, projects, quotas and the audit log."""
+"""The commands for usage, projects, quotas and the audit log."""
 
 from skyrl_tx.launch.command import Command
 
 COMMANDS = (
     Command(
         name="usage",
-        help="show the tokens, device seconds and storage of owners, projects, keys, runs or days",
+        help="show tokens, device seconds and storage by owner, project, key, session, run or day",
         group="administration",
         code="skyrl_tx.apps.teams.commands.usage:add_arguments",
     ),
     Command(
         name="projects",
-        help="list projects; set and remove their members",
+        help="list projects, and add or remove their members",
         group="administration",
         code="skyrl_tx.apps.teams.commands.projects:add_arguments",
     ),
     Command(
         name="quotas",
-        help="list, set and remove quotas and the weights of owners",
+        help="list, set and remove quotas and weights of owners",
         group="administration",
         code="skyrl_tx.apps.teams.commands.quotas:add_arguments",
     ),
     Command(
         name="audit",
-        help="show who did what to checkpoints, keys, quotas and projects",
+        help="show the audit log of checkpoints, keys, quotas and projects",
         group="administration",
         code="skyrl_tx.apps.teams.commands.audit:add_arguments",
     ),

@@ -1,4 +1,4 @@
-"""`skyrl-tx audit`: who did what to checkpoints, keys and projects."""
+"""`skyrl-tx audit`: show the audit log."""
 
 import argparse
 import time
@@ -14,8 +14,10 @@ _MAX_ENTRIES = 100_000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_since(parser, days=7)
-    parser.add_argument("--actor", help="only what this owner did; 'operator' for commands on this machine")
-    parser.add_argument("--event", help="only this event, such as checkpoint_delete")
+    parser.add_argument(
+        "--actor", help="show only actions of this owner, or of 'operator' (commands on the server's machine)"
+    )
+    parser.add_argument("--event", help="show only this event, for example checkpoint_delete")
     finish_list_parser(parser, _read_records, nothing="no entries")
 
 
@@ -28,6 +30,7 @@ def _read_records(tx: Session, arguments: argparse.Namespace) -> list[Record]:
         limit=_MAX_ENTRIES,
         newest_first=True,
     )
+
     return [
         {
             "at": format_time(row.at),

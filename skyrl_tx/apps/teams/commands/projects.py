@@ -1,4 +1,4 @@
-"""`skyrl-tx projects`: list projects, and set and remove their members."""
+"""`skyrl-tx projects`: list projects, and add or remove their members."""
 
 import argparse
 import time
@@ -19,27 +19,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     listing = actions.add_parser("list", help="show all projects and their members")
     finish_list_parser(listing, _read_records, nothing="no projects")
+
     setting = actions.add_parser(
         "set",
         help="give an owner a role in a project",
-        description="Give an owner a role in a project. A running server follows at once.",
+        description="Give an owner a role in a project. A running server applies it immediately.",
     )
     _add_names(setting)
     setting.add_argument(
         "role",
         metavar="ROLE",
         choices=get_args(ProjectRole),
-        help="viewer (sees and uses what is in the project) or editor (also changes checkpoints, and adds sessions)",
+        help="viewer (can see sessions and runs, and use checkpoints) or editor (can also change checkpoints and add "
+        "sessions)",
     )
     finish_parser(setting, _set)
-    removing = actions.add_parser("remove", help="take an owner out of a project")
+
+    removing = actions.add_parser("remove", help="remove an owner from a project")
     _add_names(removing)
     finish_parser(removing, _remove)
 
 
 def _add_names(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("project", metavar="PROJECT", help="the project, as sessions name it")
-    parser.add_argument("owner", metavar="OWNER", help="the owner, as keys name it")
+    parser.add_argument("project", metavar="PROJECT", help="name of the project, as sessions use it")
+    parser.add_argument("owner", metavar="OWNER", help="name of the owner, as keys use it")
 
 
 def _read_records(tx: Session, arguments: argparse.Namespace) -> list[Record]:
@@ -64,7 +67,7 @@ def _set(arguments: argparse.Namespace) -> None:
 def _remove(arguments: argparse.Namespace) -> None:
     if not _put(arguments, None):
         raise CommandError(
-            f"{arguments.owner} is no member of {arguments.project}; `skyrl-tx projects list` shows the members"
+            f"{arguments.owner} is not a member of {arguments.project}; `skyrl-tx projects list` shows the members"
         )
     print(f"removed {arguments.owner} from {arguments.project}")
 

@@ -14,34 +14,45 @@ from skyrl_tx.launch.command_line import Record, finish_list_parser, finish_pars
 from skyrl_tx.store import audit
 from skyrl_tx.store.tables import OverQuota
 
-_SUBJECT = "an owner, key:NUMBER or project:NAME; '*', 'key:*' or 'project:*' for each without a quota of its own"
-_WEIGHT = f"{WEIGHT}, the share of an owner (1 to {quotas.MAX_WEIGHT}, default 1; 0: what no other owner wants)"
+_SUBJECT = (
+    "an owner, key:NUMBER or project:NAME; use '*', 'key:*' or 'project:*' for all owners, keys or projects that have "
+    "no quota themselves"
+)
+_WEIGHT = (
+    f"{WEIGHT}, the share of an owner (1 to {quotas.MAX_WEIGHT}, default 1; with 0 the owner runs only while no other "
+    "owner has work)"
+)
 _LIMIT = f"{', '.join(LIMITS)}; or {_WEIGHT}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    listing = actions.add_parser("list", help="show all quotas, and what is used of them")
+    listing = actions.add_parser("list", help="show all quotas and how much of them is used")
     finish_list_parser(listing, _read_records, nothing="no quotas")
+
     setting = actions.add_parser(
         "set",
         help="set a quota or a weight",
-        description="Set a quota or a weight. A running server follows within about a second.",
+        description="Set a quota or a weight. A running server applies it within about a second.",
     )
+
     setting.add_argument("subject", metavar="SUBJECT", help=_SUBJECT)
     setting.add_argument("limit", metavar="LIMIT", help=_LIMIT)
-    setting.add_argument("value", metavar="VALUE", help="a whole number, or one with a decimal unit: 200M, 5G")
+    setting.add_argument(
+        "value", metavar="VALUE", help="a whole number, or a number with a decimal unit, for example 200M or 5G"
+    )
     setting.add_argument(
         "--over",
         choices=get_args(OverQuota),
         default="wait",
-        help="what becomes of work beyond a quota of a day: it waits until 00:00 UTC (default), or fails",
+        help="whether requests beyond a daily quota wait until 00:00 UTC (default) or fail",
     )
     finish_parser(setting, _set)
+
     removing = actions.add_parser("remove", help="remove a quota or a weight")
     removing.add_argument("subject", metavar="SUBJECT", help=_SUBJECT)
-    removing.add_argument("limit", metavar="LIMIT", help="the name of a limit, or weight")
+    removing.add_argument("limit", metavar="LIMIT", help="the name of a limit, or 'weight'")
     finish_parser(removing, _remove)
 
 
@@ -50,6 +61,7 @@ def _read_records(tx: Session, arguments: argparse.Namespace) -> list[Record]:
     used = {
         (use.quota.subject, use.quota.limit): use.used for use in read_quota_uses(tx, quotas.read_rules(tx), None, now)
     }
+
     records: list[Record] = []
     for row in quotas.list_rows(tx):
         subject = Subject(row.subject_kind, row.subject)
@@ -69,8 +81,8 @@ def _read_records(tx: Session, arguments: argparse.Namespace) -> list[Record]:
 def _set(arguments: argparse.Namespace) -> None:
     value = parse_amount(arguments.value)
     _put(arguments, value)
-    beyond = "" if arguments.over == "wait" else "; beyond it work fails"
-    print(f"{arguments.limit} of {arguments.subject} is {format_amount(value)}{beyond}")
+    consequence = "" if arguments.over == "wait" else "; requests beyond it fail"
+    print(f"{arguments.limit} of {arguments.subject} is {format_amount(value)}{consequence}")
 
 
 def _remove(arguments: argparse.Namespace) -> None:

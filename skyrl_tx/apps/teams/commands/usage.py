@@ -1,4 +1,4 @@
-"""`skyrl-tx usage`: what owners, projects, keys, sessions, runs or days have used."""
+"""`skyrl-tx usage`: show the usage of owners, projects, keys, sessions, runs or days."""
 
 import argparse
 import csv
@@ -18,11 +18,11 @@ from skyrl_tx.launch.settings import SettingsError, read_config_file
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--by", choices=SUBJECTS, default="owner", help="what each line is about (default: owner)")
+    parser.add_argument("--by", choices=SUBJECTS, default="owner", help="what to show in each line (default: owner)")
     add_since(parser, days=30)
-    parser.add_argument("--owner", help="only the usage of this owner")
+    parser.add_argument("--owner", help="show only the usage of this owner")
     parser.add_argument(
-        "--config", type=parse_path, metavar="FILE", help="the server's YAML file; its `prices` give costs"
+        "--config", type=parse_path, metavar="FILE", help="the server's YAML file; costs are computed from its `prices`"
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--csv", action="store_true", help="print CSV")

@@ -1,11 +1,14 @@
-"""Which pages and states of the cache are free, and which a prompt or a sample has."""
+"""Bookkeeping of pages and states: free lists with reference counts, and block table rows."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 
 class FreeList:
-    """Numbers from 1 to `size` - 1, each of which is free or has holders. Number 0, the empty one, is neither."""
+    """A pool of the numbers 1 to `size` - 1, with reference counts.
+
+    Number 0, the empty page, is never allocated.
+    """
 
     def __init__(self, size: int) -> None:
         self._free = list(range(size - 1, 0, -1))
@@ -22,11 +25,11 @@ class FreeList:
         return len(self._references) - 1 - len(self._free)
 
     def count_references(self, number: int) -> int:
-        """Return how many hold a number."""
+        """Return how many holders a number has."""
         return self._references[number]
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` free numbers, each with one holder now. There must be as many."""
+        """Return `count` free numbers, each with one holder. There must be enough."""
         assert count <= len(self._free), f"{count} of {len(self._free)} free ones"
         first = len(self._free) - count
         taken = self._free[first:][::-1]
@@ -36,12 +39,12 @@ class FreeList:
         return taken
 
     def add_references(self, numbers: Iterable[int]) -> None:
-        """Add a holder to each of the numbers."""
+        """Add a holder to each number."""
         for number in numbers:
             self._references[number] += number > 0
 
     def release(self, numbers: Iterable[int]) -> None:
-        """Remove a holder from each of the numbers; those without any are free."""
+        """Remove a holder from each number. A number without a holder is free."""
         for number in numbers:
             if number > 0:
                 assert self._references[number] > 0, f"{number} is free already"
@@ -52,13 +55,13 @@ class FreeList:
 
 @dataclass(slots=True, eq=False)
 class BlockTableRow:
-    """A row of the block table: the pages and the state of a prompt or a sample.
+    """A row of the block table: the pages and the state slot of one prompt or sample.
 
-    Page i has its positions from i pages on. All pages but the last are full, or shared, and are never written again.
-    Numbers are those within the shard.
+    Page i holds the positions from `i * page_size` on. Only the last page is ever written, and only
+    if it is neither full nor shared. Numbers count within the shard.
     """
 
     pages: list[int]
     state: int = 0
-    """The slot of its state of fixed size; 0 for models without."""
+    """The slot of its state of fixed size; 0 for models without state."""
     shard: int = 0

@@ -1,4 +1,4 @@
-"""Draws tokens from logits, with log-probabilities: temperature, then top-k, then top-p.
+"""Draw tokens from logits, with log-probabilities: temperature, then top-k, then top-p.
 
 Legend: S rows, N steps, V vocab, K top tokens, Z rows of a tile.
 """
@@ -15,32 +15,35 @@ from skyrl_tx.backends.jax.sample.random_numbers import fold_in, uniform
 from skyrl_tx.backends.jax.sample.token_filters import redraw
 
 PROMPT_INDEX = np.uint32(0xFFFFFFFF)
-"""The sample index, counted down, of tokens drawn at prompt positions."""
+"""Tokens drawn at prompt positions use sample indices that count down from this one."""
 
 
 @struct.dataclass
 class DrawParams:
-    """The sampling parameters of each row. All are data, so one program runs any mix of them."""
+    """The sampling parameters of each row. They are data, so one program runs any mix of them."""
 
-    seed_S2: jax.Array  # uint32: the request's 64 bits, high word first
-    index_S: jax.Array  # uint32: which sample of its request
+    seed_S2: jax.Array  # uint32: the 64-bit seed of the request, high word first
+    index_S: jax.Array  # uint32: the index of the sample in its request
     temperature_S: jax.Array  # float32; 0 is greedy
-    top_k_S: jax.Array  # int32; <= 0 is off
-    top_p_S: jax.Array  # float32; >= 1 is off
+    top_k_S: jax.Array  # int32; off if <= 0
+    top_p_S: jax.Array  # float32; off if >= 1
 
 
 @struct.dataclass
 class DrawnTokens:
-    """The tokens that a program drew, before any stop is applied: of rows [S], of N steps [N, S], of one sample [N]."""
+    """The tokens that a program drew, before stops are applied.
+
+    Shapes are [S] for one step of rows, [N, S] for steps, and [N] for one sample.
+    """
 
     tokens: Any  # int32
-    logprobs: Any  # float32, see `scale`
-    topk_tokens: Any  # int32 [..., K], best first; K is 0 without `max_topk`
+    logprobs: Any  # float32, of the distribution in `scale_logits`
+    topk_tokens: Any  # int32 [..., K], best first; K is 0 if `max_topk` is 0
     topk_logprobs: Any  # float32 [..., K]
 
     def row(self, row: int, num_steps: int) -> "DrawnTokens":
-        """Return the first `num_steps` tokens of one row of steps."""
-        return DrawnTokens(  # not by `jax.tree.map`, which takes ten times as long
+        """Return the first `num_steps` tokens of one row."""
+        return DrawnTokens(  # `jax.tree.map` would take ten times as long
             self.tokens[:num_steps, row],
             self.logprobs[:num_steps, row],
             self.topk_tokens[:num_steps, row],
@@ -70,12 +73,20 @@ def split_seed(seed: int) -> np.ndarray:
 
 
 def make_keys(seed_S2: jax.Array, index_S: jax.Array, position_S: jax.Array) -> jax.Array:
-    """Return a random key for each row, uint32 [S, 2], which depends on seed, sample index and position alone."""
+    """Return a random key per row, uint32 [S, 2].
+
+    It depends only on seed, sample index and position.
+    """
     return fold_in(fold_in(seed_S2, index_S), position_S)
 
 
-def find_top_k(blocks: LogitBlocks, num_tokens: int, max_topk: int, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the `max_topk` most likely of V tokens and their log-probabilities, best first; zeros unless `wanted`."""
+def find_top_k(
+    blocks: LogitBlocks, num_tokens: int, max_topk: int, wants_topk: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the `max_topk` most likely tokens and their log-probabilities, best first.
+
+    Both are zero unless `wants_topk`.
+    """
     shape = (blocks.num_rows, min(max_topk, num_tokens))
 
     def compute() -> tuple[jax.Array, jax.Array]:
@@ -84,4 +95,4 @@ def find_top_k(blocks: LogitBlocks, num_tokens: int, max_topk: int, wanted: jax.
 
     if shape[1] == 0:
         return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
-    return jax.lax.cond(wanted, compute, lambda: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)))
+    return jax.lax.cond(wants_topk, compute, lambda: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)))

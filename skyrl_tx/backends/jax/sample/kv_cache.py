@@ -1,15 +1,19 @@
-"""The host's view of the KV cache: which pages prompts, samples and the prefix cache use, share, copy and free.
+"""The host's view of the KV cache: which pages and states prompts, samples and cached prefixes use.
 
-A prompt writes into pages, and its samples begin with them. The last page, if it is partly filled, and the
-state are copied for each sample, which writes to them. Pages are cleared when they are taken. Cached prefixes
-are evicted for prompts and samples.
+A prompt is written into pages, and its samples share these pages. Two things are copied for each
+sample, because the sample writes to them: a partly filled last page, and the state of fixed size
+(of linear attention). Pages are cleared when they are allocated. If pages or states run out, cached
+prefixes are evicted.
 
-The prefix cache remembers the pages of recent prompts, so that equal beginnings are computed once. Prompts of
-different cache scopes never meet, so that neither a hit nor its latency tells anything about another scope. A
-prompt that is equal to a cached one uses all of it; any other prompt uses whole prefill chunks only. The keys
-of a position are therefore computed by the same program whether they come from the cache or not: hits are
-batch-invariant. A model with state of fixed size also needs the state at the end of these chunks, which is
-kept at few ends: `Prefiller` chooses them.
+The prefix cache remembers the pages of recent prompts, so that equal prefixes are computed once.
+Prompts of different cache scopes never share pages, so neither a hit nor its latency reveals
+anything about another scope.
+
+A prompt that equals a cached prompt reuses all of it. Any other prompt reuses whole prefill chunks
+only. The keys of a position therefore come from the same program whether they are cached or not,
+which makes cache hits batch-invariant. A model with a state of fixed size also needs the state at
+the end of the reused chunks. The cache keeps states at a few chunk ends only, which `Prefiller`
+chooses.
 """
 
 from collections import Counter, OrderedDict
@@ -27,14 +31,14 @@ from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.ids import SamplerId
 
 EMPTY = 0
-"""The page, and the state, that is copied to clear another."""
+"""The page, and the state slot, that stays zero. It is copied over another one to clear it."""
 
 
 class KVCache:
-    """The pages and states of prompts, samples and cached prefixes, of one shard. The arrays belong to the programs."""
+    """The pages and states of one shard. `ModelRunner` owns the arrays."""
 
     def __init__(self, programs: ModelRunner, memory: SampleMemory, shapes: PrefillShapes, shard: int = 0) -> None:
-        """`memory` is that of the shard."""
+        """`memory` is the memory of this shard."""
         self._programs = programs
         self._shard = shard
         self.memory = memory
@@ -44,16 +48,22 @@ class KVCache:
 
     @property
     def num_tokens(self) -> int:
-        """All positions."""
+        """The number of KV positions."""
         return (self.memory.num_pages - 1) * self.memory.page
 
     @property
     def num_tokens_used(self) -> int:
-        """The positions of the pages that prompts and samples have; those that only cached prefixes have are free."""
+        """KV positions in pages of prompts and samples.
+
+        Pages that only cached prefixes use count as free.
+        """
         return (self.pages.num_used - len(self.prefixes.find_evictable_pages())) * self.memory.page
 
     def fits(self, num_pages: int, num_states: int = 0, *, keep: Collection[int] = ()) -> bool:
-        """Return whether so much is free, or would be without cached prefixes, of which the pages in `keep` stay."""
+        """Return whether that many pages and states are free or held only by cached prefixes.
+
+        Pages in `keep` do not count, as they must not be evicted.
+        """
         if num_pages > self.pages.num_free:
             spare = self.prefixes.find_evictable_pages().difference(keep)
             if num_pages > self.pages.num_free + len(spare):
@@ -62,7 +72,7 @@ class KVCache:
         return has_states or num_states <= self.states.num_free + len(self.prefixes.find_evictable_states())
 
     def grow(self, missing: Sequence[tuple[BlockTableRow, int]]) -> None:
-        """Take pages for tables, each with the number that it lacks. They must fit."""
+        """Add the given number of pages to each table. They must fit."""
         taken = self._allocate_pages(sum(num_pages for _, num_pages in missing))
         first = 0
         for table, num_pages in missing:
@@ -71,22 +81,25 @@ class KVCache:
         self._programs.copy([(EMPTY, page) for page in taken], (), self._shard)
 
     def allocate_table(self, num_tokens: int) -> BlockTableRow:
-        """Return a table for a prompt of which nothing is computed. It must fit."""
+        """Return a table for a prompt that is not computed at all yet. It must fit."""
         return self.fork(BlockTableRow([], EMPTY, self._shard), 0, [num_tokens])[0]
 
     def fork(
         self, source: BlockTableRow, num_tokens: int, lengths: Sequence[int], state: int | None = None
     ) -> list[BlockTableRow]:
-        """Return tables that go on after the first `num_tokens` of another, with pages for `lengths`. They must fit.
+        """Return a table per length in `lengths`, each with the first `num_tokens` of `source`.
 
-        Their state is a copy of the source's, or of `state`.
+        Full pages are shared, and a partly filled page is copied. Each table gets a copy of the
+        state in slot `state` (default: the state of `source`). The pages must fit.
         """
         used, num_whole = source.pages[: self.memory.count_pages(num_tokens)], num_tokens // self.memory.page
         whole, partial = used[:num_whole], used[num_whole:]
         tables: list[BlockTableRow] = []
         pages: list[tuple[int, int]] = []
         states: list[tuple[int, int]] = []
-        self.pages.add_references(used)  # they may be cached only, and must not be taken here
+        self.pages.add_references(used)  # if only the prefix cache holds them, the allocations below could evict them
+
+        # Share the full pages, copy the partly filled page, and clear the new pages.
         for length in lengths:
             self.pages.add_references(whole)
             taken = self._allocate_pages(self.memory.count_pages(length) - len(whole))
@@ -95,31 +108,32 @@ class KVCache:
             table = BlockTableRow([*whole, *taken], self.allocate_state(), self._shard)
             states.append((source.state if state is None else state, table.state))
             tables.append(table)
+
         self.pages.release(used)
         self._programs.copy(pages, states if self.memory.state_tokens else (), self._shard)
         return tables
 
     def share(self, source: BlockTableRow) -> BlockTableRow:
-        """Return another table of the same pages and state, which is not written any more."""
+        """Return another table with the same pages and state, which are not written any more."""
         self.pages.add_references(source.pages)
         self.states.add_references([source.state])
         return BlockTableRow(list(source.pages), source.state, self._shard)
 
     def release(self, table: BlockTableRow) -> None:
-        """Free what a table has, as far as it is not shared."""
+        """Release the pages and the state of a table. Those without another holder are then free."""
         self.pages.release(table.pages)
         self.states.release([table.state])
         table.pages, table.state = [], EMPTY
 
     def allocate_state(self) -> int:
-        """Return a state slot, which must fit; 0 for models without."""
+        """Return a free state slot (0 for models without state). One must fit."""
         if not self.memory.state_tokens:
             return EMPTY
         self.prefixes.evict_until_free(0, 1)
         return self.states.allocate(1)[0]
 
     def copy_state(self, source: int) -> int:
-        """Return a slot with a copy of a state. It must fit."""
+        """Copy a state and return the slot of the copy. It must fit."""
         kept = self.allocate_state()
         self._programs.copy((), [(source, kept)], self._shard)
         return kept
@@ -130,7 +144,7 @@ class KVCache:
 
 
 class PromptSource(NamedTuple):
-    """The sampler that computed a prompt, and the scope within which it may be used."""
+    """The sampler that computed a prompt, and the cache scope in which it may be reused."""
 
     sampler: SamplerId | None
     cache_scope: str = ""
@@ -143,24 +157,26 @@ class PromptSource(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ComputedPrompt:
-    """A prompt, its pages and its state, and the hidden state of its last token."""
+    """A computed prompt with its pages, its state, and the hidden state of its last token."""
 
     tokens: Int32Array
     table: BlockTableRow
     last_hidden: Any
     states: Mapping[int, int] = field(default_factory=dict[int, int])
-    """The kept states by the number of tokens that they have seen, which are whole chunks."""
+    """The saved states, by the number of tokens that they include (always full chunks)."""
 
     @property
     def all_states(self) -> set[int]:
-        """The kept states and the last one."""
+        """The saved states and the last state."""
         return {self.table.state, *self.states.values()}
 
 
 class PrefixCache:
-    """Computed prompts by sampler and cache scope. The least recently used are evicted first.
+    """Computed prompts by sampler and cache scope.
 
-    It holds the pages and states of its prompts, also while samples read them.
+    The least recently used prompts are evicted first.
+
+    The cache holds the pages and states of its prompts, even while samples read them.
     """
 
     def __init__(self, pages: FreeList, states: FreeList, memory: SampleMemory, shapes: PrefillShapes) -> None:
@@ -172,17 +188,20 @@ class PrefixCache:
 
     @property
     def num_tokens(self) -> int:
-        """The positions of the pages of cached prompts, and of as many bytes as their states have."""
+        """The size of the cached prompts in KV positions.
+
+        States count as the positions of the same number of bytes.
+        """
         return self._count_tokens(self._prompts.values())
 
     def _count_tokens(self, prompts: Collection[ComputedPrompt]) -> int:
-        """Return what prompts count as; they may have pages and states in common."""
+        """Return the size of prompts in KV positions. Pages and states that they share count once."""
         pages = {page for prompt in prompts for page in prompt.table.pages}
         states = {state for prompt in prompts for state in prompt.all_states} - {0}
         return len(pages) * self._memory.page + len(states) * self._memory.state_tokens
 
     def find(self, source: PromptSource, tokens: Int32Array) -> tuple[ComputedPrompt, int] | None:
-        """Return the cached prompt with the longest usable prefix, and that prefix's length in tokens."""
+        """Return the cached prompt with the longest usable prefix, and the prefix length in tokens."""
         equal = (source, tokens.tobytes())
         if equal in self._prompts:
             self._prompts.move_to_end(equal)
@@ -195,7 +214,10 @@ class PrefixCache:
         return self._prompts[best], usable[best]
 
     def find_divergence(self, source: PromptSource, tokens: Int32Array) -> int:
-        """Return how many tokens, in whole chunks, a cached prompt begins with, whether or not it has a state there."""
+        """Return how many tokens, in full chunks, `tokens` has in common with a cached prompt.
+
+        The cached prompt need not have a state there.
+        """
         return max(
             (self._count_common(prompt, tokens) for key, prompt in self._prompts.items() if key[0] == source), default=0
         )
@@ -208,14 +230,19 @@ class PrefixCache:
         return common
 
     def _count_common(self, prompt: ComputedPrompt, tokens: Int32Array) -> int:
-        """Return the length of the common prefix in whole chunks, without the last of `tokens`."""
+        """Return the length of the common prefix in full chunks, without the last of `tokens`."""
         size = min(prompt.tokens.size, tokens.size)
         unequal = np.flatnonzero(prompt.tokens[:size] != tokens[:size])
         common = int(unequal[0]) if unequal.size else size
         return self._shapes.count_full_chunk_tokens(min(common, tokens.size - 1))
 
     def add(self, source: PromptSource, prompt: ComputedPrompt) -> None:
-        """Cache a prompt in place of those that it serves as well, its prefixes, and evict others until all fit."""
+        """Cache a prompt.
+
+        It replaces its own prefixes, and the least recently used prompts are evicted.
+
+        A prompt that is larger than the whole prefix cache is not cached.
+        """
         if self._count_tokens([prompt]) > self._memory.prefix_tokens:
             return
         self._pages.add_references(prompt.table.pages)
@@ -228,7 +255,7 @@ class PrefixCache:
             self._remove(next(iter(self._prompts)))
 
     def find_evictable_pages(self) -> set[int]:
-        """Return the pages that evictions would free: those that no prompt or sample reads."""
+        """Return the pages that evictions would free, because no prompt or sample uses them."""
         return _find_unshared(self._pages, (prompt.table.pages for prompt in self._prompts.values()))
 
     def find_evictable_states(self) -> set[int]:
@@ -236,13 +263,13 @@ class PrefixCache:
         return _find_unshared(self._states, (prompt.all_states for prompt in self._prompts.values()))
 
     def evict_until_free(self, num_pages: int, num_states: int) -> None:
-        """Evict the least recently used of the prompts whose pages, or states, are wanted, until as many are free."""
+        """Evict the least recently used prompts until enough pages and states are free."""
         while self._pages.num_free < num_pages:
             spare = self.find_evictable_pages()
-            self._remove(next(key for key, each in self._prompts.items() if not spare.isdisjoint(each.table.pages)))
+            self._remove(next(key for key, prompt in self._prompts.items() if not spare.isdisjoint(prompt.table.pages)))
         while self._states.num_free < num_states:
             spare = self.find_evictable_states()
-            self._remove(next(key for key, each in self._prompts.items() if not spare.isdisjoint(each.all_states)))
+            self._remove(next(key for key, prompt in self._prompts.items() if not spare.isdisjoint(prompt.all_states)))
 
     def drop(self, sampler: SamplerId | None) -> None:
         """Evict all prompts of a sampler."""
@@ -256,5 +283,5 @@ class PrefixCache:
 
 
 def _find_unshared(free_list: FreeList, numbers: Iterable[Collection[int]]) -> set[int]:
-    own = Counter(number for each in numbers for number in each)
+    own = Counter(number for group in numbers for number in group)
     return {number for number, holders in own.items() if number and free_list.count_references(number) == holders}

@@ -1,9 +1,10 @@
-"""The weights of each layer as arrays of their own, which lie in the memory of their stacks.
+"""The weights of each layer as separate arrays that share the memory of their stacks.
 
-XLA on GPU has no matrix product that reads a slice in place: it copies the weights of each layer out of their stack, in
-each step. A program whose arguments are the layers copies nothing. JAX has no views of arrays, but it takes arrays of
-other libraries where they are, by DLPack (https://dmlc.github.io/dlpack/latest/c_api.html). So stacks are handed out as
-such arrays, and each layer begins later and has a dim less.
+XLA on GPU has no matrix product that reads a slice in place: in every decode step it copies the
+weights of each layer out of their stack. A program whose arguments are the layers copies nothing.
+JAX has no views of arrays, but it accepts arrays of other libraries without a copy, through DLPack
+(https://dmlc.github.io/dlpack/latest/c_api.html). This module exports a stack through DLPack once
+per layer, with a shifted start and one dim less.
 """
 
 import ctypes
@@ -17,34 +18,41 @@ from skyrl_tx.models import DecoderParams
 from skyrl_tx.models.params import split_stacks
 
 _ALIGNMENT = 256
-"""Bytes of which the address of a view is a multiple, as XLA's own arrays are. Small layers that are not are copied."""
+"""Views must be aligned to this many bytes, like XLA's own arrays.
+
+Other layers (small ones) are copied.
+"""
 
 
 def should_separate_layers(platform: str, layout: Layout) -> bool:
     """Return whether programs copy less with separate layers.
 
-    Where weights are gathered before use, that is a copy anyway, and without a loop XLA gathers several layers ahead.
+    If weights are sharded along "embed", gathering them before use is a copy anyway, and without a
+    loop XLA would gather multiple layers ahead.
     """
     return platform == "gpu" and layout.num_shards("embed") == 1
 
 
 def separate_layers(params: DecoderParams) -> DecoderParams:
-    """Return the parameters with each layer by itself. The stacks must not be changed; they live as long as a layer."""
+    """Return the parameters with a separate array for each layer.
+
+    The stacks must not be changed. They stay in memory as long as any of their layers.
+    """
     return split_stacks(params, _make_views)
 
 
 def separate_shapes(params: DecoderParams) -> DecoderParams:
-    """Return the same of shapes with shardings, `jax.ShapeDtypeStruct`s."""
+    """Do the same as `separate_layers` for parameters of type `jax.ShapeDtypeStruct`."""
 
-    def shapes(stack: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def make_layer_shapes(stack: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
         sharding = _get_layer_sharding(stack.sharding)  # type: ignore[arg-type]
         return (jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=sharding),) * stack.shape[0]
 
-    return split_stacks(params, shapes)
+    return split_stacks(params, make_layer_shapes)
 
 
 def _make_views(stack: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the layers of a stack, which is whole along its first dim on each device."""
+    """Return the layers of a stack, which must not be sharded along its first dim."""
     sharding, shape = _get_layer_sharding(stack.sharding), stack.shape[1:]
     shards = [shard.data for shard in stack.addressable_shards]
     return tuple(
@@ -67,7 +75,7 @@ def _make_view(stack: jax.Array, layer: int) -> jax.Array:
 
 
 class _DLTensor(ctypes.Structure):
-    """`DLTensor` of DLPack, with which its `DLManagedTensor` begins."""
+    """`DLTensor` of DLPack, the first member of a `DLManagedTensor`."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -97,7 +105,7 @@ class _LayerView:
         return self._stack.__dlpack_device__()  # type: ignore[attr-defined]
 
     def __dlpack__(self, *, stream: Any = None, **_: Any) -> Any:
-        """Return the stack's capsule, which keeps the stack in memory, with the bounds of the layer."""
+        """Return the capsule of the stack, narrowed to the layer. It keeps the stack in memory."""
         capsule = self._stack.__dlpack__(stream=stream)  # type: ignore[call-arg]
         tensor = _DLTensor.from_address(_get_pointer(capsule, b"dltensor"))
         tensor.byte_offset += self._first_byte

@@ -1,12 +1,13 @@
-"""Logits in blocks of the vocabulary, to draw tokens and to find the best ones from one summary per block.
+"""Logits in blocks of the vocabulary, with one summary per block for drawing and top-k.
 
-Legend: S rows, R rows in memory, Z selected rows, V vocab, N blocks of the vocabulary, J tokens of a block, K best
-tokens, I tokens of the blocks read, G groups of blocks, L weights.
+Legend: S rows, R rows in memory, Z selected rows, V vocab, N blocks of the vocabulary, J tokens of
+a block, K best tokens, I tokens of the blocks read, G groups of blocks, L weights.
 
-A token is drawn as the inverse of the cumulative distribution at one uniform number, in levels of up to 128 weights:
-the group of blocks if there are several, the block, and the token in it. No program sorts the vocabulary or draws a
-random number for each token; on CPU this was measured 13 times as fast as Gumbel noise. The logits are read twice, for
-the maximum and for the sum of each block, and no array of their size is written.
+A token is drawn by inverting the cumulative distribution at one uniform random number. The search
+has levels of up to 128 weights: the group of blocks (for large vocabularies), the block, and the
+token in the block. No program sorts the vocabulary or draws a random number per token; on CPU this
+was measured 13 times as fast as Gumbel noise. The logits are read twice, for the maximum and for
+the sum of each block, and no array of their size is written.
 """
 
 from collections.abc import Callable
@@ -19,15 +20,15 @@ from flax import struct
 from skyrl_tx.layers.stable_bits import sum_exp, sum_last_dim
 
 NO_TOKEN = np.int32(2**31 - 1)
-"""An id above all token ids."""
+"""A number above all token ids."""
 
 BLOCK = 128
-"""Tokens of a block; about the square root of a large vocabulary."""
+"""Tokens per block: about the square root of a large vocabulary."""
 
 
 @struct.dataclass
 class SortPosition:
-    """A position in the order of tokens: by descending logit, equal logits by ascending id."""
+    """A position in the sort order of tokens: by descending logit, then by ascending id."""
 
     logit_S: jax.Array
     token_S: jax.Array  # int32
@@ -43,11 +44,12 @@ class SortPosition:
 class LogitBlocks:
     """Rows of logits, with the maximum logit and the sum of weights of each block.
 
-    The weight of a token is its probability relative to the row's most likely token, at the row's temperature.
+    The weight of a token is its probability relative to the row's most likely token, at the row's
+    temperature.
     """
 
     logits_RNJ: jax.Array
-    row_S: jax.Array | None  # the index of each row in `logits_RNJ`; None if the rows are all of these
+    row_S: jax.Array | None  # the index of each row in `logits_RNJ`; None for all rows in order
     temperature_S: jax.Array
     highest_SN: jax.Array  # logits
     weight_SN: jax.Array
@@ -61,12 +63,12 @@ class LogitBlocks:
         return cls(logits_SNJ, None, temperature_S, highest_SN, _materialize(sum_exp(scaled_SNJ)))
 
     def select_rows(self, row_Z: jax.Array | None) -> "LogitBlocks":
-        """Return selected rows; None selects all."""
+        """Return the selected rows; None selects all."""
         if row_Z is None:
             return self
-        chosen_Z = row_Z if self.row_S is None else self.row_S[row_Z]
+        selected_Z = row_Z if self.row_S is None else self.row_S[row_Z]
         return LogitBlocks(
-            self.logits_RNJ, chosen_Z, self.temperature_S[row_Z], self.highest_SN[row_Z], self.weight_SN[row_Z]
+            self.logits_RNJ, selected_Z, self.temperature_S[row_Z], self.highest_SN[row_Z], self.weight_SN[row_Z]
         )
 
     @property
@@ -86,7 +88,7 @@ class LogitBlocks:
 
     @property
     def log_total_S(self) -> jax.Array:
-        """The log of the sum of exp of what `scale` returns."""
+        """The log of the sum of exp of the scaled logits."""
         return jnp.log(self.total_S)
 
     @property
@@ -96,15 +98,15 @@ class LogitBlocks:
 
     @property
     def token_NJ(self) -> jax.Array:
-        """The id of each token."""
+        """The token ids by block."""
         return jnp.arange(self.logits_RNJ.shape[1] * BLOCK, dtype=jnp.int32).reshape(-1, BLOCK)
 
     def get_sort_position(self, token_S: jax.Array) -> SortPosition:
-        """Return the position of each row's token in the order."""
+        """Return the position of each row's token in the sort order."""
         return SortPosition(self.get_logits(token_S[:, None])[:, 0], token_S)
 
     def get_logits(self, token_SK: jax.Array) -> jax.Array:
-        """Return the logits of tokens of each row [S, K]."""
+        """Return the logits of K tokens per row [S, K]."""
         return self.logits_RNJ[self._index_S[:, None], token_SK // BLOCK, token_SK % BLOCK]
 
     def get_logprob(self, token_S: jax.Array) -> jax.Array:
@@ -114,34 +116,41 @@ class LogitBlocks:
         )
 
     def sum_before(self, mark: SortPosition) -> jax.Array:
-        """Return the weight in each block of the tokens before the mark [S, N]. Reads the logits once."""
+        """Return the weight of the tokens before `mark` in each block [S, N].
+
+        Reads the logits once.
+        """
         logits_SNJ = self.logits
         scaled_SNJ = scale_logits(logits_SNJ, self.highest_S, self.temperature_S)
         return _materialize(sum_exp(scaled_SNJ, mark.is_after(logits_SNJ, self.token_NJ)))
 
     def most_likely(self) -> jax.Array:
-        """Return each row's most likely token; of equal logits, the lowest id."""
+        """Return each row's most likely token; for equal logits, the lowest id."""
         block_S = jnp.argmax(self.highest_SN, axis=-1)
         return (block_S * BLOCK + jnp.argmax(self._logits_SJ(block_S), axis=-1)).astype(jnp.int32)
 
     def find_top_k(self, K: int) -> tuple[jax.Array, jax.Array]:
-        """Return logits and ids of the first K tokens in the order [S, K].
+        """Return the logits and ids of the first K tokens in the sort order [S, K].
 
-        Only the K blocks of the largest maxima are read: any other block has K tokens before its first.
+        Only the K blocks with the largest maxima are read. Every other block has K tokens before
+        its first.
         """
         S, N = self.highest_SN.shape
         block_SK = jnp.sort(jax.lax.top_k(self.highest_SN, min(K, N))[1], axis=-1)  # equal logits by ascending id
         near_SI = self.logits_RNJ[self._index_S[:, None], block_SK].reshape(S, -1)
-        logit_SK, place_SK = jax.lax.top_k(near_SI, K)
-        token_SK = jnp.take_along_axis(block_SK, place_SK // BLOCK, axis=-1) * BLOCK + place_SK % BLOCK
+        logit_SK, index_SK = jax.lax.top_k(near_SI, K)
+        token_SK = jnp.take_along_axis(block_SK, index_SK // BLOCK, axis=-1) * BLOCK + index_SK % BLOCK
         return logit_SK, token_SK.astype(jnp.int32)
 
     def pick(self, uniform_S: jax.Array) -> jax.Array:
-        """Return the token at which the cumulative weight exceeds `uniform_S` of the total; its weight is not 0."""
+        """Return the token where the cumulative weight exceeds `uniform_S` of the total.
+
+        Its weight is never 0.
+        """
         return _pick(self.weight_SN, self._weight_SJ, uniform_S)
 
     def pick_before(self, mark: SortPosition, before_SN: jax.Array, uniform_S: jax.Array) -> jax.Array:
-        """Like `pick`, among the tokens before the mark. `before_SN` is the result of `before`."""
+        """Like `pick`, among the tokens before `mark`. `before_SN` is the result of `sum_before`."""
 
         def weight_SJ(block_S: jax.Array) -> jax.Array:
             token_SJ = block_S[:, None] * BLOCK + jnp.arange(BLOCK)
@@ -167,10 +176,10 @@ def split_blocks(values_SV: jax.Array) -> jax.Array:
 
 
 def scale_logits(logits: jax.Array, highest_S: jax.Array, temperature_S: jax.Array) -> jax.Array:
-    """Return the logits [S, ...] less the row's maximum, divided by the temperature unless it is 0.
+    """Return the logits [S, ...] minus the row's maximum, over the temperature unless it is 0.
 
-    Their softmax is the reported distribution. The maximum is subtracted first: after a division by a low temperature
-    the differences would be lost in rounding.
+    The reported distribution is the softmax of the result. The maximum is subtracted before the
+    division: after a division by a low temperature, rounding would lose the differences.
     """
     shape = (-1, *[1] * (logits.ndim - 1))
     divisor_S = jnp.where(temperature_S > 0, temperature_S, 1.0)
@@ -178,16 +187,20 @@ def scale_logits(logits: jax.Array, highest_S: jax.Array, temperature_S: jax.Arr
 
 
 def _materialize(weight_SN: jax.Array) -> jax.Array:
-    """Return sums of weights as they are, from which their own sum is computed.
+    """Return `weight_SN` unchanged, behind a barrier.
 
-    Without the barrier XLA computes that from all weights, and writes them to memory.
+    Without the barrier, XLA would compute the sum of these block sums from all token weights, and
+    write the weights to memory.
     """
     summed_SN: jax.Array = jax.lax.optimization_barrier(weight_SN)
     return summed_SN
 
 
-def _pick(block_SN: jax.Array, weights_of: Callable[[jax.Array], jax.Array], uniform_S: jax.Array) -> jax.Array:
-    """Find the token where the cumulative weight exceeds that part of the total; `weights_of` are those in a block."""
+def _pick(block_SN: jax.Array, read_weights: Callable[[jax.Array], jax.Array], uniform_S: jax.Array) -> jax.Array:
+    """Return the token where the cumulative weight exceeds `uniform_S` of the total.
+
+    `read_weights` returns the weights [S, J] of one block per row.
+    """
     S, N = block_SN.shape
     if N > BLOCK:
         block_SGL = jnp.pad(block_SN, ((0, 0), (0, -N % BLOCK))).reshape(S, -1, BLOCK)
@@ -200,26 +213,28 @@ def _pick(block_SN: jax.Array, weights_of: Callable[[jax.Array], jax.Array], uni
         until_SN = cumsum(block_SN)
         target_S = uniform_S * until_SN[:, -1]
         block_S, before_S = search_cumsum(until_SN, target_S)
-    inside_S, _ = search_cumsum(cumsum(weights_of(block_S)), target_S - before_S)
+    inside_S, _ = search_cumsum(cumsum(read_weights(block_S)), target_S - before_S)
     return block_S * BLOCK + inside_S
 
 
 def cumsum(weight_SL: jax.Array) -> jax.Array:
-    """Return the sums of weights up to each, itself included.
+    """Return the inclusive prefix sums of weights.
 
-    As a product with ones and zeros, for which XLA on CPU calls a library: a prefix sum is a dozen kernels to compile.
+    They are computed as a product with a triangular matrix, because XLA on CPU calls a library for
+    products. A scan would be about ten more kernels to compile.
     """
     S, L = weight_SL.shape
-    if S == 1:  # XLA on CPU adds the products of one row in another order
+    if S == 1:  # XLA on CPU sums the products of one row in another order
         return cumsum(jnp.repeat(weight_SL, 2, axis=0))[:1]
     return jnp.dot(weight_SL, jnp.triu(jnp.ones((L, L))), precision=jax.lax.Precision.HIGHEST)
 
 
 def search_cumsum(until_SL: jax.Array, target_S: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the first index whose cumulative weight exceeds the target, and the cumulative weight before it.
+    """Return the first index whose cumulative weight exceeds the target, and the weight before it.
 
-    If none does, because sums of parts and of the whole round differently, it is the last index with a weight. The
-    weight at the index is never 0, as the cumulative weight would be that of the index before.
+    Sums of parts round differently from the sum of the whole, so it can happen that no index
+    exceeds the target. The result is then the last index with a weight. The weight at the index is
+    never 0, because the cumulative weight would not change there.
     """
     is_past_SL = (until_SL > target_S[:, None]) | (until_SL == until_SL[:, -1:])
     index_S = jnp.argmax(is_past_SL, axis=-1).astype(jnp.int32)

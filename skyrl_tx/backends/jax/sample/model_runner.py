@@ -1,4 +1,4 @@
-"""Sampling on the devices: the adapter pool, the cache, and calls of the jitted programs.
+"""Run the sampling programs: owns the adapter pool and the KV cache, and calls the jitted programs.
 
 Legend: S rows (of a slice, or first tokens of one prompt), T tokens of a chunk.
 """
@@ -49,26 +49,29 @@ from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.models import DecoderParams, ModelConfig, make_empty_cache
 
 MAX_COPIES = 256
-"""Pages, and states, that one call copies at most: all samples of a full cache may take a page for the same slice."""
+"""The maximum number of pages, and of states, that one call copies.
+
+It is large enough for a full cache in which all samples take a page for the same slice.
+"""
 
 FIRST_ROWS = 8
-"""First tokens that one call draws."""
+"""How many first tokens one call draws."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """The next tokens of a prompt, after its first `start` positions."""
+    """The next chunk of a prompt, after its first `start` positions."""
 
     table: BlockTableRow
     tokens: Int32Array
     start: int
     adapter: int
-    """Adapter slot."""
+    """The adapter slot."""
     scores: PromptScores | None = None
 
 
 class ModelRunner:
-    """The devices, as the scheduler sees them."""
+    """Runs the model on the devices for the scheduler."""
 
     def __init__(
         self,
@@ -77,7 +80,7 @@ class ModelRunner:
         config: JaxConfig,
         compiler: Compiler[Hashable] | None = None,
     ) -> None:
-        """With a compiler, the programs of a request are compiled at the same time, see `expect`."""
+        """With a compiler, `precompile` compiles the programs of a request in parallel."""
         self._compiler = compiler
         self._platform = next(iter(params.embed.devices())).platform
         self._params = separate_layers(params) if should_separate_layers(self._platform, params.layout) else params
@@ -87,37 +90,40 @@ class ModelRunner:
         self.pool = SamplerPool(model, config.max_sampler_adapters, params.layout, num_slots=num_slots)
         """The adapters of the samplers."""
         self.memory = plan_sample_memory(config, params, model)
-        """The memory for keys and values of samples and prompts."""
+        """The memory for keys and values of prompts and samples."""
         self._by_layer: DecoderParams | None = None  # a copy with separate layers, made for the first decode slice
         self._is_single_cpu = not params.layout.is_sharded and self._platform == "cpu"
-        # bfloat16 has no guarantee that bits do not depend on other samples.
+        # With bfloat16 weights there is no guarantee that bits are independent of other samples.
         self._merges = not self._is_single_cpu and params.embed.dtype != jnp.float32
-        self._max_adapters = 1 + config.max_sampler_adapters  # of one slice, the base model included
+        self._max_adapters = 1 + config.max_sampler_adapters  # of one slice, including the base model
         self._num_shards = params.layout.num_shards("batch")
         self.prompts_of_shard = MAX_PROMPTS_TOGETHER if self._merges and self._num_shards == 1 else 1
-        """How many prompts a shard computes at the same time, at most."""
+        """The maximum number of prompts that a shard computes at the same time."""
         self._counts = self._make_row_counts()
         self._inputs = RowInputs(config.decode_slice_tokens)
         self._last_R = make_last_tokens(params, self._counts.all[-1])
         self.runs_ahead = bool(config.async_decoding) and not self._is_single_cpu
-        """Whether a slice may be dispatched before the one before it is read."""
+        """Whether a slice may be dispatched before the previous slice is read."""
         self._cache: Cache | None = None
 
     # The cache
 
     def allocate_cache(self, memory: SampleMemory) -> None:
-        """Allocate an empty cache, that of all shards."""
+        """Allocate an empty cache for all shards."""
         self.memory = memory
         self._cache = make_empty_cache(self._params, self._model, memory.num_pages, memory.num_states, memory.page)
 
     @property
     def cache(self) -> Cache:
-        """The cache."""
+        """The KV cache."""
         assert self._cache is not None
         return self._cache
 
     def copy(self, pages: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]], shard: int = 0) -> None:
-        """Copy pages and states of a shard, from the first of each pair. Raises BackendLost if the cache is lost."""
+        """Copy pages and states of a shard, given as (source, target) pairs.
+
+        Raises BackendLost if the cache is lost.
+        """
         for arguments in iter_copy_arguments(pages, states, shard, self._num_shards):
             with self._detect_loss():
                 self._cache = programs.copy(self.cache, *arguments, layout=self._params.layout)
@@ -128,34 +134,41 @@ class ModelRunner:
     # Prompts
 
     def make_scores(self, request: SampleRequest) -> PromptScores:
-        """Return empty scores for a request that asks for them."""
+        """Return empty scores for a request that asks for prompt scores."""
         limit = self._config.max_topk_logprobs
         return PromptScores(self._params, request, max_topk=limit, max_alt=limit)
 
     def _count_rows_per_shard(self, chunks: Sequence[PromptChunk]) -> int:
-        """Return in how many rows a shard computes these chunks: one after another if two rows of four were unused."""
+        """Return how many rows a shard uses for these chunks: all that it may use, or 1.
+
+        With at most half of the rows in use, computing the chunks one after another is cheaper.
+        """
         return self.prompts_of_shard if len(chunks) > self.prompts_of_shard // 2 else 1
 
     def prefill(self, chunks: Sequence[PromptChunk], padded: int) -> list[jax.Array]:
-        """Compute chunks of prompts padded to `padded` tokens, up to `prompts_of_shard` on each shard.
+        """Compute up to `prompts_of_shard` chunks on each shard, padded to `padded` tokens.
 
-        Writes the keys into the prompts' pages and returns the hidden state of each chunk's last token. Raises
-        BackendLost if the cache is lost.
+        Writes keys and values into the pages of the prompts, and returns the hidden state of the
+        last token of each chunk. Raises BackendLost if the cache is lost.
         """
         num_rows = self._num_shards * self._count_rows_per_shard(chunks)
         if num_rows == 1 and len(chunks) > 1:
             return [last for chunk in chunks for last in self.prefill([chunk], padded)]
+
         pool = self.pool.get_adapters(any_used=any(chunk.adapter != BASE_SLOT for chunk in chunks))
-        self._wait_for_program("extend", padded, num_rows, pool is not None)
+        self._wait_for_program("prefill", padded, num_rows, pool is not None)
+
+        # Assign each chunk to a row.
         tables: list[BlockTableRow | None] = [None] * num_rows
         token_BT = np.zeros((num_rows, padded), np.int32)
         adapter_B, start_B, last_B = np.zeros((3, num_rows), np.int32)
-        last_B -= 1  # nothing is written
+        last_B -= 1  # a row without a chunk writes nothing
         rows = [chunk.table.shard for chunk in chunks] if self._num_shards > 1 else range(len(chunks))
         for row, chunk in zip(rows, chunks, strict=True):
             size = chunk.tokens.size
             tables[row], token_BT[row, :size] = chunk.table, chunk.tokens
             adapter_B[row], start_B[row], last_B[row] = chunk.adapter, chunk.start, size - 1
+
         with self._detect_loss():
             hidden_BTD, last_hidden, self._cache = programs.prefill(
                 self._params,
@@ -168,6 +181,7 @@ class ModelRunner:
                 self.cache,
                 self._make_table(tables),
             )
+
         for row, chunk in zip(rows, chunks, strict=True):
             if chunk.scores is not None:
                 hidden_TD = programs.get_row(hidden_BTD, np.int32(row), self._params.layout)
@@ -175,10 +189,10 @@ class ModelRunner:
         return [last_hidden[row] for row in rows]
 
     def draw_first(self, last_hidden: jax.Array, samples: Sequence[RunningSample]) -> DrawnTokens:
-        """Draw the first token of samples of one request from its prompt's last hidden state.
+        """Draw the first tokens of samples of one request from the last hidden state of its prompt.
 
-        N is 1, and the first rows are the samples in order. One program draws for any number of samples, because
-        programs round differently: a sample's row has the same bits with any others.
+        The result has one step, N = 1, and its first rows are the samples in order. The same
+        program draws for any number of samples, because different programs round differently.
         """
         adapter, wants_topk = samples[0].adapter, np.bool_(samples[0].request.options.sample_topk > 0)
         pool = self.pool.get_adapters(any_used=adapter != BASE_SLOT)
@@ -197,22 +211,24 @@ class ModelRunner:
     # Samples
 
     def dispatch(self, samples: Sequence[RunningSample], num_steps: int) -> DispatchedSlice:
-        """Start at most `num_steps` decode steps of these samples, which are not waited for.
+        """Start up to `num_steps` decode steps of these samples, without waiting for the devices.
 
-        Steps of the last slice may not have been read, if this backend `runs_ahead`. Raises BackendLost if the cache is
-        lost.
+        If this runner `runs_ahead`, the tokens of the last slice need not have been read. Raises
+        BackendLost if the cache is lost.
         """
         groups, cache = [samples], self.cache
         if self._is_single_cpu:
-            most = self.memory.num_pages * self.memory.page
-            groups = group_by_length(samples, self._counts.all, self._choose_read_length, most)
+            max_positions = self.memory.num_pages * self.memory.page
+            groups = group_by_length(samples, self._counts.all, self._choose_read_length, max_positions)
+
         parts: list[SlicePart] = []
         for group in groups:
             any_adapter = any(sample.adapter != BASE_SLOT for sample in group)
             num_rows = len(group)
-            if self._num_shards > 1:  # each has as many rows as the fullest needs
+            if self._num_shards > 1:  # every shard has as many rows as the fullest shard needs
                 num_rows = self._num_shards * max(Counter(sample.table.shard for sample in group).values())
             count = self._counts.choose(num_rows, any_adapter=any_adapter)
+
             rows = SliceRows.arrange(
                 group, count, merges=self._merges, num_shards=self._num_shards, max_adapters=self._max_adapters
             )
@@ -229,7 +245,10 @@ class ModelRunner:
         return RowCounts([self.memory.num_rows])
 
     def _dispatch_rows(self, rows: SliceRows, num_steps: int, longest: int) -> SlicePart:
-        """Decode rows, of which the longest has `longest` positions: on one CPU device with copies by layer."""
+        """Decode rows whose longest sample has `longest` positions.
+
+        A single CPU device decodes copies of the cache by layer.
+        """
         table, batch = (
             self._inputs.make_table(rows, self.memory.table_pages),
             self._inputs.make_batch(rows, from_last=not self._is_single_cpu),
@@ -237,9 +256,11 @@ class ModelRunner:
         for row, sample in enumerate(rows.samples):
             if sample is not None:
                 sample.row = row
-        run = self._decode_on_cpu if self._is_single_cpu else self._decode_slice
         with self._detect_loss():
-            result = run(table, batch, rows, num_steps, longest)
+            if self._is_single_cpu:
+                result = self._decode_on_cpu(table, batch, rows, num_steps, longest)
+            else:
+                result = self._decode_slice(table, batch, rows, num_steps)
         return SlicePart(rows, batch.position_S, result, bool(batch.wants_topk))
 
     def _decode_on_cpu(
@@ -262,26 +283,30 @@ class ModelRunner:
         )
 
     def _decode_random_rows(self, count: int, any_adapter: bool) -> Any:
-        """Return what a slice computes of random rows, whose numbers depend on the row alone: leaves [count, ...]."""
+        """Decode random rows and return the results, with leaves [count, ...].
+
+        The inputs of a row depend on its index alone, so results with different counts can be
+        compared.
+        """
         max_steps = self._config.decode_slice_tokens
         position_S = np.arange(count, dtype=np.int32) * 37 % MIN_SEGMENT_SIZE
         opened = programs.open_rows(
             self.cache, self._make_table([None] * count), position_S, read_length=MIN_SEGMENT_SIZE, max_tokens=max_steps
         )
         opened = replace(opened, past=make_noise(opened.past), live=make_noise(opened.live))
+
         adapters, pool = [BASE_SLOT] * len(make_tiles(count)), None
         if any_adapter:
             pool = self.pool.gather(adapters)
             pool = pool.replace(rows=make_noise(pool.rows, is_same=True))  # type: ignore[attr-defined]
+
         batch = self._inputs.make_batch(SliceRows((None,) * count, tuple(adapters)))
         token_S, num_left_S = position_S % self._model.vocab_size, np.full(count, max_steps, np.int32)
         batch = replace(batch, position_S=position_S, token_S=token_S, num_left_S=num_left_S)
         live, _, result = jax.device_get(self._run_decode_steps(pool, opened, batch, max_steps))
         return live, np.swapaxes(result.drawn.logprobs, 0, 1), np.swapaxes(result.drawn.tokens, 0, 1)
 
-    def _decode_slice(
-        self, table: BlockTable, batch: RowBatch, rows: SliceRows, num_steps: int, _longest: int
-    ) -> SliceResult:
+    def _decode_slice(self, table: BlockTable, batch: RowBatch, rows: SliceRows, num_steps: int) -> SliceResult:
         self._wait_for_program(*_make_slice_key(rows))
         arguments, static = self._make_slice_arguments(table, batch, num_steps, any_adapter=rows.any_adapter)
         self._cache, self._last_R, result = programs.decode_slice(*arguments, **static)
@@ -296,14 +321,15 @@ class ModelRunner:
         return arguments, static
 
     def _choose_read_length(self, longest: int) -> int:
-        """Return the KV read length of a slice before which the longest sample has `longest` positions."""
+        """Return how many KV positions a slice reads per row if its longest sample has `longest`."""
         return min(max(next_power_of_two(longest), MIN_SEGMENT_SIZE), self.memory.table_pages * self.memory.page)
 
     @contextmanager
     def _detect_loss(self, cache: Cache | None = None) -> Generator[None]:
-        """Raise BackendLost for a failure after which `cache`, which programs update in place, is gone.
+        """Raise BackendLost if a failure destroys `cache`, which programs update in place.
 
-        With several hosts also if memory is exhausted, which may be so on this one only.
+        With multiple hosts, BackendLost is also raised when memory is exhausted, because the other
+        hosts may not have failed.
         """
         cache = self.cache if cache is None else cache
         try:
@@ -318,10 +344,11 @@ class ModelRunner:
     # Compilation
 
     def precompile(self, requests: Sequence[SampleRequest]) -> None:
-        """Begin to compile what these requests need and none needed before, all at the same time.
+        """Start to compile, in parallel, the programs that these requests are the first to need.
 
-        A program that is called meanwhile is waited for; JAX then finds it compiled. Others are compiled when they are
-        called, as are those of slices with several adapters.
+        A call of such a program waits for the compiler and then finds the program compiled. All
+        other programs, for example for slices with multiple adapters, are compiled when they are
+        first called.
         """
         if self._compiler is None:
             return
@@ -330,10 +357,11 @@ class ModelRunner:
             own = [request for request in requests if (request.sampler is not None) == any_adapter]
             together = self.prompts_of_shard if len(own) > self.prompts_of_shard // 2 else 1
             num_rows = self._num_shards * together
-            for size in dict.fromkeys(size for each in own for size in shapes.iter_prompt_sizes(each.prompt.size)):
+            sizes = [size for request in own for size in shapes.iter_prompt_sizes(request.prompt.size)]
+            for size in dict.fromkeys(sizes):
                 program = partial(self._make_prefill_program, size, num_rows, any_adapter)
-                self._compiler.queue_needed(("extend", size, num_rows, any_adapter), program)
-            num_samples = sum(each.num_samples for each in own if get_max_tokens(each) > 1)
+                self._compiler.queue_needed(("prefill", size, num_rows, any_adapter), program)
+            num_samples = sum(request.num_samples for request in own if get_max_tokens(request) > 1)
             if num_samples and len({request.sampler for request in own}) == 1:
                 rows = self._make_single_adapter_rows(min(num_samples, self.memory.num_rows), any_adapter)
                 self._compiler.queue_needed(_make_slice_key(rows), partial(self._make_slice_program, rows))
@@ -345,7 +373,7 @@ class ModelRunner:
         return Program(programs.prefill, (self._params, self._model, *inputs), {})
 
     def _make_single_adapter_rows(self, num_samples: int, any_adapter: bool) -> SliceRows:
-        """Return rows without samples in the shape of a slice whose samples have one adapter, or none."""
+        """Return empty rows in the shape of a slice whose samples share one adapter, or have none."""
         count = self._counts.choose(num_samples, any_adapter=any_adapter)
         return next(SliceRows.iter_shapes(count, BASE_SLOT + any_adapter, merges=self._merges))
 
@@ -362,14 +390,20 @@ class ModelRunner:
             self._compiler.wait_if_pending(key)
 
     def compile_all(self, sampler: SamplerId) -> None:
-        """Run every program once, with and without the adapter of `sampler`. Nothing may be running."""
+        """Run every program once, with and without the adapter of `sampler`.
+
+        Nothing may be running.
+        """
+        # Prefill programs.
         shapes = PrefillShapes.from_config(self._config, self.memory.max_length)
         for size, adapter in product(shapes.iter_padded_sizes(), (BASE_SLOT, self.pool.get_slot(sampler))):
             chunk = PromptChunk(BlockTableRow([]), np.zeros(1, np.int32), 0, adapter)
             for number in {1, self.prompts_of_shard}:
                 self.prefill([chunk] * number, size)
         self.copy([(0, 0)], ())
-        num_slots, most = self.memory.num_rows, self.memory.num_pages * self.memory.page
+
+        # Decode programs, for each row count and KV read length.
+        num_slots, max_positions = self.memory.num_rows, self.memory.num_pages * self.memory.page
         lengths = (
             iter_ascending(self._choose_read_length, self.memory.max_length)
             if self._is_single_cpu
@@ -379,7 +413,7 @@ class ModelRunner:
             adapter = self.pool.get_slot(sampler) if any_adapter else BASE_SLOT
             counts = {self._counts.choose(num, any_adapter=any_adapter) for num in range(1, num_slots + 1)}
             for count in sorted(counts):
-                if count == min(counts) or count * self._choose_read_length(length) <= most:
+                if count == min(counts) or count * self._choose_read_length(length) <= max_positions:
                     for rows in SliceRows.iter_shapes(
                         count, adapter, merges=self._merges, max_adapters=self._max_adapters
                     ):
@@ -387,7 +421,7 @@ class ModelRunner:
 
 
 def make_last_tokens(params: DecoderParams, num_rows: int) -> jax.Array:
-    """Return the last tokens of a slice without samples, where programs put those of others."""
+    """Return the last tokens of an empty slice, in the sharding that decode programs return."""
     sharding = params.embed.sharding
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec())
@@ -395,15 +429,17 @@ def make_last_tokens(params: DecoderParams, num_rows: int) -> jax.Array:
 
 
 def _make_slice_key(rows: SliceRows) -> tuple[Hashable, ...]:
-    """Return what the shapes of a slice's program depend on."""
+    """Return the key of a slice's program: everything that its shapes depend on."""
     return "decode", len(rows.samples), len(rows.adapters), rows.groups is not None, rows.any_adapter
 
 
 def make_noise(arrays: Any, *, is_same: bool = False) -> Any:
-    """Return numbers of deviation 1 in the shapes of arrays. They depend on the leaf and on their index, not on rows.
+    """Return random numbers of standard deviation 1 with the shapes and shardings of `arrays`.
 
-    With `is_same` all rows have the numbers of the first. NumPy draws them: on the device each shape would be some ten
-    programs to compile. They are placed as the arrays are: a program for others would be compiled again.
+    The numbers depend on the leaf and on the index in it, but not on the number of rows. With
+    `is_same`, all rows have the numbers of the first row. NumPy draws them, because on the device
+    each shape would take about ten programs to compile. The sharding has to match, because JAX
+    compiles a program again for other shardings.
     """
     leaves, tree = jax.tree.flatten(arrays)
 
@@ -419,7 +455,7 @@ def make_noise(arrays: Any, *, is_same: bool = False) -> Any:
 def iter_copy_arguments(
     pages: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]], shard: int, num_shards: int
 ) -> Iterator[list[Any]]:
-    """Yield the arguments of each call of `programs.copy` after the cache, for pairs of pages and of states."""
+    """Yield the arguments of each `programs.copy` call, without the cache."""
     for first in range(0, max(len(pages), len(states)), MAX_COPIES):
         arguments: list[Any] = []
         for pairs in (pages[first : first + MAX_COPIES], states[first : first + MAX_COPIES]):

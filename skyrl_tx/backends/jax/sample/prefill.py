@@ -1,4 +1,4 @@
-"""Prefill in chunks, so that running samples wait for a chunk and not for a whole prompt."""
+"""Chunked prefill: a running sample waits for one chunk, not for a whole prompt."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -22,20 +22,21 @@ from skyrl_tx.contract.requests import PromptOptions
 class Prefill:
     """One prompt, from its arrival until all its samples run.
 
-    The first `num_done` tokens have keys; the first `num_cached` of these came from the prefix cache.
+    The KV cache holds the keys of the first `num_done` tokens. The first `num_cached` of them came
+    from the prefix cache.
     """
 
     request: SampleRequest
     preempted: RunningSample | None = None
-    """The sample whose prompt is recomputed."""
+    """The preempted sample whose prompt is computed again."""
     table: BlockTableRow | None = None
-    """Its pages and its state; None before the prefill begins and after its end."""
+    """Its pages and its state; None before the prefill starts and after it was dropped."""
     num_done: int = 0
     num_cached: int = 0
     last_hidden: Any = None
     scores: PromptScores | None = None
     states: dict[int, int] = field(default_factory=dict[int, int])
-    """The states to keep for later prompts, by the chunk ends at which they are taken; 0 before that."""
+    """The states to keep for later prompts, by chunk end. The value is 0 until the state is copied."""
     samples: deque[RunningSample] = field(default_factory=deque[RunningSample])
     """After the prefill, the samples that wait until they can run."""
 
@@ -46,26 +47,29 @@ class Prefill:
         return cls(request=request, preempted=sample)
 
     def restart(self) -> "Prefill":
-        """Return the same prefill before its beginning."""
+        """Return the same prefill with nothing computed."""
         return Prefill(request=self.request, preempted=self.preempted)
 
     def split(self, num_samples: int) -> "Prefill | None":
-        """Keep the first samples of the request; return the prefill of the others, None if there are none."""
+        """Keep the first `num_samples` samples.
+
+        Returns a prefill of the other samples, or None if there are none.
+        """
         whole = self.request
         if whole.num_samples <= num_samples:
             return None
         self.request = replace(whole, num_samples=num_samples)
         rest, first = whole.num_samples - num_samples, whole.first_index + num_samples
-        options = PromptOptions(sample_topk=whole.options.sample_topk)  # the first samples ask about the prompt
+        options = PromptOptions(sample_topk=whole.options.sample_topk)  # only the first part asks for prompt scores
         return Prefill(request=replace(whole, num_samples=rest, first_index=first, options=options))
 
     @property
     def is_done(self) -> bool:
-        """Whether every token of the prompt has keys."""
+        """Whether every token of the prompt is in the KV cache."""
         return self.num_done == self.request.prompt.size
 
     def kv_length(self, slice_tokens: int) -> int:
-        """Return how many KV positions its first sample needs to the end of a slice of new tokens."""
+        """Return the KV positions that its first sample needs for its first slice of new tokens."""
         if self.preempted is not None:
             return self.preempted.kv_length(slice_tokens)
         size, num_tokens = self.request.prompt.size, get_max_tokens(self.request)
@@ -73,7 +77,7 @@ class Prefill:
 
 
 class Prefiller:
-    """Computes prompts and caches them in the prefix cache."""
+    """Computes prompts and adds them to the prefix cache."""
 
     def __init__(self, programs: ModelRunner, shapes: PrefillShapes, cache: KVCache) -> None:
         self._programs = programs
@@ -81,31 +85,37 @@ class Prefiller:
         self._cache = cache
         self._memory = cache.memory
 
-    def fits(self, prefill: Prefill, num_tokens: int, *, spare: int, besides: int = 0) -> bool:
-        """Return whether a prompt and `num_tokens` positions of its first sample fit, with `spare` more pages.
+    def fits(self, prefill: Prefill, num_tokens: int, *, spare: int, num_others: int = 0) -> bool:
+        """Return whether a prompt and the first `num_tokens` positions of its first sample fit.
 
-        `besides` is the number of prompts that were taken before it and have no states yet.
+        `spare` further pages must stay free. `num_others` counts the prompts that will start before
+        this one and have no states yet. Each prompt takes two states, one for itself and one for
+        its first sample.
         """
         size, page = prefill.request.prompt.size, self._memory.page
         of_sample = self._memory.count_pages(num_tokens) - size // page if num_tokens > size else 0
-        found = self._find_cached(prefill)
-        num_states = 2 * (1 + besides)
-        if found is None:
+        num_states = 2 * (1 + num_others)
+        cached = self._find_cached(prefill)
+        if cached is None:
             return self._cache.fits(self._memory.count_pages(size) + of_sample + spare, num_states)
-        hit, num_done = found
+        hit, num_done = cached
         own = 0 if num_done == size else self._memory.count_pages(size) - num_done // page
         used = hit.table.pages[: self._memory.count_pages(num_done)]
         return self._cache.fits(own + of_sample + spare, num_states, keep=used)
 
     def _find_cached(self, prefill: Prefill) -> tuple[ComputedPrompt, int] | None:
-        """Scores of a prompt need the hidden states of all its tokens, so they use no cached prefix."""
+        """Return the cached prompt with the longest usable prefix, and the length of the prefix.
+
+        A prompt with scores uses no cached prefix, because scores need the hidden states of all
+        tokens.
+        """
         request = prefill.request
         if request.options.wants_prompt:
             return None
         return self._cache.prefixes.find(PromptSource.from_request(request), request.prompt)
 
     def can_share(self, prefill: Prefill, other: Prefill) -> bool:
-        """Return whether more of a prompt would be cached if another one were computed before it."""
+        """Return whether computing `other` first would let this prompt reuse more cached tokens."""
         request, before = prefill.request, other.request
         if request.options.wants_prompt or not self._memory.prefix_tokens:
             return False
@@ -118,24 +128,26 @@ class Prefiller:
 
     def count_cached(self, prefill: Prefill) -> int:
         """Return how many tokens of a prompt are cached."""
-        found = self._find_cached(prefill)
-        return 0 if found is None else found[1]
+        cached = self._find_cached(prefill)
+        return 0 if cached is None else cached[1]
 
     def begin(self, prefill: Prefill) -> None:
-        """Take a prompt's pages, of which the first may come from the prefix cache. They must fit."""
-        request, found = prefill.request, self._find_cached(prefill)
+        """Allocate the pages of a prompt, or take them from the prefix cache. They must fit."""
+        request, cached = prefill.request, self._find_cached(prefill)
         size = request.prompt.size
-        if found is not None and found[1] == size:
-            hit, prefill.num_done = found
+
+        if cached is not None and cached[1] == size:  # the whole prompt is cached
+            hit, prefill.num_done = cached
             prefill.table, prefill.last_hidden = self._cache.share(hit.table), hit.last_hidden
         else:
             if _is_cacheable(prefill):
-                prefill.states = dict.fromkeys(self._choose_state_ends(request, found), 0)
-            if found is None:
+                prefill.states = dict.fromkeys(self._choose_state_ends(request, cached), 0)
+
+            if cached is None:
                 prefill.scores = self._programs.make_scores(request) if request.options.wants_prompt else None
                 prefill.table = self._cache.allocate_table(size)
             else:
-                hit, prefill.num_done = found
+                hit, prefill.num_done = cached
                 state = hit.states.get(prefill.num_done)
                 if state is not None and prefill.num_done in prefill.states:
                     self._cache.states.add_references([state])
@@ -143,18 +155,24 @@ class Prefiller:
                 (prefill.table,) = self._cache.fork(hit.table, prefill.num_done, [size], state)
         prefill.num_cached = prefill.num_done
 
-    def _choose_state_ends(self, request: SampleRequest, found: tuple[ComputedPrompt, int] | None) -> list[int]:
-        """Return the chunk ends at which a prompt's states are kept, as far as they fit; none for a model without.
+    def _choose_state_ends(self, request: SampleRequest, cached: tuple[ComputedPrompt, int] | None) -> list[int]:
+        """Return the chunk ends at which to save states, as many as fit into the prefix cache.
 
-        The last end is where the next turn of a conversation continues. At the end before the parting from a cached
-        prompt others are likely to part as well, as after a system prompt. The end of the hit is kept because the
-        cached prompt may be a prefix of this one, which then replaces it.
+        A state is saved at up to three ends:
+
+        - the last full chunk, where the next turn of a conversation continues;
+        - the last full chunk in common with a cached prompt, for example the end of a shared system
+          prompt, because later prompts probably diverge there too;
+        - the end of the cached prefix, because this prompt may replace the cached prompt that it
+          extends.
+
+        Models without a state of fixed size save none.
         """
         if not self._memory.state_tokens:
             return []
         tokens = request.prompt
-        parting = self._cache.prefixes.find_divergence(PromptSource.from_request(request), tokens)
-        ends = {self._shapes.count_full_chunk_tokens(tokens.size), parting, found[1] if found else 0} - {0}
+        divergence = self._cache.prefixes.find_divergence(PromptSource.from_request(request), tokens)
+        ends = {self._shapes.count_full_chunk_tokens(tokens.size), divergence, cached[1] if cached else 0} - {0}
         own = self._memory.count_pages(tokens.size) * self._memory.page + self._memory.state_tokens
         rest = self._memory.prefix_tokens - own
         return sorted(ends, reverse=True)[: max(rest // self._memory.state_tokens, 0)]
@@ -167,13 +185,16 @@ class Prefiller:
         return PromptChunk(prefill.table, tokens, start, self._programs.pool.get_slot(adapter), prefill.scores)
 
     def record_chunk(self, prefill: Prefill, num_tokens: int, last_hidden: Any) -> None:
-        """Note that the next chunk is computed, which has `num_tokens`."""
+        """Record that the next chunk, of `num_tokens` tokens, was computed."""
         assert prefill.table is not None
         request = prefill.request
         prefill.last_hidden = last_hidden
         prefill.num_done += num_tokens
-        if prefill.num_done in prefill.states and self._cache.fits(0, 2):  # one for the sample that waits for this
+
+        # Save the state at this chunk end. One more state must stay free for the first sample.
+        if prefill.num_done in prefill.states and self._cache.fits(0, 2):
             prefill.states[prefill.num_done] = self._cache.copy_state(prefill.table.state)
+
         if prefill.is_done and _is_cacheable(prefill):
             states = {end: state for end, state in prefill.states.items() if state}
             table = replace(prefill.table, pages=[*prefill.table.pages])
@@ -181,7 +202,10 @@ class Prefiller:
             self._cache.prefixes.add(PromptSource.from_request(request), computed)
 
     def drop(self, prefill: Prefill) -> None:
-        """Free what a prompt has; of what is cached, the prefix cache is another holder. Idempotent."""
+        """Release the pages and states of a prompt.
+
+        The prefix cache may still hold them. Idempotent.
+        """
         if prefill.table is not None:
             self._cache.release(prefill.table)
             self._cache.states.release(prefill.states.values())
@@ -189,13 +213,19 @@ class Prefiller:
 
 
 def _is_cacheable(prefill: Prefill) -> bool:
-    """Return whether later prompts may use this one. A preempted sample alone needs its prompt again."""
+    """Return whether later prompts may reuse this one.
+
+    Only its own sample needs a recomputed prompt.
+    """
     return prefill.preempted is None and not prefill.request.options.wants_prompt
 
 
 @dataclass(slots=True)
 class PrefillQueue:
-    """Preempted samples, then new requests, each in order of arrival; at most one prompt is partly computed."""
+    """Preempted samples, then new requests, each in order of arrival.
+
+    One prompt at a time is partly computed.
+    """
 
     preempted: dict[SampleKey, Prefill] = field(default_factory=dict[SampleKey, Prefill])
     new: dict[RequestId, Prefill] = field(default_factory=dict[RequestId, Prefill])
@@ -203,12 +233,15 @@ class PrefillQueue:
     """The prompt that is partly computed."""
 
     def iter_waiting(self) -> Iterator[Prefill]:
-        """Yield the prompts of which nothing is computed, in order."""
+        """Yield the prompts that have not started, in order."""
         yield from self.preempted.values()
         yield from self.new.values()
 
     def add(self, request: SampleRequest) -> None:
-        """Append a request. A later part of a waiting request joins the earlier part, so that both share a prompt."""
+        """Append a request.
+
+        If an earlier part of it waits, both parts are joined and share one prefill.
+        """
         before = self.new.get(request.request_id)
         self.new[request.request_id] = Prefill(
             request=request if before is None else _join_parts(before.request, request)
@@ -220,7 +253,10 @@ class PrefillQueue:
         self.preempted[sample.key] = Prefill.from_preempted(sample)
 
     def requeue_current(self) -> Prefill:
-        """Let the prompt that is partly computed wait again, before all others, and return what was computed."""
+        """Put the partly computed prompt back at the front of the queue.
+
+        Returns the abandoned prefill, whose pages the caller frees.
+        """
         current = self.take_current()
         again, request = current.restart(), current.request
         if again.preempted is not None:
@@ -233,7 +269,7 @@ class PrefillQueue:
         return current
 
     def requeue_first(self, waiting: Prefill) -> None:
-        """Let the later samples of a request wait before all others."""
+        """Put the remaining samples of a request at the front of the new requests."""
         self.new = {waiting.request.request_id: waiting, **self.new}
 
     def remove(self, waiting: Prefill) -> None:
@@ -250,7 +286,10 @@ class PrefillQueue:
         return current
 
     def cancel(self, request_id: RequestId) -> list[Prefill]:
-        """Remove a request with all its samples, and return what was partly computed. It may be unknown."""
+        """Remove a request with all its samples; return its partly computed prompt.
+
+        The id may be unknown.
+        """
         self.new.pop(request_id, None)
         for key in [key for key in self.preempted if key[0] == request_id]:
             del self.preempted[key]
@@ -258,7 +297,7 @@ class PrefillQueue:
         return [self.take_current()] if is_current else []
 
     def cancel_sample(self, request_id: RequestId, index: int) -> list[Prefill]:
-        """Remove a preempted sample, and return what was partly computed. It may be unknown."""
+        """Remove a preempted sample; return its partly computed prompt. The sample may be unknown."""
         self.preempted.pop((request_id, index), None)
         sample = None if self.current is None else self.current.preempted
         is_current = sample is not None and (sample.request.request_id, sample.index) == (request_id, index)
@@ -266,6 +305,6 @@ class PrefillQueue:
 
 
 def _join_parts(earlier: SampleRequest, later: SampleRequest) -> SampleRequest:
-    """Return two neighbouring parts of a request as one."""
+    """Join two consecutive parts of a request."""
     assert later.first_index == earlier.first_index + earlier.num_samples
     return replace(earlier, num_samples=earlier.num_samples + later.num_samples)

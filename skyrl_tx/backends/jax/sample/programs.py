@@ -1,10 +1,11 @@
-"""The jitted programs of sampling: extend a prompt by a chunk, copy pages and states, decode a slice.
+"""The jitted programs of sampling: prefill a chunk, copy pages and states, decode a slice.
 
-Legend: S rows, B shards, T tokens of a chunk, M first tokens, N steps of a slice, D embed, V vocab, K top-k, X stop
-tokens, R the most rows.
+Legend: S rows, B shards, T tokens of a chunk, M first tokens, N steps of a slice, D embed, V vocab,
+K top-k, X stop tokens, R rows of the largest slice.
 
-Shapes depend on the configuration and on the size of a chunk; on one CPU device also on the number of rows and on the
-KV read length. All else is data.
+Shapes depend on the configuration and on the padded size of a chunk. On a single CPU device they
+also depend on the number of rows and on the KV read length. Everything else is data, so it causes
+no compilation.
 """
 
 from dataclasses import replace
@@ -25,22 +26,23 @@ from skyrl_tx.layers.sharding import Layout
 from skyrl_tx.models import DecoderParams, ModelConfig
 
 ENDED = -1
-"""In place of the last token of a sample that has ended."""
+"""The value that replaces the last token of a sample that has ended."""
 
 Live = tuple[LayerCache | tuple[LayerCache, ...], ...]
+"""The part of the cache that decode steps change, by stack: recent tokens and states."""
 
 
 @struct.dataclass
 class RowBatch:
-    """The inputs of a decode slice by row; rows without a sample run too, at position 0."""
+    """The inputs of a decode slice by row. Rows without a sample also run, at position 0."""
 
-    token_S: jax.Array  # int32: drawn, and not yet in the KV cache; unused where `source_S` has a row
-    source_S: jax.Array  # int32: the row of the last slice that drew the token; -1: it is in `token_S`
-    position_S: jax.Array  # int32: where its key is written
-    num_drawn_S: jax.Array  # int32: tokens of the sample before
-    num_left_S: jax.Array  # int32: steps until the sample ends, if it draws no stop token
-    given_SN: jax.Array  # int32: the tokens that the steps drew before, -1 for those to draw
-    stop_SX: jax.Array  # int32: tokens that end the sample, -1 for none
+    token_S: jax.Array  # int32: drawn and not yet in the KV cache; unused where `source_S` names a row
+    source_S: jax.Array  # int32: the row of the last slice that drew the token; -1: use `token_S`
+    position_S: jax.Array  # int32: where its key and value are written
+    num_drawn_S: jax.Array  # int32: tokens that the sample has drawn before
+    num_left_S: jax.Array  # int32: steps until the sample ends, unless it draws a stop token
+    given_SN: jax.Array  # int32: tokens that were drawn before a preemption; -1: draw a new token
+    stop_SX: jax.Array  # int32: stop tokens, padded with -1
     slots: RowSlots  # of adapters
     draws: DrawParams
     wants_topk: jax.Array  # bool scalar
@@ -48,7 +50,7 @@ class RowBatch:
 
 @struct.dataclass
 class SliceResult:
-    """The tokens of a slice. Of each row, the first `num_S` tokens belong to its sample."""
+    """The tokens of a slice. The first `num_S` tokens of each row belong to its sample."""
 
     drawn: DrawnTokens
     num_S: jax.Array  # int32
@@ -56,7 +58,7 @@ class SliceResult:
 
 
 def take_adapter(pool: Adapter | None, adapter: jax.Array) -> Adapter | None:
-    """Return one adapter of the pool, for all rows; without a pool None, the base model."""
+    """Return one adapter of the pool for all rows. Without a pool, returns None: the base model."""
     return None if pool is None else jax.tree.map(lambda leaf: leaf[adapter], pool)
 
 
@@ -75,13 +77,14 @@ def prefill(
     cache: Cache,
     table: BlockTable,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], Cache]:
-    """Compute a chunk of one prompt on each shard, padded on the right, after its first `start_B` positions.
+    """Compute one chunk per row, after the first `start_B` positions of its prompt.
 
-    A shard without a prompt has a row that writes nothing. Returns the hidden states [B, T, D], of each row the one at
-    index `last_B` [1, D], and the cache with the chunks.
+    Chunks are padded on the right. A row without a prompt writes nothing. Returns the hidden states
+    [B, T, D], a tuple with the hidden state [1, D] at index `last_B` of each row, and the cache
+    with the chunks written.
     """
     B = token_BT.shape[0]
-    if B == 1:  # an adapter of all rows is two plain products
+    if B == 1:  # one adapter for all rows takes two plain products
         own, slots, start, last = take_adapter(pool, adapter_B[0]), None, start_B[0], last_B[0]
     else:
         own, slots, start, last = pool, RowSlots(adapter_B), start_B, last_B
@@ -95,7 +98,7 @@ def prefill(
 
 @partial(jax.jit, static_argnames="layout")
 def get_row(hidden_BTD: jax.Array, row: jax.Array, layout: Layout) -> jax.Array:
-    """Return the hidden states of one row [T, D], on all devices."""
+    """Return the hidden states of one row [T, D], replicated on all devices."""
     return layout.constrain(jax.lax.dynamic_index_in_dim(hidden_BTD, row, keepdims=False), None, None)
 
 
@@ -106,7 +109,7 @@ copy = jax.jit(cache_state.copy_pages, static_argnames="layout", donate_argnames
 def compute_first_logits(
     params: DecoderParams, pool: Adapter | None, adapter: jax.Array, last_1D: jax.Array
 ) -> jax.Array:
-    """Return the logits [1, V] of a prompt's last hidden state."""
+    """Return the logits [1, V] for a prompt's last hidden state."""
     return models.logits(params, last_1D, take_adapter(pool, adapter))
 
 
@@ -123,7 +126,7 @@ open_rows = jax.jit(cache_state.open_decode_slice_by_layer, static_argnames=("re
 
 @partial(jax.jit, donate_argnames="cache")
 def close_rows(cache: Cache, live: Live, start_S: jax.Array, num_steps: jax.Array, table: BlockTable) -> Cache:
-    """Write what the steps of a slice changed."""
+    """Write the tokens and states of a slice into the cache."""
     return cache_state.close_decode_slice(cache, DecodeSliceCache((), live, table.page_BM, start_S, num_steps), table)
 
 
@@ -139,9 +142,10 @@ def run_rows(
     *,
     max_topk: int,
 ) -> tuple[Live, jax.Array, SliceResult]:
-    """Run decode steps of the rows of an opened slice, whose shape does not depend on the cache's.
+    """Run decode steps on an opened slice, whose shapes do not depend on the size of the cache.
 
-    Also returns the number of steps. The host has read all tokens before.
+    Returns what the steps changed, the number of steps, and the result. The host must have read all
+    earlier tokens.
     """
     opened = replace(opened, live=live)
     live, num_run, _, result = _run_steps(
@@ -169,17 +173,20 @@ def decode_slice(
     max_steps: int,
     max_topk: int,
 ) -> tuple[Cache, jax.Array, SliceResult]:
-    """Run at most `num_steps` <= `max_steps` decode steps of every row: until all samples have ended.
+    """Run up to `num_steps` <= `max_steps` decode steps of every row, until all samples have ended.
 
-    A row that runs past its own end affects only itself. `last_R` has the last tokens of the slice before, which the
-    host may not have read: ENDED of samples that have ended. On CPU `open_rows`, `run_rows` and `close_rows` do the
-    same by layer.
+    A row that runs past its own end affects only itself. `last_R` holds the last tokens of the
+    previous slice, which the host may not have read yet; it is ENDED for samples that have ended. A
+    single CPU device uses `open_rows`, `run_rows` and `close_rows` instead, which do the same by
+    layer.
 
     Returns:
-        The cache, the last tokens of this slice, and the tokens drawn with a leading axis N of `max_steps`.
+        The cache, the last tokens of this slice, and the result with a leading axis N of `max_steps`.
     """
     source_S, token_S = batch.source_S, batch.token_S
     token_S = jnp.where(source_S >= 0, last_R[jnp.maximum(source_S, 0)], token_S)
+
+    # Run the steps on copies of the states and of the recent tokens.
     opened = cache_state.open_decode_slice(
         cache,
         table,
@@ -191,6 +198,8 @@ def decode_slice(
     live, num_run, token_S, result = _run_steps(
         params, config, pool, opened, batch, token_S, num_steps, max_topk=max_topk
     )
+
+    # Write the changes into the cache.
     cache = cache_state.close_decode_slice(cache, replace(opened, live=live, num_recent=num_run), table, params.layout)
     last_S = jnp.where(result.is_stopped_S, ENDED, token_S)
     last_R = params.layout.constrain(jnp.full_like(last_R, ENDED).at[: len(last_S)].set(last_S), None)
@@ -208,9 +217,10 @@ def _run_steps(
     *,
     max_topk: int,
 ) -> tuple[Live, jax.Array, jax.Array, SliceResult]:
-    """Run steps until `num_steps`, or until the samples of all rows have ended.
+    """Run up to `num_steps` steps, until the samples of all rows have ended.
 
-    Returns what they change of the cache, their number, the last token of each row, and what they draw or are given.
+    Returns what the steps changed of the cache, the number of steps, the last token of each row,
+    and the result.
     """
 
     class DecodeState(NamedTuple):
@@ -232,6 +242,7 @@ def _run_steps(
         )
         logits_SV = models.logits(params, hidden_SD, pool, batch.slots)
         drawn = draw(logits_SV, batch.draws, batch.num_drawn_S + n, max_topk=max_topk, wants_topk=batch.wants_topk)
+
         given_S = batch.given_SN[:, n]
         token_S = jnp.where(given_S >= 0, given_S, drawn.tokens)
         stops_S = jnp.any(token_S[:, None] == batch.stop_SX, axis=1)

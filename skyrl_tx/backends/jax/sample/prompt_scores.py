@@ -1,9 +1,10 @@
-"""Scores of a prompt: log-probabilities, top-k, given targets and alternative tokens.
+"""Prompt scores: log-probabilities, top-k, given targets and alternative tokens.
 
-Legend: T tokens of a chunk, P positions of a window, Q targets per position, J alternatives, D embed, V vocab, K top-k.
+Legend: T tokens of a chunk, P positions of a window, Q targets per position, J alternatives, D
+embed, V vocab, K top-k.
 
-Row i has the scores of the token at position i + 1. They are computed from the prompt's hidden states, chunk by chunk,
-one window of logits at a time.
+Row i has the scores of the token at position i + 1. Scores are computed from the hidden states of
+the prompt, chunk by chunk, one window of logits at a time.
 """
 
 from functools import partial
@@ -28,16 +29,16 @@ from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.models import DecoderParams
 
 WINDOW = 256
-"""Positions whose logits exist at the same time."""
+"""The maximum number of positions whose logits exist at the same time."""
 
 NOT_COMPUTED = -99999.0
 """The SDK's fill value in rows of top-k (tinker/types/sample_response.py)."""
 
 SKIP = -1
-"""The target that asks for no score."""
+"""A target that asks for no score."""
 
 MIN_TARGETS = 32
-"""Targets computed per position, the next token included; requests for more use other shapes."""
+"""Targets computed per position, including the next token. Requests for more use other shapes."""
 
 
 @struct.dataclass
@@ -51,7 +52,7 @@ class ScoreWindow:
     alt_logprob_PJ: jax.Array
 
 
-@partial(jax.jit, static_argnames=("max_topk", "max_alt"))  # the backend's limits, as requests have many values
+@partial(jax.jit, static_argnames=("max_topk", "max_alt"))  # limits of the backend, as requests have many values
 def score_window(
     params: DecoderParams,
     pool: Adapter | None,
@@ -68,9 +69,9 @@ def score_window(
     max_topk: int,
     max_alt: int,
 ) -> ScoreWindow:
-    """Score P rows: targets and top-k at temperature 1, `num_alt` alternatives at the request's temperature.
+    """Score P rows: targets and top-k at temperature 1, alternatives at `temperature`.
 
-    The first is row `row` of the prompt, and index `start` of these hidden states.
+    The first row is row `row` of the prompt and index `start` of `hidden_TD`.
     """
     P = target_PQ.shape[0]
     hidden_PD = jax.lax.dynamic_slice_in_dim(hidden_TD, start, P)
@@ -78,11 +79,14 @@ def score_window(
     blocks = LogitBlocks.from_logits(logits_PV, jnp.ones(P))
     highest_P, log_total_P = blocks.highest_S, blocks.log_total_S
     topk_token_PK, topk_logprob_PK = draw.find_top_k(blocks, logits_PV.shape[1], max_topk, wants_topk)
+
+    # Draw alternatives.
     alt_token_JP, alt_logprob_JP = jnp.zeros((max_alt, P), jnp.int32), jnp.zeros((max_alt, P), jnp.float32)
     if max_alt:
         alternatives = partial(_draw_alternatives, logits_PV, row, seed_2, temperature, num_alt)
         none = alt_token_JP, alt_logprob_JP
         alt_token_JP, alt_logprob_JP = jax.lax.cond(num_alt > 0, alternatives, lambda *kept: kept, *none)
+
     return ScoreWindow(
         target_PQ=jnp.take_along_axis(logits_PV, target_PQ, axis=-1) - highest_P[:, None] - log_total_P[:, None],
         topk_token_PK=topk_token_PK,
@@ -116,7 +120,7 @@ def _draw_alternatives(
 
 
 class PromptScores:
-    """The scores that `request.options` asks for, collected chunk by chunk."""
+    """Collects the scores that `request.options` asks for, chunk by chunk."""
 
     def __init__(self, params: DecoderParams, request: SampleRequest, *, max_topk: int, max_alt: int) -> None:
         self._params = params
@@ -128,17 +132,23 @@ class PromptScores:
         self._num_rows = request.prompt.size - 1
         last_n = request.options.last_n
         self._first = 0 if last_n is None else max(0, self._num_rows - last_n)
-        self._windows: dict[int, ScoreWindow] = {}  # by its first row
+        self._windows: dict[int, ScoreWindow] = {}  # by first row
 
     def add(self, pool: Adapter | None, adapter: int, hidden_TD: jax.Array, start: int) -> None:
-        """Score the rows of a chunk that begins at row `start`, in windows of few shapes."""
+        """Score the rows of a chunk that starts at row `start`, in windows of a few shapes."""
         options, window = self._request.options, min(WINDOW, hidden_TD.shape[0])
         needed = 0 if _wants_every_row(options) else self._first
+        temperature, num_alt = np.float32(self._request.params.temperature), np.int32(options.alt_tokens_k)
+        requested = temperature, np.bool_(options.topk > 0), num_alt
+
         for begin in range(0, hidden_TD.shape[0], window):
             row = start + begin
             if row >= self._num_rows or row + window <= needed:
                 continue
+
             target_PQ = self._target_TQ[row : row + window]
+            target_PQ = np.pad(target_PQ, ((0, window - target_PQ.shape[0]), (0, 0)))
+
             self._windows[row] = score_window(
                 self._params,
                 pool,
@@ -146,34 +156,36 @@ class PromptScores:
                 hidden_TD,
                 np.int32(begin),
                 np.int32(row),
-                np.pad(target_PQ, ((0, window - target_PQ.shape[0]), (0, 0))),
+                target_PQ,
                 self._seed_2,
-                np.float32(self._request.params.temperature),
-                np.bool_(options.topk > 0),
-                np.int32(options.alt_tokens_k),
+                *requested,
                 max_topk=self._max_topk,
                 max_alt=self._max_alt,
             )
 
     def make_result(self) -> PromptResult:
-        """Return the scores in the contract's form, after all chunks were added. A prompt of one token has none."""
+        """Return the scores after all chunks were added. A prompt of one token has none."""
         options, num_rows = self._request.options, self._num_rows
         target_TQ = np.zeros(self._target_TQ.shape, np.float32)
         topk, alt_tokens = (
             _make_empty_topk(num_rows + 1, options.topk),
             _make_empty_topk(num_rows, options.alt_tokens_k),
         )
+
+        # Copy the windows. Row i scores the token at position i + 1.
         for row, window in fetch(self._windows).items():
             num = min(window.target_PQ.shape[0], num_rows - row)
-            own, scored = slice(row, row + num), slice(row + 1, row + num + 1)  # rows, and the tokens that they score
+            own, scored = slice(row, row + num), slice(row + 1, row + num + 1)
             target_TQ[own] = window.target_PQ[:num]
             topk.token_ids[scored] = window.topk_token_PK[:num, : options.topk]
             topk.logprobs[scored] = window.topk_logprob_PK[:num, : options.topk]
             alt_tokens.token_ids[own] = window.alt_token_PJ[:num, : options.alt_tokens_k]
             alt_tokens.logprobs[own] = window.alt_logprob_PJ[:num, : options.alt_tokens_k]
+
+        # Clear the rows before the last `last_n`, and the first token, which has no score.
         logprobs = np.append(np.float32(np.nan), target_TQ[:, 0])
-        unwanted = slice(self._first + 1)
-        logprobs[unwanted], topk.token_ids[unwanted], topk.logprobs[unwanted] = np.nan, 0, NOT_COMPUTED
+        unscored = slice(self._first + 1)
+        logprobs[unscored], topk.token_ids[unscored], topk.logprobs[unscored] = np.nan, 0, NOT_COMPUTED
         return PromptResult(
             logprobs=logprobs if options.logprobs else None,
             topk=topk if options.topk else None,
@@ -187,7 +199,7 @@ def _wants_every_row(options: PromptOptions) -> bool:
 
 
 def _pad_targets(request: SampleRequest) -> np.ndarray:
-    """Return int32 [rows, Q]: the next token, then the given targets, padded to one of few Q."""
+    """Return the targets, int32 [rows, Q]: the next token, then the given targets, then padding."""
     given = request.options.target_tokens
     num_given = 0 if given is None else given.shape[1]
     padded = np.zeros((request.prompt.size - 1, max(next_power_of_two(1 + num_given), MIN_TARGETS)), np.int32)

@@ -1,8 +1,9 @@
 """Random numbers by key: Threefry 2x32 with 20 rounds.
 
-Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3". The numbers are those of
-`jax.random`, which has the rounds as loops on CPU: 48 kernels of the 248 of a program that draws tokens. Here they are
-plain arithmetic, of which XLA makes one kernel for each use.
+Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3". The numbers equal
+the numbers of `jax.random`. On CPU, `jax.random` runs the rounds as loops, which are 48 of the 248
+kernels of a program that draws tokens. Here the rounds are plain arithmetic, which XLA compiles to
+one kernel per use.
 
 Legend: S rows.
 """
@@ -13,13 +14,13 @@ import numpy as np
 
 _ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 _PARITY = np.uint32(0x1BD11BDA)
-"""Makes the third word of a key, from Skein (Ferguson et al. 2010)."""
+"""The constant for the third word of a key, from Skein (Ferguson et al. 2010)."""
 _ONE = np.float32(1).view(np.uint32)
 _MANTISSA_BITS = 23
 
 
 def fold_in(key_S2: jax.Array, number_S: jax.Array) -> jax.Array:
-    """Return the keys that follow from keys and a number each, uint32 [S, 2]."""
+    """Return a new key from each key and a number, uint32 [S, 2]."""
     number_S = number_S.astype(jnp.uint32)
     return jnp.stack(_threefry(key_S2, jnp.zeros_like(number_S), number_S), axis=-1)
 
@@ -33,7 +34,7 @@ def uniform(key_S2: jax.Array) -> jax.Array:
 
 
 def _threefry(key_S2: jax.Array, x_S: jax.Array, y_S: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the two words of a block of two words, encrypted."""
+    """Return an encrypted block of two words."""
     first_S, second_S = key_S2[..., 0], key_S2[..., 1]
     words = first_S, second_S, first_S ^ second_S ^ _PARITY
     x_S, y_S = x_S + words[0], y_S + words[1]

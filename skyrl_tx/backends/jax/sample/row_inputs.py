@@ -1,7 +1,8 @@
-"""The inputs of programs by row, made of samples.
+"""Build the inputs of programs by row from samples.
 
-What a sample never changes, such as its temperature, is kept from one slice to the next while the rows have the same
-samples. The arrays are those of numpy, which a call of a program copies faster than JAX makes arrays of its own.
+Values that a sample never changes, such as its temperature, are kept from slice to slice while the
+rows hold the same samples. The arrays are NumPy arrays, because a program call copies them faster
+than JAX can create arrays.
 
 Legend: S rows, N steps, M pages of a row.
 """
@@ -27,7 +28,7 @@ ByRow = Mapping[int, RunningSample]
 
 
 class RowInputs:
-    """Makes the inputs of decode slices."""
+    """Builds the inputs of decode slices."""
 
     def __init__(self, max_steps: int) -> None:
         self._max_steps = max_steps
@@ -37,7 +38,8 @@ class RowInputs:
     def make_batch(self, rows: SliceRows, *, from_last: bool = False) -> RowBatch:
         """Return the inputs of the next slice of these rows.
 
-        If it is `from_last`, samples that were in the last slice take their tokens from its results on the devices.
+        With `from_last`, samples that were in the last slice take their last token from its result
+        on the devices.
         """
         if self._rows is None or len(rows.samples) != len(self._rows) or not all(map(is_, rows.samples, self._rows)):
             self._cache_constants(rows)
@@ -50,12 +52,12 @@ class RowInputs:
         )
 
     def make_table(self, rows: SliceRows, num_pages: int) -> BlockTable:
-        """Return the block table of the rows, `num_pages` wide."""
+        """Return the block table of the rows, with `num_pages` columns."""
         tables = [None if sample is None else sample.table for sample in rows.samples]
         return BlockTable(self._pages.update(tables, num_pages), _make_states(tables))
 
     def _cache_constants(self, rows: SliceRows) -> None:
-        """Make what the samples never change."""
+        """Build the values that the samples never change."""
         self._rows, by_row, num_rows = rows.samples, rows.get_samples_by_row(), len(rows.samples)
         self._index, self._samples = np.array(list(by_row), np.int32), list(by_row.values())
         self._size = np.array([sample.size for sample in self._samples], np.int32)
@@ -64,22 +66,29 @@ class RowInputs:
         self._wants_topk = _as_input(any(sample.request.options.sample_topk > 0 for sample in self._samples))
 
     def _make_progress(self, from_last: bool) -> dict[str, Any]:
-        """Return how far each sample is: what changes with each slice."""
+        """Return the values that change with each slice: how far each sample is."""
         assert self._rows is not None
         num_rows, samples, index = len(self._rows), self._samples, self._index
         token_S, position_S, num_drawn_S, num_left_S = np.zeros((4, num_rows), np.int32)
         source_S, given_SN = np.full(num_rows, -1, np.int32), np.full((num_rows, self._max_steps), -1, np.int32)
+
+        # Positions and counts.
         position = np.array([sample.position for sample in samples], np.int32)
         num_drawn = position - self._size + 1
         position_S[index], num_drawn_S[index], num_left_S[index] = position, num_drawn, self._end - position
+
+        # Last tokens: on the devices, or from the host.
         num_read = np.array([sample.num_drawn for sample in samples], np.int32)
         row = np.array([sample.row if from_last else -1 for sample in samples], np.int32)
         source_S[index] = row
         for n in np.flatnonzero(row < 0):
             token_S[index[n]] = samples[n].next_token
+
+        # Tokens that were drawn before a preemption.
         for n in np.flatnonzero(num_read > num_drawn):
             given = samples[n].get_replayed_tokens()[: self._max_steps]
             given_SN[index[n], : given.size] = given
+
         return {
             "token_S": token_S,
             "source_S": source_S,
@@ -91,7 +100,10 @@ class RowInputs:
 
 
 class _PageArray:
-    """The pages of rows. Those of the last slice are kept, because a row seldom takes another page."""
+    """The pages of rows.
+
+    The array of the last slice is reused, because a row seldom takes a new page.
+    """
 
     def __init__(self) -> None:
         self._tables: list[BlockTableRow | None] = []
@@ -102,7 +114,7 @@ class _PageArray:
         lengths = [0 if table is None else len(table.pages) for table in tables]
         if self._page_SM.shape == (len(tables), num_pages) and all(map(is_, tables, self._tables)):
             changed = [row for row, pair in enumerate(zip(lengths, self._lengths, strict=True)) if pair[0] != pair[1]]
-            self._page_SM = self._page_SM.copy()  # devices may read the array of the last slice still
+            self._page_SM = self._page_SM.copy()  # devices may still read the array of the last slice
         else:
             changed, self._page_SM = range(len(tables)), np.zeros((len(tables), num_pages), np.int32)
         for row in changed:
@@ -113,7 +125,7 @@ class _PageArray:
 
 
 def make_draw_params(samples: ByRow, num_rows: int) -> DrawParams:
-    """Return the sampling parameters of each row; rows without a sample are greedy and unfiltered."""
+    """Return the sampling parameters of each row. Rows without a sample are greedy and unfiltered."""
     seed_S2 = np.zeros((num_rows, 2), np.uint32)
     for row, sample in samples.items():
         seed_S2[row] = split_seed(sample.request.params.seed)
@@ -131,7 +143,10 @@ def make_draw_params(samples: ByRow, num_rows: int) -> DrawParams:
 
 
 def make_block_table(tables: list[BlockTableRow | None], num_pages: int) -> BlockTable:
-    """Return the block table of rows, `num_pages` wide; None is a row without a prompt or sample."""
+    """Return the block table of rows, with `num_pages` columns.
+
+    None is a row without a prompt or sample.
+    """
     return BlockTable(_PageArray().update(tables, num_pages), _make_states(tables))
 
 
@@ -145,12 +160,12 @@ def _make_slots(rows: SliceRows) -> RowSlots:
 
 
 def _as_input(values: Any, dtype: type[np.generic] | None = None) -> Any:
-    """Return an array of numpy, as a call of a program takes it in place of one of JAX."""
+    """Return a NumPy array, typed as Any because program calls accept it as a JAX array."""
     return np.asarray(values, dtype)
 
 
 def _make_stops(samples: ByRow, num_rows: int) -> Any:
-    """Return the stop tokens of each row; none of a sample that has too many."""
+    """Return the stop tokens of each row. Rows with more than MAX_STOPS get none."""
     stop_SX = np.full((num_rows, MAX_STOPS), -1, np.int32)
     for row, sample in samples.items():
         if len(sample.stops) <= MAX_STOPS:

@@ -1,4 +1,4 @@
-"""Records of the samples that run."""
+"""The record of a running sample."""
 
 from dataclasses import dataclass, field
 
@@ -16,22 +16,25 @@ BASE_SLOT = 0
 """The adapter slot of the base model."""
 
 MAX_STOPS = 8
-"""Stop tokens of a sample that programs know. Those of a sample with more are found on the host only."""
+"""How many stop tokens per sample the programs check.
+
+If a sample has more, only the host checks them.
+"""
 
 SampleKey = tuple[RequestId, int]
-"""A request, and the index of a sample in it."""
+"""A request and the index of a sample in it."""
 
 _NO_TOKENS = np.zeros(0, np.int32)
 
 
 def get_max_tokens(request: SampleRequest) -> int:
-    """Return how many tokens a sample of the request may have."""
+    """Return the maximum number of tokens of each sample of a request."""
     assert request.params.max_tokens is not None
     return request.params.max_tokens
 
 
 def get_max_kv_length(request: SampleRequest) -> int:
-    """Return how many KV positions a sample of the request may need."""
+    """Return how many KV positions a sample of a request may need."""
     return request.prompt.size + get_max_tokens(request)
 
 
@@ -39,66 +42,67 @@ def get_max_kv_length(request: SampleRequest) -> int:
 class RunningSample(OpenSample):
     """One sample that has its first token.
 
-    The next step reads the token after the first `position` ones of prompt and sample, and writes its key there. The
-    tokens of steps that were dispatched may not have been read yet. After a preemption the drawn tokens are computed
-    again in the same steps, because chunks of a prompt would round otherwise.
+    The next decode step reads the token at index `position` of the prompt plus the sample, and
+    writes its key and value at this KV position. The host may not have read the tokens of
+    dispatched steps yet.
+
+    After a preemption, decode steps compute the drawn tokens again one by one. Prefill chunks would
+    round differently.
     """
 
     adapter: int  # adapter slot
     key: SampleKey = field(init=False)
     size: int = field(init=False)
-    """Tokens of the prompt."""
+    """Length of the prompt in tokens."""
     position: int = field(init=False)
     """KV positions in use after all dispatched steps."""
     end: int = field(init=False)
     """KV positions in use after the last step that the sample may take."""
     row: int = -1
-    """Its row in the slice that was dispatched last; -1: it was in none, or not since it was preempted."""
+    """Its row in the last dispatched slice; -1 if it had none, or was preempted since."""
     table: BlockTableRow = field(default_factory=lambda: BlockTableRow([]))
-    """Its pages and its state; empty while it waits."""
+    """Its pages and its state slot; empty while the sample waits."""
 
     def __post_init__(self) -> None:
-        """Begin after the prompt."""
+        """Start after the prompt."""
         self.key = self.request.request_id, self.index
         self.size = self.position = self.request.prompt.size
         self.end = self.size + self.max_tokens - 1
 
     @property
     def next_token(self) -> int:
-        """The token that the next step reads. The tokens of all dispatched steps must have been read."""
+        """The token that the next step reads.
+
+        The host must have read the tokens of all dispatched steps.
+        """
         index = self.position - self.size
         if index == self.num_drawn - 1:
             return int(self.drawn[-1][-1])
         return int(np.concatenate(self.drawn)[index])
 
     @property
-    def num_steps_left(self) -> int:
-        """How many further steps the sample takes at most."""
-        return self.end - self.position
-
-    @property
     def num_replayed(self) -> int:
-        """How many of the next tokens were drawn before."""
+        """How many of the next tokens were drawn before a preemption."""
         return max(self.num_drawn - 1 - (self.position - self.size), 0)
 
     def get_replayed_tokens(self) -> Int32Array:
-        """Return the next tokens as far as they were drawn before."""
+        """Return the next tokens that were drawn before a preemption."""
         return np.concatenate(self.drawn)[self.num_drawn - self.num_replayed :] if self.num_replayed else _NO_TOKENS
 
     def preempt(self) -> None:
-        """Note that the KV cache no longer has anything of the sample: after its prompt, its tokens come again."""
+        """Reset the position: the KV cache holds nothing of the sample any more."""
         self.position, self.row = self.size, -1
 
     def length_after(self, num_steps: int) -> int:
-        """Return how many KV positions the sample has after its next steps, up to `num_steps`."""
+        """Return how many KV positions the sample has after up to `num_steps` more steps."""
         return min(self.position + num_steps, self.end)
 
     def kv_length(self, slice_tokens: int) -> int:
-        """Return how many KV positions the sample needs to the end of the next slice that draws new tokens."""
+        """Return the KV positions that the sample needs for the next slice that draws new tokens."""
         return self.length_after(self.num_replayed + slice_tokens)
 
     def take_first(self, drawn: DrawnTokens, prompt: PromptResult | None) -> SampleDelta:
-        """Append the first token, which is that of the only step in `drawn`."""
+        """Append the first token. `drawn` has one step."""
         k = self.request.options.sample_topk
         topk = TopK(token_ids=drawn.topk_tokens[:, :k], logprobs=drawn.topk_logprobs[:, :k]) if k else None
         return self.take(drawn.tokens, drawn.logprobs, topk, prompt)
@@ -106,10 +110,12 @@ class RunningSample(OpenSample):
     def take_slice(
         self, start: int, tokens: Int32Array, logprobs: Float32Array, is_stopped: bool, topk: TopK | None = None
     ) -> SampleDelta | None:
-        """Append the tokens that a slice drew up to the sample's end. Returns None if all were drawn before.
+        """Append the tokens that a slice drew.
 
-        The slice began when `start` KV positions were in use. `is_stopped`: the last token is a stop token that the
-        program knows.
+        Returns None if all of them were drawn before a preemption.
+
+        The slice started when `start` KV positions were in use. `is_stopped` says whether the last
+        token is one of the stop tokens that the program checks.
         """
         if (num_known := self.num_drawn - (start - self.size) - 1) > 0:
             tokens, logprobs = tokens[num_known:], logprobs[num_known:]

@@ -1,6 +1,6 @@
-"""The pool of frozen LoRA adapters on the device, copies that training never changes.
+"""The pool of frozen LoRA adapters on the device. Training never changes these copies.
 
-Adapter slot 0 stays zero: it is the base model.
+Adapter slot 0 stays zero and stands for the base model.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,13 +22,17 @@ from skyrl_tx.layers.sharding import UNSHARDED, Layout
 from skyrl_tx.models import ModelConfig
 
 LOWEST_RANK = 8
+"""The rank of an empty pool."""
 
 
 class SamplerPool:
-    """The adapter slot of each sampler, and the adapters: an `Adapter` whose leaves have a leading axis of slots.
+    """The adapter slot of each sampler, and the weights of all slots.
 
-    The arrays begin with `num_slots` slots, the base model's included, and a low rank. They grow to the number of slots
-    and the rank in use. Growing changes shapes, so programs are compiled again.
+    The weights are one `Adapter` whose arrays have a leading axis of slots.
+
+    They start with `num_slots` slots, including the slot of the base model, and a low rank. They
+    grow with the number of slots and the rank in use. Growing changes shapes, so programs are
+    compiled again.
     """
 
     def __init__(
@@ -45,25 +49,30 @@ class SamplerPool:
         self._last_gathered: tuple[tuple[int, ...], RowsByLayer] | None = None
 
     def load(self, sampler: SamplerId, adapter: Adapter) -> None:
-        """Copy an adapter of any padded rank into a free slot. Does nothing when it is loaded. Raises CapacityError."""
+        """Copy an adapter of any padded rank into a free slot, unless it is loaded.
+
+        Raises CapacityError.
+        """
         if sampler in self._slots:
             return
         if len(self._slots) == self._max_samplers:
             raise CapacityError(f"all {self._max_samplers} adapter slots for sampling are in use")
+
         slot = min(set(range(BASE_SLOT + 1, 2 + self._max_samplers)) - set(self._slots.values()))
         num_slots, rank = self._adapters.weights["unembed"].a.shape[0], self._adapters.weights["unembed"].a.shape[-1]
         rank = max(rank, adapter.weights["unembed"].a.shape[-1])
         if slot >= num_slots:
             num_slots = min(next_power_of_two(slot + 1), 1 + self._max_samplers)
+
         self._last_gathered = None
         larger = self._put(jax.tree.map(_pad, self._adapters, self._make_shapes(num_slots, rank)))
-        # On the host to the pool's rank, so that one program writes adapters of all ranks.
+        # Pad on the host to the rank of the pool, so that one program writes adapters of all ranks.
         padded = jax.tree.map(partial(_pad, pad=np.pad), adapter, models.describe_adapter(self._model, rank))
         self._adapters = self._put(_write_slot(larger, np.int32(slot), padded))
         self._slots[sampler] = slot
 
     def drop(self, sampler: SamplerId) -> None:
-        """Free a sampler's adapter slot. Idempotent."""
+        """Free the adapter slot of a sampler. Idempotent."""
         self._slots.pop(sampler, None)
 
     def get_slot(self, sampler: SamplerId | None) -> int:
@@ -71,11 +80,17 @@ class SamplerPool:
         return BASE_SLOT if sampler is None else self._slots[sampler]
 
     def get_adapters(self, *, any_used: bool) -> Adapter | None:
-        """Return all adapters, or None when only the base model is used: programs without adapters are faster."""
+        """Return all adapters, or None if only the base model is used.
+
+        Programs without adapters are faster.
+        """
         return self._adapters if any_used else None
 
     def gather(self, slots: Sequence[int]) -> GatheredAdapter:
-        """Return all adapters, with a copy of those in `slots` by row. The copy is valid until the next call."""
+        """Return all adapters, plus copies of those in `slots` row by row.
+
+        A copy is valid until the next call.
+        """
         key = tuple(slots)
         if self._last_gathered is None or self._last_gathered[0] != key:
             slot_G, former = np.asarray(slots, np.int32), self._last_gathered
@@ -93,22 +108,26 @@ class SamplerPool:
 
 @partial(jax.jit, donate_argnames="former", keep_unused=True)
 def _gather(adapters: Adapter, slot_G: jax.Array, former: RowsByLayer) -> RowsByLayer:
-    """Gather adapters by row into the memory of `former`: on CPU, touching new memory costs more than the copy."""
+    """Gather adapters by row into the memory of `former`.
+
+    On CPU, touching new memory costs more than the copy.
+    """
     return gather_rows(adapters, slot_G)
 
 
 def _pad(leaf: Any, padded: jax.ShapeDtypeStruct, pad: Callable[..., Any] = jnp.pad) -> Any:
     if leaf.shape == padded.shape:
         return leaf
-    return pad(leaf, [(0, wanted - size) for size, wanted in zip(leaf.shape, padded.shape, strict=True)])
+    return pad(leaf, [(0, target - size) for size, target in zip(leaf.shape, padded.shape, strict=True)])
 
 
 @partial(jax.jit, donate_argnames="adapters")
 def _write_slot(adapters: Adapter, slot: jax.Array, adapter: Adapter) -> Adapter:
     """Overwrite one adapter slot.
 
-    Of an adapter with a number that is not finite, in bfloat16 at least, the weights become zero and the scale NaN: its
-    own samples have log-probabilities of NaN, and those that multiply its weights by zero have none.
+    If a weight is not finite in bfloat16, all weights of the adapter become zero and its scale
+    becomes NaN. The samples of this adapter then have NaN log-probabilities, while rows that
+    multiply its weights by zero are unaffected.
     """
     is_finite = jnp.all(jnp.stack([jnp.isfinite(leaf.astype(jnp.bfloat16)).all() for leaf in jax.tree.leaves(adapter)]))
     weights = jax.tree.map(lambda leaf: jnp.where(is_finite, leaf, 0), adapter.weights)

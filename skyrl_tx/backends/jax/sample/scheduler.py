@@ -1,15 +1,18 @@
 """Continuous batching on the host: admit, prefill, insert, decode a slice, retire.
 
-A step computes some prefill chunks, then decodes one slice; requests join and leave in between. Programs depend on
-shapes alone, and the numbers of a sample on its own request alone: a slice has a row count at which rows have the same
-bits as at any other.
+Each round of the scheduler computes some prefill chunks and then decodes one slice (a few decode
+steps for all running samples). Requests can join and leave between two rounds. A program depends on
+shapes only. In float32, the numbers of a sample depend on its own request only, because slices only
+use row counts that give a row the same bits.
 
-On accelerators a slice is dispatched before the tokens of the last one are read, as long as no prompt waits: a prompt
-needs to know which samples have ended. Otherwise the last slice is read first.
+On accelerators the scheduler dispatches a slice before it has read the tokens of the previous
+slice, unless a prompt is waiting. To admit a prompt it has to know which samples have ended, so it
+reads the previous slice first.
 
-Prompts begin in order of arrival, when there are pages for them and for some slices of all running samples. On a mesh
-that shards rows, a prompt and its samples are on one shard, whose devices have their pages: that with the longest
-cached beginning, unless it has many more samples than the emptiest. Preempted samples go to any shard.
+Prompts start in order of arrival, as soon as there are enough pages for them and for a few slices
+of all running samples. On a mesh that shards rows, a prompt and its samples live on one shard,
+whose devices hold their pages. The scheduler picks the shard with the longest cached prefix, unless
+that shard has many more samples than the emptiest one. Preempted samples may move to another shard.
 """
 
 import logging
@@ -36,14 +39,14 @@ from skyrl_tx.contract.results import PromptResult, SampleDelta
 log = logging.getLogger(__name__)
 
 ShardPrefill = tuple[Prefill, SampleShard]
-"""A prompt, and the shard that computes it."""
+"""A prompt and the shard that computes it."""
 
 SHARD_LEAD = 8
-"""Samples that a shard with a cached beginning of a prompt may have more than the emptiest shard."""
+"""How many more samples than the emptiest shard a shard with a cached prefix may have."""
 
 
 class SampleScheduler:
-    """Schedules all samples of the backend over the shards of the cache."""
+    """Schedules all samples of the backend over the shards of the KV cache."""
 
     def __init__(
         self, programs: ModelRunner, config: JaxConfig, memory: SampleMemory, eos_token_ids: Collection[int]
@@ -54,37 +57,42 @@ class SampleScheduler:
         self._memory = memory
         self._slice_tokens = config.decode_slice_tokens
         self._eos = frozenset(eos_token_ids)
-        self._blocked: PrefillQueue | None = None  # its next prompt did not fit, in this or the last step
-        self._score_queue = PrefillQueue()  # requests for one token: they are done after their prefill
+        self._blocked: PrefillQueue | None = None  # the queue whose next prompt did not fit, in this or the last round
+        self._score_queue = PrefillQueue()  # requests for a single token: they end with their prefill
         self._sample_queue = PrefillQueue()
         programs.allocate_cache(memory)
         self._shapes = PrefillShapes.from_config(config, memory.max_length)
+
         self._shards = [
             SampleShard(
                 n, programs, memory.per_shard, self._shapes, self._slice_tokens, self._score_queue, self._sample_queue
             )
             for n in range(memory.shards)
         ]
-        self._dispatched: DispatchedSlice | None = None  # a slice that is not read
+        self._dispatched: DispatchedSlice | None = None  # the slice that was dispatched and not read yet
 
     def load(self, sampler: SamplerId, adapter: Any) -> None:
-        """Copy an adapter of any padded rank to the device. Does nothing when it is loaded. Raises CapacityError."""
+        """Copy an adapter of any padded rank to the device, unless it is loaded.
+
+        Raises CapacityError.
+        """
         self._programs.pool.load(sampler, adapter)
 
     def drop(self, sampler: SamplerId) -> None:
-        """Free an adapter's slot. Idempotent."""
+        """Free the adapter slot of a sampler. Idempotent."""
         assert not any(request.sampler == sampler for request in self._iter_requests()), f"{sampler} is in use"
         for shard in self._shards:
             shard.cache.prefixes.drop(sampler)
         self._programs.pool.drop(sampler)
 
     def begin(self, batch: PreparedSampleBatch) -> None:
-        """Queue requests. Raises UserError, and queues none, when one can never fit."""
+        """Queue requests. Raises UserError and queues nothing if a request can never fit."""
         for request in batch.requests:
             if get_max_kv_length(request) > self._memory.max_length:
                 raise UserError(
-                    f"prompt of {request.prompt.size} tokens and max_tokens {get_max_tokens(request)} make "
-                    f"{get_max_kv_length(request)}, more than the {self._memory.max_length} that one sample may have here"
+                    f"the prompt ({request.prompt.size} tokens) and max_tokens ({get_max_tokens(request)}) need "
+                    f"{get_max_kv_length(request)} positions, more than the {self._memory.max_length} that this server "
+                    "allows for one sample: shorten the prompt or lower max_tokens"
                 )
         for request in batch.requests:
             queue = self._score_queue if get_max_tokens(request) == 1 else self._sample_queue
@@ -94,7 +102,7 @@ class SampleScheduler:
     def cancel(self, request_ids: Collection[RequestId]) -> None:
         """Remove requests in any state. Unknown ids are ignored."""
         gone = frozenset(request_ids)
-        for request_id in sorted(gone):  # the order of a set differs between hosts
+        for request_id in sorted(gone):  # a set iterates in a different order on each host
             for queue in self._get_queues():
                 for prompt in queue.cancel(request_id):
                     self._get_shard(prompt).prefiller.drop(prompt)
@@ -102,18 +110,21 @@ class SampleScheduler:
             shard.cancel(gone)
 
     def end(self, request_id: RequestId, index: int) -> None:
-        """Remove one sample, running or waiting. An unknown sample is ignored."""
+        """Remove one running or waiting sample. Unknown samples are ignored."""
         for prompt in self._sample_queue.cancel_sample(request_id, index):
             self._get_shard(prompt).prefiller.drop(prompt)
         for shard in self._shards:
             shard.end(request_id, index)
 
     def step(self) -> list[SampleDelta]:
-        """Compute prefill chunks within a budget, then decode one slice. Returns no delta when nothing is left to do.
+        """Run one round: compute prefill chunks within a token budget, then decode one slice.
 
-        If nothing was running, the step ends when the first prompts are computed: requests that arrive during their
-        prefill join their first slice, which takes as long for one sample as for all. A delta without tokens reports a
-        step in which no prompt was completed and nothing was decoded.
+        Returns an empty list when there is no work left. A delta without tokens reports progress in
+        a round that completed no prompt and decoded nothing.
+
+        If nothing was running, the round ends as soon as the first prompts are computed. Requests
+        that arrive during this prefill can then join the first slice, which takes as long for one
+        sample as for all.
 
         Raises BackendLost when a failure destroyed the KV cache.
         """
@@ -123,6 +134,8 @@ class SampleScheduler:
         deltas += self._admit()
         if not (was_idle and deltas):
             deltas += self._decode()
+
+        # Report progress even if this round drew no token.
         partial = [queue.current for queue in self._get_queues() if queue.current is not None]
         if not deltas and partial:
             return [_make_empty_delta(partial[0].request, index=partial[0].request.first_index)]
@@ -131,7 +144,7 @@ class SampleScheduler:
         return deltas
 
     def _can_run_ahead(self) -> bool:
-        """Return whether the next slice needs nothing that only the tokens of the last one tell."""
+        """Return whether the next slice can be dispatched before the last slice is read."""
         if any(queue.current or any(queue.iter_waiting()) for queue in self._get_queues()):
             return False
         return all(shard.can_run_ahead() for shard in self._shards)
@@ -157,14 +170,19 @@ class SampleScheduler:
             yield from (sample.request for sample in shard.running.values())
 
     def _admit(self) -> list[SampleDelta]:
-        """Compute prompts in order of arrival, within a token budget that limits how long running samples wait.
+        """Compute prompts in order of arrival, within a token budget per queue.
 
-        A prompt that takes several steps leaves half of the budget to later prompts that fit into the rest.
+        The budget limits how long running samples wait.
+
+        A prompt that takes multiple rounds uses half of the budget while later prompts wait. The
+        other half is for later prompts that fit into it completely.
         """
         deltas: list[SampleDelta] = []
         for shard in self._shards:
             shard.take_pages_for_next_slice()
             shard.insert()
+
+        # A queue that was blocked in the last round comes first.
         first, self._blocked = self._blocked, None
         for queue in sorted(self._get_queues(), key=lambda queue: queue is not first):
             budget = self._prefill_tokens
@@ -172,54 +190,61 @@ class SampleScheduler:
                 share = budget // 2 if queue.new or queue.preempted else budget
                 current = queue.take_current()
                 budget -= self._prefill([(current, self._get_shard(current))], share, queue, deltas)
-            while budget > 0 and (found := self._find_next(queue, budget)) is not None:
-                prompts = [self._take_from_queue(queue, *found)]
-                # They are computed at the same time. Only one that is alone may be computed partly.
-                most = len(self._shards) * self._programs.prompts_of_shard
-                while len(prompts) < most and prompts[0][0].request.prompt.size <= budget:
-                    found = self._find_next(queue, budget, besides=prompts)
-                    if found is None:
+
+            while budget > 0 and (chosen := self._find_next(queue, budget)) is not None:
+                prompts = [self._take_from_queue(queue, *chosen)]
+                # Add prompts to compute at the same time. Only a single prompt may be computed partly.
+                max_prompts = len(self._shards) * self._programs.prompts_of_shard
+                while len(prompts) < max_prompts and prompts[0][0].request.prompt.size <= budget:
+                    chosen = self._find_next(queue, budget, batch=prompts)
+                    if chosen is None:
                         break
-                    prompts.append(self._take_from_queue(queue, *found))
+                    prompts.append(self._take_from_queue(queue, *chosen))
                 budget -= self._prefill(prompts, budget, queue, deltas)
         return deltas
 
-    def _find_next(self, queue: PrefillQueue, budget: int, besides: Sequence[ShardPrefill] = ()) -> ShardPrefill | None:
-        """Return the next prompt to compute: the oldest, or the oldest short one while another is partly computed.
+    def _find_next(self, queue: PrefillQueue, budget: int, batch: Sequence[ShardPrefill] = ()) -> ShardPrefill | None:
+        """Return the next prompt to compute and its shard, or None if no prompt fits.
 
-        Prompts that will be computed `besides` it leave it a part of the budget on their shard, and it would not profit
-        there from one whose beginning is its own. None if there is no such prompt or it does not fit.
+        This is the oldest waiting prompt. While another prompt of the queue is partly computed, it
+        is the oldest prompt that fits into the budget.
+
+        `batch` has the prompts that were already chosen for the same prefill. The next prompt must
+        fit into the budget together with the prompts of `batch` on its shard, and it must not share
+        more of its prefix with one of them than is cached. Otherwise it should wait for that prompt
+        and reuse its keys.
         """
         for waiting in queue.iter_waiting():
             size = waiting.request.prompt.size
             if queue.current is not None and size > budget:
                 continue
-            shards = [shard for shard in self._shards if not besides or self._can_join(shard, waiting, budget, besides)]
+            shards = [shard for shard in self._shards if not batch or self._can_join(shard, waiting, budget, batch)]
             if queue is self._sample_queue:
                 shards = [shard for shard in shards if shard.is_open]
-            fitting = (
-                []
-                if self._blocked
-                else [shard for shard in shards if shard.fits(waiting, _filter_by_shard(shard, besides))]
-            )
+
+            if self._blocked:
+                fitting = []
+            else:
+                fitting = [shard for shard in shards if shard.fits(waiting, _filter_by_shard(shard, batch))]
             if fitting:
                 return waiting, self._choose_shard(fitting, waiting)
-            if shards and not besides:  # its queue is first in the next step, and blocks the other until then
+            if shards and not batch:  # this queue comes first in the next round, and blocks the other queue until then
                 self._blocked = self._blocked or queue
             return None
         return None
 
-    def _can_join(self, shard: SampleShard, waiting: Prefill, budget: int, besides: Sequence[ShardPrefill]) -> bool:
-        """Return whether a shard can compute a whole prompt at the same time as others."""
-        own = _filter_by_shard(shard, besides)
-        num_tokens = sum(each.request.prompt.size for each in [waiting, *own])
+    def _can_join(self, shard: SampleShard, waiting: Prefill, budget: int, batch: Sequence[ShardPrefill]) -> bool:
+        """Return whether a shard can compute a whole prompt together with the prompts in `batch`."""
+        own = _filter_by_shard(shard, batch)
+        num_tokens = sum(prefill.request.prompt.size for prefill in [waiting, *own])
         is_free = len(own) < self._programs.prompts_of_shard and num_tokens <= budget
-        return is_free and not any(shard.prefiller.can_share(waiting, each) for each in own)
+        return is_free and not any(shard.prefiller.can_share(waiting, prefill) for prefill in own)
 
     def _take_from_queue(self, queue: PrefillQueue, waiting: Prefill, shard: SampleShard) -> ShardPrefill:
-        """Take a prompt from its queue, with as many samples as the shard has rows.
+        """Take a prompt from its queue, with at most as many samples as the shard has rows.
 
-        More would wait for each other while other shards are free. With one shard all stay together.
+        The other samples of the request go back to the queue, because they could run on another
+        shard at once. With one shard, all samples stay together.
         """
         queue.remove(waiting)
         if queue is self._sample_queue and len(self._shards) > 1 and (rest := waiting.split(shard.num_rows)):
@@ -227,31 +252,36 @@ class SampleScheduler:
         return waiting, shard
 
     def _choose_shard(self, fitting: Sequence[SampleShard], waiting: Prefill) -> SampleShard:
-        """Return the shard for a prompt among those on which it fits."""
+        """Return the shard for a prompt.
+
+        Prefers a long cached prefix, then few samples, then many free pages.
+        """
         if len(fitting) == 1:
             return fitting[0]
         fewest = min(shard.num_samples for shard in fitting)
         near = (shard for shard in fitting if shard.num_samples <= fewest + SHARD_LEAD)
         return max(
             near,
-            key=lambda each: (each.prefiller.count_cached(waiting), -each.num_samples, each.cache.pages.num_free),
+            key=lambda shard: (shard.prefiller.count_cached(waiting), -shard.num_samples, shard.cache.pages.num_free),
         )
 
     def _prefill(self, prompts: list[ShardPrefill], budget: int, queue: PrefillQueue, deltas: list[SampleDelta]) -> int:
-        """Compute at least a chunk of each prompt, up to the budget, and return the number of tokens computed.
+        """Compute at least one chunk of each prompt, up to the budget.
 
-        Tokens that shards compute at the same time count once. A failure ends its request alone: other
-        requests use none of the changed state. Of several prompts each is computed again, alone.
+        Returns the number of tokens computed. Tokens that shards compute at the same time count
+        once. A failure ends only its own request, because other requests use none of the state that
+        it changed. If the prefill of multiple prompts fails, each of them is computed again alone.
         """
         num_tokens = 0
         try:
             for prefill, shard in prompts:
                 if prefill.table is None:
                     shard.prefiller.begin(prefill)
-            while num_tokens < budget and (rest := [each for each in prompts if not each[0].is_done]):
+            while num_tokens < budget and (rest := [pair for pair in prompts if not pair[0].is_done]):
                 num_tokens += self._prefill_next_chunks(rest)
             if len(prompts) == 1:
                 self._finish_prefill(*prompts[0], queue, deltas)
+
         except BackendLost:
             raise
         except Exception as failure:
@@ -259,31 +289,38 @@ class SampleScheduler:
             for prefill, shard in prompts:
                 shard.prefiller.drop(prefill)
             if len(prompts) > 1:
-                log.warning("prefill of %d requests failed, which are computed one by one", len(prompts), exc_info=True)
-                again = ([(prefill.restart(), shard)] for prefill, shard in prompts)
-                return num_tokens + sum(self._prefill(each, budget, queue, deltas) for each in again)
+                log.warning("prefill of %d requests failed; retrying them one by one", len(prompts), exc_info=True)
+                retries = ([(prefill.restart(), shard)] for prefill, shard in prompts)
+                return num_tokens + sum(self._prefill(retry, budget, queue, deltas) for retry in retries)
+
             request = prompts[0][0].request
             log.exception("prefill of request %s failed", request.request_id)
-            error = f"the prompt could not be computed; the server's log has it under request {request.request_id}"
+            error = f"the server could not compute the prompt; its log has the error under request {request.request_id}"
             deltas.append(_make_empty_delta(request, error=error))
         else:
-            if len(prompts) > 1:  # each ends alone, with what is left of it if their chunks had many sizes
-                num_tokens += sum(self._prefill([each], budget, queue, deltas) for each in prompts)
+            if len(prompts) > 1:  # finish each prompt alone; chunks of different sizes may still be missing
+                num_tokens += sum(self._prefill([pair], budget, queue, deltas) for pair in prompts)
+
         for _, shard in prompts:
             shard.drop_inserted()
             shard.insert()
         return num_tokens
 
     def _prefill_next_chunks(self, prompts: Sequence[ShardPrefill]) -> int:
-        """Compute the next chunk of each prompt, those of one padded size together; return the tokens, with padding."""
+        """Compute the next chunk of each prompt.
+
+        Returns the number of tokens computed, with padding. Chunks of the same padded size are
+        computed together.
+        """
         num_tokens = 0
         by_size: dict[int, list[tuple[Prefill, SampleShard, PromptChunk]]] = {}
         for prefill, shard in prompts:
             chunk = shard.prefiller.make_next_chunk(prefill)
             by_size.setdefault(self._shapes.pad_size(chunk.tokens.size), []).append((prefill, shard, chunk))
+
         for padded, group in by_size.items():
-            found = self._programs.prefill([chunk for *_, chunk in group], padded)
-            for (prefill, shard, chunk), last_hidden in zip(group, found, strict=True):
+            hidden_states = self._programs.prefill([chunk for *_, chunk in group], padded)
+            for (prefill, shard, chunk), last_hidden in zip(group, hidden_states, strict=True):
                 shard.prefiller.record_chunk(prefill, chunk.tokens.size, last_hidden)
             num_tokens += padded * -(-len(group) // len(self._shards))
         return num_tokens
@@ -291,7 +328,10 @@ class SampleScheduler:
     def _finish_prefill(
         self, prefill: Prefill, shard: SampleShard, queue: PrefillQueue, deltas: list[SampleDelta]
     ) -> None:
-        """Draw the first tokens of a computed prompt; one that is partly computed goes on in the next step."""
+        """Draw the first tokens of a computed prompt.
+
+        A partly computed prompt continues in the next round.
+        """
         if not prefill.is_done:
             queue.current = prefill
             return
@@ -302,26 +342,35 @@ class SampleScheduler:
         shard.prefilled.append(prefill)
 
     def _draw_first(self, prefill: Prefill) -> list[SampleDelta]:
-        """Draw the first token of every sample; samples that have not ended wait until they can run."""
+        """Draw the first token of every sample.
+
+        Samples that have not ended wait until they can run.
+        """
         request, adapter = prefill.request, self._programs.pool.get_slot(prefill.request.sampler)
         prompt_result = prefill.scores.make_result() if prefill.scores else None
         if prefill.num_cached:
             prompt_result = PromptResult(cache_hit_tokens=prefill.num_cached)
         stops = frozenset(request.params.stop_token_ids) | (self._eos if request.params.eos_stops else frozenset())
+
         samples = [
             RunningSample(request=request, index=index, adapter=adapter, stops=stops)
             for index in range(request.first_index, request.first_index + request.num_samples)
         ]
+
         deltas: list[SampleDelta] = []
         drawn = self._programs.draw_first(prefill.last_hidden, samples)
         for row, sample in enumerate(samples):
             deltas.append(sample.take_first(drawn.row(row, 1), prompt_result if sample.index == 0 else None))
+
         prefill.samples.extend(sample for sample in samples if sample.stop_reason is None)
-        prefill.scores = None  # which may be large, and the samples may wait
+        prefill.scores = None  # free the scores, which may be large, while the samples wait
         return deltas
 
     def _decode(self) -> list[SampleDelta]:
-        """Dispatch a slice of the running samples, and read the one before it; without running ahead, the same one."""
+        """Dispatch a slice of the running samples and read the previous slice.
+
+        Without async decoding, the new slice is read at once.
+        """
         before, self._dispatched = self._dispatched, None
         samples = [sample for sample in self._iter_running() if sample.position < sample.end]
         if samples:
@@ -330,20 +379,21 @@ class SampleScheduler:
             for sample in samples:
                 sample.position = sample.length_after(num_steps)
             self._dispatched = after
+
         deltas = [] if before is None else self._make_deltas(before)
         return deltas if self._programs.runs_ahead else deltas + self._read_slice()
 
     def _read_slice(self) -> list[SampleDelta]:
-        """Read the slice that is not read, if there is one."""
+        """Read the dispatched slice, if there is one."""
         dispatched, self._dispatched = self._dispatched, None
         return [] if dispatched is None else self._make_deltas(dispatched)
 
     def _make_deltas(self, dispatched: DispatchedSlice) -> list[SampleDelta]:
-        """Wait for a slice, and remove the samples that have ended."""
+        """Wait for a slice and remove the samples that have ended."""
         deltas: list[SampleDelta] = []
         for sample, start, tokens, logprobs, is_stopped, topk in dispatched.read():
             if not sample.table.pages:
-                continue  # it has ended, or was cancelled
+                continue  # the sample has ended or was cancelled
             delta = sample.take_slice(start, tokens, logprobs, is_stopped, topk)
             if delta is not None:
                 deltas.append(delta)
@@ -352,7 +402,7 @@ class SampleScheduler:
         return deltas
 
     def meters(self) -> Meters:
-        """Return the use of the KV cache and of the prefix cache."""
+        """Return how much of the KV cache and of the prefix cache is in use."""
         caches = [shard.cache for shard in self._shards]
         return Meters(
             decode_slots=self._memory.num_slots,
@@ -383,4 +433,4 @@ def _make_empty_delta(request: SampleRequest, *, index: int = 0, error: str | No
 
 def _filter_by_shard(shard: SampleShard, placed: Sequence[ShardPrefill]) -> list[Prefill]:
     """Return the prompts that a shard computes."""
-    return [prefill for prefill, each in placed if each is shard]
+    return [prefill for prefill, other in placed if other is shard]

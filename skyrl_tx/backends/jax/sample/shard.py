@@ -1,8 +1,8 @@
-"""One shard of sampling: its rows and its part of the cache, and the prompts and samples that have them.
+"""One shard of sampling: its rows, its part of the KV cache, and the prompts and samples in them.
 
-On one device, and on a mesh that does not shard rows, there is one. A sample takes pages of the cache for the next
-slice when it needs them. If there are none, cached prefixes are evicted, then the sample with the fewest tokens is
-preempted and recomputed later, on any shard.
+A single device, or a mesh that does not shard rows, has one shard. A running sample takes pages for
+its next slice when it needs them. If too few are free, the shard evicts cached prefixes. If this is
+not enough, it preempts the sample with the fewest tokens, which is recomputed later on any shard.
 """
 
 from collections import deque
@@ -18,13 +18,14 @@ from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
 from skyrl_tx.contract.ids import RequestId
 
 SPARE_SLICES = 4
-"""Slices of all running samples for which there must be pages before another sample begins.
+"""Another sample starts only if there are pages for this number of slices of all running samples.
 
-With fewer, samples would be preempted soon after their start."""
+With fewer, samples would be preempted soon after their start.
+"""
 
 
 class SampleShard:
-    """The prompts and samples that have the rows, pages and states of a shard."""
+    """The prompts and samples that use the rows, pages and states of one shard."""
 
     def __init__(
         self,
@@ -36,7 +37,7 @@ class SampleShard:
         score_queue: PrefillQueue,
         sample_queue: PrefillQueue,
     ) -> None:
-        """`memory` is that of the shard; the queues are those of all shards."""
+        """`memory` is the memory of this shard. All shards share the two queues."""
         self._number = number
         self._memory = memory
         self._slice_tokens = slice_tokens
@@ -45,17 +46,17 @@ class SampleShard:
         self.cache = KVCache(programs, memory, shapes, number)
         self.prefiller = Prefiller(programs, shapes, self.cache)
         self.prefilled: deque[Prefill] = deque()
-        """Computed prompts with samples that wait for rows or pages."""
+        """Computed prompts whose samples wait for rows or pages."""
         self.running: dict[SampleKey, RunningSample] = {}
 
     @property
     def num_rows(self) -> int:
-        """How many samples may run."""
+        """The number of samples that may run at the same time."""
         return self._memory.num_slots
 
     @property
     def num_samples(self) -> int:
-        """The samples that run, or wait for that here."""
+        """The number of samples that run or wait for a row here."""
         return len(self.running) + sum(len(prompt.samples) for prompt in self.prefilled)
 
     @property
@@ -63,24 +64,27 @@ class SampleShard:
         """Whether another sample may run, and none waits."""
         return not self.prefilled and len(self.running) < self.num_rows
 
-    def fits(self, waiting: Prefill, besides: Sequence[Prefill] = ()) -> bool:
-        """Return whether a prompt and its first sample fit, besides others that have no pages yet."""
-        taken = sum(self._memory.count_pages(each.kv_length(self._slice_tokens)) for each in besides)
+    def fits(self, waiting: Prefill, batch: Sequence[Prefill] = ()) -> bool:
+        """Return whether a prompt and its first sample fit, together with the prompts in `batch`.
+
+        The prompts in `batch` have no pages yet.
+        """
+        taken = sum(self._memory.count_pages(prefill.kv_length(self._slice_tokens)) for prefill in batch)
         spare, num_tokens = self._count_reserved_pages() + taken, waiting.kv_length(self._slice_tokens)
-        return self.prefiller.fits(waiting, num_tokens, spare=spare, besides=len(besides))
+        return self.prefiller.fits(waiting, num_tokens, spare=spare, num_others=len(batch))
 
     def can_run_ahead(self) -> bool:
-        """Return whether the next slice has its pages for certain, and no sample waits."""
-        most = len(self.running) * (self._slice_tokens // self._memory.page + 2)
-        has_pages = self.cache.pages.num_free >= most or self.cache.fits(_sum_pages(self._find_missing_pages()))
+        """Return whether the next slice is sure to get its pages, and no sample waits."""
+        max_pages = len(self.running) * (self._slice_tokens // self._memory.page + 2)
+        has_pages = self.cache.pages.num_free >= max_pages or self.cache.fits(_sum_pages(self._find_missing_pages()))
         return has_pages and not self.prefilled
 
     def remove(self, key: SampleKey) -> None:
-        """Remove a running sample and free what it has of the cache."""
+        """Remove a running sample and free its pages and state."""
         self.cache.release(self.running.pop(key).table)
 
     def cancel(self, request_ids: Collection[RequestId]) -> None:
-        """Remove all samples of requests that run, or wait for that here. Unknown ids are ignored."""
+        """Remove all samples of requests that run or wait here. Unknown ids are ignored."""
         for prompt in self.prefilled:
             if prompt.request.request_id in request_ids:
                 prompt.samples.clear()
@@ -89,7 +93,7 @@ class SampleShard:
             self.remove(key)
 
     def end(self, request_id: RequestId, index: int) -> None:
-        """Remove one sample that runs, or waits for that here. An unknown sample is ignored."""
+        """Remove one sample that runs or waits here. Unknown samples are ignored."""
         for prompt in self.prefilled:
             if prompt.request.request_id == request_id:
                 prompt.samples = deque(sample for sample in prompt.samples if sample.index != index)
@@ -98,7 +102,7 @@ class SampleShard:
             self.remove((request_id, index))
 
     def take_pages_for_next_slice(self) -> None:
-        """Take the pages of running samples, of which the one with the fewest tokens is preempted until they fit."""
+        """Take the pages that running samples need, and preempt samples until the pages suffice."""
         while True:
             missing = self._find_missing_pages()
             if self.cache.fits(_sum_pages(missing)):
@@ -106,10 +110,12 @@ class SampleShard:
             self._preempt()
 
     def insert(self) -> None:
-        """Let as many samples of computed prompts run as there are rows and pages."""
+        """Start as many samples of computed prompts as there are rows and pages."""
         while self.prefilled and (num_rows := self.num_rows - len(self.running)):
             prompt = self.prefilled[0]
             size, needed = prompt.request.prompt.size, self._count_reserved_pages()
+
+            # Count the samples whose pages and states fit.
             lengths: list[int] = []
             for sample in islice(prompt.samples, num_rows):
                 length = sample.length_after(self._slice_tokens)
@@ -117,11 +123,14 @@ class SampleShard:
                 if not self.cache.fits(needed, len(lengths) + 1):
                     break
                 lengths.append(length)
+
             if not lengths and self.running:
                 return
             if not lengths:
                 self._preempt(keep=prompt)
                 continue
+
+            # Give each of these samples its pages and a row.
             assert prompt.table is not None
             for table in self.cache.fork(prompt.table, size, lengths):
                 sample = prompt.samples.popleft()
@@ -130,20 +139,20 @@ class SampleShard:
             self.drop_inserted()
 
     def drop_inserted(self) -> None:
-        """Free what computed prompts have whose samples all run."""
+        """Free the computed prompts whose samples all run."""
         for prompt in self.prefilled:
             if not prompt.samples:
                 self.prefiller.drop(prompt)
         self.prefilled = deque(prompt for prompt in self.prefilled if prompt.samples)
 
     def _count_reserved_pages(self) -> int:
-        """Return how many pages the running samples take within some slices."""
+        """Return how many pages the running samples need within SPARE_SLICES slices."""
         return _sum_pages(self._find_missing_pages(SPARE_SLICES))
 
     def _find_missing_pages(self, num_slices: int = 1) -> list[tuple[BlockTableRow, int]]:
-        """Return the tables of running samples that lack pages for their next slices, with the numbers of these.
+        """Return the tables that lack pages for the next slices, with the number missing.
 
-        It is asked for each slice and all samples, so it calls nothing.
+        This runs for every slice over all samples, so it is written without calls.
         """
         num_steps, page = num_slices * self._slice_tokens, self._memory.page
         return [
@@ -154,11 +163,13 @@ class SampleShard:
         ]
 
     def _preempt(self, keep: Prefill | None = None) -> None:
-        """Let what has the fewest tokens wait and free what it has of the cache: a partly computed prompt first.
+        """Free the pages of one prompt or sample, and put it back into its queue.
 
-        The last running sample, or the prompt `keep`, goes on when all others have been preempted.
+        A partly computed prompt comes first, then the running sample with the fewest tokens.
+
+        The last running sample, or the prompt `keep`, continues when everything else is preempted.
         """
-        samples, others = self.running.values(), [each for each in self.prefilled if each is not keep]
+        samples, others = self.running.values(), [prompt for prompt in self.prefilled if prompt is not keep]
         if self._is_on_shard(self._sample_queue.current):
             self.prefiller.drop(self._sample_queue.requeue_current())
         elif len(samples) > 1:

@@ -1,11 +1,11 @@
-"""The rows of a decode slice: which samples have them, and how many there are.
+"""The rows of a decode slice: their number, the sample and adapter of each row, and its results.
 
-A slice computes as many rows as the least row count that holds the running samples, so that a free slot costs little.
-On one CPU device a row has the same bits for any count in use: the order of sums is tried at the start, on the same
-numbers for all. Elsewhere this is not checked. In float32 there is one count then, and in bfloat16, whose bits depend
-on other samples anyway, there are few.
+A slice has the smallest row count that holds the running samples, so that unused slots cost little.
 
-A dispatched slice (`Slice`) also belongs here: what its samples drew once the host reads it.
+On a single CPU device, a row has the same bits for every row count in use. XLA may sum in a
+different order for some counts, so each count is compared with the largest one, on the same
+numbers, before its first use. Elsewhere this is not checked: float32 has a single count there, and
+bfloat16, where bits depend on other samples anyway, has a few.
 
 Legend: S rows, N steps, K top tokens.
 """
@@ -28,25 +28,34 @@ from skyrl_tx.contract.arrays import Float32Array, Int32Array
 from skyrl_tx.contract.results import TopK
 
 PAIR_ROWS = 2
-"""Rows for one or two samples. XLA on CPU adds the products of one row in another order than those of several."""
-GROWTH_FACTOR = 4
-"""Growth of row counts on accelerators, from 16, and of the numbers of adapters in one slice, from 4.
+"""The row count for one or two samples.
 
-Programs of few rows read the weights as long as those of many, and each takes its time to compile."""
-FEW = 8
-"""Measured on CPU, in ms of a step with 30M parameters: two rows 16, four 19, eight 21, 16 rows 26, 64 rows 59."""
+A single row would not do: XLA on CPU sums the products of one row in a different order than the
+products of multiple rows.
+"""
+GROWTH_FACTOR = 4
+"""The growth of row counts on accelerators (16, 64, ...) and of adapter counts (4, 16, ...).
+
+Programs with few rows spend as much time on reading the weights as programs with more rows, and
+each program takes time to compile.
+"""
+MIN_ROWS = 8
+"""The smallest row count on a single CPU device, except for PAIR_ROWS.
+
+Measured with 30M parameters, ms per step: 2 rows 16, 4 rows 19, 8 rows 21, 16 rows 26, 64 rows 59.
+"""
 
 log = logging.getLogger(__name__)
 
 
 class RowCounts:
-    """The numbers of rows that slices may have. The largest is always in use."""
+    """The row counts that slices may have. The largest is always in use."""
 
     def __init__(self, counts: Sequence[int], decode_rows: Callable[[int, bool], Any] | None = None) -> None:
-        """Create the counts, in ascending order.
+        """Create the counts, which must be ascending.
 
-        `decode_rows(count, any_adapter)` returns the numbers that programs with and without adapters compute of some rows.
-        Without it all counts are in use.
+        `decode_rows(count, any_adapter)` returns the results of a decode slice of `count` rows,
+        with or without adapters. Without this function, all counts are in use.
         """
         self.all = counts
         self._decode_rows = decode_rows
@@ -54,36 +63,37 @@ class RowCounts:
 
     @classmethod
     def for_single_cpu(cls, num_slots: int, decode_rows: Callable[[int, bool], Any]) -> Self:
-        """Return the counts for up to `num_slots` samples on one CPU device; see `__init__`."""
-        largest = max(next_power_of_two(num_slots), FEW)
-        few = [] if largest == FEW else [PAIR_ROWS]  # eight rows are enough of a gain to need no other program
-        return cls([*few, *(FEW << i for i in range((largest // FEW).bit_length()))], decode_rows)
+        """Return the counts for up to `num_slots` samples on a single CPU device; see `__init__`."""
+        largest = max(next_power_of_two(num_slots), MIN_ROWS)
+        few = [] if largest == MIN_ROWS else [PAIR_ROWS]  # for up to eight slots, one program is fast enough
+        return cls([*few, *(MIN_ROWS << i for i in range((largest // MIN_ROWS).bit_length()))], decode_rows)
 
     @classmethod
     def for_accelerators(cls, num_slots: int, num_shards: int, num_copies: int = 1) -> Self:
-        """Return the counts for up to `num_slots` samples in bfloat16, whose rows are cut into shards.
+        """Return the counts for up to `num_slots` samples in bfloat16, on `num_shards` shards.
 
-        Each of the copies of the weights has as many rows as a single one would have.
+        Each of the `num_copies` replicas of the weights has as many rows as a single replica would
+        have.
         """
         few = (num_copies * GROWTH_FACTOR**n for n in itertools.count(2))
         counts = itertools.takewhile(lambda count: count < num_slots, few)
         return cls([*(count for count in counts if count % num_shards == 0), num_slots])
 
     def choose(self, num_samples: int, *, any_adapter: bool) -> int:
-        """Return the least count in use that has a row for each sample."""
+        """Return the smallest count in use that has a row for each sample."""
         return next(count for count in self.all if count >= num_samples and self.is_used(count, any_adapter))
 
     def is_used(self, count: int, any_adapter: bool) -> bool:
-        """Return whether rows have the same bits as with the largest count, with which they are compared once."""
+        """Return whether rows have the same bits as with the largest count. Compares them once."""
         if count == self.all[-1] or self._decode_rows is None:
             return True
         key = count, any_adapter
         if key not in self._agrees:
-            mine, largest = (self._decode_rows(each, any_adapter) for each in (count, self.all[-1]))
+            mine, largest = (self._decode_rows(rows, any_adapter) for rows in (count, self.all[-1]))
             pairs = zip(jax.tree.leaves(mine), jax.tree.leaves(largest), strict=True)
             self._agrees[key] = all(np.array_equal(own, other[: len(own)]) for own, other in pairs)
             if not self._agrees[key]:
-                log.warning("decoding never computes %d rows: their bits differ from those of more rows", count)
+                log.warning("decode slices of %d rows are disabled: they round differently from larger slices", count)
         return self._agrees[key]
 
 
@@ -92,36 +102,46 @@ class SliceRows:
     """The sample of each row, and the adapters of the rows."""
 
     samples: tuple[RunningSample | None, ...]
-    """None: a row without a sample."""
+    """None is a row without a sample."""
     adapters: tuple[int, ...]
-    """Adapter slots: of all rows, of each tile of rows, or of each row; with `groups` each slot in use once."""
+    """Adapter slots: one for all rows, one per tile, or one per row.
+
+    With `groups`, each slot in use once.
+    """
     groups: tuple[int, ...] | None = None
-    """The index in `adapters` of each row's."""
+    """For each row, the index of its adapter in `adapters`."""
 
     @classmethod
     def arrange(
         cls, samples: Iterable[RunningSample], count: int, *, merges: bool, num_shards: int = 1, max_adapters: int = 0
     ) -> "SliceRows":
-        """Return rows for the samples, such that tiles share an adapter if there are rows enough for that.
+        """Assign the samples to rows. The rows of a tile share an adapter if there are enough rows.
 
-        Each shard has as many rows, one shard after the other, of which its samples have the first. If it `merges`, the
-        adapters are those in use, padded to one of a few numbers up to `max_adapters` (0: any), and all rows are
-        multiplied with all of them: one adapter is two plain products, and no tile has a copy. Sums have another order
-        than in tiles then, so that bits depend on other samples.
+        All shards have the same number of rows, one shard after the other. The samples of a shard
+        have its first rows.
+
+        With `merges`, `adapters` lists the adapters in use, padded to one of a few lengths up to
+        `max_adapters` (0: no limit), and all rows are multiplied with all of them. A single adapter
+        then takes two plain products, and no tile needs a copy of its adapter. Sums have another
+        order than in tiles, so bits depend on other samples.
         """
         samples = list(samples)
         adapters = sorted({sample.adapter for sample in samples})
-        if merges and num_shards == 1:  # the usual case on accelerators, where the host has little time
+        if merges and num_shards == 1:  # the usual case on accelerators, where host time is scarce
             return cls._from_merged_adapters((*samples, *[None] * (count - len(samples))), adapters, max_adapters)
+
         by_shard: list[dict[int, list[RunningSample]]] = [{} for _ in range(num_shards)]
         for sample in samples:
             by_shard[sample.table.shard].setdefault(sample.adapter, []).append(sample)
+
+        # Use tiles of one row if the shards cannot be cut into tiles, or if too few rows are left.
         size, own = len(make_tiles(count)[0]), count // num_shards
         if merges or own % size:
             size = 1
         by_tile = [_pad_to_tiles(part, size) for part in by_shard]
         if any(len(rows) > own for rows in by_tile):
             size, by_tile = 1, [_pad_to_tiles(part, 1) for part in by_shard]
+
         rows = list[RunningSample | None]()
         for part in by_tile:
             rows += [*part, *[None] * (own - len(part))]
@@ -142,7 +162,7 @@ class SliceRows:
 
     @classmethod
     def iter_shapes(cls, count: int, adapter: int, *, merges: bool, max_adapters: int = 0) -> "Iterator[SliceRows]":
-        """Yield `count` rows without samples, in every shape in which `arrange` returns them, with this adapter."""
+        """Yield empty rows in every shape that `arrange` can return for this count and adapter."""
         rows = (None,) * count
         if merges:
             yield cls(rows, (adapter,))
@@ -156,7 +176,7 @@ class SliceRows:
 
     @property
     def any_adapter(self) -> bool:
-        """Whether a row has another adapter than the base model."""
+        """Whether any row has an adapter."""
         return any(adapter != BASE_SLOT for adapter in self.adapters)
 
     def get_samples_by_row(self) -> dict[int, RunningSample]:
@@ -165,28 +185,30 @@ class SliceRows:
 
 
 def _list_adapter_counts(count: int, max_adapters: int) -> list[int]:
-    """Return how many adapters programs of `count` rows with several are given."""
-    most = min(count, max_adapters or count)
-    return [*itertools.takewhile(lambda number: number < most, (GROWTH_FACTOR**n for n in itertools.count(1))), most]
+    """Return the possible numbers of adapters for slices of `count` rows with multiple adapters."""
+    largest = min(count, max_adapters or count)
+    powers = (GROWTH_FACTOR**n for n in itertools.count(1))
+    return [*itertools.takewhile(lambda number: number < largest, powers), largest]
 
 
 def group_by_length(
-    samples: Iterable[RunningSample], counts: Iterable[int], read_length: Callable[[int], int], most: int
+    samples: Iterable[RunningSample], counts: Iterable[int], read_length: Callable[[int], int], max_positions: int
 ) -> Iterator[list[RunningSample]]:
-    """Cut samples into groups of like length, the longest first, that read at most `most` positions together.
+    """Split samples into groups of similar length that read up to `max_positions` each.
 
-    All rows of a group read as much as its longest. The fewest rows may read more.
+    The group of the longest samples comes first. All rows of a group read as many positions as its
+    longest sample. A group of the smallest row count may read more.
     """
     rest, counts = sorted(samples, key=lambda sample: sample.position, reverse=True), sorted(counts)
     while rest:
         length = read_length(rest[0].position)
-        size = max([counts[0], *(count for count in counts if count * length <= most)])
+        size = max([counts[0], *(count for count in counts if count * length <= max_positions)])
         yield rest[:size]
         rest = rest[size:]
 
 
 def _pad_to_tiles(samples: Mapping[int, list[RunningSample]], size: int) -> list[RunningSample | None]:
-    """Return the samples of each adapter one after another, padded to whole tiles of `size` rows."""
+    """Return the samples sorted by adapter, with the rows of each adapter padded to whole tiles."""
     rows = list[RunningSample | None]()
     for _, group in sorted(samples.items()):
         rows += [*group, *[None] * (-len(group) % size)]
@@ -194,12 +216,12 @@ def _pad_to_tiles(samples: Mapping[int, list[RunningSample]], size: int) -> list
 
 
 RowTokens = tuple[RunningSample, int, Int32Array, Float32Array, bool, TopK | None]
-"""A sample, and what a slice drew of it: the arguments of `RunningSample.take_slice`."""
+"""A sample and what a slice drew for it: the arguments of `RunningSample.take_slice`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlicePart:
-    """The rows of one call of the program."""
+    """The rows and the result of one program call."""
 
     rows: SliceRows
     start_S: Any
@@ -209,15 +231,18 @@ class SlicePart:
 
 
 class DispatchedSlice:
-    """Rows that devices compute, or have computed."""
+    """A slice that the devices are computing or have computed."""
 
-    def __init__(self, parts: Sequence[SlicePart], guarded: Callable[[], AbstractContextManager[None]]) -> None:
-        """Errors of the devices are raised where results are read, inside a context that `guarded` makes."""
+    def __init__(self, parts: Sequence[SlicePart], make_guard: Callable[[], AbstractContextManager[None]]) -> None:
+        """Results are read inside a context from `make_guard`, because device errors surface there."""
         self._parts = parts
-        self._make_guard = guarded
+        self._make_guard = make_guard
 
     def read(self) -> Iterator[RowTokens]:
-        """Wait for the devices, and yield what each sample drew. Raises BackendLost if the cache is lost."""
+        """Wait for the devices and yield what each sample drew.
+
+        Raises BackendLost if the cache is lost.
+        """
         for part in self._parts:
             yield from self._read(part)
 
@@ -225,9 +250,9 @@ class DispatchedSlice:
         drawn = part.result.drawn
         topk = (drawn.topk_tokens, drawn.topk_logprobs) if part.wants_topk else None
         with self._make_guard():
-            found = fetch((drawn.tokens, drawn.logprobs, part.result.num_S, part.result.is_stopped_S, topk))
-        tokens_NS, logprobs_NS, num_S, is_stopped_S, topk = found
-        tokens_SN, logprobs_SN = (list(np.ascontiguousarray(each.T)) for each in (tokens_NS, logprobs_NS))
+            result = fetch((drawn.tokens, drawn.logprobs, part.result.num_S, part.result.is_stopped_S, topk))
+        tokens_NS, logprobs_NS, num_S, is_stopped_S, topk = result
+        tokens_SN, logprobs_SN = (list(np.ascontiguousarray(x_NS.T)) for x_NS in (tokens_NS, logprobs_NS))
         rows = zip(part.rows.samples, part.start_S.tolist(), num_S.tolist(), is_stopped_S.tolist(), strict=True)
         for row, (sample, start, num, is_stopped) in enumerate(rows):
             if sample is None:
@@ -235,8 +260,9 @@ class DispatchedSlice:
             tokens_N, logprobs_N = tokens_SN[row], logprobs_SN[row]
             if num < len(tokens_N):
                 tokens_N, logprobs_N = tokens_N[:num], logprobs_N[:num]
-            # Copies, so that a delta does not keep all rows in memory.
+            # Copy, so that a delta does not keep the arrays of all rows in memory.
             tokens_N, logprobs_N = tokens_N.copy(), logprobs_N.copy()
+
             own = None
             if topk is not None and (k := sample.request.options.sample_topk):
                 own = TopK(token_ids=topk[0][:num, row, :k].copy(), logprobs=topk[1][:num, row, :k].copy())

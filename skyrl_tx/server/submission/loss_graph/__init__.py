@@ -1,4 +1,5 @@
-"""Compiles the graph of a custom loss, as `torch.fx` records it, to the closed vocabulary of the contract.
+"""Compiles the graph of a custom loss, as recorded by `torch.fx`, to operations of the contract.
 
-Nothing of the graph is executed: a function is found by its exact name in `vocabulary`, or refused.
+The server never executes code from the graph. Every function must be listed by its exact name in
+`vocabulary`, and all other functions are refused.
 """

@@ -1,4 +1,4 @@
-"""Arguments of a graph's nodes: from their form on the wire to Python values, and bound to the names of parameters."""
+"""Arguments of the nodes of a graph: decodes them, and binds them to parameter names."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _FLOATS = {"inf": float("inf"), "-inf": float("-inf")}
 
 @dataclass(frozen=True, slots=True)
 class ShapeArgument:
-    """The shape of a value, as `x.shape` gives it."""
+    """The shape of a value, from `x.shape` or `x.size()`."""
 
     value: Value
 
@@ -30,7 +30,7 @@ class DtypeArgument:
 
 @dataclass(frozen=True, slots=True)
 class DictArgument:
-    """A dict of an output node."""
+    """A dict, which only the output node may have."""
 
     items: Mapping[str, "Argument"]
 
@@ -65,29 +65,38 @@ Argument = (
     | str
     | None
 )
-"""An argument: a value of the loss, or something that is known when it is uploaded."""
+"""An argument: a value of the loss, or a Python value that is known at upload time."""
 
 
 def read_argument(sent: object, find: Callable[[str], Argument], depth: int = 0) -> Argument:
-    """Read an argument in the form of `tinker/types/custom_loss_graph.py`; `find` returns an earlier node's result.
+    """Decode an argument. Raises UserError if it has an unknown form.
 
-    Raises UserError for another form.
+    The encoding is defined in `tinker/types/custom_loss_graph.py`. For example, `{"ref": "mul_1"}`
+    is the result of an earlier node, which `find` looks up, and `{"slice": [0, -1, null]}` is a
+    slice.
     """
     if depth > _MAX_DEPTH:
         raise UserError(f"an argument is nested more than {_MAX_DEPTH} levels deep")
+
+    # Plain values and lists stand for themselves.
     if sent is None or isinstance(sent, bool | int | float | str):
         return sent
     if isinstance(sent, list):
         return _read_items(cast(list[object], sent), find, depth)
+
+    # Everything else is an object with one key, which names the kind.
     table = cast(dict[str, object], sent) if isinstance(sent, dict) else dict[str, object]()
     if len(table) != 1:
         raise UserError(f"argument {quote_value(table or type(cast(object, sent)).__name__)} is not understood")
     ((kind, content),) = table.items()
+
     match kind, content:
         case "ref", str():
             return find(content)
         case "tuple", list():
             return _read_items(cast(list[object], content), find, depth)
+
+        # Indices and constants
         case "slice", list() if len(cast(list[object], content)) == 3:
             return SliceArgument(*_read_items(cast(list[object], content), find, depth).items)
         case "ellipsis", True:
@@ -96,13 +105,15 @@ def read_argument(sent: object, find: Callable[[str], Argument], depth: int = 0)
             return _FLOATS[content]
         case "float", "nan":
             raise UserError("a constant is NaN")
+
+        # Dtypes and dicts
         case "dtype", str():
             return DtypeArgument(content)
         case "dict", dict():
             items = cast(dict[str, object], content)
             if len(items) > _MAX_ITEMS:
                 raise UserError(f"a dict has {len(items)} items; must have at most {_MAX_ITEMS}")
-            return DictArgument({key: read_argument(each, find, depth + 1) for key, each in items.items()})
+            return DictArgument({key: read_argument(item, find, depth + 1) for key, item in items.items()})
         case _:
             raise UserError(f"argument {quote_value(table)} is not understood")
 
@@ -110,7 +121,7 @@ def read_argument(sent: object, find: Callable[[str], Argument], depth: int = 0)
 def _read_items(sent: list[object], find: Callable[[str], Argument], depth: int) -> ListArgument:
     if len(sent) > _MAX_ITEMS:
         raise UserError(f"a list has {len(sent)} items; must have at most {_MAX_ITEMS}")
-    return ListArgument(tuple(read_argument(each, find, depth + 1) for each in sent))
+    return ListArgument(tuple(read_argument(item, find, depth + 1) for item in sent))
 
 
 _KINDS: Mapping[type, str] = {
@@ -122,14 +133,19 @@ _KINDS: Mapping[type, str] = {
 
 
 class Arguments:
-    """The arguments of one call by the names of its parameters, and their conversions, which name what is wrong."""
+    """The arguments of one call by parameter name.
+
+    The `get` methods convert an argument, and raise UserError that names it if it has the wrong
+    type.
+    """
 
     def __init__(
         self, builder: Builder, parameters: str, args: Sequence[Argument], kwargs: Mapping[str, Argument]
     ) -> None:
-        """Bind arguments. `parameters` lists the names; one that ends in `?` may be absent.
+        """Bind positional and keyword arguments.
 
-        Raises UserError for too many, missing or unknown arguments.
+        `parameters` lists the parameter names. The names of optional parameters end with `?`, for
+        example `"input dim?"`. Raises UserError for too many, missing or unknown arguments.
         """
         self.builder = builder
         names = parameters.split()
@@ -138,8 +154,8 @@ class Arguments:
             raise UserError(f"has {len(args)} arguments; it takes at most {len(names)} here: {_join_names(names)}")
         for name, value in (*zip(names, args, strict=False), *kwargs.items()):
             plain = name.removesuffix("?")
-            if plain not in {each.removesuffix("?") for each in names}:
-                raise UserError(f"argument {quote_value(name)} is not offered; it takes {_join_names(names)}")
+            if plain not in {parameter.removesuffix("?") for parameter in names}:
+                raise UserError(f"argument {quote_value(name)} is not supported; it takes {_join_names(names)}")
             if plain in self._given:
                 raise UserError(f"argument {plain} is given twice")
             self._given[plain] = value
@@ -148,11 +164,11 @@ class Arguments:
                 raise UserError(f"argument {name} is missing; it takes {_join_names(names)}")
 
     def get(self, name: str, default: Argument = None) -> Argument:
-        """Return an argument as it is."""
+        """Return an argument without conversion."""
         return self._given.get(name, default)
 
     def get_value(self, name: str) -> Value:
-        """Return a tensor, or a number as a constant. Raises UserError for anything else."""
+        """Return a tensor, or a number as a constant."""
         given = self.get(name)
         if isinstance(given, Value):
             return given
@@ -161,7 +177,7 @@ class Arguments:
         raise UserError(f"argument {name} must be a tensor or a number, not {_describe_kind(given)}")
 
     def get_tensor(self, name: str) -> Value:
-        """Return a tensor. Raises UserError for anything else."""
+        """Return a tensor."""
         given = self.get(name)
         if not isinstance(given, Value):
             raise UserError(f"argument {name} must be a tensor, not {_describe_kind(given)}")
@@ -171,44 +187,52 @@ class Arguments:
         """Return a tensor or a number as float32."""
         return self.builder.to_float32(self.get_value(name))
 
-    def get_flag(self, name: str, default: bool = False) -> bool:
-        """Return True or False."""
-        given = self.get(name, default)
+    def get_flag(self, name: str) -> bool:
+        """Return True or False. False if the argument is absent."""
+        given = self.get(name, False)
         if not isinstance(given, bool):
             raise UserError(f"argument {name} must be True or False, not {_describe_kind(given)}")
         return given
 
     def get_axis(self, name: str, rank: int) -> int:
-        """Return a dimension, counted from the first."""
+        """Return the index of a dimension, counted from the first.
+
+        For example, -1 becomes `rank - 1`.
+        """
         return resolve_axis(self.get(name), name, rank)
 
     def get_axes(self, name: str, rank: int) -> tuple[int, ...]:
-        """Return dimensions; all of them if the argument is absent or an empty tuple."""
+        """Return the sorted indices of dimensions.
+
+        Returns all dimensions if the argument is absent or an empty tuple, as torch does.
+        """
         given = self.get(name)
         if given is None or given == ListArgument(()):
             return tuple(range(rank))
-        axes = tuple(
-            resolve_axis(each, name, rank) for each in (given.items if isinstance(given, ListArgument) else (given,))
-        )
+        items = given.items if isinstance(given, ListArgument) else (given,)
+        axes = tuple(resolve_axis(item, name, rank) for item in items)
         if len(set(axes)) < len(axes):
             raise UserError(f"argument {name} names a dimension twice")
         return tuple(sorted(axes))
 
     def check_allowed(self, name: str, *allowed: Argument) -> None:
-        """Raise UserError unless an argument is absent or one of those allowed."""
+        """Raise UserError unless an argument is absent or has one of the allowed values."""
         given = self.get(name, allowed[0])
-        if not any(given is each or (type(given) is type(each) and given == each) for each in allowed):
-            raise UserError(f"argument {name} {_describe_kind(given)} is not offered")
+        if not any(given is value or (type(given) is type(value) and given == value) for value in allowed):
+            raise UserError(f"argument {name} {_describe_kind(given)} is not supported")
 
     def check_float32(self, name: str) -> None:
         """Raise UserError unless a dtype is absent or float32."""
         given = self.get(name)
         if given is not None and given != DtypeArgument("float32"):
-            raise UserError(f"argument {name} {_describe_kind(given)} is not offered: losses are computed in float32")
+            raise UserError(f"argument {name} {_describe_kind(given)} is not supported: losses are computed in float32")
 
 
 def resolve_axis(given: Argument, name: str, rank: int) -> int:
-    """Return a dimension, counted from the first. Raises UserError if it is not a whole number, or outside the rank."""
+    """Return the index of a dimension, counted from the first.
+
+    Raises UserError if `given` is not a whole number, or is out of range.
+    """
     if isinstance(given, bool) or not isinstance(given, int):
         raise UserError(f"argument {name} must be a whole number, not {_describe_kind(given)}")
     if not -rank <= given < rank:
@@ -217,7 +241,7 @@ def resolve_axis(given: Argument, name: str, rank: int) -> int:
 
 
 def _describe_kind(given: Argument) -> str:
-    """Describe an argument."""
+    """Describe an argument for an error message."""
     if given is None:
         return "None"
     if isinstance(given, Value):

@@ -1,4 +1,4 @@
-"""Builds a `CustomLoss` operation by operation, and knows type and shape of every value."""
+"""Builds a `CustomLoss` operation by operation, and tracks the type and shape of every value."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ _KEEPS_BOOL = frozenset({"unsqueeze", "squeeze", "slice", "select", "stop_gradie
 class Value:
     """A value of the loss: an input, a constant, or the result of an operation.
 
-    `has_gradient` says whether it depends on the log-probabilities in a way that can be differentiated.
+    `has_gradient` says whether the value depends on the logprobs in a differentiable way.
     """
 
     shape: Shape
@@ -40,13 +40,13 @@ class Value:
 
     @property
     def text(self) -> str:
-        """The value's shape as error messages show it."""
+        """The shape of the value for error messages."""
         return shape_text(self.shape)
 
 
 @dataclass(slots=True)
 class Builder:
-    """The values of one loss so far."""
+    """The values of one loss that have been added so far."""
 
     inputs: Sequence[CustomLossInput]
     input_values: list[Value] = field(init=False)
@@ -54,10 +54,15 @@ class Builder:
     _results: list[Value] = field(init=False, default_factory=list[Value])
 
     def __post_init__(self) -> None:
-        self.input_values = [Value(each.shape, has_gradient=each.name == LOGPROBS) for each in self.inputs]
+        self.input_values = [
+            Value(loss_input.shape, has_gradient=loss_input.name == LOGPROBS) for loss_input in self.inputs
+        ]
 
     def add_constant(self, number: float) -> Value:
-        """Return a scalar constant. Raises UserError for NaN, and for a number that float32 does not hold."""
+        """Return a scalar constant.
+
+        Raises UserError for NaN and for numbers that do not fit float32.
+        """
         if isinstance(number, float) and math.isnan(number):
             raise UserError("a constant is NaN")
         if abs(number) > _MAX_FLOAT32 and not (isinstance(number, float) and math.isinf(number)):
@@ -68,7 +73,10 @@ class Builder:
         return self._constants[number]
 
     def emit(self, operation: str, *reads: Value, options: tuple[int, ...] = ()) -> Value:
-        """Return the result of an operation. Raises UserError for shapes that do not fit, or too many operations."""
+        """Add an operation and return its result.
+
+        Raises UserError if the shapes do not fit, or if the loss has too many operations.
+        """
         if len(self._results) == MAX_OPERATIONS:
             raise UserError(f"the loss has more than {MAX_OPERATIONS} operations")
         try:
@@ -77,6 +85,7 @@ class Builder:
             )
         except ShapeError as error:
             raise UserError(str(error)) from error
+
         value = Value(
             shape=shape,
             is_bool=operation in GIVES_BOOL or (operation in _KEEPS_BOOL and reads[0].is_bool),
@@ -93,18 +102,22 @@ class Builder:
         return self.emit("to_float", value) if value.is_bool else value
 
     def to_bool(self, value: Value) -> Value:
-        """Return a value as bool: whether it is not 0."""
+        """Return a value as bool: True where it is not 0."""
         return value if value.is_bool else self.emit("ne", value, self.add_constant(0.0))
 
     def finish(self, name: str, loss: Value, metrics: Mapping[str, Value]) -> CustomLoss:
-        """Return the loss without the operations whose results it does not need."""
-        wanted = {id(loss), *map(id, metrics.values())}
-        for value in reversed(self._results):  # what a value reads comes before it
-            if id(value) in wanted:
-                wanted.update(map(id, value.reads))
-        constants = [value for value in self._constants.values() if id(value) in wanted]
-        results = [value for value in self._results if id(value) in wanted]
+        """Return the loss. Operations whose results are not needed are dropped."""
+        # Find the values that the loss and the metrics need. Operations come after their operands.
+        needed = {id(loss), *map(id, metrics.values())}
+        for value in reversed(self._results):
+            if id(value) in needed:
+                needed.update(map(id, value.reads))
+
+        # Number the inputs, constants and results in this order.
+        constants = [value for value in self._constants.values() if id(value) in needed]
+        results = [value for value in self._results if id(value) in needed]
         numbers = {id(value): number for number, value in enumerate([*self.input_values, *constants, *results])}
+
         return CustomLoss(
             name=name,
             inputs=tuple(self.inputs),

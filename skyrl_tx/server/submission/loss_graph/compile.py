@@ -1,4 +1,7 @@
-"""A graph of `torch.fx` to a `CustomLoss`, node by node, or an error that names the node and what is wrong with it."""
+"""Compiles a `torch.fx` graph to a `CustomLoss`, node by node.
+
+An error names the node and what is wrong with it.
+"""
 
 import re
 from collections.abc import Sequence
@@ -26,11 +29,15 @@ _IN_THE_CLIENT = "pass the function itself to forward_backward_custom to run it 
 
 
 def compile_loss(request: CreateCustomLossRequest) -> CustomLoss:
-    """Return the loss of an upload. Raises UserError that names the field or the node which is not offered."""
+    """Compile an uploaded loss.
+
+    Raises UserError that names the field or node that this server does not support.
+    """
     require(request.graph.format == _FORMAT, f"graph.format {request.graph.format}: this server reads {_FORMAT}")
     inputs = _read_inputs(request.inputs)
     nodes = request.graph.nodes
     require(bool(nodes) and nodes[-1].op == "output", "graph.nodes: the last node must be the output")
+
     builder = Builder(inputs)
     results: dict[str, Argument] = {}
     placeholders = iter(zip(inputs, builder.input_values, strict=True))
@@ -45,8 +52,9 @@ def compile_loss(request: CreateCustomLossRequest) -> CustomLoss:
         try:
             refuse_extra(node, "")
             require(node.name not in results, "has the name of an earlier node")
-            args = tuple(read_argument(each, find) for each in node.args)
-            kwargs = {name: read_argument(each, find) for name, each in node.kwargs.items()}
+            args = tuple(read_argument(sent, find) for sent in node.args)
+            kwargs = {name: read_argument(sent, find) for name, sent in node.kwargs.items()}
+
             if node.op == "placeholder":
                 declared = next(placeholders, None)
                 require(declared is not None and declared[0].name == node.target, _describe_undeclared(node))
@@ -65,21 +73,25 @@ def compile_loss(request: CreateCustomLossRequest) -> CustomLoss:
 
 def _read_inputs(sent: Sequence[GraphInput]) -> tuple[CustomLossInput, ...]:
     require(1 <= len(sent) <= _MAX_INPUTS, f"inputs: has {len(sent)} names; must have 1 to {_MAX_INPUTS}")
-    for index, each in enumerate(sent):
-        refuse_extra(each, f"inputs[{index}].")
+    for index, item in enumerate(sent):
+        where = f"inputs[{index}]"
+        refuse_extra(item, f"{where}.")
         require(
-            _INPUT_NAME.fullmatch(each.name) is not None,
-            f"inputs[{index}].name {quote_value(each.name)}: must be a lowercase name of letters, digits and underscores",
+            _INPUT_NAME.fullmatch(item.name) is not None,
+            f"{where}.name {quote_value(item.name)}: must be a lowercase name of letters, digits and underscores",
         )
         lowest = 1 if index == 0 else 0
-        require(lowest <= each.rank <= 2, f"inputs[{index}].rank {each.rank}: must be from {lowest} to 2")
+        require(lowest <= item.rank <= 2, f"{where}.rank {item.rank}: must be from {lowest} to 2")
+
     require(sent[0].name == LOGPROBS, f"inputs[0].name {quote_value(sent[0].name)}: must be {LOGPROBS!r}")
-    require(len({each.name for each in sent}) == len(sent), "inputs: a name is there twice")
-    return tuple(CustomLossInput(name=each.name, rank=each.rank) for each in sent)
+    require(len({item.name for item in sent}) == len(sent), "inputs: a name is there twice")
+    return tuple(CustomLossInput(name=item.name, rank=item.rank) for item in sent)
 
 
 def _describe_undeclared(node: LossGraphNode) -> str:
-    return f"is placeholder {quote_value(node.target)}; placeholders must be those of `inputs`, in their order"
+    return (
+        f"is placeholder {quote_value(node.target)}; the placeholders must be the names in `inputs`, in the same order"
+    )
 
 
 def _call_function(
@@ -87,13 +99,13 @@ def _call_function(
 ) -> Argument:
     if node.op not in ("call_function", "call_method"):
         raise UserError(
-            f"op {quote_value(node.op)} is not offered: a custom loss calls functions and methods of tensors"
+            f"op {quote_value(node.op)} is not supported: a custom loss calls functions and methods of tensors"
         )
     entry = (FUNCTIONS if node.op == "call_function" else METHODS).get(node.target)
     kind = "function" if node.op == "call_function" else "method"
     if entry is None:
         raise UserError(
-            f"{kind} {quote_value(node.target)} is not offered in custom losses on this server; {_IN_THE_CLIENT}"
+            f"{kind} {quote_value(node.target)} is not supported in custom losses on this server; {_IN_THE_CLIENT}"
         )
     try:
         return entry.function(Arguments(builder, entry.parameters, args, kwargs))
@@ -105,18 +117,20 @@ def _build_loss(builder: Builder, name: str, args: tuple[Argument, ...]) -> Cust
     given = args[0] if len(args) == 1 else None
     if not (isinstance(given, ListArgument) and len(given.items) == 2 and isinstance(given.items[1], DictArgument)):
         raise UserError("must return (loss, metrics), where metrics is a dict")
+
     loss, metrics = given.items[0], given.items[1].items
     value = _check_scalar("the loss", loss)
     require(value.has_gradient, f"the loss does not depend on {LOGPROBS}, so it has no gradient")
     require(not value.is_bool, "the loss is bool; must be a float")
+
     require(len(metrics) <= _MAX_METRICS, f"has {len(metrics)} metrics; must have at most {_MAX_METRICS}")
     for key in metrics:
         require(
             _METRIC_NAME.fullmatch(key) is not None,
             f"metric {quote_value(key)} must be named custom/<name>:sum or custom/<name>:mean in lowercase",
         )
-    found = {key: builder.to_float32(_check_scalar(f"metric {key}", each)) for key, each in metrics.items()}
-    return builder.finish(name, value, found)
+    metric_values = {key: builder.to_float32(_check_scalar(f"metric {key}", metric)) for key, metric in metrics.items()}
+    return builder.finish(name, value, metric_values)
 
 
 def _check_scalar(what: str, given: Argument) -> Value:

@@ -1,7 +1,8 @@
-"""The functions and methods of torch that a custom loss may use, each as operations of the contract.
+"""The functions and methods of torch that a custom loss may use.
 
-Where torch and numpy differ in a derivative at a corner, the operations are those that have torch's: a clamp passes the
-gradient at its bounds, a relu does not at 0.
+Each one is translated to operations of the contract. Where torch and numpy disagree on a
+derivative, the operations follow torch. For example, a clamp passes the gradient at its bounds, and
+a relu does not at 0.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,12 +21,12 @@ from skyrl_tx.server.submission.loss_graph.builder import Builder, Value
 
 _Function = Callable[[Arguments], Argument]
 _MAX_INDEX = 4096
-"""The largest index, so that it fits the shortest sequences that can matter."""
+"""Maximum absolute value of an index."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The parameters of a function, see `Arguments`, and what it returns."""
+    """The parameters of a function (see `Arguments`), and the function that translates a call."""
 
     parameters: str
     function: _Function
@@ -49,7 +50,7 @@ def _bitwise(operation: str) -> _Function:
     def function(x: Arguments) -> Value:
         values = [x.get_value("input"), x.get_value("other")]
         if not all(value.is_bool for value in values):
-            raise UserError("`&`, `|` and `^` are offered for bool tensors only, such as comparisons and x.bool()")
+            raise UserError("`&`, `|` and `^` need bool tensors, such as comparisons and x.bool()")
         return x.builder.emit(operation, *values)
 
     return function
@@ -57,7 +58,7 @@ def _bitwise(operation: str) -> _Function:
 
 def _invert(x: Arguments) -> Value:
     if not (value := x.get_tensor("input")).is_bool:
-        raise UserError("`~` is offered for bool tensors only, such as comparisons and x.bool()")
+        raise UserError("`~` needs a bool tensor, such as a comparison or x.bool()")
     return x.builder.emit("logical_not", value)
 
 
@@ -108,7 +109,7 @@ def _where(x: Arguments) -> Value:
     return x.builder.emit("where", condition, x.get_number("input"), x.get_number("other"))
 
 
-def _masked_fill(x: Arguments) -> Value:
+def _fill_where(x: Arguments) -> Value:
     if not (mask := x.get_tensor("mask")).is_bool:
         raise UserError("argument mask must be a bool tensor, such as a comparison or x.bool()")
     return x.builder.emit("where", mask, x.get_number("value"), x.get_number("input"))
@@ -132,7 +133,9 @@ def _extreme(reduction: str, binary: str) -> _Function:
         if isinstance(other, Value):
             return x.builder.emit(binary, x.get_number("input"), x.builder.to_float32(other))
         if other is not None:
-            raise UserError(f"a dimension, which also gives indices, is not offered; use {reduction}")
+            raise UserError(
+                f"max and min over a dimension, which also return indices, are not supported; use {reduction}"
+            )
         return _reduce(x, reduction, x.get_number("input"), keeps=False)
 
     return function
@@ -143,6 +146,7 @@ def _variance(x: Arguments) -> Value:
     x.check_allowed("correction", 1, 0)
     correction = x.get("correction", 1) if x.get("unbiased") is None else x.get_flag("unbiased")
     axes = x.get_axes("dim", len(value.shape))
+
     distance = emit("sub", value, emit("mean", value, options=(1, *axes)))
     total = emit("sum", emit("square", distance), options=(int(x.get_flag("keepdim")), *axes))
     count = x.builder.add_constant(1.0)
@@ -203,7 +207,7 @@ def _to(x: Arguments) -> Value:
         case DtypeArgument("bool"):
             return x.builder.to_bool(x.get_tensor("input"))
         case _:
-            raise UserError("only the dtypes torch.float32 and torch.bool are offered")
+            raise UserError("only the dtypes torch.float32 and torch.bool are supported")
 
 
 def _unsqueeze(x: Arguments) -> Value:
@@ -237,38 +241,39 @@ def _attribute(x: Arguments) -> Argument:
         return ShapeArgument(value)
     if name == "ndim":
         return len(value.shape)
-    raise UserError("the attributes of a tensor that are offered are shape and ndim")
+    raise UserError("the supported attributes of a tensor are shape and ndim")
 
 
 def _item(x: Arguments) -> Argument:
-    of, index = x.get("input"), x.get("index")
-    if isinstance(of, ShapeArgument):
-        if (
-            isinstance(index, bool)
-            or not isinstance(index, int)
-            or not -len(of.value.shape) <= index < len(of.value.shape)
-        ):
-            raise UserError(f"a shape of {len(of.value.shape)} sizes takes one whole number as index")
-        return emit_size(x, of.value, index % len(of.value.shape))
+    source, index = x.get("input"), x.get("index")
+    if isinstance(source, ShapeArgument):
+        rank = len(source.value.shape)
+        if isinstance(index, bool) or not isinstance(index, int) or not -rank <= index < rank:
+            raise UserError(f"a shape of {rank} sizes takes one whole number as index")
+        return emit_size(x, source.value, index % rank)
     return _index(x.builder, x.get_tensor("input"), index)
 
 
 def emit_size(x: Arguments, value: Value, axis: int) -> Value:
-    """Return the size of a dimension, as a scalar."""
+    """Return the size of a dimension as a scalar."""
     return x.builder.emit("size", value, options=(axis,))
 
 
 def _index(builder: Builder, value: Value, index: Argument) -> Value:
-    """Return `value[index]`. Raises UserError for an index whose result depends on numbers or on the length."""
+    """Return `value[index]`.
+
+    Raises UserError if the shape of the result would depend on numbers or on the length of a datum.
+    """
     parts = index.items if isinstance(index, ListArgument) else (index,)
-    wanted = sum(1 for part in parts if part is not None and part is not Ellipsis)
-    if wanted > len(value.shape) or sum(1 for part in parts if part is Ellipsis) > 1:
-        raise UserError(f"{wanted} indices do not fit a tensor {value.text}")
+    num_indices = sum(1 for part in parts if part is not None and part is not Ellipsis)
+    if num_indices > len(value.shape) or sum(1 for part in parts if part is Ellipsis) > 1:
+        raise UserError(f"{num_indices} indices do not fit a tensor {value.text}")
+
     axis = 0
     for position, part in enumerate(parts):
         if part is Ellipsis:
-            rest = parts[position + 1 :]
-            axis = len(value.shape) - sum(1 for each in rest if each is not None)
+            # Skip dimensions, until there are as many as the remaining indices need.
+            axis = len(value.shape) - sum(1 for rest in parts[position + 1 :] if rest is not None)
         elif part is None:
             value = builder.emit("unsqueeze", value, options=(axis,))
             axis += 1
@@ -285,13 +290,13 @@ def _index(builder: Builder, value: Value, index: Argument) -> Value:
 
 def _slice(builder: Builder, value: Value, axis: int, part: SliceArgument) -> Value:
     if part.step not in (None, 1):
-        raise UserError("slices with a step are not offered")
+        raise UserError("slices with a step are not supported")
     start, stop = part.start or 0, part.stop
     if not isinstance(start, int) or isinstance(start, bool) or start < 0:
         raise UserError("a slice must start at a whole number, 0 or more")
     if stop is not None and (not isinstance(stop, int) or isinstance(stop, bool) or stop >= 0):
         raise UserError(
-            "a slice must end at a negative number, or at the end: other ends are not there for every datum"
+            "a slice must end at a negative number, or at the end: another end may be beyond the length of a datum"
         )
     cut = _check_index(start), _check_index(-(stop or 0))
     if cut == (0, 0):
@@ -337,7 +342,7 @@ _SHARED: Mapping[str, Entry] = {
     "clamp_min": Entry("input min", _clamp),
     "clamp_max": Entry("input max", _clamp),
     "relu": Entry("input inplace?", _relu),
-    "masked_fill": Entry("input mask value", _masked_fill),
+    "masked_fill": Entry("input mask value", _fill_where),
     **{name: Entry(_REDUCTION, _reduction(name)) for name in ("sum", "mean")},
     **{name: Entry("input dim? keepdim?", _reduction(name)) for name in ("amax", "amin")},
     "logsumexp": Entry("input dim keepdim?", _reduction("logsumexp")),
@@ -355,7 +360,7 @@ _SHARED: Mapping[str, Entry] = {
     "squeeze": Entry("input dim", _squeeze),
     "numel": Entry("input", _numel),
 }
-"""Functions `torch.<name>` that are methods of a tensor too."""
+"""Functions `torch.<name>` that also exist as methods of a tensor."""
 
 _METHODS_ONLY: Mapping[str, Entry] = {
     "float": Entry("input", lambda x: x.get_number("input")),
@@ -386,7 +391,7 @@ _OPERATORS: Mapping[str, Entry] = {
 }
 
 METHODS: Mapping[str, Entry] = {**_SHARED, **_METHODS_ONLY}
-"""Methods of a tensor, by name."""
+"""Methods of a tensor by name."""
 FUNCTIONS: Mapping[str, Entry] = {
     **{f"torch.{name}": entry for name, entry in _SHARED.items()},
     "torch.where": Entry("condition input other", _where),
@@ -404,4 +409,4 @@ FUNCTIONS: Mapping[str, Entry] = {
     **{f"operator.{name}": entry for name, entry in _OPERATORS.items()},
     "getattr": Entry("input name", _attribute),
 }
-"""Functions by the qualified name that `torch.fx` gives them."""
+"""Functions by the qualified name that `torch.fx` records."""

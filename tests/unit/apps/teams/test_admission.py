@@ -24,7 +24,7 @@ from skyrl_tx.store.database import Store
 from skyrl_tx.store.pauses import Pause, collect_pauses
 from skyrl_tx.store.tables import OverQuota, QuotaRow
 from tests.support.engine_harness import EngineHarness, forward_backward, optim_step, sample
-from tests.support.waiting import until
+from tests.support.polling import until
 from tests.unit.engine.test_schedule import queued
 
 DAY = 20_000 * 86_400.0
@@ -106,7 +106,7 @@ def test_a_pass_counts_when_it_starts_and_not_if_it_fails(world: World) -> None:
     world.admission.refresh()
     world.start(a_pass())
     second = world.start(a_pass(backward=False))
-    reason = "ann has used 20 of 15 training tokens of today, and goes on at 00:00 UTC"
+    reason = "ann has used 20 of today's 15 training tokens; requests resume at 00:00 UTC"
     assert world.admission.may_start(a_pass()) == Wait(reason)
     for other in (a_pass("bob"), queued(2, optim_step()), a_sample()):
         assert world.admission.may_start(other) == START
@@ -195,7 +195,7 @@ def test_beyond_a_quota_that_fails_no_request_waits(world: World) -> None:
     world.admission.refresh()
     world.start(a_pass())
     second = a_pass()
-    reason = "training_tokens_per_day: ann has used 10 of 10 training tokens of today: send it after 00:00 UTC, or ask"
+    reason = "training_tokens_per_day: ann has used 10 of today's 10 training tokens: retry after 00:00 UTC, or ask"
     assert (reason_to_fail(world, second) or "").startswith(reason)
     world.admission.record_end(second, failed())
     assert (reason_to_fail(world, a_pass()) or "").startswith(reason), "what failed does not count"
@@ -215,7 +215,7 @@ def test_of_two_quotas_the_one_that_fails_decides(world: World) -> None:
     assert world.waits(a_pass("ann", session))
     put(world.store, "project:*", "training_tokens_per_day", 5, "fail")
     world.later(1.0)
-    assert "project math has used 10 of 5" in (reason_to_fail(world, a_pass("ann", session)) or "")
+    assert "project math has used 10 of today's 5" in (reason_to_fail(world, a_pass("ann", session)) or "")
 
 
 def test_keys_and_projects_pause_their_sessions(world: World) -> None:
@@ -279,7 +279,10 @@ def test_passes_and_samples_beyond_a_quota_fail_and_leave_the_gradient_incomplet
     drawn = [harness.submit(sample(max_tokens=4, eos_stops=False)) for _ in range(40)]
     harness.run(created, *passes, step, *drawn)
     assert not isinstance(harness.result(passes[0]), Failure)
-    for failed_id, text in ((passes[1], "ann has used 10 of 10 training tokens"), (step, "the gradient is incomplete")):
+    for failed_id, text in (
+        (passes[1], "ann has used 10 of today's 10 training tokens"),
+        (step, "the gradient is incomplete"),
+    ):
         failure = harness.result(failed_id)
         assert isinstance(failure, Failure) and failure.category is ErrorCategory.USER and text in failure.message
     late = harness.submit(sample())
@@ -338,7 +341,7 @@ def test_the_status_names_the_pause_and_the_oldest_request_is_another(harness: E
         engine.join()
     (pause,) = pauses
     assert (pause.subject_kind, pause.subject, pause.limit) == ("owner", "ann", "training_tokens_per_day")
-    assert pause.reason == "ann has used 10 of 1 training tokens of today, and goes on at 00:00 UTC"
+    assert pause.reason == "ann has used 10 of today's 1 training tokens; requests resume at 00:00 UTC"
     assert [each.num_open for each in found] == [1, 1]
     assert found[0].oldest_at is not None and found[1].oldest_at is None
 
@@ -359,7 +362,7 @@ def test_new_models_and_checkpoints_beyond_a_quota_fail(harness: EngineHarness) 
     harness.run(late, refused, following, other)
     for request_id, text in (
         (late, "checkpoint_bytes: the checkpoints of ann take "),
-        (refused, f"models_in_training: ann has 1 models in training and may have 1: unload one of {model_id}"),
+        (refused, f"models_in_training: ann has 1 models in training, and the quota is 1: unload one of {model_id}"),
         (following, uncreated),
     ):
         failure = harness.result(request_id)

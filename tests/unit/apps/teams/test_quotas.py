@@ -41,7 +41,7 @@ def test_weights_are_of_owners(store: Store) -> None:
     put(store, "ann", "weight", 3)
     assert store.read(quotas.read_rules).weights == {"ann": 3}
     for subject in ("*", "key:1", "project:x"):
-        with pytest.raises(UserError, match="only an owner has a weight"):
+        with pytest.raises(UserError, match="only a single owner can have a weight"):
             put(store, subject, "weight", 2)
     put(store, "bob", "weight", 0)
     assert store.read(quotas.read_rules).weights == {"ann": 3, "bob": 0}
@@ -81,13 +81,15 @@ def test_only_quotas_of_a_day_fail(store: Store) -> None:
     assert store.read(quotas.read_rules).list_account_quotas("training_tokens_per_day", own)[0].over == "wait"
     assert [row.details.get("over") for row in store.read(audit.list_entries)] == ["fail", None]
     for name in ("models_in_training", "checkpoint_bytes", "weight"):
-        with pytest.raises(UserError, match=f"over 'fail': only beyond training_tokens_per_day .*, not beyond {name}"):
+        with pytest.raises(
+            UserError, match=f"over 'fail': not possible for {name}, only for the daily limits training_tokens_per_day"
+        ):
             put_over(name, "fail")
 
 
 @pytest.mark.parametrize("name", ["training_steps", "over", "Weight", ""])
 def test_unknown_limits_are_refused_by_name(store: Store, name: str) -> None:
-    with pytest.raises(UserError, match=f"limit '{name}': there is none.*training_tokens_per_day.*weight"):
+    with pytest.raises(UserError, match=f"limit '{name}': unknown.*training_tokens_per_day.*weight"):
         put(store, "ann", name, 1)
     assert store.read(quotas.list_rows) == []
 

@@ -29,7 +29,7 @@ from skyrl_tx.testing.backend_driver import WEIGHTS_ONLY, BackendDriver
 from skyrl_tx.testing.fake.backend import FakeBackend
 from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.free_ports import free_ports
-from tests.support.waiting import until
+from tests.support.polling import until
 
 CONFIG = FakeConfig(vocab_size=32, slice_tokens=3)
 STEP = OptimizerParams()

@@ -27,10 +27,10 @@ def test_on_one_host_arrays_and_numbers_are_its_own():
 
 
 def test_devices_are_in_order_of_their_ids_and_those_of_this_host(monkeypatch):
-    devices = [SimpleNamespace(id=number, process_index=number % 2) for number in (3, 0, 2, 1)]
-    assert [each.id for each in devices.list_local_devices(devices)] == [0, 1, 2, 3]
+    unordered = [SimpleNamespace(id=number, process_index=number % 2) for number in (3, 0, 2, 1)]
+    assert [each.id for each in devices.list_local_devices(unordered)] == [0, 1, 2, 3]
     monkeypatch.setattr(devices, "is_distributed", lambda: True)
-    assert [each.id for each in devices.list_local_devices(devices)] == [0, 2]
+    assert [each.id for each in devices.list_local_devices(unordered)] == [0, 2]
 
 
 def test_with_several_hosts_an_exhausted_device_loses_the_backend(monkeypatch, caplog):

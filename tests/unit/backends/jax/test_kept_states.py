@@ -13,7 +13,7 @@ from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.contract.requests import PromptOptions
-from tests.support.fake_programs import FakeModelRunner
+from tests.support.fake_model_runner import FakeModelRunner
 from tests.support.sample_requests import BLUE, RED, make_prompt, make_request, run
 
 CONFIG = JaxConfig(sample_slots=8, decode_slice_tokens=4, prefill_tokens=64, prefill_chunk_tokens=32)

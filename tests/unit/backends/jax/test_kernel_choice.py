@@ -32,9 +32,9 @@ from skyrl_tx.layers.kernels.registry import (
 from skyrl_tx.layers.lora import Adapter
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf
+from tests.support.child_process import run_in_own_process
 from tests.support.fast_jit import fast_jit
-from tests.support.own_process import run_in_own_process
-from tests.support.published import QWEN3_8B
+from tests.support.model_configs import QWEN3_8B
 
 HUB_CONFIGS = Path(__file__).parents[2] / "models" / "hub_configs"
 BFLOAT16, FLOAT32 = jnp.dtype("bfloat16"), jnp.dtype("float32")

@@ -70,7 +70,7 @@ def test_samples_of_separate_layers_are_those_of_stacks(model, tiny):
 def sampled(model: TinyModel, *, is_separate: bool):
     """Sample with adapters and without, in slices as on accelerators."""
     device = ModelRunner(model.params, model.config, TINY_CONFIG)
-    device._is_one_cpu = False
+    device._is_single_cpu = False
     device._counts = device._make_row_counts()
     device._params = separate_layers(model.params) if is_separate else model.params
     scheduler = SampleScheduler(device, TINY_CONFIG, device.memory, ())

@@ -29,7 +29,7 @@ def start(model: TinyModel, *, by_layer: bool = True) -> SampleScheduler:
     """Return a scheduler; not by layer, it decodes as devices other than one CPU do."""
     config = TINY_CONFIG.model_copy(update=SLOTS)
     device = ModelRunner(model.params, model.config, config)
-    device._is_one_cpu = by_layer
+    device._is_single_cpu = by_layer
     scheduler = SampleScheduler(device, config, device.memory, ())
     scheduler.load(RED, model.adapter(1))
     scheduler.load(BLUE, model.adapter(2))

@@ -17,7 +17,7 @@ from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.contract.ids import RequestId
 from skyrl_tx.contract.requests import PromptOptions
-from tests.support.fake_programs import FakeModelRunner
+from tests.support.fake_model_runner import FakeModelRunner
 from tests.support.sample_requests import BLUE, RED, Results, begin, make_prompt, make_request, run
 
 CONFIG = JaxConfig(sample_slots=8, decode_slice_tokens=4, prefill_tokens=64, prefill_chunk_tokens=32)
@@ -191,7 +191,7 @@ def test_a_failed_chunk_ends_its_request_alone(programs, scheduler):
     expected = run(scheduler, good).bits
     programs.fail_extend = True  # from the second chunk on
     results = run(scheduler, make_request("bad", make_prompt(200, seed=1)), good, into=Results(may_fail=True))
-    assert results.errors == {"bad": "the prompt could not be computed; the server's log has it under request bad"}
+    assert results.errors == {"bad": "the server could not compute the prompt; its log has the error under request bad"}
     assert {key: bits for key, bits in results.bits.items() if key[0] == "good"} == expected
 
 

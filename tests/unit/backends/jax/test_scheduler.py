@@ -17,7 +17,7 @@ from skyrl_tx.contract.batches import SampleRequest
 from skyrl_tx.contract.errors import BackendLost, CapacityError, UserError
 from skyrl_tx.contract.ids import RequestId, SamplerId
 from skyrl_tx.contract.requests import PromptOptions
-from tests.support.fake_programs import FakeModelRunner
+from tests.support.fake_model_runner import FakeModelRunner
 from tests.support.sample_requests import BLUE, RED, Results, begin, make_prompt, make_request, run
 from tests.support.watched_samples import FEW, LONGEST, Watch, short
 
@@ -220,7 +220,7 @@ def test_a_sampler_in_use_cannot_be_dropped(scheduler):
 
 def test_a_batch_with_a_request_that_never_fits_is_refused_as_a_whole(scheduler):
     good, bad = make_request("good", make_prompt(9)), make_request("bad", make_prompt(90), max_tokens=423)
-    with pytest.raises(UserError, match="90 tokens and max_tokens 423 make 513, more than the 512"):
+    with pytest.raises(UserError, match=r"90 tokens\) and max_tokens \(423\) need 513 positions, more than the 512"):
         begin(scheduler, good, bad)
     assert scheduler.step() == []
 

@@ -11,7 +11,7 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.backends.jax.start_plan import _PlannedArray, make_abstract_layout, plan_start
-from tests.support.published import QWEN3_8B, QWEN3_30B_A3B
+from tests.support.model_configs import QWEN3_8B, QWEN3_30B_A3B
 
 GIB = 2**30
 CONFIGS = Path(__file__).parents[2] / "models" / "hub_configs"

@@ -23,7 +23,7 @@ from skyrl_tx.models.parts.feed_forward import Mixture
 from skyrl_tx.testing.backend_driver import drawn_examples
 from skyrl_tx.testing.tiny_models import write_model
 from skyrl_tx.weights import hf
-from tests.support.published import QWEN3_8B, QWEN3_30B_A3B, QWEN3_600M
+from tests.support.model_configs import QWEN3_8B, QWEN3_30B_A3B, QWEN3_600M
 
 GIB = 2**30
 HUB_CONFIGS = Path(__file__).parents[2] / "models" / "hub_configs"

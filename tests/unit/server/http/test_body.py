@@ -45,7 +45,7 @@ def test_broken_zstd_is_refused(stated: bool) -> None:
     whole = compress(bytes(range(256)) * 100, stated=stated)
     for broken in (whole[:-3], whole[: len(whole) // 2], b"not zstd", b""):
         refused(400, "not zstd", body(broken, "zstd"))
-    refused(400, "not understood", body(b"", "gzip"))
+    refused(400, "not supported", body(b"", "gzip"))
 
 
 def test_frame_with_a_wrong_stated_size_is_refused() -> None:

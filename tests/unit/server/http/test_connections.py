@@ -14,9 +14,9 @@ import pytest
 
 from skyrl_tx.server.http.connections import compute_max_connections, normalize_address
 from skyrl_tx.server.settings import ApiSettings
+from tests.support.child_process import run_in_own_process
 from tests.support.live_api import Server, live_api
-from tests.support.own_process import run_in_own_process
-from tests.support.waiting import until
+from tests.support.polling import until
 
 TIMEOUT_S = 1.0
 MAX_PER_ADDRESS = 12

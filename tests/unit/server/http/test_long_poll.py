@@ -16,7 +16,7 @@ from skyrl_tx.store.database import Store
 from skyrl_tx.store.errors import StoreError, ValueRefused
 from skyrl_tx.store.futures import NewRequest
 from skyrl_tx.store.sqlite import SqliteNotifier
-from tests.support.waiting import until
+from tests.support.polling import until
 
 SAMPLER = SamplingSessionId("s:sample:0")
 

@@ -15,7 +15,37 @@ from uvicorn.server import ServerState
 
 from skyrl_tx.server.http import uvicorn_adapter
 from skyrl_tx.server.http.connections import HttpProtocol
-from skyrl_tx.server.http.uvicorn_adapter import OVERRIDDEN_NAMES, USED_NAMES, UvicornConnection
+from skyrl_tx.server.http.uvicorn_adapter import UvicornConnection
+
+USED_NAMES: Mapping[str, tuple[str, ...]] = {
+    "HttpToolsProtocol": (
+        "_unset_keepalive_if_required",
+        "cycle",
+        "flow",
+        "headers",
+        "loop",
+        "parser",
+        "pipeline",
+        "timeout_keep_alive",
+        "timeout_keep_alive_handler",
+        "timeout_keep_alive_task",
+        "transport",
+    ),
+    "FlowControl": ("read_paused",),
+    "RequestResponseCycle": ("response_complete",),
+}
+"""The attributes of uvicorn's classes that the adapter uses."""
+OVERRIDDEN_NAMES = (
+    "connection_made",
+    "data_received",
+    "on_body",
+    "on_header",
+    "on_headers_complete",
+    "on_message_begin",
+    "on_message_complete",
+    "on_response_complete",
+)
+"""The methods of `HttpToolsProtocol` that `HttpProtocol` extends, so uvicorn must call them."""
 
 SERVER = Path(uvicorn_adapter.__file__).parents[1]
 ADAPTER = ast.parse(Path(uvicorn_adapter.__file__).read_text())

@@ -55,7 +55,7 @@ def test_use_of_a_remembered_key_does_not_prolong_it(store: Store, make, monkeyp
     clock.now += 0.9
     assert authenticator.authenticate(key, NEAR) == authenticator.authenticate(token, NEAR)
     clock.now += 0.2
-    assert authenticator.cached(key) is None and authenticator.cached(token) is None
+    assert authenticator.get_cached(key) is None and authenticator.get_cached(token) is None
     for credential in (key, token):
         assert refusal(authenticator, credential).status == HTTPStatus.UNAUTHORIZED
 

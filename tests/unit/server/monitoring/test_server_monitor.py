@@ -11,7 +11,7 @@ from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.store import engine_state
 from skyrl_tx.store.tables import EngineStateRow
 from tests.support.live_api import live_api
-from tests.support.waiting import until
+from tests.support.polling import until
 
 
 def word(at: float, tokens: int = 0, busy_s: float = 0.0, boot_id: str = "a", **backend: object) -> EngineReading:
@@ -81,5 +81,5 @@ def test_a_row_is_written_each_ten_seconds_with_and_without_an_engine(tmp_path: 
         text = server.client.get("/metrics").text
         assert "skyrl_tx_sessions_active 1.0" in text and "skyrl_tx_engine_ready 1.0" in text
         assert 'skyrl_tx_store_bytes{part="db"}' in text
-        rows = until(lambda: server.store.read(lambda tx: engine_state.list_since(tx, 0)), within_s=15)
+        rows = until(lambda: server.store.read(lambda tx: engine_state.list_gauges(tx, 0)), within_s=15)
         assert rows[0][0] % 10 == 0 and rows[0][1]["requests_open"] == 1

@@ -61,9 +61,12 @@ def test_empty_spans_have_no_effect() -> None:
         ({"loss_inputs": ()}, r"data\[0\].loss_fn_input_spans: missing"),
         (
             {"loss_inputs": (*TARGETS[:3], sampled("third", 0, 2))},
-            r"data\[0\].loss_fn_input_spans\[3\]: nothing is recorded of sequence_id 'third'",
+            r"data\[0\].loss_fn_input_spans\[3\]: no logprobs are recorded for sequence_id 'third'",
         ),
-        ({"model_input": (prompt("x", 0, 8),)}, r"data\[0\].model_input_spans\[0\]: nothing is recorded of .*'x'"),
+        (
+            {"model_input": (prompt("x", 0, 8),)},
+            r"data\[0\].model_input_spans\[0\]: no logprobs are recorded for .*'x'",
+        ),
         (
             {"loss_inputs": (*TARGETS[:3], sampled("second", 1, 2))},
             r"input_spans\[3\]: sampled_tokens \[1, 3\) of sequence_id 'second' is out of range, there are 2",

@@ -49,7 +49,7 @@ def test_sequence_of_another_owner_does_not_exist(store: Store) -> None:
     assert completed.sequence_ids == () and completed.kind == "model_pass"
     request = completed.request
     assert isinstance(request, Rejected) and request.backward
-    assert request.message.startswith("data[0].loss_fn_input_spans[0]: nothing is recorded of sequence_id 'seq'")
+    assert request.message.startswith("data[0].loss_fn_input_spans[0]: no logprobs are recorded for sequence_id 'seq'")
 
 
 def test_digest_covers_the_request_as_sent(store: Store) -> None:

@@ -59,7 +59,7 @@ def test_rotation_prints_a_new_key(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (new["owner"], new["scope"], new["name"], new["expires"]) == ("ann", "read", "laptop", None)
     assert old["expires"] is not None and old["status"] == "valid"
     assert run(tmp_path, "revoke", "1") == 0 and run(tmp_path, "rotate", "1") == 1
-    assert "key 1: there is none, or it has been revoked" in capsys.readouterr().err
+    assert "key 1 is unknown, revoked or expired" in capsys.readouterr().err
 
 
 def test_create_while_a_server_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

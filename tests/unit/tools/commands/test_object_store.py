@@ -46,7 +46,7 @@ def test_export_reads_the_object_store(path: str, tmp_path: Path, capsys: pytest
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
     other = ("--artifacts", f"file://{tmp_path}/others")
     status, _, err = skyrl_tx(capsys, "export", path, tmp_path / "again", "--data-dir", data_dir, *other)
-    assert status == 1 and f"has its artifacts in file://{tmp_path}/objects" in err
+    assert status == 1 and f"the artifacts of {data_dir} are in file://{tmp_path}/objects" in err
 
 
 def test_doctor_and_recover_read_the_object_store(path: str, url: str, tmp_path: Path, capsys) -> None:

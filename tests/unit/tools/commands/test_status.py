@@ -60,7 +60,7 @@ def fill(data_dir: Path, *, age_s: float) -> None:
                 futures.complete(tx, submitted.request_id, failure, failed=True, effect_order=None, now=now - 30)
         at = int(now) // 10 * 10
         for step in range(3):
-            engine_state.add(tx, at - 10 * step, {"training_tokens_per_s": 100.0 * step})
+            engine_state.add_gauges(tx, at - 10 * step, {"training_tokens_per_s": 100.0 * step})
 
     store = Store.open(data_dir, role="api")
     try:

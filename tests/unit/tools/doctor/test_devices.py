@@ -16,7 +16,7 @@ from skyrl_tx.tools.doctor import machine, probe
 from skyrl_tx.tools.doctor.findings import Finding
 from skyrl_tx.tools.doctor.machine import Device, Plan, ProbeAnswer, ProbeQuestion
 from skyrl_tx.tools.quickstart.model import write_tiny_model
-from tests.support.published import QWEN3_8B
+from tests.support.model_configs import QWEN3_8B
 
 GIB = 2**30
 PLAN = Plan(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from skyrl_tx.tools.cli import main
-from tests.support.published import QWEN3_8B, QWEN3_30B_A3B
+from tests.support.model_configs import QWEN3_8B, QWEN3_30B_A3B
 
 CONFIGS = Path(__file__).parents[2] / "models" / "hub_configs"
 GIB = 2**30

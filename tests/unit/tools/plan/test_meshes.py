@@ -6,7 +6,7 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.tools.plan.hardware import parse_devices
 from skyrl_tx.tools.plan.meshes import find_fitting_candidate, list_meshes, rank_meshes
-from tests.support.published import QWEN3_8B
+from tests.support.model_configs import QWEN3_8B
 
 DENSE = models.find_family(QWEN3_8B).config_from_hf(QWEN3_8B)
 BY_TIME = rank_meshes(DENSE, JaxConfig(), parse_devices("h200:8"), jnp.dtype("bfloat16"), list_meshes(8, with_cp=True))

@@ -34,7 +34,7 @@ def test_sft_weights_cover_the_answer_and_its_end(chat):
     datum = chat.make_sft_datum(question)
     targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
     weights = datum.loss_fn_inputs["weights"].to_numpy()
-    assert datum.model_input.to_ints() == [*chat.prompt(question), *targets[weights == 1][:-1]]
+    assert datum.model_input.to_ints() == [*chat.encode_prompt(question), *targets[weights == 1][:-1]]
     assert chat.tokenizer.decode(targets[weights == 1].tolist()) == "It is 5.\n#### 5<|im_end|>"
 
 

@@ -41,7 +41,7 @@ def test_set_list_and_remove(data_dir: Path, capsys: pytest.CaptureFixture[str])
         "members": {"vera": "editor"},
     }
     assert run(data_dir, capsys, "remove", "math", "vera") == "removed vera from math\n"
-    assert "vera is no member of math" in run(data_dir, capsys, "remove", "math", "vera", status=1)
+    assert "vera is not a member of math" in run(data_dir, capsys, "remove", "math", "vera", status=1)
     store = Store.open(data_dir, role="tool")
     entries, left = store.read(audit.list_entries), store.read(projects.list_members)
     store.close()

@@ -68,21 +68,21 @@ def test_set_list_and_remove(data_dir: Path, capsys: pytest.CaptureFixture[str])
 
 def test_work_beyond_a_quota_of_a_day_may_fail(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = run(data_dir, capsys, "set", "ann", "training_tokens_per_day", "1M", "--over", "fail")
-    assert said == "training_tokens_per_day of ann is 1M; beyond it work fails\n"
+    assert said == "training_tokens_per_day of ann is 1M; requests beyond it fail\n"
     assert "fail" in run(data_dir, capsys, "list")
     refused = run(data_dir, capsys, "set", "ann", "models_in_training", "1", "--over", "fail", status=1)
-    assert "over 'fail': only beyond training_tokens_per_day" in refused
+    assert "over 'fail': not possible for models_in_training" in refused
     run(data_dir, capsys, "remove", "ann", "training_tokens_per_day")
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("ann", "training_steps", "1"), "limit 'training_steps': there is none of this name"),
+        (("ann", "training_steps", "1"), "limit 'training_steps': unknown; choose one of"),
         (("ann", "samples_at_once", "1"), "limit 'samples_at_once': this limit no longer exists"),
         (("ann", "models_in_training", "many"), "value 'many': must be a whole number"),
-        (("key:x", "models_in_training", "1"), "a key is named by its number"),
-        (("project:a", "weight", "1"), "only an owner has a weight"),
+        (("key:x", "models_in_training", "1"), "must be key: and the number"),
+        (("project:a", "weight", "1"), "only a single owner can have a weight"),
     ],
 )
 def test_wrong_arguments_are_named(

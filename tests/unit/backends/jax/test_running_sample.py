@@ -50,7 +50,7 @@ def test_a_sample_ends_at_max_tokens():
     second = take(sample, 8, 9)
     assert second is not None and (second.stop_reason, sample.position, sample.next_token) == (None, 6, 9)
     last = take(sample, 10, 11)
-    assert last is not None and sample.num_steps_left == 0
+    assert last is not None and sample.position == sample.end
     assert (last.tokens.tolist(), last.logprobs.tolist(), last.stop_reason) == ([10, 11], [0.0, -1.0], "length")
 
 
@@ -86,7 +86,7 @@ def test_steps_go_on_before_their_tokens_are_read():
     sample = running(max_tokens=9)
     sample.take_first(drawn(7), None)
     sample.position += 4
-    assert sample.num_replayed == 0 and (sample.num_steps_left, sample.length_after(9)) == (4, 12)
+    assert sample.num_replayed == 0 and (sample.end, sample.length_after(9)) == (12, 12)
     assert sample.take_slice(4, *taken(1, 2, 3, 4), False) is not None
     assert sample.next_token == 4
 
@@ -97,7 +97,7 @@ def test_a_preempted_sample_takes_its_steps_again():
     take(sample, 8, 9, 10)
     assert (sample.position, sample.kv_length(4), sample.length_after(4)) == (7, 11, 11)
     sample.preempt()
-    assert (sample.position, sample.next_token, sample.num_steps_left) == (4, 7, 8)
+    assert (sample.position, sample.next_token, sample.end) == (4, 7, 12)
     assert sample.get_replayed_tokens().tolist() == [8, 9, 10]
     assert (sample.kv_length(4), sample.length_after(4), sample.length_after(100)) == (11, 8, 12)
     assert take(sample, 8, 9) is None

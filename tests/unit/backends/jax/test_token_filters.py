@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from skyrl_tx.backends.jax.sample import draw as drawing
 from skyrl_tx.backends.jax.sample.logit_blocks import LogitBlocks
-from skyrl_tx.backends.jax.sample.token_filters import SMALL_TOP_K, TILE, WHOLE, redraw_in_tiles
+from skyrl_tx.backends.jax.sample.token_filters import MAX_UNTILED_ROWS, SMALL_TOP_K, TILE, redraw_in_tiles
 from tests.support.fast_jit import fast_jit
 
 VOCAB = 300  # three blocks, the last one padded; more than the largest of few
@@ -205,7 +205,7 @@ def test_rows_have_the_same_bits_in_programs_of_other_sizes():
 
     for position in range(4):
         many = first(64, position)
-        for rows in (2, WHOLE):
+        for rows in (2, MAX_UNTILED_ROWS):
             few = first(rows, position)
             for mine, other in zip(jax.tree.leaves(few), jax.tree.leaves(many), strict=True):
                 assert mine.tolist() == other[:rows].tolist(), rows

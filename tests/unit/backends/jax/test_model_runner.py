@@ -347,7 +347,7 @@ def test_greedy_decoding_as_on_accelerators_in_bfloat16(tiny, monkeypatch, runs_
     """Rows of one adapter or of several are multiplied together, and few samples take few rows."""
     scheduler, counts = start(tiny, sample_slots=32), set[int]()
     device = scheduler._programs
-    device._is_one_cpu, device._merges, device.runs_ahead = False, True, runs_ahead
+    device._is_single_cpu, device._merges, device.runs_ahead = False, True, runs_ahead
     device._counts, run_rows = device._make_row_counts(), device._dispatch_rows
 
     def recorded(rows, num_steps, longest):
@@ -384,7 +384,7 @@ def test_running_ahead_changes_no_sample_and_compiles_nothing(tiny):
     requests.append(make_request("lengths", make_prompt(30), samples=6, max_tokens=37))
     ahead = start(tiny, sample_slots=8)
     device = ahead._programs
-    device._is_one_cpu, device.runs_ahead, device._counts = False, True, RowCounts([8])
+    device._is_single_cpu, device.runs_ahead, device._counts = False, True, RowCounts([8])
     num_programs = programs.decode_slice._cache_size()
     found, wanted = run(ahead, *requests), run(waits, *requests)
     assert found.tokens == wanted.tokens
@@ -405,7 +405,7 @@ def test_programs_of_requests_are_compiled_at_the_same_time_before_they_are_call
     rows = SliceRows.iter_shapes(device._counts.all[0], BASE_SLOT, merges=False)
     slices = {("decode", len(each.samples), len(each.adapters), False, False): each for each in rows}
     first = next(iter(slices))  # tiles that share an adapter
-    expected = {("extend", 32, 1, False), first}
+    expected = {("prefill", 32, 1, False), first}
     for key in expected:
         device._wait_for_program(*key)
     assert set(compiler.ready) == expected
@@ -417,6 +417,6 @@ def test_programs_of_requests_are_compiled_at_the_same_time_before_they_are_call
         inputs.make_table(slices[first], device.memory.table_pages),
         inputs.make_batch(slices[first], from_last=True),
     )
-    device._decode_slice(table, batch, slices[first], 1, 0)
+    device._decode_slice(table, batch, slices[first], 1)
     assert compilation.num_compiled == compiled, "JAX found them compiled"
     compiler.close()

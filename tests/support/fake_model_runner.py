@@ -172,7 +172,7 @@ class FakeModelRunner:
             weights, is_stopped = self._weights[sample.adapter], token == ENDED
             before = self._keys(sample.table, 0 if is_stopped else sample.position)
             drawn, again, num = _empty_batch(num_steps, 1), sample.get_replayed_tokens(), 0
-            while num < min(num_steps, sample.num_steps_left) and not is_stopped:
+            while num < min(num_steps, sample.end - sample.position) and not is_stopped:
                 key = np.array([(token, weights, sample.position + num, 1)], KEY)
                 before = self._write(sample.table, before, key)
                 token = _draw(drawn, num, 0, before, weights, sample)

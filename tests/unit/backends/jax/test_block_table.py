@@ -8,7 +8,7 @@ from skyrl_tx.backends.jax.sample.prefill import PrefillQueue
 from skyrl_tx.backends.jax.sample.running_sample import RunningSample
 from skyrl_tx.backends.jax.sample.shard import SampleShard
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory
-from tests.support.fake_programs import FakeModelRunner
+from tests.support.fake_model_runner import FakeModelRunner
 from tests.support.sample_requests import make_prompt, make_request
 
 MEMORY = SampleMemory(num_slots=2, tokens=40, prefix_tokens=0, max_length=40, state_tokens=5, page=8)
@@ -49,38 +49,38 @@ def test_number_zero_has_no_holders_and_what_is_free_is_not_released():
 
 
 def test_what_a_prompt_takes_is_cleared(cache, programs):
-    table = cache.begin(17)
+    table = cache.allocate_table(17)
     assert len(table.pages) == 3 and table.state > 0
     assert programs.copied == [(0, page) for page in table.pages]
     cache.release(table)
-    assert (cache.pages.num_held, cache.states.num_held) == (0, 0) and not table.pages
+    assert (cache.pages.num_used, cache.states.num_used) == (0, 0) and not table.pages
 
 
 def test_samples_share_full_pages_and_have_copies_of_the_last(cache, programs):
-    prompt = cache.begin(17)
+    prompt = cache.allocate_table(17)
     programs.copied.clear()
     first, second = cache.fork(prompt, 17, [18, 25])
     assert first.pages[:2] == second.pages[:2] == prompt.pages[:2]
     last = prompt.pages[2]
     assert programs.copied == [(last, first.pages[2]), (last, second.pages[2]), (0, second.pages[3])]
     assert len({prompt.state, first.state, second.state}) == 3
-    assert cache.pages.num_held == 6
+    assert cache.pages.num_used == 6
     cache.release(prompt)
-    assert cache.pages.num_held == 5, "its last page"
+    assert cache.pages.num_used == 5, "its last page"
     cache.release(first)
     cache.release(second)
-    assert (cache.pages.num_held, cache.states.num_held) == (0, 0)
+    assert (cache.pages.num_used, cache.states.num_used) == (0, 0)
 
 
 def test_a_full_last_page_is_not_copied(cache, programs):
-    prompt = cache.begin(16)
+    prompt = cache.allocate_table(16)
     programs.copied.clear()
     (sample,) = cache.fork(prompt, 16, [20])
     assert sample.pages[:2] == prompt.pages and programs.copied == [(0, sample.pages[2])]
 
 
 def test_a_fork_within_a_prompt_has_the_pages_before_it(cache, programs):
-    prompt, kept = cache.begin(40), cache.allocate_state()
+    prompt, kept = cache.allocate_table(40), cache.allocate_state()
     programs.copied.clear()
     (longer,) = cache.fork(prompt, 12, [20], kept)
     assert longer.pages[0] == prompt.pages[0] and longer.pages[1] not in prompt.pages
@@ -88,7 +88,7 @@ def test_a_fork_within_a_prompt_has_the_pages_before_it(cache, programs):
 
 
 def test_a_table_grows_by_what_it_lacks(cache, programs):
-    table = cache.begin(8)
+    table = cache.allocate_table(8)
     programs.copied.clear()
     cache.grow([(table, 0), (table, 2)])
     assert len(table.pages) == 3 and programs.copied == [(0, page) for page in table.pages[1:]]
@@ -116,17 +116,17 @@ def test_a_running_sample_lacks_the_pages_of_its_next_slice_up_to_its_end(progra
 
 
 def test_a_shared_table_is_free_when_both_are_released(cache):
-    prompt = cache.begin(17)
+    prompt = cache.allocate_table(17)
     other = cache.share(prompt)
     cache.release(prompt)
-    assert cache.pages.num_held == 3 and cache.states.num_held == 1
+    assert cache.pages.num_used == 3 and cache.states.num_used == 1
     cache.release(other)
-    assert cache.pages.num_held == cache.states.num_held == 0
+    assert cache.pages.num_used == cache.states.num_used == 0
 
 
 def test_what_fits_is_free(cache):
     assert cache.fits(7, 6) and not cache.fits(8) and not cache.fits(0, 7)
-    table = cache.begin(30)
+    table = cache.allocate_table(30)
     assert cache.fits(3, 5) and not cache.fits(4) and not cache.fits(0, 6)
     assert cache.num_tokens == 56 and cache.num_tokens_used == 32
     cache.release(table)
