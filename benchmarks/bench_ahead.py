@@ -20,7 +20,7 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.backends.jax.start_plan import plan_start
 from skyrl_tx.layers.flash_attention import BLOCK
-from skyrl_tx.tools.plan.roofline import parse_devices
+from skyrl_tx.tools.plan.hardware import parse_devices
 from skyrl_tx.weights import hf
 
 MIB = 2**20
