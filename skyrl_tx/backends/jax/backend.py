@@ -23,7 +23,6 @@ from skyrl_tx.backends.jax.devices import (
     get_compilation_monitor,
 )
 from skyrl_tx.backends.jax.kernel_choice import (
-    KernelError,
     choose_kernels,
     count_moe_layers,
     explain_kernels,
@@ -147,15 +146,13 @@ class JaxBackend(AbstractBackend):
 
     @contextmanager
     def _convert_errors(self) -> Generator[None]:
-        """Raise UserError, naming the setting, for a model, mesh or kernel that is not supported."""
+        """Raise UserError, naming the setting, for a model or mesh that is not supported."""
         try:
             yield
         except (models.UnsupportedModel, hf.CheckpointError) as error:
             raise UserError(f"base_model {self._base_model!r}: {error}") from error
         except mesh.MeshError as error:
             raise UserError(f"--backend-config.mesh: {error}") from error
-        except KernelError as error:
-            raise UserError(f"{error.setting}: {error}") from error
 
     def _choose_devices(self) -> tuple[JaxConfig, Layout]:
         """Configure JAX, and return the mesh with the settings that suit its platform."""

@@ -141,13 +141,6 @@ class JaxConfig(JaxFlags):
     The pass runs in micro-batches, so more tokens would not be faster, and the results of all its requests arrive at
     its end.
     """
-    attention_kernel: Literal["auto", "loops", "splash", "triton"] = "auto"
-    """Kernel of attention in training. 'auto': splash on TPU, triton on GPU with bfloat16, else loops."""
-    experts_kernel: Literal["auto", "loops", "mosaic", "triton"] = "auto"
-    """Kernel for mixtures of experts. 'auto': mosaic on TPU, triton on GPU with bfloat16, else loops.
-    The loops copy the weights of experts on accelerators."""
-    pages_kernel: Literal["auto", "loops", "mosaic", "triton"] = "auto"
-    """Kernel that reads the pages of the KV cache. 'auto': mosaic on TPU, triton on GPU with bfloat16, else loops."""
     decode_slice_tokens: int = Field(default=16, gt=0)
     """Tokens decoded for each sample before the next training step may run.
 

@@ -1,8 +1,7 @@
 """The choice of kernels at the start of the backend: by the platform of the devices and the type of base weights."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TypeVar
 
 import jax.numpy as jnp
 
@@ -14,47 +13,20 @@ from skyrl_tx.layers.kernels.registry import (
     LOOPS,
     MOSAIC_PAGES,
     PAGED_ATTENTION_KERNELS,
-    AttentionKernel,
-    ExpertsKernel,
     Kernels,
-    PagedAttentionKernel,
 )
 from skyrl_tx.models.config import Block
 from skyrl_tx.models.parts.feed_forward import Mixture
 
-_Kernel = TypeVar("_Kernel", AttentionKernel, PagedAttentionKernel, ExpertsKernel)
-
-
-class KernelError(ValueError):
-    """The configured kernel is for other devices, or another type of weights. The message names both."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(message)
-        self.setting = field
-
 
 def choose_kernels(config: JaxConfig, platform: str, dtype: jnp.dtype) -> Kernels:
-    """Return the kernels for a platform, as JAX names it. Raises KernelError if a configured one is for another."""
+    """Return the kernels for a platform, as JAX names it (`cpu`, `gpu` or `tpu`), and the type of the base weights."""
+    together, key = platform != "cpu", (platform, dtype.name)
     if config.kernels == LOOPS:
-        return Kernels(None, None, None, chunks_together=platform != "cpu")
+        return Kernels(chunks_together=together)
     return Kernels(
-        _choose_kernel("attention_kernel", config.attention_kernel, ATTENTION_KERNELS, platform, dtype),
-        _choose_kernel("pages_kernel", config.pages_kernel, PAGED_ATTENTION_KERNELS, platform, dtype),
-        _choose_kernel("experts_kernel", config.experts_kernel, EXPERTS_KERNELS, platform, dtype),
-        chunks_together=platform != "cpu",
+        ATTENTION_KERNELS.get(key), PAGED_ATTENTION_KERNELS.get(key), EXPERTS_KERNELS.get(key), chunks_together=together
     )
-
-
-def _choose_kernel(
-    field: str, wanted: str, table: Mapping[tuple[str, str], _Kernel], platform: str, dtype: jnp.dtype
-) -> _Kernel | None:
-    found = table.get((platform, dtype.name))
-    if wanted == LOOPS:
-        return None
-    if wanted != "auto" and (found is None or found.name != wanted):
-        others = " and ".join(f"{kind} with {each}" for (kind, each), kernel in table.items() if kernel.name == wanted)
-        raise KernelError(field, f"{wanted} is for {others}, not {platform} with {dtype}")
-    return found
 
 
 def pad_cached_dims(model: models.ModelConfig, platform: str) -> models.ModelConfig:

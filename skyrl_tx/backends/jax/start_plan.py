@@ -112,7 +112,7 @@ def plan_start(
     """Plan as `JaxBackend.start` does, in its order: weights, sampler pool, KV cache, micro-batches, models.
 
     `platform` is as JAX names it. `limit_bytes` is the memory of each device; None for devices that do not report it,
-    as CPUs do not. Raises KernelError for a kernel of another platform.
+    as CPUs do not.
     """
     kernels = choose_kernels(config, platform, dtype)
     described = models.describe_params(model)
