@@ -36,12 +36,11 @@ from skyrl_tx.backends.jax.memory import (
     make_default_memory_plan,
     plan_training_memory,
     read_device_memory,
-    read_memory_limit,
 )
 from skyrl_tx.backends.jax.sample.model_runner import ModelRunner
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.shapes import SampleMemory
-from skyrl_tx.backends.jax.start_plan import plan_start, warm_up
+from skyrl_tx.backends.jax.start_plan import warm_up
 from skyrl_tx.backends.jax.train.optimizer import global_norm
 from skyrl_tx.backends.jax.train.passes import DispatchLimit, JaxPass
 from skyrl_tx.backends.jax.train.training_programs import MicroBatchShapes, TrainingPrograms, make_param_shapes
@@ -223,10 +222,7 @@ class JaxBackend(AbstractBackend):
         in_training = mesh.make_training_layout(layout)
         if not config.compile_threads or devices.is_distributed():
             return None
-        passes, limit = make_default_memory_plan(config), read_memory_limit(layout)
-        if limit is not None:
-            platform = mesh.get_platform(layout)
-            passes = plan_start(config, layout, self._model, self._dtype, platform=platform, limit_bytes=limit).passes
+        plan = make_default_memory_plan(config)  # only CPUs, which report no memory, compile in the background
         num_rows, num_splits = in_training.num_shards("batch"), in_training.num_shards("tokens")
         programs = TrainingPrograms(
             make_param_shapes(described, in_training, self._kernels, self._dtype),
@@ -234,11 +230,11 @@ class JaxBackend(AbstractBackend):
             Compiler(config.compile_threads, self._compilation),
         )
         shapes = MicroBatchShapes(
-            budget=max(1, passes.micro_batch_tokens // num_rows),
+            budget=max(1, plan.micro_batch_tokens // num_rows),
             num_rows=num_rows,
             multiple=num_splits,
             rank=pad_rank(min(DEFAULT_RANK, config.max_lora_rank)),
-            remat=lambda num_tokens: passes.get_remat_policy(num_tokens // (num_rows * num_splits)),
+            remat=lambda num_tokens: plan.get_remat_policy(num_tokens // (num_rows * num_splits)),
         )
         programs.start(shapes, config.compile_cache_dir)
         return programs

@@ -5,7 +5,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import jax
 
@@ -68,17 +68,13 @@ class MemoryPlan:
     offload_above: int | None = None
     """Longer rows have the inputs of layers in the host's memory; in tokens of each device. None: no row has."""
 
-    policies: tuple[tuple[int, RematPolicy], ...] = field(init=False, compare=False, repr=False)
-    """Each remat policy with the tokens of each device above which it is taken, the first that applies."""
-
-    def __post_init__(self) -> None:
-        above = (0 if self.remat else self.remat_above, RematPolicy.FULL)
-        known = ((self.offload_above, RematPolicy.OFFLOAD), above, (-1, RematPolicy.SAVE_MATMULS))
-        object.__setattr__(self, "policies", tuple((size, each) for size, each in known if size is not None))
-
     def get_remat_policy(self, num_tokens: int) -> RematPolicy:
         """Return the remat policy of a micro-batch, or of a longer row, of `num_tokens` on each device."""
-        return next(remat for above, remat in self.policies if num_tokens > above)
+        if self.offload_above is not None and num_tokens > self.offload_above:
+            return RematPolicy.OFFLOAD
+        if self.remat or (self.remat_above is not None and num_tokens > self.remat_above):
+            return RematPolicy.FULL
+        return RematPolicy.SAVE_MATMULS
 
     @property
     def longest_row_policy(self) -> RematPolicy:
@@ -152,12 +148,8 @@ def plan_training_memory(
         plan = make_default_memory_plan(config)
     else:
         free = _get_reported_free_bytes(params)
-        num_shards = params.layout.num_shards("batch") * params.layout.num_shards("tokens")
-        plan = choose_memory_plan(free, costs, config, num_shards=num_shards)
-        plan = add_long_row_policies(
-            plan, free - count_model_bytes(config, params, model), costs, config, num_shards=num_shards
-        )
-        cost = costs.get_bytes_per_token(plan.get_remat_policy(plan.micro_batch_tokens // num_shards))
+        plan = choose_training_plan(free, count_model_bytes(config, params, model), costs, config, params.layout)
+        cost = costs.get_bytes_per_token(plan.get_remat_policy(plan.micro_batch_tokens // count_shards(params.layout)))
         reason = f"{free / 2**30:.1f} GiB are free, a token takes {cost / 2**10:.0f} KiB"
     configured = [name for name in ("micro_batch_tokens", "remat", "offload") if getattr(config, name) is not None]
     log.info(
@@ -232,6 +224,23 @@ def make_default_memory_plan(config: JaxConfig) -> MemoryPlan:
     return MemoryPlan(tokens, bool(config.remat or config.offload), offload_above=offload_above)
 
 
+def count_shards(layout: Layout) -> int:
+    """Return the number of devices that share the tokens of a micro-batch, in the layout of training."""
+    return layout.num_shards("batch") * layout.num_shards("tokens")
+
+
+def choose_training_plan(
+    free: int, model_bytes: int, costs: TrainingCosts, config: JaxConfig, layout: Layout
+) -> MemoryPlan:
+    """Return the memory plan for `free` bytes of each device, with the layout of training.
+
+    A row that is longer than a micro-batch may use what one model, of `model_bytes` on each device, leaves.
+    """
+    num_shards = count_shards(layout)
+    plan = choose_memory_plan(free, costs, config, num_shards=num_shards)
+    return add_long_row_policies(plan, free - model_bytes, costs, config, num_shards=num_shards)
+
+
 def choose_memory_plan(free: int, costs: TrainingCosts, config: JaxConfig, *, num_shards: int) -> MemoryPlan:
     """Return the memory plan for `free` bytes of each device and `num_shards` shards of a micro-batch's tokens."""
 
@@ -276,12 +285,6 @@ def read_device_memory(params: models.DecoderParams) -> tuple[DeviceMemory, ...]
             return ()
         found.append(DeviceMemory(used_bytes=stats["bytes_in_use"], limit_bytes=stats["bytes_limit"]))
     return tuple(found)
-
-
-def read_memory_limit(layout: Layout) -> int | None:
-    """Return the memory of each device of a mesh; None when devices do not report it."""
-    assert layout.mesh is not None
-    return (layout.mesh.devices.flat[0].memory_stats() or {}).get("bytes_limit")
 
 
 def get_free_bytes(params: models.DecoderParams) -> int | None:

@@ -21,11 +21,11 @@ from skyrl_tx.backends.jax.kernel_choice import choose_kernels
 from skyrl_tx.backends.jax.memory import (
     CacheBytes,
     MemoryPlan,
-    add_long_row_policies,
     choose_adapter_slots,
     choose_max_models,
-    choose_memory_plan,
+    choose_training_plan,
     count_model_bytes,
+    count_shards,
     find_longest_row,
     get_free_bytes,
     get_memory_layout,
@@ -139,20 +139,18 @@ def plan_start(
         + config.decode_slice_tokens * room.position
         + num_logits * np.dtype(np.float32).itemsize
     )
+    model_bytes = count_model_bytes(config, params, model)
     costs, pass_bytes, longest, offloaded_bytes = None, 0, None, 0
     if (left := get_free_bytes(params)) is None:
         passes = make_default_memory_plan(config)
     else:
         in_training = mesh.make_training_layout(layout)
-        num_shards = in_training.num_shards("batch") * in_training.num_shards("tokens")
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
         costs = estimate_costs(replace(shapes, layout=in_training), model, platform)
-        passes = choose_memory_plan(left, costs, config, num_shards=num_shards)
-        for_row = left - count_model_bytes(config, params, model)
-        passes = add_long_row_policies(passes, for_row, costs, config, num_shards=num_shards)
-        tokens = -(-passes.micro_batch_tokens // num_shards)
+        passes = choose_training_plan(left, model_bytes, costs, config, in_training)
+        tokens = -(-passes.micro_batch_tokens // count_shards(in_training))
         pass_bytes = costs.count_micro_batch_bytes(tokens, remat=passes.get_remat_policy(tokens))
-        longest = find_longest_row(for_row, costs, passes, in_training)
+        longest = find_longest_row(left - model_bytes, costs, passes, in_training)
         if passes.longest_row_policy is RematPolicy.OFFLOAD:
             tokens = -(-min(longest, model.max_context_length) // in_training.num_shards("tokens"))
             offloaded_bytes = costs.host_token * tokens if tokens > (passes.offload_above or 0) else 0
@@ -173,7 +171,7 @@ def plan_start(
         longest_row=longest,
         offloaded_bytes=offloaded_bytes,
         max_models=choose_max_models(config, params, model),
-        model_bytes=count_model_bytes(config, params, model),
+        model_bytes=model_bytes,
     )
 
 

@@ -236,8 +236,7 @@ class JaxPass(Pass):
         raise make_capacity_error("this pass, in the smallest micro-batches", error) from error
 
     def _choose_remat(self, plan: MemoryPlan, num_tokens: int) -> RematPolicy:
-        own = num_tokens // math.prod(self._shards)
-        return next(remat for above, remat in plan.policies if own > above)
+        return plan.get_remat_policy(num_tokens // math.prod(self._shards))
 
     def _get_shape(self, step: _PlannedMicroBatch) -> MicroBatchShape:
         plan, weights = step.plan, self._before[step.request.model_id].adapter.weights
