@@ -409,15 +409,15 @@ class JaxBackend(AbstractBackend):
         assert 1 <= spec.lora.rank <= self._config.max_lora_rank and spec.optimizer == "adamw", spec
 
     def _make_capabilities(self, config: JaxConfig) -> Capabilities:
-        devices = jax.tree.leaves(self._params)[0].devices()
-        device = min(devices, key=lambda device: device.id)
+        all_devices = jax.tree.leaves(self._params)[0].devices()
+        device = min(all_devices, key=lambda device: device.id)
         return Capabilities(
             max_context_length=self._sample_memory.max_length,
             max_training_length=self._max_training_length,
             vocab_size=self._model.vocab_size,
             eos_token_ids=hf.read_eos_token_ids(self._directory),
             num_parameters=sum(leaf.size for leaf in jax.tree.leaves(self._params)),
-            devices=(f"{device.device_kind} ({device.platform})",) * len(devices),
+            devices=(f"{device.device_kind} ({device.platform})",) * len(all_devices),
             max_models=self._max_models,
             max_samplers=config.max_sampler_adapters,
             max_sample_tokens=self._sample_memory.tokens,
