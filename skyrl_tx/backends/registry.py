@@ -35,7 +35,7 @@ def find_spec(group: str, kind: str, name: str, spec_class: type[S]) -> S:
     if not isinstance(spec, spec_class):
         raise UserError(
             f"{kind} {name!r}: entry point {installed[name].value!r} must refer to a {spec_class.__name__}, "
-            f"but it is a {type(spec).__name__}"
+            f"not to an object of type {type(spec).__name__}"
         )
     return spec
 
