@@ -1,11 +1,11 @@
-"""A backend made of two parts: a trainer that trains, and a sampler that samples, such as a group of vLLM servers.
+"""A backend made of two parts: a trainer, and a sampler such as a group of vLLM servers.
 
-When the backend starts, it trains a temporary model for one optimizer step, and compares the log-probabilities that
-the trainer and the sampler compute for one row of tokens. This finds a sampler that serves another base model or
-ignores adapters before any client trains on its samples.
+When the backend starts, it trains a temporary model for one optimizer step, and compares the
+log-probabilities that the trainer and the sampler compute for one row of tokens. This finds a
+sampler that serves another base model or ignores adapters before any client trains on its samples.
 
-While the backend runs, the trainer scores a share of the samples (see `trainer_checks`). It can also draw samples
-while the sampling servers are unreachable (see `trainer_fallback`).
+While the backend runs, the trainer scores a share of the samples (see `trainer_checks`). It can
+also draw samples while the sampling servers are unreachable (see `trainer_fallback`).
 """
 
 import logging
@@ -35,7 +35,8 @@ _CHECK_TOKENS = 32
 _CHECK_OPTIMIZER = OptimizerParams(learning_rate=2e-3)
 _MODEL, _SAMPLER, _REQUEST = ModelId("start-check"), SamplerId("start-check"), RequestId("start-check")
 _OMITTED_TARGETS: tuple[frozenset[str], ...] = (frozenset(), frozenset({"unembed"}), frozenset({"mlp", "unembed"}))
-"""Layers that a sampler may have no adapters for. The start tries these sets in order until the sampler accepts."""
+"""Layers that a sampler may have no adapters for. The start tries these sets in order until the
+sampler accepts."""
 
 
 class ComposedConfig(BaseModel):
@@ -115,7 +116,10 @@ def _make_trainer_method(name: str) -> Callable[..., Any]:
 
 
 class ComposedBackend(AbstractBackend):
-    """A backend whose trainer trains, decodes tokens and reads and writes snapshots, and whose sampler samples."""
+    """A backend that trains on one part and samples on the other.
+
+    The trainer also decodes tokens, and reads and writes snapshots.
+    """
 
     def __init__(self, base_model: str, config: BaseModel) -> None:
         assert isinstance(config, ComposedConfig)
@@ -174,7 +178,8 @@ class ComposedBackend(AbstractBackend):
         finally:
             self._trainer.close()
 
-    # A sampling server that is lost is not a lost device: its samples wait for it, and training continues.
+    # A sampling server that is lost is not a lost device: its samples wait for it, and training
+    # continues.
     check_devices: Any = _make_trainer_method("check_devices")
     is_compiling: Any = _make_trainer_method("is_compiling")
     fingerprint_changes: Any = _make_trainer_method("fingerprint_changes")
@@ -217,7 +222,8 @@ class ComposedBackend(AbstractBackend):
 
     @override
     def begin_sample(self, batch: PreparedSampleBatch) -> None:
-        # First the sampler, which may refuse a request. It does so even while its servers are unreachable.
+        # First the sampler, which may refuse a request. It does so even while its servers are
+        # unreachable.
         self._sampler.begin_sample(batch)
         self._checks.begin(batch)
         if self._fallback is not None:
@@ -273,7 +279,7 @@ class ComposedBackend(AbstractBackend):
         return self._checks.read(deltas) + ([] if fallback is None else fallback.read(deltas))
 
     def _move_to_trainer(self, fallback: TrainerFallback) -> None:
-        """Move samples without tokens from the sampler, whose servers are unreachable, to the trainer."""
+        """Move samples without tokens from the unreachable sampler to the trainer."""
         for key in fallback.move_unstarted():
             self._checks.forget(key)
             self._sampler.end_sample(*key)
@@ -323,7 +329,7 @@ class ComposedBackend(AbstractBackend):
         return Agreement(base=base, adapted=_mean_abs(adapted - trained), effect=_mean_abs(trained - fresh))
 
     def _score_with_sampler(self, sampler: SamplerId | None, row: Int32Array) -> Float32Array:
-        """Return the log-probabilities that the sampler computes for all tokens of a row but the first."""
+        """Return the sampler's log-probabilities of all tokens of a row but the first."""
         request = make_scoring_request(_REQUEST, sampler, row)
         deltas = self._sampler.sample(PreparedSampleBatch(requests=(request,)))
         if (error := deltas[-1].error) is not None:

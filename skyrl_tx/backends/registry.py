@@ -1,4 +1,4 @@
-"""Find backends, samplers and launchers by the names of their entry points, in this package or in another one."""
+"""Find backends, samplers and launchers by the names of their entry points, in any package."""
 
 from importlib.metadata import entry_points
 from typing import TypeVar
@@ -25,8 +25,8 @@ def find_sampler(name: str) -> SamplerSpec:
 def find_spec(group: str, kind: str, name: str, spec_class: type[S]) -> S:
     """Return the object that an entry point refers to.
 
-    `kind` describes the entry point in messages, for example "backend". Raises UserError if no installed package has
-    an entry point of this name, or if its object is not a `spec_class`.
+    `kind` describes the entry point in messages, for example "backend". Raises UserError if no
+    installed package has an entry point of this name, or if its object is not a `spec_class`.
     """
     installed = {entry.name: entry for entry in entry_points(group=group)}
     if name not in installed:

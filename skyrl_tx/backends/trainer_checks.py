@@ -1,10 +1,10 @@
 """Compare some of the sampler's log-probabilities with the trainer's, while the server runs.
 
-The trainer gets prompt and sample as one prompt, and returns the log-probabilities of the sample's tokens under the
-same weights. The mean absolute difference is the sample's *gap*.
+The trainer gets prompt and sample as one prompt, and returns the log-probabilities of the sample's
+tokens under the same weights. The mean absolute difference is the sample's *gap*.
 
-Log-probabilities of prompts are computed at temperature 1 and without filters. So only samples at temperature 0, or at
-temperature 1 without top-k and top-p, are compared.
+Log-probabilities of prompts are computed at temperature 1 and without filters. So only samples at
+temperature 0, or at temperature 1 without top-k and top-p, are compared.
 """
 
 import logging
@@ -30,7 +30,8 @@ _log = logging.getLogger(__name__)
 _MIN_WARNED_TOKENS = 16
 """Shorter samples cause no warning, because one token can dominate their mean."""
 MAX_GAP = 0.25
-"""The largest gap, in nats, that rounding explains. bfloat16 causes a few hundredths, different weights about 1."""
+"""The largest gap, in nats, that rounding explains. bfloat16 causes a few hundredths, different
+weights about 1."""
 
 
 @dataclass(slots=True)
@@ -54,9 +55,11 @@ class _Check:
     key: SampleKey
     sampler: SamplerId | None
     logprobs: Float32Array
-    """The sampler's log-probabilities of the tokens that the trainer scores, from the first token of the sample on."""
+    """The sampler's log-probabilities of the tokens that the trainer scores, from the first token
+    of the sample on."""
     final_delta: SampleDelta | None
-    """The sample's last delta, held back until the gap is known. None if the engine has ended the sample."""
+    """The sample's last delta, held back until the gap is known. None if the engine has ended the
+    sample."""
     scored: Float32Array | None = None
     """The trainer's log-probabilities of the row. The last ones are of the sample's tokens."""
 
@@ -64,14 +67,15 @@ class _Check:
 class TrainerChecks:
     """The comparisons of a composed backend.
 
-    A chosen sample is watched until it ends. Then the trainer scores it, and the sample's last delta waits for the
-    result.
+    A chosen sample is watched until it ends. Then the trainer scores it, and the sample's last
+    delta waits for the result.
     """
 
     def __init__(self, trainer: AbstractBackend, samplers: TrainerSamplers, share: float) -> None:
         """Compare a `share` of all samples, from 0 to 1.
 
-        The request id and the index decide which, so that a replay after a crash chooses the same samples.
+        The request id and the index decide which, so that a replay after a crash chooses the same
+        samples.
         """
         self._trainer = trainer
         self._samplers = samplers
@@ -105,8 +109,8 @@ class TrainerChecks:
     def watch(self, deltas: Sequence[SampleDelta]) -> list[SampleDelta]:
         """Record the tokens of chosen samples, and start to score the samples that have ended.
 
-        Returns the deltas that the engine gets now. The end of a sample that the trainer scores is missing: `read`
-        returns it with the gap.
+        Returns the deltas that the engine gets now. The end of a sample that the trainer scores is
+        missing: `read` returns it with the gap.
         """
         if not self._watched:
             return list(deltas)
@@ -122,7 +126,8 @@ class TrainerChecks:
                 passed.append(delta)
                 continue
 
-            # The sample has ended. Pass on its last tokens, but not its end, if the trainer scores it.
+            # The sample has ended. Pass on its last tokens, but not its end, if the trainer scores
+            # it.
             del self._watched[key]
             if delta.error is not None or not self._start_check(watched, _strip_tokens(delta)):
                 passed.append(delta)
@@ -131,7 +136,10 @@ class TrainerChecks:
         return passed
 
     def read(self, deltas: Sequence[SampleDelta]) -> list[SampleDelta]:
-        """Read the trainer's scores. Returns the ends of the samples that waited for them, with their gaps."""
+        """Read the trainer's scores.
+
+        Returns the ends of the samples that waited for them, with their gaps.
+        """
         ended: list[SampleDelta] = []
         for delta in deltas:
             if (check := self._running.get(delta.request_id)) is None:
@@ -150,18 +158,24 @@ class TrainerChecks:
         return ended
 
     def get_waiting_deltas(self) -> list[SampleDelta]:
-        """Return one delta without tokens if the end of any sample waits for its gap; else an empty list."""
+        """Return one delta without tokens if the end of any sample waits for its gap."""
         waiting = next((check.final_delta for check in self._running.values() if check.final_delta is not None), None)
         return [] if waiting is None else [structs.replace(waiting, stop_reason=None)]
 
     def give_up(self) -> list[SampleDelta]:
-        """End all comparisons. Returns the ends of the samples that waited for them, without gaps."""
+        """End all comparisons.
+
+        Returns the ends of the samples that waited for them, without gaps.
+        """
         waiting = [check.final_delta for check in self._running.values() if check.final_delta is not None]
         self._cancel_checks(self._running)
         return waiting
 
     def cancel(self, request_ids: Collection[RequestId]) -> None:
-        """Forget the samples of requests. If the engine has ended a sample, its comparison continues."""
+        """Forget the samples of requests.
+
+        If the engine has ended a sample, its comparison continues.
+        """
         for key in [key for key in self._watched if key[0] in request_ids]:
             del self._watched[key]
         self._cancel_checks(
@@ -171,7 +185,10 @@ class TrainerChecks:
         )
 
     def end_sample(self, request_id: RequestId, index: int) -> None:
-        """Compare a sample that the engine has ended. Its gap counts in the meters, but no delta reports it."""
+        """Compare a sample that the engine has ended.
+
+        Its gap counts in the meters, but no delta reports it.
+        """
         key = request_id, index
         if (watched := self._watched.pop(key, None)) is not None:
             self._start_check(watched, None)

@@ -1,7 +1,8 @@
 """Draw samples on the trainer while the sampling servers are unreachable.
 
-With the same seed, the trainer draws different tokens than the sampler. So only samples without tokens are moved to
-the trainer. The trainer finishes a sample that was moved to it, even if a sampling server returns in the meantime.
+With the same seed, the trainer draws different tokens than the sampler. So only samples without
+tokens are moved to the trainer. The trainer finishes a sample that was moved to it, even if a
+sampling server returns in the meantime.
 """
 
 import logging
@@ -32,7 +33,8 @@ class TrainerSamplers:
         self._are_needed = are_needed
         self._loaded: set[SamplerId] = set()
         self.max_tokens = 0
-        """The longest sample on the trainer, in tokens, prompt included. Set by `limit_capabilities`."""
+        """The longest sample on the trainer, in tokens, prompt included. Set by
+        `limit_capabilities`."""
 
     def limit_capabilities(self, trainer: Capabilities, combined: Capabilities) -> Capabilities:
         """Return the capabilities of trainer and sampler together.
@@ -47,7 +49,8 @@ class TrainerSamplers:
     def load(self, sampler: SamplerId, source: Snapshot) -> None:
         """Load the weights of a sampler on the trainer, if checks or fallback need them.
 
-        If that fails, for example because memory is exhausted, the trainer neither scores nor draws these samples.
+        If that fails, for example because memory is exhausted, the trainer neither scores nor draws
+        these samples.
         """
         if not self._are_needed or sampler in self._loaded:
             return
@@ -74,21 +77,26 @@ class TrainerSamplers:
             self._loaded.discard(sampler)
 
     def has_weights(self, request: SampleRequest) -> bool:
-        """Return whether the trainer has the weights that a request samples from. It always has the base model."""
+        """Return whether the trainer has the weights that a request samples from.
+
+        It always has the base model.
+        """
         return request.sampler is None or request.sampler in self._loaded
 
 
 class TrainerFallback:
     """The samples that can still be moved to the trainer, and the samples that the trainer draws.
 
-    Each sample is offered to the trainer at most once. If the trainer refuses it, it stays with the sampler.
+    Each sample is offered to the trainer at most once. If the trainer refuses it, it stays with the
+    sampler.
     """
 
     def __init__(self, trainer: AbstractBackend, samplers: TrainerSamplers) -> None:
         self._trainer = trainer
         self._samplers = samplers
         self._unstarted: dict[SampleKey, SampleRequest] = {}
-        """Samples on the sampler that have no tokens yet, each with a request for this sample only."""
+        """Samples on the sampler that have no tokens yet, each with a request for this sample
+        only."""
         self._moved: dict[RequestId, SampleKey] = {}
         """Samples on the trainer, by the id of their request there, for example `fallback-0`."""
         self._numbers = count()
@@ -113,7 +121,10 @@ class TrainerFallback:
                 self._unstarted.pop((delta.request_id, delta.index), None)
 
     def move_unstarted(self) -> list[SampleKey]:
-        """Move the samples without tokens to the trainer. Returns the samples that the trainer accepted."""
+        """Move the samples without tokens to the trainer.
+
+        Returns the samples that the trainer accepted.
+        """
         candidates, self._unstarted = self._unstarted, {}
         return [key for key, request in candidates.items() if self._begin(key, request)]
 
@@ -146,13 +157,17 @@ class TrainerFallback:
             del self._moved[trainer_id]
 
     def _begin(self, key: SampleKey, request: SampleRequest) -> bool:
-        """Start a sample on the trainer. Returns False if it is too long, or if the trainer refuses it."""
+        """Start a sample on the trainer.
+
+        Returns False if it is too long, or if the trainer refuses it.
+        """
         assert request.params.max_tokens is not None
         fits = request.prompt.size + request.params.max_tokens <= self._samplers.max_tokens
         if not fits or not self._samplers.has_weights(request):
             return False
 
-        # A new request id, because a backend expects the parts of one request in the order of their indices.
+        # A new request id, because a backend expects the parts of one request in the order of their
+        # indices.
         trainer_id = RequestId(f"fallback-{next(self._numbers)}")
         try:
             self._trainer.begin_sample(PreparedSampleBatch(requests=(replace(request, request_id=trainer_id),)))
@@ -165,6 +180,9 @@ class TrainerFallback:
 
 
 def _select_sample(request: SampleRequest, index: int) -> SampleRequest:
-    """Return a request for one sample of a request. Only sample 0 asks for results about the prompt."""
+    """Return a request for one sample of a request.
+
+    Only sample 0 asks for results about the prompt.
+    """
     options = request.options if index == 0 else PromptOptions(sample_topk=request.options.sample_topk)
     return replace(request, first_index=index, num_samples=1, options=options)

@@ -1,8 +1,9 @@
 """The messages between rank 0 and the other hosts: backend calls, and each host's reply.
 
-Messages are msgpack, and a follower decodes only these types and the records of the contract. For example, the message
-of `optim_step` has the fields `model_id` and `params`, with the types of the method's annotations. Passes and snapshots
-exist on every host. A message refers to them by the number of the call that made them.
+Messages are msgpack, and a follower decodes only these types and the records of the contract. For
+example, the message of `optim_step` has the fields `model_id` and `params`, with the types of the
+method's annotations. Passes and snapshots exist on every host. A message refers to them by the
+number of the call that made them.
 """
 
 import hashlib
@@ -23,7 +24,8 @@ PROTOCOL_VERSION = 2
 _DIGEST_BYTES = 8
 _RESULT = "result"
 _PLAN = "plan"
-"""Keys of `HostReply.digests` for a result that is not a dataclass, and for the plan of MemoryExhausted."""
+"""Keys of `HostReply.digests` for a result that is not a dataclass, and for the plan of
+MemoryExhausted."""
 
 
 class BackendCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,10 +33,11 @@ class BackendCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _make_call_type(name: str, owner: type, method: str) -> type[BackendCall]:
-    """Return the message type of a method. Its fields are the parameters of the method, and its tag is `name`.
+    """Return the message type of a method.
 
-    A pass or a snapshot is sent as the number of the call that made it. A collection is sent as a tuple, so that its
-    order is the same on all hosts.
+    Its fields are the parameters of the method, and its tag is `name`. A pass or a snapshot is sent
+    as the number of the call that made it. A collection is sent as a tuple, so that its order is
+    the same on all hosts.
     """
     function = getattr(owner, method)
     types = get_type_hints(function)
@@ -105,7 +108,10 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Rank 0's answer to `Hello`: the backend that all hosts run. The settings of rank 0 apply to all hosts."""
+    """Rank 0's answer to `Hello`: the backend that all hosts run.
+
+    The settings of rank 0 apply to all hosts.
+    """
 
     backend: str
     base_model: str
@@ -124,7 +130,8 @@ class HostReply(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     digests: dict[str, bytes] = {}
-    """Hashes of the result. A dataclass has one hash for each field, so that a difference can be named."""
+    """Hashes of the result. A dataclass has one hash for each field, so that a difference can be
+    named."""
     error: str = ""
     """Name of the error's class, for example "CapacityError"; empty if the call returned."""
     message: str = ""
@@ -146,10 +153,11 @@ def make_error_reply(number: int, error: Exception) -> HostReply:
 
 
 def describe_difference(rank: int, call: BackendCall, reply: HostReply, own: HostReply) -> str | None:
-    """Describe how the reply of host `rank` differs from rank 0's `own` reply. Returns None if they agree.
+    """Describe how the reply of host `rank` differs from rank 0's `own` reply.
 
-    Errors of the same class agree although their messages may differ, because messages can contain paths and
-    addresses. Two MemoryExhausted errors must also have the same plan.
+    Returns None if they agree. Errors of the same class agree although their messages may differ,
+    because messages can contain paths and addresses. Two MemoryExhausted errors must also have the
+    same plan.
     """
     name = get_call_name(call)
     if reply.error != own.error:
@@ -173,7 +181,8 @@ def get_call_name(call: BackendCall) -> str:
 _DECODERS = {
     kind: msgspec.msgpack.Decoder(kind, dec_hook=decode_array) for kind in (Frame, Hello, HostReply, Welcome | Refusal)
 }
-"""Made at import, because making decoders of one class in two threads is not safe; see `contract.codec`."""
+"""Made at import, because making decoders of one class in two threads is not safe; see
+`contract.codec`."""
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -182,7 +191,10 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes, kind: Any) -> Any:
-    """Decode a message. `kind` is a key of `_DECODERS`. Raises msgspec.DecodeError for other data."""
+    """Decode a message.
+
+    `kind` is a key of `_DECODERS`. Raises msgspec.DecodeError for other data.
+    """
     return _DECODERS[kind].decode(data)
 
 

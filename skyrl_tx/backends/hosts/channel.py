@@ -1,7 +1,7 @@
 """Connect rank 0 with the other ranks over TCP.
 
-The two sides prove to each other that they have the same key. Then the follower sends `Hello`, and rank 0 answers with
-`Welcome` or `Refusal`.
+The two sides prove to each other that they have the same key. Then the follower sends `Hello`, and
+rank 0 answers with `Welcome` or `Refusal`.
 """
 
 import logging
@@ -23,7 +23,8 @@ _HANDSHAKE_TIMEOUT_S = 10
 _MAX_HANDSHAKE_BYTES = 2**20
 _RETRY_S = 0.5
 _KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
-"""The kernel closes the connection of a host that has been unreachable for 25 seconds (10 + 3 × 5)."""
+"""The kernel closes the connection of a host that has been unreachable for 25 seconds (10 + 3 ×
+5)."""
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +34,10 @@ class LeaderLost(ConnectionError):
 
 
 def listen(settings: HostsSettings) -> socket.socket:
-    """Return the listening socket of rank 0. Raises UserError if `hosts.address` cannot be bound."""
+    """Return the listening socket of rank 0.
+
+    Raises UserError if `hosts.address` cannot be bound.
+    """
     host, port = settings.host_and_port
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -100,7 +104,10 @@ def _find_refusal(hello: Hello, settings: HostsSettings) -> str:
 
 
 def connect(settings: HostsSettings) -> tuple[Connection, Welcome]:
-    """Wait until rank 0 accepts connections, and join it. Raises UserError if rank 0 refuses this host."""
+    """Wait until rank 0 accepts connections, and join it.
+
+    Raises UserError if rank 0 refuses this host.
+    """
     is_first = True
     while True:
         try:

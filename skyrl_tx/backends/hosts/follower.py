@@ -1,4 +1,7 @@
-"""The ranks other than 0. They make the calls of rank 0 in order, and answer each with hashes of the result."""
+"""The ranks other than 0.
+
+They make the calls of rank 0 in order, and answer each with hashes of the result.
+"""
 
 import logging
 import queue
@@ -21,7 +24,8 @@ from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.process.signals import ServiceThread
 
 _MAX_QUEUED_FRAMES = 8
-"""How many received frames may wait. The limit bounds memory, because frames with file contents have up to 8 MiB."""
+"""How many received frames may wait. The limit bounds memory, because frames with file contents
+have up to 8 MiB."""
 _SHUTDOWN_GRACE_S = 5.0
 """How long the running call may continue after rank 0 has ended, before `on_lost` is called."""
 
@@ -31,8 +35,8 @@ _log = logging.getLogger(__name__)
 class Follower:
     """Make the calls of rank 0 on the backend of this host.
 
-    One thread receives frames, and the thread of `run` makes the calls. So the end of rank 0 is noticed even if a call
-    never returns.
+    One thread receives frames, and the thread of `run` makes the calls. So the end of rank 0 is
+    noticed even if a call never returns.
     """
 
     def __init__(
@@ -46,8 +50,8 @@ class Follower:
     ) -> None:
         """Store the arguments.
 
-        `on_ready` is called when the backend has started. `on_lost` is called with the reason if rank 0 has ended and
-        the running call does not return. It must end this process.
+        `on_ready` is called when the backend has started. `on_lost` is called with the reason if
+        rank 0 has ended and the running call does not return. It must end this process.
         """
         self._connection = connection
         self._backend = backend
@@ -61,7 +65,10 @@ class Follower:
         self._files: dict[int, tempfile.TemporaryDirectory[str]] = {}
 
     def run(self) -> None:
-        """Make calls until rank 0 closes the backend. Raises LeaderLost if rank 0 ends without that."""
+        """Make calls until rank 0 closes the backend.
+
+        Raises LeaderLost if rank 0 ends without that.
+        """
         ServiceThread("leader", self._receive_frames).start()
         try:
             self._follow()
@@ -111,7 +118,10 @@ class Follower:
             return calls.make_error_reply(frame.number, error)
 
     def _make_call(self, number: int, call: BackendCall, files: Path | None) -> object:
-        """Make a call and return its result. A pass or a snapshot is kept by its number, and None is returned."""
+        """Make a call and return its result.
+
+        A pass or a snapshot is kept by its number, and None is returned.
+        """
         name = calls.get_call_name(call)
         arguments: dict[str, Any] = {field: getattr(call, field) for field in call.__struct_fields__}
 
@@ -170,9 +180,9 @@ class Follower:
 def follow(
     settings: HostsSettings, *, on_ready: Callable[[Capabilities], object], on_lost: Callable[[str], object]
 ) -> None:
-    """Join rank 0 and make its calls until it closes the backend. Rank 0 chooses the backend and its settings.
+    """Join rank 0 and make its calls until it closes the backend.
 
-    See `Follower` for `on_ready` and `on_lost`.
+    Rank 0 chooses the backend and its settings. See `Follower` for `on_ready` and `on_lost`.
 
     Raises:
         UserError: If this host cannot join.

@@ -1,7 +1,7 @@
-"""Rank 0 of multiple hosts: send every backend call to all hosts, in one order, and compare the results.
+"""Rank 0 of multiple hosts: send every backend call to all hosts, and compare the results.
 
-`LeadingBackend` is what the engine uses. `Followers` sends frames to the other hosts, collects their replies, and
-notices hosts that are late or have ended.
+`LeadingBackend` is what the engine uses. `Followers` sends frames to the other hosts, collects
+their replies, and notices hosts that are late or have ended.
 """
 
 import inspect
@@ -39,7 +39,8 @@ FAILURE_GRACE_S = 30.0
 """How long a call may continue on the other hosts after one host has raised an error in it."""
 _CHECK_PERIOD_S = 0.1
 _CHECKS_PER_LIMIT = 4
-"""The limits are checked every 0.1 s, or four times within a `silence_s` that is shorter than 0.4 s."""
+"""The limits are checked every 0.1 s, or four times within a `silence_s` that is shorter than 0.4
+s."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,7 +64,10 @@ class _RunningCall:
 
 
 class Followers:
-    """The connections to the other hosts. A thread receives their replies and checks the time limits."""
+    """The connections to the other hosts.
+
+    A thread receives their replies and checks the time limits.
+    """
 
     def __init__(
         self,
@@ -75,9 +79,10 @@ class Followers:
     ) -> None:
         """Start the thread.
 
-        `silence_s` limits how long a host may take for a call. `on_lost` is called on the thread, with the reason, if
-        a host is lost while rank 0 computes. That call may never return, so `on_lost` must end this process. If rank 0
-        only waits for replies, `wait_for_replies` raises BackendLost instead.
+        `silence_s` limits how long a host may take for a call. `on_lost` is called on the thread,
+        with the reason, if a host is lost while rank 0 computes. That call may never return, so
+        `on_lost` must end this process. If rank 0 only waits for replies, `wait_for_replies` raises
+        BackendLost instead.
         """
         self._connections = dict(connections)
         self._silence_s = silence_s
@@ -98,7 +103,10 @@ class Followers:
         return self._loss_reason
 
     def begin(self, number: int, call: BackendCall, *, is_limited: bool) -> None:
-        """Start to watch a call. Must be called before the call is sent. `is_limited`: whether `silence_s` applies."""
+        """Start to watch a call.
+
+        Must be called before the call is sent. `is_limited`: whether `silence_s` applies.
+        """
         with self._changed:
             self._running = _RunningCall(number=number, call=call, is_limited=is_limited)
 
@@ -140,7 +148,10 @@ class Followers:
             connection.close()
 
     def mark_lost(self, reason: str) -> BackendLost:
-        """Refuse further calls, and return the error that the caller raises. The first reason counts."""
+        """Refuse further calls, and return the error that the caller raises.
+
+        The first reason counts.
+        """
         with self._changed:
             self._loss_reason = self._loss_reason or reason
             self._changed.notify_all()
@@ -177,7 +188,7 @@ class Followers:
                 self._changed.notify_all()
 
     def _check_limits(self, elapsed_s: float) -> None:
-        """Add the elapsed time to the running call, and report the hosts as lost if it exceeds a limit."""
+        """Add the elapsed time to the running call, and report lost hosts if it exceeds a limit."""
         with self._changed:
             if self._loss_reason or self._is_closed:
                 return
@@ -241,9 +252,10 @@ def _make_collective_method(name: str) -> Callable[..., Any]:
 class LeadingBackend(AbstractBackend):
     """The backend that the engine of rank 0 uses.
 
-    A call is sent to the other hosts, then made here. It returns when all hosts have replied with the same hashes, so
-    the engine never sees a result that another host did not compute. If all hosts raise the same class of error, that
-    error is raised. If the replies differ, or a host is lost, BackendLost is raised.
+    A call is sent to the other hosts, then made here. It returns when all hosts have replied with
+    the same hashes, so the engine never sees a result that another host did not compute. If all
+    hosts raise the same class of error, that error is raised. If the replies differ, or a host is
+    lost, BackendLost is raised.
     """
 
     def __init__(  # pyright: ignore[reportMissingSuperCall]
@@ -338,7 +350,10 @@ class LeadingBackend(AbstractBackend):
 
     @override
     def open_snapshot(self, directory: Path) -> Snapshot:
-        """Open a snapshot on all hosts. Rank 0 sends them the files, so the hosts need no shared directory."""
+        """Open a snapshot on all hosts.
+
+        Rank 0 sends them the files, so the hosts need no shared directory.
+        """
         paths = sorted(path for path in directory.rglob("*") if path.is_file())
         files = tuple((path.relative_to(directory).as_posix(), path.stat().st_size) for path in paths)
         chunks = (chunk for path, (_, size) in zip(paths, files, strict=True) for chunk in _read_chunks(path, size))
@@ -378,7 +393,7 @@ class LeadingBackend(AbstractBackend):
         *,
         is_limited: bool = True,
     ) -> Any:
-        """Send a call and the `chunks` of its files, make it here, and compare the replies of all hosts."""
+        """Send a call and the `chunks` of its files, make it here, and compare all replies."""
         # Send the call.
         self._num_calls += 1
         number = self._num_calls
@@ -393,7 +408,8 @@ class LeadingBackend(AbstractBackend):
                 f"host 0 cannot read the files that it sends in {calls.get_call_name(call)}: {error}"
             ) from error
 
-        # Make the call here. Passes and snapshots are not compared: the other hosts reply None for theirs.
+        # Make the call here. Passes and snapshots are not compared: the other hosts reply None for
+        # theirs.
         error: Exception | None = None
         result: Any = None
         try:
@@ -424,7 +440,8 @@ class LeadingBackend(AbstractBackend):
 class _LeadingPass(Pass):
     """A pass that runs on all hosts.
 
-    If all hosts run out of memory in the same call and choose the same smaller plan, the pass continues with it.
+    If all hosts run out of memory in the same call and choose the same smaller plan, the pass
+    continues with it.
     """
 
     def __init__(self, make: Callable[..., Any], own: Pass, handle: int) -> None:
@@ -473,7 +490,10 @@ def _log_retry(error: MemoryExhausted) -> None:
 
 
 def _read_chunks(path: Path, size: int) -> Iterator[bytes]:
-    """Yield the first `size` bytes of a file in chunks. Raises OSError if the file has become shorter."""
+    """Yield the first `size` bytes of a file in chunks.
+
+    Raises OSError if the file has become shorter.
+    """
     with path.open("rb") as file:
         for start in range(0, size, calls.CHUNK_BYTES):
             chunk = file.read(min(calls.CHUNK_BYTES, size - start))

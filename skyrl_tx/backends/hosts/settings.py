@@ -12,14 +12,18 @@ LWS_SIZE, LWS_RANK, LWS_ADDRESS = "LWS_GROUP_SIZE", "LWS_WORKER_INDEX", "LWS_LEA
 
 
 class HostsFlags(BaseModel):
-    """Settings for multiple hosts that share one model. The operator starts each host with its own rank."""
+    """Settings for multiple hosts that share one model.
+
+    The operator starts each host with its own rank.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     size: int = Field(default=1, ge=1)
     """Number of hosts that share the base model."""
     rank: int = Field(default=0, ge=0)
-    """Number of this host, counted from 0. Rank 0 runs the engine; the other ranks repeat its backend calls."""
+    """Number of this host, counted from 0. Rank 0 runs the engine; the other ranks repeat its
+    backend calls."""
     address: str | None = None
     """Host and port at which the other hosts reach rank 0, for example host0:7700.
     Rank 0 listens there, and the backend uses the next port (7701). Use a private network."""
@@ -71,7 +75,7 @@ class HostsFlags(BaseModel):
 
     @property
     def coordinator(self) -> str:
-        """The address of rank 0 that the backend may use for itself: the port after the port of `address`."""
+        """The address of rank 0 that the backend may use for itself: the next port."""
         host, port = self.host_and_port
         return join_address(host, port + 1)
 
@@ -80,15 +84,18 @@ class HostsSettings(HostsFlags):
     """The settings of a group of hosts with the time limit, which the server sets."""
 
     silence_s: float = Field(default=600.0, gt=0)
-    """Restart all hosts if a host other than rank 0 takes longer than this for one call, except to join and start.
-    The server sets it to --step-timeout-s, the limit for a single host."""
+    """Restart all hosts if a host other than rank 0 takes longer than this for one call, except to
+    join and start. The server sets it to --step-timeout-s, the limit for a single host."""
 
 
 _Hosts = TypeVar("_Hosts", bound=HostsFlags)
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Split `host:port` or `[IPv6 address]:port` into host and port. Raises ValueError for anything else."""
+    """Split `host:port` or `[IPv6 address]:port` into host and port.
+
+    Raises ValueError for anything else.
+    """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65535:
         raise ValueError(f"{address!r} must be host:port with a port from 1 to 65534, such as host0:7700")
@@ -108,10 +115,10 @@ def _is_loopback(host: str) -> bool:
 
 
 def from_leader_worker_set(given: _Hosts, environment: Mapping[str, str]) -> _Hosts:
-    """Return `given` with the size, rank and address that a Kubernetes LeaderWorkerSet sets in the environment.
+    """Return `given` with the size, rank and address from a Kubernetes LeaderWorkerSet.
 
-    The port comes from `given.address`, or is DEFAULT_PORT. Raises ValueError if a variable is missing, or if size or
-    rank is not a number.
+    The port comes from `given.address`, or is DEFAULT_PORT. Raises ValueError if a variable is
+    missing, or if size or rank is not a number.
     """
     missing = [name for name in (LWS_SIZE, LWS_RANK, LWS_ADDRESS) if not environment.get(name)]
     if missing:

@@ -1,4 +1,4 @@
-"""The choice of kernels at the start of the backend: by the platform of the devices and the type of base weights."""
+"""Choose the kernels for the platform of the devices and the type of the base weights."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +20,7 @@ from skyrl_tx.models.parts.feed_forward import Mixture
 
 
 def choose_kernels(config: JaxConfig, platform: str, dtype: jnp.dtype) -> Kernels:
-    """Return the kernels for a platform, as JAX names it (`cpu`, `gpu` or `tpu`), and the type of the base weights."""
+    """Return the kernels for a platform (`cpu`, `gpu` or `tpu`) and the type of the base weights."""
     together, key = platform != "cpu", (platform, dtype.name)
     if config.kernels == LOOPS:
         return Kernels(chunks_together=together)
@@ -30,10 +30,11 @@ def choose_kernels(config: JaxConfig, platform: str, dtype: jnp.dtype) -> Kernel
 
 
 def pad_cached_dims(model: models.ModelConfig, platform: str) -> models.ModelConfig:
-    """Return the model with keys and values in the cache as the devices of a platform hold them.
+    """Return the model with the dims of cached keys and values padded for a platform.
 
-    On TPU their dims are a multiple of 128, as the kernel for pages needs them. Fewer would take as much memory there,
-    and the compiler would copy the whole cache for the programs that read it.
+    On TPU they are padded to a multiple of 128, which the paged attention kernel needs. This takes
+    no more memory, because TPUs pad arrays to 128 anyway. Without it, the compiler would copy the
+    whole cache for programs that read it.
     """
     if platform != "tpu":
         return model
@@ -50,24 +51,27 @@ def pad_cached_dims(model: models.ModelConfig, platform: str) -> models.ModelCon
 
 
 def explain_kernels(kernels: Kernels, model: models.ModelConfig) -> Iterator[str]:
-    """Yield how the layers of a model attend in training and in sampling, and how their experts are computed.
+    """Yield log lines: which kernel computes attention and experts, or why plain JAX does.
 
-    By which kernel, or why by loops.
+    For example "attention of 24 layers in sampling: loops, as mosaic has no heads of 64 dims".
     """
     attention, pages = kernels.attention, kernels.pages
     mixers = [block.mixer for block in model.blocks if block.mixer is not None]
-    of_layers = [each.heads for each in mixers if each.heads is not None]
-    cached = [each.cache_heads for each in mixers if each.cache_heads is not None]
+
     in_training = [
-        _describe_choice(kernels.attention_name, None if attention is None else attention.find_refusal(each))
-        for each in of_layers
+        _describe_choice(kernels.attention_name, None if attention is None else attention.find_refusal(mixer.heads))
+        for mixer in mixers
+        if mixer.heads is not None
     ]
     in_sampling = [
-        _describe_choice(kernels.pages_name, None if pages is None else pages.find_refusal(each)) for each in cached
+        _describe_choice(kernels.pages_name, None if pages is None else pages.find_refusal(mixer.cache_heads))
+        for mixer in mixers
+        if mixer.cache_heads is not None
     ]
-    for where, found in (("training", in_training), ("sampling", in_sampling)):
-        for how in dict.fromkeys(found):
-            yield f"attention of {found.count(how)} layers in {where}: {how}"
+
+    for phase, choices in (("training", in_training), ("sampling", in_sampling)):
+        for choice in dict.fromkeys(choices):
+            yield f"attention of {choices.count(choice)} layers in {phase}: {choice}"
     if count_moe_layers(model):
         yield f"experts of {count_moe_layers(model)} layers: {kernels.experts_name}"
 

@@ -126,7 +126,7 @@ def test_devices_that_cannot_copy_to_the_host_refuse_the_setting_by_name(tiny, m
 
 
 def test_offloading_needs_rematerialization():
-    with pytest.raises(ValidationError, match="offload: only the inputs of rematerialized layers"):
+    with pytest.raises(ValidationError, match="offload: true needs remat, but remat is false"):
         JaxConfig(offload=True, remat=False)
 
 
