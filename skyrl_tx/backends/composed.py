@@ -35,8 +35,8 @@ _CHECK_TOKENS = 32
 _CHECK_OPTIMIZER = OptimizerParams(learning_rate=2e-3)
 _MODEL, _SAMPLER, _REQUEST = ModelId("start-check"), SamplerId("start-check"), RequestId("start-check")
 _OMITTED_TARGETS: tuple[frozenset[str], ...] = (frozenset(), frozenset({"unembed"}), frozenset({"mlp", "unembed"}))
-"""Layers that a sampler may have no adapters for. The start tries these sets in order until the
-sampler accepts."""
+"""Layers that a sampler may have no adapters for.
+The start tries these sets in order until the sampler accepts."""
 
 
 class ComposedConfig(BaseModel):

@@ -30,8 +30,8 @@ _log = logging.getLogger(__name__)
 _MIN_WARNED_TOKENS = 16
 """Shorter samples cause no warning, because one token can dominate their mean."""
 MAX_GAP = 0.25
-"""The largest gap, in nats, that rounding explains. bfloat16 causes a few hundredths, different
-weights about 1."""
+"""The largest gap, in nats, that rounding explains.
+Rounding in bfloat16 causes a few hundredths, different weights cause about 1."""
 
 
 @dataclass(slots=True)
@@ -55,11 +55,11 @@ class _Check:
     key: SampleKey
     sampler: SamplerId | None
     logprobs: Float32Array
-    """The sampler's log-probabilities of the tokens that the trainer scores, from the first token
-    of the sample on."""
+    """The sampler's log-probabilities of the first tokens of the sample, which the trainer scores.
+    """
     final_delta: SampleDelta | None
-    """The sample's last delta, held back until the gap is known. None if the engine has ended the
-    sample."""
+    """The sample's last delta, held back until the gap is known.
+    None if the engine has ended the sample."""
     scored: Float32Array | None = None
     """The trainer's log-probabilities of the row. The last ones are of the sample's tokens."""
 

@@ -33,8 +33,8 @@ class TrainerSamplers:
         self._are_needed = are_needed
         self._loaded: set[SamplerId] = set()
         self.max_tokens = 0
-        """The longest sample on the trainer, in tokens, prompt included. Set by
-        `limit_capabilities`."""
+        """The longest sample on the trainer, in tokens, prompt included.
+        Set by `limit_capabilities`."""
 
     def limit_capabilities(self, trainer: Capabilities, combined: Capabilities) -> Capabilities:
         """Return the capabilities of trainer and sampler together.
@@ -95,8 +95,8 @@ class TrainerFallback:
         self._trainer = trainer
         self._samplers = samplers
         self._unstarted: dict[SampleKey, SampleRequest] = {}
-        """Samples on the sampler that have no tokens yet, each with a request for this sample
-        only."""
+        """Samples on the sampler that have no tokens yet, each with a request for this sample only.
+        """
         self._moved: dict[RequestId, SampleKey] = {}
         """Samples on the trainer, by the id of their request there, for example `fallback-0`."""
         self._numbers = count()

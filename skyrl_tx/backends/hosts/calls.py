@@ -24,8 +24,7 @@ PROTOCOL_VERSION = 2
 _DIGEST_BYTES = 8
 _RESULT = "result"
 _PLAN = "plan"
-"""Keys of `HostReply.digests` for a result that is not a dataclass, and for the plan of
-MemoryExhausted."""
+"""Keys of `HostReply.digests`: a result that is not a dataclass, the plan of MemoryExhausted."""
 
 
 class BackendCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,8 +129,8 @@ class HostReply(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     digests: dict[str, bytes] = {}
-    """Hashes of the result. A dataclass has one hash for each field, so that a difference can be
-    named."""
+    """Hashes of the result.
+    A dataclass has one hash for each field, so that a difference can be named."""
     error: str = ""
     """Name of the error's class, for example "CapacityError"; empty if the call returned."""
     message: str = ""
@@ -181,8 +180,7 @@ def get_call_name(call: BackendCall) -> str:
 _DECODERS = {
     kind: msgspec.msgpack.Decoder(kind, dec_hook=decode_array) for kind in (Frame, Hello, HostReply, Welcome | Refusal)
 }
-"""Made at import, because making decoders of one class in two threads is not safe; see
-`contract.codec`."""
+"""Made at import, because two threads must not make decoders of one class; see `contract.codec`."""
 
 
 def encode(message: msgspec.Struct) -> bytes:

@@ -23,8 +23,7 @@ _HANDSHAKE_TIMEOUT_S = 10
 _MAX_HANDSHAKE_BYTES = 2**20
 _RETRY_S = 0.5
 _KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
-"""The kernel closes the connection of a host that has been unreachable for 25 seconds (10 + 3 ×
-5)."""
+"""The kernel closes a connection whose host has been unreachable for 25 seconds (10 + 3 × 5)."""
 
 _log = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.process.signals import ServiceThread
 
 _MAX_QUEUED_FRAMES = 8
-"""How many received frames may wait. The limit bounds memory, because frames with file contents
-have up to 8 MiB."""
+"""How many received frames may wait.
+The limit bounds memory, because frames with file contents have up to 8 MiB."""
 _SHUTDOWN_GRACE_S = 5.0
 """How long the running call may continue after rank 0 has ended, before `on_lost` is called."""
 

@@ -39,8 +39,7 @@ FAILURE_GRACE_S = 30.0
 """How long a call may continue on the other hosts after one host has raised an error in it."""
 _CHECK_PERIOD_S = 0.1
 _CHECKS_PER_LIMIT = 4
-"""The limits are checked every 0.1 s, or four times within a `silence_s` that is shorter than 0.4
-s."""
+"""The limits are checked every 0.1 s, or four times within a `silence_s` below 0.4 s."""
 
 
 @dataclass(slots=True, kw_only=True)

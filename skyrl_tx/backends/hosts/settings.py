@@ -22,8 +22,8 @@ class HostsFlags(BaseModel):
     size: int = Field(default=1, ge=1)
     """Number of hosts that share the base model."""
     rank: int = Field(default=0, ge=0)
-    """Number of this host, counted from 0. Rank 0 runs the engine; the other ranks repeat its
-    backend calls."""
+    """Number of this host, counted from 0.
+    Rank 0 runs the engine; the other ranks repeat its backend calls."""
     address: str | None = None
     """Host and port at which the other hosts reach rank 0, for example host0:7700.
     Rank 0 listens there, and the backend uses the next port (7701). Use a private network."""
@@ -84,8 +84,9 @@ class HostsSettings(HostsFlags):
     """The settings of a group of hosts with the time limit, which the server sets."""
 
     silence_s: float = Field(default=600.0, gt=0)
-    """Restart all hosts if a host other than rank 0 takes longer than this for one call, except to
-    join and start. The server sets it to --step-timeout-s, the limit for a single host."""
+    """Restart all hosts if a host other than rank 0 takes longer than this for one call.
+    Joining and starting are not limited.
+    The server sets it to --step-timeout-s, the limit for a single host."""
 
 
 _Hosts = TypeVar("_Hosts", bound=HostsFlags)

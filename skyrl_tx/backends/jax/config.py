@@ -10,8 +10,8 @@ MAX_TRAINING_COMPILE_THREADS = 4
 """Maximum number of threads that compile training programs on CPU."""
 
 CHANGES_RESULTS: dict[str, JsonValue] = {"changes_results": True}
-"""Marks a field whose value is part of `Capabilities.fingerprint`, because it changes the last bits
-of results."""
+"""Marks a field that changes the last bits of results, so it is part of `Capabilities.fingerprint`.
+"""
 
 
 def count_compile_threads(limit: int) -> int:
@@ -35,19 +35,19 @@ class MeshConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     dp: int = Field(default=1, gt=0, json_schema_extra=CHANGES_RESULTS)
-    """Data parallel degree: shards batch rows. Each shard has a copy of all parameters. The fastest
-    axis if they fit."""
+    """Data parallel degree: shards batch rows. Each shard has a copy of all parameters.
+    The fastest axis if they fit."""
     fsdp: int = Field(default=1, gt=0, json_schema_extra=CHANGES_RESULTS)
-    """FSDP degree: shards batch rows and the storage of parameters. Each layer gathers its
-    parameters before use."""
+    """FSDP degree: shards batch rows and the storage of parameters.
+    Each layer gathers its parameters before use."""
     tp: int = Field(default=1, gt=0, json_schema_extra=CHANGES_RESULTS)
     """Tensor parallel degree: shards attention heads, feed-forward layers and the vocabulary."""
     ep: int = Field(default=1, gt=0, json_schema_extra=CHANGES_RESULTS)
     """Expert parallel degree: shards experts and batch rows."""
     cp: int = Field(default=1, gt=0, json_schema_extra=CHANGES_RESULTS)
-    """Context parallel degree: shards the tokens of each row in training. In sampling it works like
-    fsdp. Use it for examples that are too long for the memory of one device. With cp, ep also
-    shards the tokens of rows."""
+    """Context parallel degree: shards the tokens of each row in training.
+    In sampling it works like fsdp. Use it for examples that are too long for the memory of one
+    device. With cp, ep also shards the tokens of rows."""
 
     @property
     def num_devices(self) -> int:
@@ -76,8 +76,8 @@ class JaxFlags(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     load_format: Literal["auto", "dummy"] = "auto"
-    """'auto' reads the weights from the checkpoint; 'dummy' generates random weights, to measure
-    speed."""
+    """'auto' reads the weights of the checkpoint; 'dummy' makes random weights, to measure speed.
+    """
     dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", json_schema_extra=CHANGES_RESULTS)
     """Type of the base weights. 'auto' is bfloat16 on accelerators and float32 on CPU.
     Adapters, gradients and optimizer moments are always float32."""
@@ -85,8 +85,8 @@ class JaxFlags(BaseModel):
     """Longest sequence, prompt and new tokens together. Unset: the limit of the model.
     The limit is at most max_sample_tokens, divided by the product of dp, fsdp, cp and ep."""
     compile_cache_dir: Path | None = Field(default_factory=_default_compile_cache)
-    """Directory for compiled programs. After a restart the server reads them instead of compiling;
-    null: no directory."""
+    """Directory for compiled programs.
+    After a restart the server reads them instead of compiling; null: no directory."""
     warmup: bool = False
     """Compile all common shapes before the server is ready, instead of on first use.
     This takes minutes if compile_cache_dir is empty."""
@@ -95,47 +95,51 @@ class JaxFlags(BaseModel):
     """Device mesh. Unset: the first device only."""
 
     kernels: Literal["auto", "loops"] = Field(default="auto", json_schema_extra=CHANGES_RESULTS)
-    """Kernels for attention, for experts and for the KV cache. 'auto' uses the kernels for the
-    device; there are some for TPU, and for GPU with bfloat16. 'loops' uses plain JAX, which runs on
-    every device. Try it to find out whether a kernel causes a problem."""
+    """Kernels for attention, for experts and for the KV cache.
+    'auto' uses the kernels for the device; there are some for TPU, and for GPU with bfloat16.
+    'loops' uses plain JAX, which runs on every device. Try it to find out whether a kernel causes a
+    problem."""
 
     # Training
     expert_lora: Literal["shared", "own"] = "shared"
-    """Form of the adapters of experts. 'shared': all experts of a layer share the LoRA factor on
-    the side of the hidden size, as on the hosted service. 'own': each expert has its own two
-    factors. A model that was trained with one form cannot be continued with the other one."""
+    """Form of the adapters of experts.
+    'shared': all experts of a layer share the LoRA factor on the side of the hidden size, as on the
+    hosted service. 'own': each expert has its own two factors. A model that was trained with one
+    form cannot be continued with the other one."""
     max_lora_adapters: int | None = Field(default=None, gt=0)
-    """How many models can be in training on the device at the same time. Further models are evicted
-    to disk. A model takes memory when it is created. Unset: as many models of rank max_lora_rank as
-    fit, at most 64."""
+    """How many models can be in training on the device at the same time.
+    Further models are evicted to disk. A model takes memory when it is created. Unset: as many
+    models of rank max_lora_rank as fit, at most 64."""
     max_lora_rank: int = Field(default=64, gt=0)
     """Highest LoRA rank that a client may request."""
     micro_batch_tokens: int | None = Field(default=None, gt=0, json_schema_extra=CHANGES_RESULTS)
-    """Tokens of a training micro-batch on all devices together, padding included. A lower value
-    takes less memory. Unset: as many as fit; 1024 on CPU."""
+    """Tokens of a training micro-batch on all devices together, padding included.
+    A lower value takes less memory. Unset: as many as fit; 1024 on CPU."""
     remat: bool | None = Field(default=None, json_schema_extra=CHANGES_RESULTS)
-    """Activation checkpointing: recompute each layer in the backward pass instead of keeping its
-    activations. Takes less memory and more time. Unset: only if fewer than 4096 tokens per device
-    would fit without it, or for longer rows that need it, and never on CPU."""
+    """Activation checkpointing: recompute layers in the backward pass instead of keeping activations.
+    Takes less memory and more time. Unset: only if fewer than 4096 tokens per device would fit
+    without it, or for longer rows that need it, and never on CPU."""
     offload: bool | None = Field(default=None, json_schema_extra=CHANGES_RESULTS)
-    """Keep the inputs of recomputed layers in host memory. Longer rows fit, but the copies take
-    time. Implies remat. Unset: only for rows that would not fit otherwise, and never on CPU."""
+    """Keep the inputs of recomputed layers in host memory.
+    Longer rows fit, but the copies take time. Implies remat. Unset: only for rows that would not
+    fit otherwise, and never on CPU."""
 
     # Sampling
     max_sampler_adapters: int = Field(default=16, gt=0)
-    """How many adapters can be loaded for sampling at the same time. The base model does not
-    count."""
+    """How many adapters can be loaded for sampling at the same time. The base model does not count.
+    """
     sample_slots: int | None = Field(default=None, gt=0, json_schema_extra=CHANGES_RESULTS)
-    """How many samples are decoded at the same time. Unset: 32 on CPU. On accelerators 256, 128, 64
-    or 32 for each copy of the weights (dp): the largest number for which the KV cache has 512
-    tokens for each sample."""
+    """How many samples are decoded at the same time. Unset: 32 on CPU.
+    On accelerators 256, 128, 64 or 32 for each copy of the weights (dp): the largest number for
+    which the KV cache has 512 tokens for each sample."""
     max_sample_tokens: int | None = Field(default=None, gt=0, json_schema_extra=CHANGES_RESULTS)
     """Capacity of the KV cache: prompt and new tokens of all running samples together.
     Unset: as many as fit; at most 65536 on CPU. After a change, programs must be compiled again."""
     prefix_cache_tokens: int | None = Field(default=None, ge=0)
-    """Capacity of the prefix cache, which keeps recent prompts for later prompts with an equal
-    beginning; 0: no cache. A state of linear attention counts as the number of tokens that take as
-    many bytes. Unset: a quarter of max_sample_tokens."""
+    """Capacity of the prefix cache in tokens; 0: no prefix cache.
+    The cache keeps recent prompts for later prompts with an equal beginning. A state of linear
+    attention counts as the number of tokens that take as many bytes. Unset: a quarter of
+    max_sample_tokens."""
 
     @model_validator(mode="after")
     def _validate_offload(self) -> Self:
@@ -158,8 +162,8 @@ class JaxConfig(JaxFlags):
     """
 
     compile_threads: int | None = Field(default=None, ge=0)
-    """Threads that compile training programs in the background, before requests need them, most
-    likely shapes first. 0: each program is compiled on first use, and all requests wait for it."""
+    """Threads that compile training programs in the background, most likely shapes first.
+    0: each program is compiled on first use, and all requests wait for it."""
     max_pass_tokens: int = Field(default=65536, gt=0)
     """Maximum tokens of one training pass, which may combine multiple requests.
 
@@ -172,8 +176,9 @@ class JaxConfig(JaxFlags):
     With shorter slices, the host's work between two slices takes a larger share of the time.
     """
     async_decoding: bool | None = None
-    """Dispatch the next decode slice before the tokens of the previous one are read, so that the
-    device does not wait. On a single CPU device the host always waits."""
+    """Dispatch the next decode slice before the tokens of the previous one are read.
+    The device then does not wait for the host.
+    On a single CPU device the host always waits."""
     prefill_tokens: int | None = Field(default=None, gt=0)
     """Maximum prompt tokens that are prefilled between two decode slices, padding included."""
     prefill_chunk_tokens: int | None = Field(default=None, ge=32)

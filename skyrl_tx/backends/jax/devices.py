@@ -33,8 +33,7 @@ from skyrl_tx.contract.errors import BackendLost, CapacityError
 log = logging.getLogger(__name__)
 
 HEARTBEAT_TIMEOUT_S = 10
-"""JAX's distributed service ends the process of a host that has not heard from another host for
-this long."""
+"""JAX ends the process of a host that has not heard from another host for this long."""
 _SHUTDOWN_TIMEOUT_S = 10
 
 _PROBE_SIZE = 8
@@ -42,8 +41,8 @@ _PROBE_SIZE = 8
 _COMPILATION = "/jax/core/compile/"
 """Prefix of the JAX events for tracing, lowering and compiling a program."""
 _COMPILED = _COMPILATION + "backend_compile_duration"
-"""The JAX event of the compiler. It also occurs if the program is read from the compilation
-cache."""
+"""The JAX event of the compiler. It also occurs if the program is read from the compilation cache.
+"""
 _MIB = 2**20
 
 
