@@ -116,8 +116,8 @@ class JaxFlags(BaseModel):
     """Tokens of a training micro-batch on all devices together, padding included.
     A lower value takes less memory. Unset: as many as fit; 1024 on CPU."""
     remat: bool | None = Field(default=None, json_schema_extra=CHANGES_RESULTS)
-    """Activation checkpointing: recompute layers in the backward pass instead of keeping activations.
-    Takes less memory and more time. Unset: only if fewer than 4096 tokens per device would fit
+    """Activation checkpointing: recompute layers in the backward pass.
+    It takes less memory and more time. Unset: only if fewer than 4096 tokens per device would fit
     without it, or for longer rows that need it, and never on CPU."""
     offload: bool | None = Field(default=None, json_schema_extra=CHANGES_RESULTS)
     """Keep the inputs of recomputed layers in host memory.
@@ -126,8 +126,7 @@ class JaxFlags(BaseModel):
 
     # Sampling
     max_sampler_adapters: int = Field(default=16, gt=0)
-    """How many adapters can be loaded for sampling at the same time. The base model does not count.
-    """
+    """How many adapters can be loaded for sampling at the same time, without the base model."""
     sample_slots: int | None = Field(default=None, gt=0, json_schema_extra=CHANGES_RESULTS)
     """How many samples are decoded at the same time. Unset: 32 on CPU.
     On accelerators 256, 128, 64 or 32 for each copy of the weights (dp): the largest number for
