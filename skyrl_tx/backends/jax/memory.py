@@ -109,8 +109,8 @@ class MemoryPlan:
     def iter_smaller(self) -> Iterator["MemoryPlan"]:
         """Yield plans to try, in this order, if the device runs out of memory with this plan.
 
-        First with half the tokens, a quarter and so on, then with rematerialization, then with
-        offloading.
+        First with half the tokens, a quarter and so on. Then with all tokens and rematerialization,
+        then with offloading.
         """
         tokens = self.micro_batch_tokens // 2
         while tokens > 0:

@@ -139,7 +139,7 @@ def make_tiles(num_slots: int) -> Sequence[range]:
 
 @dataclass(frozen=True, slots=True)
 class SampleMemory:
-    """The size of the KV cache for samples, prompts and cached prefixes, on all devices together."""
+    """The size of the KV cache for samples, prompts and prefixes, on all devices together."""
 
     num_slots: int
     """How many samples can run at the same time."""
