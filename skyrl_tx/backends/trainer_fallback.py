@@ -26,7 +26,7 @@ SampleKey = tuple[RequestId, int]
 
 
 class TrainerSamplers:
-    """The sampler weights that are loaded on the trainer as well, and the trainer's length limit."""
+    """The sampler weights that are loaded on the trainer too, and the trainer's length limit."""
 
     def __init__(self, trainer: AbstractBackend, *, are_needed: bool) -> None:
         self._trainer = trainer
@@ -129,7 +129,7 @@ class TrainerFallback:
         return [key for key, request in candidates.items() if self._begin(key, request)]
 
     def read(self, deltas: Sequence[SampleDelta]) -> list[SampleDelta]:
-        """Return the trainer's deltas of moved samples, with the request ids that the engine knows."""
+        """Return the trainer's deltas of moved samples, with the request ids of the engine."""
         own_deltas: list[SampleDelta] = []
         for delta in deltas:
             if (key := self._moved.get(delta.request_id)) is None:

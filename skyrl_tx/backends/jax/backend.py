@@ -249,11 +249,13 @@ class JaxBackend(AbstractBackend):
         # default plan.
         plan = make_default_memory_plan(config)
         num_rows, num_splits = in_training.num_shards("batch"), in_training.num_shards("tokens")
+
         programs = TrainingPrograms(
             make_param_shapes(described, in_training, self._kernels, self._dtype),
             self._model,
             Compiler(config.compile_threads, self._compilation),
         )
+
         shapes = MicroBatchShapes(
             budget=max(1, plan.micro_batch_tokens // num_rows),
             num_rows=num_rows,

@@ -276,7 +276,7 @@ def make_fingerprint() -> dict[str, str]:
 
 
 def list_local_devices(devices: Collection[Any]) -> list[Any]:
-    """Return the devices of this host in the order of their ids, which is the same in each process."""
+    """Return the devices of this host, ordered by their ids. Sets have no fixed order."""
     ordered = sorted(devices, key=lambda device: device.id)
     if not is_distributed():
         return ordered

@@ -20,7 +20,7 @@ from skyrl_tx.models.parts.feed_forward import Mixture
 
 
 def choose_kernels(config: JaxConfig, platform: str, dtype: jnp.dtype) -> Kernels:
-    """Return the kernels for a platform (`cpu`, `gpu` or `tpu`) and the type of the base weights."""
+    """Return the kernels for a platform (`cpu`, `gpu` or `tpu`) and the type of base weights."""
     together, key = platform != "cpu", (platform, dtype.name)
     if config.kernels == LOOPS:
         return Kernels(chunks_together=together)

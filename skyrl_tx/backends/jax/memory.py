@@ -55,7 +55,7 @@ DEFAULT_SAMPLE_TOKENS = 65536
 DEFAULT_SLOTS = (256, 128, 64, 32)
 """Choices for the number of samples at the same time, for each copy of the weights.
 
-Accelerators use the first choice for which the KV cache has SLOT_TOKENS for each sample: they read
+Accelerators use the first choice that leaves SLOT_TOKENS of KV cache for each sample: they read
 the weights once for all samples. CPUs use the last choice, because they are limited by arithmetic.
 """
 SLOT_TOKENS = 512
@@ -300,9 +300,8 @@ def add_long_row_policies(
 ) -> MemoryPlan:
     """Return the plan with remat policies for rows that are longer than a micro-batch.
 
-    Such a row has `free` bytes on each device to itself. It gets the fastest policy with which it
-    fits: without rematerialization, with it, or with offloading. Configured settings apply to all
-    rows.
+    Such a row has `free` bytes on each device to itself. It gets the fastest policy that fits:
+    without rematerialization, with it, or with offloading. Configured settings apply to all rows.
     """
     micro_batch_tokens = -(-plan.micro_batch_tokens // num_shards)  # on each device
 

@@ -196,6 +196,7 @@ def plan_start(
         pool_bytes=pool_bytes,
         samples=samples,
         kv_bytes=kv_bytes,
+        # Temporary memory of sampling, then training
         slice_bytes=num_rows * row_bytes + count_copied_expert_bytes(params, model, platform),
         costs=costs,
         passes=passes,

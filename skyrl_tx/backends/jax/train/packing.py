@@ -102,7 +102,7 @@ def round_up_row_length(size: int) -> int:
 
 
 def choose_row_budget(budget: int, num_targets: int, num_rows: int) -> int:
-    """Return the largest row length up to `budget` for which all targets fit into MAX_CELLS."""
+    """Return the largest row length up to `budget`, so that all targets fit into MAX_CELLS."""
     return max(1, min(budget, MAX_CELLS // (num_targets * num_rows)))
 
 
@@ -282,7 +282,7 @@ def _count_targets(example: PassExample) -> int:
 
 
 def _copy_array(destination: NumberArray, array: NumberArray) -> None:
-    """Copy an array [T] or [T, K] into a destination [T], or into the first K columns of [T, K']."""
+    """Copy an array [T] or [T, K] into a destination [T], or the first K columns of [T, K']."""
     if destination.ndim == 1:
         destination[:] = array.reshape(array.shape[0])
     else:

@@ -36,7 +36,7 @@ from skyrl_tx.losses import LOSSES
 log = logging.getLogger(__name__)
 
 MAX_DISPATCHED = 2
-"""How many micro-batches are queued on the device: one that runs, and the next.
+"""How many micro-batches are queued on the device: the running one, and the next.
 With more, new samples wait longer."""
 
 PROGRAM_WAIT_S = 0.2
@@ -245,7 +245,7 @@ class JaxPass(Pass):
                 raise MemoryExhausted(message, plan=repr(self._memory_plan)) from error
 
     def _find_smaller_plan(self, error: Exception) -> MemoryPlan:
-        """Return a memory plan with which this pass takes less memory.
+        """Return a memory plan that makes this pass take less memory.
 
         Raises CapacityError if there is none. A plan helps if the largest micro-batch becomes
         smaller, or gets another remat policy in a backward pass.
