@@ -63,10 +63,7 @@ class _RunningCall:
 
 
 class Followers:
-    """The connections to the other hosts.
-
-    A thread receives their replies and checks the time limits.
-    """
+    """The connections to the other hosts. A thread receives replies and checks the time limits."""
 
     def __init__(
         self,

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from typing_extensions import override
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax import checkpoint, devices, mesh
-from skyrl_tx.backends.jax.compiler import Compiler, set_cpu_options
+from skyrl_tx.backends.jax.compiler import Compiler, configure_jax, disable_compilation_cache
 from skyrl_tx.backends.jax.config import JaxConfig, JaxFlags, count_compile_threads
 from skyrl_tx.backends.jax.devices import (
     CompilationMonitor,
@@ -34,7 +33,6 @@ from skyrl_tx.backends.jax.kernel_choice import (
     pad_cached_dims,
 )
 from skyrl_tx.backends.jax.memory import (
-    ActiveMemoryPlan,
     choose_max_models,
     estimate_training_costs,
     find_longest_example,
@@ -42,6 +40,7 @@ from skyrl_tx.backends.jax.memory import (
     plan_training_memory,
     read_device_memory,
 )
+from skyrl_tx.backends.jax.memory_plan import ActiveMemoryPlan
 from skyrl_tx.backends.jax.sample.model_runner import ModelRunner
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.shapes import SampleMemory
@@ -491,27 +490,6 @@ class JaxBackend(AbstractBackend):
             "prefill_chunk_tokens": str(config.prefill_chunk_tokens),
             "xla_flags": os.environ.get("XLA_FLAGS", ""),
         }
-
-
-def configure_jax(config: JaxConfig) -> None:
-    """Configure JAX in this process: XLA options, precision of products, compilation cache."""
-    set_cpu_options(os.environ)
-    jax.config.update("jax_default_matmul_precision", "highest")
-    if config.compile_cache_dir is not None:
-        config.compile_cache_dir.mkdir(parents=True, exist_ok=True)
-        jax.config.update("jax_compilation_cache_dir", str(config.compile_cache_dir))
-        # Also cache programs that compile quickly, because there are many of them.
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
-def disable_compilation_cache() -> None:
-    """Disable the compilation cache for the rest of this process. Needed for meshes of CPU devices.
-
-    CPU devices may wait for each other forever when they run a program that was loaded from the
-    cache. With JAX 0.10.2 this always happens for the gradient on a mesh with cp.
-    """
-    jax.config.update("jax_enable_compilation_cache", False)
-    reset_cache()  # JAX reads the setting only once
 
 
 def _as_adapter_snapshot(source: Snapshot) -> checkpoint.AdapterSnapshot:

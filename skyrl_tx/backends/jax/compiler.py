@@ -24,6 +24,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import jax
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.devices import CompilationMonitor
 from skyrl_tx.process.signals import ServiceThread
 
@@ -307,3 +311,24 @@ def set_cpu_options(environment: MutableMapping[str, str]) -> None:
     flags = environment.get("XLA_FLAGS", "")
     if _CPU_FLAG not in flags:
         environment["XLA_FLAGS"] = f"{flags} {_CPU_FLAG}={_CPU_OPTIONS}".strip()
+
+
+def configure_jax(config: JaxConfig) -> None:
+    """Configure JAX in this process: XLA options, precision of products, compilation cache."""
+    set_cpu_options(os.environ)
+    jax.config.update("jax_default_matmul_precision", "highest")
+    if config.compile_cache_dir is not None:
+        config.compile_cache_dir.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(config.compile_cache_dir))
+        # Also cache programs that compile quickly, because there are many of them.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def disable_compilation_cache() -> None:
+    """Disable the compilation cache for the rest of this process. Needed for meshes of CPU devices.
+
+    CPU devices may wait for each other forever when they run a program that was loaded from the
+    cache. With JAX 0.10.2 this always happens for the gradient on a mesh with cp.
+    """
+    jax.config.update("jax_enable_compilation_cache", False)
+    reset_cache()  # JAX reads the setting only once

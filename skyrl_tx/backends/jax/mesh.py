@@ -102,7 +102,9 @@ def layout_from_devices(devices: Sequence[Any], config: MeshConfig) -> Layout:
 
 def layout_from_mesh(mesh: Mesh, rules: Mapping[Axis, tuple[str, ...]] = AXIS_RULES) -> Layout:
     """Return the layout of a mesh. Rules ignore axes that the mesh does not have."""
-    present = ((axis, tuple(name for name in names if name in mesh.shape)) for axis, names in rules.items())
+    present: list[tuple[Axis, tuple[str, ...]]] = []
+    for axis, names in rules.items():
+        present.append((axis, tuple(name for name in names if name in mesh.shape)))
     return Layout(mesh, tuple(present))
 
 

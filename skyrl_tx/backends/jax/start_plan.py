@@ -25,7 +25,6 @@ from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.backends.jax.kernel_choice import choose_kernels
 from skyrl_tx.backends.jax.memory import (
     CacheBytes,
-    MemoryPlan,
     choose_adapter_slots,
     choose_max_models,
     choose_training_plan,
@@ -37,6 +36,7 @@ from skyrl_tx.backends.jax.memory import (
     make_default_memory_plan,
     plan_sample_memory,
 )
+from skyrl_tx.backends.jax.memory_plan import MemoryPlan
 from skyrl_tx.backends.jax.sample.sampler_pool import LOWEST_RANK
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.shapes import PrefillShapes, SampleMemory, iter_ascending

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.devices import drain_devices, fetch, is_distributed, is_out_of_memory, make_capacity_error
-from skyrl_tx.backends.jax.memory import ActiveMemoryPlan, MemoryPlan
+from skyrl_tx.backends.jax.memory_plan import ActiveMemoryPlan, MemoryPlan
 from skyrl_tx.backends.jax.train import custom_losses, packing
 from skyrl_tx.backends.jax.train import forward_backward as training
 from skyrl_tx.backends.jax.train.training_programs import MicroBatchShape, TrainingPrograms

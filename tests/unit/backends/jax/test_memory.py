@@ -16,7 +16,6 @@ from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.backends.jax.memory import (
     DEFAULT_MICRO_BATCH_TOKENS,
     MAX_MODELS,
-    MemoryPlan,
     add_long_row_policies,
     choose_max_models,
     choose_memory_plan,
@@ -25,6 +24,7 @@ from skyrl_tx.backends.jax.memory import (
     plan_sample_memory,
     plan_training_memory,
 )
+from skyrl_tx.backends.jax.memory_plan import MemoryPlan
 from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.backends.jax.start_plan import make_abstract_layout
 from skyrl_tx.backends.jax.train import forward_backward as training
