@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.common import report
 from skyrl_tx import models
-from skyrl_tx.backends.jax.backend import configure_jax
+from skyrl_tx.backends.jax.compiler import configure_jax
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.train import forward_backward as training
 from skyrl_tx.backends.jax.train import packing

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from skyrl_tx import models
 from skyrl_tx.backends.jax import mesh
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
-from skyrl_tx.backends.jax.kernel_choice import KernelError, pad_cached_dims
+from skyrl_tx.backends.jax.kernel_choice import pad_cached_dims
 from skyrl_tx.backends.jax.memory import MIN_TOKENS
 from skyrl_tx.backends.jax.start_plan import StartPlan, make_abstract_layout, plan_start
 from skyrl_tx.backends.jax.training_costs import DEFAULT_RANK, count_adapter_bytes
@@ -118,10 +118,7 @@ def plan_model(base_model: str, config: JaxConfig, devices: Devices, *, is_mesh_
         return longest
 
     # If training rows of `--context` tokens do not fit, look for a mesh that fits them, including `cp`.
-    try:
-        longest = get_longest_row(candidates[0].mesh)
-    except KernelError as error:
-        raise UserError(f"{error.setting}: {error}") from error
+    longest = get_longest_row(candidates[0].mesh)
     long_rows = None
     row_tokens = min(config.max_context_length or 0, model.max_context_length)
     if longest < row_tokens:
