@@ -245,7 +245,7 @@ def _compute_shares(found: Sequence[float], peak: float, measured: float) -> dic
 
 
 def _measure_rates() -> dict[str, float]:
-    """Return FLOP/s and bytes/s as measured, and those of the data sheet; 0 if the device is not known."""
+    """Return the measured FLOP/s and bytes/s, and the rates of the data sheet (0 for an unknown device)."""
     device = jax.devices()[0]
     is_cpu, kind = device.platform == "cpu", find_kind(device.device_kind)
     flops = MatmulRate(1024) if is_cpu else MatmulRate(8192, jnp.bfloat16)
@@ -305,7 +305,7 @@ def run_tests(task: str) -> dict[str, Any]:
 
 
 def measure_in_child(task: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the results of a part, from a process of its own, or why there are none."""
+    """Run a part in a separate process, and return its results or the reason why there are none."""
     if task in TESTS:
         return run_tests(task)
     command = [sys.executable, "-m", "benchmarks.bench_gpu", "--part", task, "--models", model]

@@ -111,7 +111,7 @@ class Run:
         return can_serve
 
     def _do_restarts(self) -> None:
-        """Start a server with compiled programs, those that `iterations` left if possible, and a server without."""
+        """Start a server with compiled programs (left by `iterations` if possible), and a server without them."""
         if self._cache.is_dir():
             self._do("warm", lambda limit_s: self._probe(self._cache, limit_s))
         self._do("cold", self._probe_cold)

@@ -166,7 +166,7 @@ def make_request(name: str, prompt: np.ndarray, sampler: SamplerId | None, sampl
 def compute_least_work(shape: models.ModelConfig, work: Work, rank: int, num_adapters: int) -> tuple[float, float]:
     """Return the least FLOPs and float32 bytes of a decode step of all samples, averaged over the steps."""
     frozen, lora = count_frozen_macs(shape), count_adapter_macs(shape, rank)
-    # A step reads every expert to which the router sends one of its tokens.
+    # A step reads every expert that gets at least one of its tokens.
     more = estimate_experts_read(shape, work.rows) - estimate_experts_read(shape, 1)
     read = frozen + more * count_expert_parameters(shape)
     factors = lora + more * sum(

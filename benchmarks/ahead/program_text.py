@@ -29,7 +29,7 @@ _CONSTANT = re.compile(r"constant\((\d+)\)")
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCalls:
-    """Instructions of one kind with which devices send arrays to each other."""
+    """Instructions of one kind that send arrays between devices."""
 
     calls: int
     bytes: int

@@ -94,7 +94,7 @@ def _write_export(arguments: argparse.Namespace, row: CheckpointRow, source: Pat
 
     out: Path = arguments.out
     if any(source.glob("*.age")):
-        raise CommandError(f"{row.path} is encrypted; export the checkpoint from which it was made")
+        raise CommandError(f"{row.path} is encrypted; export the original checkpoint instead")
     try:
         adapter = read_adapter(source)
         name = arguments.base_model or adapter.config.get("base_model_name_or_path")
@@ -160,8 +160,8 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base-model",
         metavar="MODEL",
-        help="the base model: a hub id, a directory or `tiny` (default: the base model of the server, or the one that "
-        "the adapter names)",
+        help="the base model: a hub id, a directory or `tiny` (default: the base model of the server, or the base "
+        "model that the adapter names)",
     )
     parser.add_argument(
         "--served-model-name",

@@ -197,7 +197,7 @@ def check_text(subject: ExaminedServer) -> Iterator[Finding]:
     if text.eos_token_id is None:
         yield warning(
             "tokenizer",
-            "tokenizer_config.json has no eos_token, or one that is not a token",
+            "tokenizer_config.json has no eos_token, or its eos_token is unknown to the tokenizer",
             "chat completions end only at the end tokens of config.json and generation_config.json: compare the file "
             "with the published one",
         )
