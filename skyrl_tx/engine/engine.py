@@ -373,6 +373,7 @@ class _Loop:
                     "backlog_bytes": schedule.num_bytes,
                     "backlog_limit_bytes": context.settings.max_backlog_bytes,
                 },
+                # The memory of a sample request counts until the request has a result.
                 "sampling": {
                     "waiting": sampling.num_waiting,
                     "paused": sampling.num_paused,

@@ -93,7 +93,7 @@ def finish_parser(parser: argparse.ArgumentParser, run: Callable[[argparse.Names
         "--artifacts",
         default=os.environ.get(f"{ENVIRONMENT_PREFIX}ARTIFACTS"),
         help="the server's object store, if its weights are not in --data-dir (default: $SKYRL_TX_ARTIFACTS, or the "
-        "one that --data-dir names)",
+        "location that --data-dir names)",
     )
 
     parser.set_defaults(run=run_with_errors)

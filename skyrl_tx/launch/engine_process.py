@@ -35,11 +35,12 @@ from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.backends.registry import find_backend, find_sampler
 from skyrl_tx.contract.backend import AbstractBackend, BackendSpec
 from skyrl_tx.contract.capabilities import Capabilities
-from skyrl_tx.contract.errors import BackendLost, RequestError
+from skyrl_tx.contract.errors import BackendLost
 from skyrl_tx.engine.engine import Engine
 from skyrl_tx.engine.metrics import EngineMetrics
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.launch.command import App, load_engine_extensions
+from skyrl_tx.launch.engine_end import EngineEnd, EngineLost, count_memory_kills
 from skyrl_tx.process.exposition import MetricsSocket, get_socket_path, render, serve_http
 from skyrl_tx.process.setup import (
     CannotServe,
@@ -50,7 +51,6 @@ from skyrl_tx.process.setup import (
     tune_garbage_collection,
 )
 from skyrl_tx.process.signals import (
-    EXIT_STATUS,
     ServiceThread,
     enable_stack_dumps,
     end_process_on_failure,
@@ -58,7 +58,7 @@ from skyrl_tx.process.signals import (
 )
 from skyrl_tx.store import engine_state, futures
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreInUse, StoreUnreachable
+from skyrl_tx.store.errors import StoreBlocked, StoreError
 from skyrl_tx.store.notices import record_notices
 from skyrl_tx.store.writer import RetryPolicy
 
@@ -74,32 +74,6 @@ MIN_INTERPRETER_TIMEOUT_S = 30.0
 """Minimum time limit for the interpreter's lock.
 
 Loading libraries and weights may hold it for seconds.
-"""
-
-
-_CRASH_SIGNALS = {
-    signal.SIGSEGV,
-    signal.SIGABRT,
-    signal.SIGBUS,
-    signal.SIGFPE,
-    signal.SIGILL,
-    signal.SIGSYS,
-    signal.SIGTRAP,
-}
-"""Signals that a process causes itself.
-
-Other signals come from outside, except SIGKILL if memory was exhausted.
-"""
-
-
-class EngineLost(Exception):
-    """The backend or the database was lost. A new process continues from the log."""
-
-
-_EXPECTED_ERRORS = (RequestError, StoreError, StoreInUse, OSError, ValueError)
-"""Errors caused by a wrong path, model or setting.
-
-Their message is sufficient without a traceback.
 """
 
 
@@ -130,27 +104,6 @@ class EngineLaunch:
     """Optional features. The child imports their functions."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineEnd:
-    """Why an engine process ended."""
-
-    message: str
-    is_final: bool
-    """Whether a restart would fail in the same way, for example because a setting is wrong."""
-    is_crash: bool
-    """Whether the engine's own work caused the end.
-
-    False for a kill from outside and for a lost database.
-    """
-    was_killed: bool = False
-    """Whether a signal from outside ended it."""
-    was_unreachable: bool = False
-    """Whether the database or the object store could not be reached.
-
-    A restart may succeed later.
-    """
-
-
 @dataclass(frozen=True, slots=True)
 class EngineLocation:
     """The machine and process of an engine, and the id of this run.
@@ -172,7 +125,7 @@ class EngineProcess:
         enable_huge_pages(os.environ)  # inherited by the child
         spawn = multiprocessing.get_context("spawn")
         self._pipe, child_end = spawn.Pipe()
-        self._num_memory_kills = _count_memory_kills()
+        self._num_memory_kills = count_memory_kills()
         self._boot_id = engine_state.make_boot_id()
         arguments = launch, child_end, self._boot_id
         self._process = spawn.Process(target=_run_child, args=arguments, name="skyrl-tx engine")
@@ -205,8 +158,8 @@ class EngineProcess:
                 end = message
         await asyncio.to_thread(self._process.join)
         self._pipe.close()
-        was_memory_exhausted = _count_memory_kills() > self._num_memory_kills
-        return end or _end_from_exit_code(self._process.exitcode or 0, was_memory_exhausted)
+        was_memory_exhausted = count_memory_kills() > self._num_memory_kills
+        return end or EngineEnd.from_exit_code(self._process.exitcode or 0, was_memory_exhausted)
 
     def request_stop(self) -> None:
         """Ask the engine to finish its batch, take snapshots and exit."""
@@ -236,36 +189,6 @@ async def _receive(pipe: Connection) -> Capabilities | EngineEnd | None:
         return None
 
 
-def _end_from_exit_code(exit_code: int, was_memory_exhausted: bool) -> EngineEnd:
-    """Return why a process ended that sent no reason.
-
-    A negative exit code is the number of a signal.
-    """
-    if exit_code == EXIT_STATUS:
-        message = "one of its threads ended; its log says why"
-        return EngineEnd(message=message, is_final=False, is_crash=False)
-    if exit_code == 0:
-        return EngineEnd(message="stopped by a signal", is_final=False, is_crash=False, was_killed=True)
-    if exit_code > 0:
-        return EngineEnd(message=f"exited with status {exit_code}", is_final=False, is_crash=True)
-    number = signal.Signals(-exit_code)
-    is_memory = number is signal.SIGKILL and was_memory_exhausted
-    message = f"killed by {number.name}" + (
-        ", because the machine or its cgroup had no free memory" if is_memory else ""
-    )
-    is_crash = is_memory or number in _CRASH_SIGNALS
-    return EngineEnd(message=message, is_final=False, is_crash=is_crash, was_killed=not is_crash)
-
-
-def _count_memory_kills() -> int:
-    """Return how many processes the kernel has killed for lack of memory. 0 if unknown."""
-    try:
-        lines = Path("/proc/vmstat").read_text().splitlines()  # the counter includes kills within a cgroup
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
-
-
 def _run_child(launch: EngineLaunch, parent: Connection, boot_id: str) -> None:
     """Run the engine as a child. This is the entry point of the child process."""
     # Set up the process.
@@ -285,7 +208,7 @@ def _run_child(launch: EngineLaunch, parent: Connection, boot_id: str) -> None:
         if launch.hosts.rank > 0:
             parent.send(EngineEnd(message="host 0 has stopped", is_final=False, is_crash=False))
     except Exception as error:
-        parent.send(_end_from_error(error))
+        parent.send(EngineEnd.from_error(error))
         if launch.hosts.size > 1:
             os._exit(1)  # a normal exit would wait for the other hosts in JAX
         sys.exit(1)
@@ -311,7 +234,7 @@ def run_in_foreground(launch: EngineLaunch, on_ready: Callable[[Capabilities], N
         _run(launch, boot_id, on_ready, _end_in_foreground, second_signal_exits=True)
     except Exception as error:
         # Record a crash. There is no parent that does it.
-        end = _end_from_error(error)
+        end = EngineEnd.from_error(error)
         if end.is_crash:
             with closing(open_store(launch.settings, threading.Event())) as store:
                 store.write(lambda tx: record_end(tx, boot_id, is_crash=True))
@@ -574,22 +497,3 @@ def _end_stuck_process(reason: str) -> None:
     _log.critical("%s; this process ends, and the next one continues from the log. All stacks:", reason)
     faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
     os._exit(STUCK_STATUS)
-
-
-def _end_from_error(error: Exception) -> EngineEnd:
-    """Return the end that an error causes, with a message of one line.
-
-    Logs unexpected errors with their traceback.
-    """
-    message = " ".join(str(error).split())
-    if isinstance(error, _EXPECTED_ERRORS) and message:
-        _log.debug("the engine failed", exc_info=error)
-    else:
-        _log.error("the engine failed", exc_info=error)
-        message = f"{type(error).__name__}: {message}"
-    return EngineEnd(
-        message=message,
-        is_final=not isinstance(error, EngineLost),
-        is_crash=not isinstance(error.__cause__ or error, (StoreError, StoreInUse, OSError)),
-        was_unreachable=isinstance(error.__cause__, (StoreUnreachable, ArtifactsUnreachable)),
-    )

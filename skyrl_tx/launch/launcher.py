@@ -16,7 +16,8 @@ from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.process.setup import CannotServe
 
 if TYPE_CHECKING:
-    from skyrl_tx.launch.engine_process import EngineEnd, EngineLaunch, EngineLocation
+    from skyrl_tx.launch.engine_end import EngineEnd
+    from skyrl_tx.launch.engine_process import EngineLaunch, EngineLocation
 
 GROUP = "skyrl_tx.launchers"
 BUILT_IN = ("flags", "lws")

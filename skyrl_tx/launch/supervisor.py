@@ -23,12 +23,18 @@ from pathlib import Path
 from sqlmodel import Session
 
 from skyrl_tx import __version__
-from skyrl_tx.artifacts import ArtifactsUnreachable, InvalidLocation, open_artifacts
 from skyrl_tx.backends.hosts.settings import HostsSettings
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.launch.command import App, load_server_extensions
+from skyrl_tx.launch.data import (
+    abandon_models,
+    open_api_database,
+    open_database,
+    record_artifacts_location,
+    refuse_second_engine,
+)
+from skyrl_tx.launch.engine_end import EngineEnd
 from skyrl_tx.launch.engine_process import (
-    EngineEnd,
     EngineLaunch,
     EngineLocation,
     EngineProcess,
@@ -40,9 +46,9 @@ from skyrl_tx.launch.settings import ServerSettings, SettingsError
 from skyrl_tx.process.setup import CannotServe, check_certificate, get_url, listen, tune_garbage_collection
 from skyrl_tx.process.signals import handle_signals
 from skyrl_tx.server.app import ApiServer
-from skyrl_tx.store import checkpoints, futures, keys, models
+from skyrl_tx.store import futures, keys
 from skyrl_tx.store.database import Store
-from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreInUse, StoreUnreachable
+from skyrl_tx.store.errors import StoreBlocked, StoreError, StoreUnreachable
 from skyrl_tx.store.notices import record_notices
 
 _log = logging.getLogger(__name__)
@@ -58,8 +64,6 @@ They take seconds in total.
 """
 _MAX_DELAY_S = 15.0
 _DATABASE_RETRY_S = 0.5
-_RELEASE_S = 3.0
-"""Seconds after which a killed engine no longer counts as running."""
 _FULL_COLLECTION_AFTER = 1_000
 """Practically never: long polls create no cyclic garbage, and other calls are short."""
 
@@ -74,15 +78,15 @@ def serve(settings: ServerSettings, apps: Sequence[App]) -> int:
 
     with (
         contextlib.closing(listen(settings.host, settings.port)) as listener,
-        contextlib.closing(_open_store(settings)) as store,
+        contextlib.closing(open_api_database(settings)) as store,
         _open_launcher(settings, launch) as starts,
     ):
         # Check the data, and abandon old models with --fresh.
         if settings.engines == 1 or settings.fresh:
-            _refuse_second_engine(store)
-        _open_artifacts(settings)
+            refuse_second_engine(store)
+        record_artifacts_location(settings)
         if settings.fresh:
-            _abandon_models(store)
+            abandon_models(store)
         _log.info("skyrl_tx %s loads %s with backend %s", __version__, settings.base_model, settings.backend)
 
         # Print how to connect when the first engine is ready.
@@ -108,10 +112,10 @@ def serve_api(settings: ServerSettings, apps: Sequence[App] = ()) -> int:
     check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
     with (
         contextlib.closing(listen(settings.host, settings.port)) as listener,
-        contextlib.closing(_open_store(settings)) as store,
+        contextlib.closing(open_api_database(settings)) as store,
     ):
         url = get_url(listener, settings.scheme)
-        _open_artifacts(settings)
+        record_artifacts_location(settings)
         _log.info("skyrl_tx %s, API only, at %s, data in %s", __version__, url, settings.data_dir)
         tune_garbage_collection(full_after=_FULL_COLLECTION_AFTER)
         with record_notices(store, "api"):
@@ -130,7 +134,7 @@ def serve_engine(settings: ServerSettings, apps: Sequence[App]) -> int:
 
     # A launcher starts engines on other machines.
     if settings.has_remote_engines:
-        with contextlib.closing(_open_database(settings)) as store, _open_launcher(settings, launch) as starts:
+        with contextlib.closing(open_database(settings)) as store, _open_launcher(settings, launch) as starts:
             is_ready = partial(_log_ready, settings, url=None)
             asyncio.run(_run_alone([_make_supervisor(start, store, is_ready) for start in starts]))
         return 0
@@ -211,74 +215,6 @@ def _open_launcher(settings: ServerSettings, launch: EngineLaunch) -> Generator[
     start_engines = find_launcher(settings.launcher).load()
     with start_engines(getattr(settings, settings.launcher), launch, settings.engines) as starts:
         yield starts
-
-
-def _open_database(settings: ServerSettings) -> Store:
-    try:
-        return Store.open(settings.data_dir, role="api", url=settings.store_url, is_shared=settings.engines > 1)
-    except (StoreInUse, StoreError, OSError) as error:
-        raise CannotServe(str(error)) from error
-
-
-def _open_store(settings: ServerSettings) -> Store:
-    """Open the database for the API.
-
-    Raises CannotServe if other machines reach the API and there are no keys.
-    """
-    store = _open_database(settings)
-    api = settings.make_api_settings()
-    if not (api.is_loopback or api.no_auth or store.read(lambda tx: keys.has_usable(tx, time.time()))):
-        store.close()
-        raise CannotServe(
-            f"--host {settings.host} is reachable by others and there are no API keys: create one with\n"
-            f"    skyrl-tx keys create --admin NAME --data-dir {settings.data_dir}\n"
-            "or add --no-auth to disable authentication, or use 127.0.0.1"
-        )
-    if api.no_auth and not api.is_loopback:
-        _log.warning("--no-auth: everyone who can reach --host %s is an admin", settings.host)
-    elif api.no_auth or not store.read(keys.has_any):
-        _log.info("no API key is required: every user of this machine is an admin; see `skyrl-tx keys create`")
-    return store
-
-
-def _open_artifacts(settings: ServerSettings) -> None:
-    """Check the location of the artifacts and record it.
-
-    Raises CannotServe if it cannot be used.
-    """
-    try:
-        open_artifacts(settings.data_dir, settings.artifacts)
-    except (InvalidLocation, ArtifactsUnreachable) as error:
-        raise CannotServe(str(error)) from error
-
-
-def _refuse_second_engine(store: Store) -> None:
-    """Raise CannotServe if an engine is running on the database.
-
-    Called before anything is changed.
-    """
-    end = time.monotonic() + _RELEASE_S
-    while store.is_peer_running():
-        if time.monotonic() > end:
-            raise CannotServe(
-                "an engine is already running on this database; `skyrl-tx api` adds another API process to it"
-            )
-        time.sleep(0.05)
-
-
-def _abandon_models(store: Store) -> None:
-    """Abandon the models of earlier starts. Logs them, and which checkpoints remain."""
-    abandoned, num_saved, size_bytes = store.write(
-        lambda tx: (models.abandon_all(tx), *checkpoints.count(tx, time.time())),
-    )
-    names = ", ".join(row.model_id for row in abandoned[:5]) + (", …" if len(abandoned) > 5 else "")
-    _log.info(
-        "fresh start: %d models in training are abandoned%s; %d named checkpoints (%.1f MB) remain and can be loaded",
-        len(abandoned),
-        f" ({names})" if abandoned else "",
-        num_saved,
-        size_bytes / 1e6,
-    )
 
 
 def _make_supervisor(

@@ -1,11 +1,9 @@
 """Mixture of experts: a router sends each token to a few of many feed-forwards (arXiv:1701.06538).
 
-Shazeer et al. 2017. `grouped_experts` has the router and the tiles.
+Shazeer et al. 2017. `experts` has the parameters, and `grouped_experts` the router and the tiles.
 
-An expert has three linear maps, or only two (up and down) if it has no gate. Each map has LoRA
-factors A [E, I, R] and B [E, R, O]. All experts may share the factor next to the hidden size, which
-is A of gate and up, and B of down. A shared factor is [1, I, R] or [1, R, O], and its products are
-computed once per token: before tokens go to experts, and after the outputs of experts are summed.
+The products of LoRA factors that all experts share are computed once per token: before tokens go to
+experts, and after the outputs of experts are summed.
 
 The rows that an expert reads are sorted into tiles. A tile holds rows of one expert *and one
 adapter*, so that tenants do not meet even inside a product.
@@ -15,7 +13,6 @@ rank, X adapters of experts: E for a single adapter, or A * L * E for a pool.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
 
@@ -25,6 +22,7 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from skyrl_tx.layers import grouped_experts
+from skyrl_tx.layers.experts import BIAS_AXES, MAP_AXES, MAP_NAMES, Clamp, ExpertAdapters, ExpertWeights
 from skyrl_tx.layers.grouped_experts import (
     TILES_AT_ONCE,
     Routing,
@@ -37,98 +35,11 @@ from skyrl_tx.layers.grouped_experts import (
     sum_by_index,
 )
 from skyrl_tx.layers.kernels.registry import NO_KERNELS, Kernels, MultiplyTiles
-from skyrl_tx.layers.lora import (
-    Adapter,
-    ExpertMap,
-    LoraPair,
-    RowAdapter,
-    RowSlots,
-    multiply_factor,
-    multiply_groups,
-)
+from skyrl_tx.layers.lora import ExpertMap, LoraPair, multiply_factor, multiply_groups
 from skyrl_tx.layers.parameter import Axis
 from skyrl_tx.layers.remat import mark_matmul
 from skyrl_tx.layers.sharding import UNSHARDED, Layout
 from skyrl_tx.layers.stable_bits import apply_batch_invariant
-
-MAP_NAMES = ("gate_proj", "up_proj", "down_proj")
-MAP_AXES: Mapping[str, tuple[Axis | None, Axis | None]] = {
-    "gate_proj": (None, "mlp"),
-    "up_proj": (None, "mlp"),
-    "down_proj": ("mlp", None),
-}
-"""Sharding of an expert's maps during the computation: F is sharded, D is whole."""
-BIAS_AXES: Mapping[str, Axis | None] = {"gate_bias": "mlp", "up_bias": "mlp", "down_bias": None}
-"""The biases of these maps, with their sharding."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Clamp:
-    """The activation of gpt-oss: (up + 1) * gate * sigmoid(slope * gate), clamped.
-
-    The gate is at most `limit`, and |up| is at most `limit`.
-    """
-
-    limit: float
-    slope: float
-
-
-@struct.dataclass
-class ExpertWeights:
-    """The maps of all experts of a layer, their biases, and the activation between them.
-
-    With `layer`, the maps hold all layers of a stack, [n, E, ...]. A kernel reads them in place.
-    """
-
-    gate_proj: jax.Array | None  # [E, D, F]; None: the activation is relu(up) squared
-    up_proj: jax.Array  # [E, D, F]
-    down_proj: jax.Array  # [E, F, D]
-    gate_bias: jax.Array | None = None  # [E, F]
-    up_bias: jax.Array | None = None  # [E, F]
-    down_bias: jax.Array | None = None  # [E, D]
-    layer: jax.Array | None = None
-    clamp: Clamp | None = struct.field(pytree_node=False, default=None)  # None: the activation is silu(gate) * up
-
-    @property
-    def num_experts(self) -> int:
-        """The number of experts of a layer."""
-        return self.down_proj.shape[-3]
-
-    @property
-    def biases(self) -> dict[str, jax.Array | None]:
-        """The biases by the names of their maps."""
-        return {"gate_proj": self.gate_bias, "up_proj": self.up_bias, "down_proj": self.down_bias}
-
-    @property
-    def maps(self) -> dict[str, jax.Array]:
-        """The maps that the experts have, by name, in the order of MAP_NAMES."""
-        return {name: leaf for name in MAP_NAMES if (leaf := getattr(self, name)) is not None}
-
-
-@struct.dataclass
-class ExpertAdapters:
-    """The adapters of one layer's experts: one adapter for all rows or, with `slots`, a pool.
-
-    In a pool, a row with adapter slot a uses the factors of expert e at `[a, layer, e]`.
-    """
-
-    pairs: Mapping[str, LoraPair]  # by map: [E, I, R] and [E, R, O], or [A, L, E, ...]; E is 1 for a shared factor
-    scale: jax.Array  # scalar, or [A]
-    slots: RowSlots | None = None
-    layer: jax.Array | int = 0
-
-
-def get_expert_adapters(rows: Mapping[str, RowAdapter], prefix: str) -> ExpertAdapters:
-    """Return the adapters of the experts for a single adapter that all rows share."""
-    mapped = {name: rows[prefix + name] for name in MAP_NAMES if prefix + name in rows}
-    scale = next(row.scale for row in mapped.values())
-    return ExpertAdapters(pairs={name: row.pair for name, row in mapped.items()}, scale=scale)
-
-
-def get_pooled_expert_adapters(adapter: Adapter, prefix: str, slots: RowSlots, layer: jax.Array) -> ExpertAdapters:
-    """Return the adapters of one layer's experts in a pool, without a copy."""
-    pairs = {name: adapter.weights[prefix + name] for name in MAP_NAMES if prefix + name in adapter.weights}
-    return ExpertAdapters(pairs=pairs, scale=adapter.scale, slots=slots, layer=layer)
 
 
 @struct.dataclass

@@ -39,10 +39,7 @@ from skyrl_tx.store.tables import AnswerCounterRow, PrunedRow, RequestRow
 
 _REQUEST_ID = re.compile("req-[a-z2-7]{32}")
 CLONE_STRIDE = 1_000_000_000
-"""Copies of a sampling client number their requests from multiples of this (`tinker.lib`).
-
-For example, the second copy starts at 2,000,000,000.
-"""
+"""Copies of a sampling client number their requests from multiples of this (`tinker.lib`)."""
 
 
 class ConflictingRequest(Exception):
@@ -50,10 +47,7 @@ class ConflictingRequest(Exception):
 
 
 class RequestPruned(Exception):
-    """The request with this sequence number was completed and has been deleted.
-
-    The sequence number is at or below the high-water mark.
-    """
+    """The sequence number was used by a request that was completed and has been deleted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +55,7 @@ class NewRequest:
     """A request that the API process submits."""
 
     key: str
-    """Idempotency key, for example "model/{model_id}/{seq_id}".
-
-    With "" a request is never a duplicate.
-    """
+    """Idempotency key, for example "model/{model_id}/{seq_id}"; "" if there is none."""
     kind: str
     owner: str
     session_id: SessionId
@@ -85,10 +76,7 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class SubmittedRequest:
-    """The id of a submitted request.
-
-    If it is a duplicate, `is_new` is False and `position` is None.
-    """
+    """The id of a submitted request. A duplicate has `is_new` False and `position` None."""
 
     request_id: RequestId
     is_new: bool
@@ -220,10 +208,7 @@ def submit(tx: Session, new: NewRequest, now: float) -> SubmittedRequest:
 
 
 def compute_digest(data: bytes) -> bytes:
-    """Return the digest of a request.
-
-    A duplicate must have the same digest as the stored request.
-    """
+    """Return the digest of a request. A duplicate must have the same digest."""
     return hashlib.blake2b(data, digest_size=20).digest()
 
 
@@ -276,10 +261,7 @@ _OPEN_BY_OWNER = _OPEN_AFTER.where(
 def list_pending_by_owner(
     tx: Session, owner: str, after_position: int, up_to: int, limit: int, max_pass_bytes: int, *, engine: int = 1
 ) -> list[PendingRequest]:
-    """Return an owner's open requests to models, with positions in (`after_position`, `up_to`].
-
-    They are returned as by `list_pending`.
-    """
+    """Like `list_pending`, for an owner's requests to models up to the position `up_to`."""
     positions = {"after_position": after_position, "up_to": up_to, "limit": limit}
     parameters = {"owner": owner, "max_pass_bytes": max_pass_bytes, "engine": engine, **positions}
     return _decode_rows(execute(tx, _OPEN_BY_OWNER, parameters))
@@ -315,10 +297,7 @@ _BY_ID = select(*_COLUMNS).where(is_in_batch(col(RequestRow.request_id))).order_
 
 
 def list_by_id(tx: Session, request_ids: Iterable[RequestId]) -> list[PendingRequest]:
-    """Return the requests with these ids, with their bodies, in order of arrival.
-
-    Unknown ids are left out.
-    """
+    """Return the stored requests with these ids, with their bodies, in order of arrival."""
     return _decode_rows(execute_in_batches(tx, _BY_ID, request_ids))
 
 
@@ -358,10 +337,7 @@ _COUNT_ATTEMPT, _COUNT_ATTEMPT_ALONE = (
 
 
 def count_delivery_attempt(tx: Session, request_ids: Iterable[RequestId], *, is_alone: bool = False) -> None:
-    """Count a delivery attempt of each request. Called before the engine starts the requests.
-
-    `is_alone` means that nothing else runs on the device.
-    """
+    """Count a delivery attempt before it starts. `is_alone`: nothing else runs on the device."""
     execute_in_batches(tx, _COUNT_ATTEMPT_ALONE if is_alone else _COUNT_ATTEMPT, request_ids, now=time.time())
 
 
@@ -374,10 +350,7 @@ _END_ALONE = (
 
 
 def record_engine_end(tx: Session, *, is_crash: bool, engine: int = 1) -> None:
-    """Record that an engine has ended.
-
-    A crash is counted for the request that ran alone, if there is one.
-    """
+    """Record the end of an engine. A crash is counted for the request that ran alone."""
     execute(tx, _END_ALONE, {"num_crashes": int(is_crash), "number": engine})
 
 
@@ -397,10 +370,7 @@ _UNDO_ATTEMPT = (
 
 
 def undo_delivery_attempt(tx: Session, request_ids: Iterable[RequestId]) -> None:
-    """Subtract one delivery attempt of each request.
-
-    Used if an attempt ended without a crash or a result.
-    """
+    """Subtract a delivery attempt that ended without a crash and without a result."""
     execute_in_batches(tx, _UNDO_ATTEMPT, request_ids)
 
 
@@ -446,10 +416,7 @@ _COMPLETE = PreparedStatement(lambda _: _COMPLETION, ("name", "outcome", "data",
 def complete(
     tx: Session, request_id: RequestId, result: bytes, *, failed: bool, effect_order: int | None, now: float
 ) -> bool:
-    """Store the result of an open request.
-
-    Return False if the request is complete or does not exist.
-    """
+    """Store the result of an open request. Return False if it is complete or does not exist."""
     _COUNT_ANSWER.execute(tx, {})
     values = {"outcome": "failed" if failed else "done", "data": result, "crc": crc32(result), "effect": effect_order}
     return _COMPLETE.execute(tx, {"name": request_id, "now": now, **values}).rowcount == 1

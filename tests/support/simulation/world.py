@@ -22,7 +22,7 @@ from skyrl_tx.engine.engine import Engine
 from skyrl_tx.engine.settings import EngineSettings
 from skyrl_tx.launch import engine_process, supervisor
 from skyrl_tx.launch.command import load_engine_extensions
-from skyrl_tx.launch.engine_process import EngineEnd, EngineLost
+from skyrl_tx.launch.engine_end import EngineEnd, EngineLost
 from skyrl_tx.process import failpoints
 from skyrl_tx.server import app
 from skyrl_tx.server import context as api_context
@@ -271,7 +271,7 @@ class EngineProcess:
         except Exception as error:
             if not isinstance(error, EngineLost):
                 world.on_thread_error(f"{self.process.name}/main", error)
-            end = engine_process._end_from_error(error)
+            end = EngineEnd.from_error(error)
             if end.is_crash and self._records_crashes and self.store is not None:
                 with contextlib.suppress(StoreError):
                     self._record_crash()

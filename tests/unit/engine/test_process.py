@@ -16,7 +16,8 @@ from skyrl_tx.backends.registry import find_backend
 from skyrl_tx.contract.backend import BackendSpec
 from skyrl_tx.contract.errors import BackendLost, UserError
 from skyrl_tx.launch import engine_process
-from skyrl_tx.launch.engine_process import EngineEnd, EngineLaunch, EngineLost, EngineProcess, run_engine
+from skyrl_tx.launch.engine_end import EngineEnd, EngineLost
+from skyrl_tx.launch.engine_process import EngineLaunch, EngineProcess, run_engine
 from skyrl_tx.process import signals
 from skyrl_tx.process.setup import CannotServe
 from skyrl_tx.store import engine_state, futures, models
@@ -100,7 +101,7 @@ def test_killed_engine_is_continued_bit_equal(harness, tmp_path_factory):
 )
 def test_only_a_signal_that_the_engine_caused_is_a_crash(harness, monkeypatch, number, is_memory_exhausted, is_crash):
     counts = itertools.count(step=is_memory_exhausted)
-    monkeypatch.setattr(engine_process, "_count_memory_kills", lambda: next(counts))
+    monkeypatch.setattr(engine_process, "count_memory_kills", lambda: next(counts))
     launch = EngineLaunch(settings=harness.settings, backend="fake", backend_config=harness.config, log_level="error")
 
     async def run() -> EngineEnd:
@@ -113,7 +114,7 @@ def test_only_a_signal_that_the_engine_caused_is_a_crash(harness, monkeypatch, n
 
 
 def test_death_of_a_thread_is_no_crash_of_a_request():
-    end = engine_process._end_from_exit_code(signals.EXIT_STATUS, False)
+    end = EngineEnd.from_exit_code(signals.EXIT_STATUS, False)
     assert not end.is_crash and not end.was_killed and "one of its threads" in end.message
 
 

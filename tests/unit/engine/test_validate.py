@@ -193,11 +193,11 @@ def test_invalid_saves():
             {"prompt": (1,) * 33, "max_tokens": 4},
             "prompt of 33 tokens + sampling_params.max_tokens 4 exceeds the context",
         ),
-        ({"prompt": (1,) * 32, "max_tokens": None}, "prompt has 32 tokens: no room"),
+        ({"prompt": (1,) * 32, "max_tokens": None}, "prompt has 32 tokens: no new token fits"),
         ({"prompt": (1,) * 33, "max_tokens": None}, "prompt has 33 tokens: no new token fits into the context of 32"),
         (
             {"temperature": 1e-38},
-            "sampling_params.temperature 1e-38 must be a finite number, 1e-30 or more, or 0, which",
+            "sampling_params.temperature 1e-38 must be 0 (greedy), or a finite number from 1e-30",
         ),
         ({"temperature": 5e-324}, "sampling_params.temperature 5e-324"),
         ({"temperature": 1e300}, "sampling_params.temperature 1e+300"),
