@@ -22,9 +22,7 @@ LENGTHS = (9, 40, 17, 33)
 Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
-def clipped_ratio(
-    logprobs: torch.Tensor, sampled: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
-) -> Result:
+def clip_ratio(logprobs: torch.Tensor, sampled: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> Result:
     ratio = torch.exp((logprobs - sampled).masked_fill(mask == 0, 0.0))
     gain = torch.minimum(ratio * advantages, torch.clamp(ratio, 0.8, 1.2) * advantages) * mask
     outside = ((ratio < 0.8) | (ratio > 1.2)) & mask.bool()
@@ -45,7 +43,7 @@ def distillation(logprobs: torch.Tensor, teacher: torch.Tensor) -> Result:
 
 
 LOSSES: Mapping[str, tuple[Callable[..., Result], dict[str, int]]] = {
-    "clipped_ratio": (clipped_ratio, {"logprobs": 1, "sampled": 1, "advantages": 1, "mask": 1}),
+    "clipped_ratio": (clip_ratio, {"logprobs": 1, "sampled": 1, "advantages": 1, "mask": 1}),
     "preference": (preference, {"logprobs": 1, "reference": 1, "sign": 0}),
     "distillation": (distillation, {"logprobs": 2, "teacher": 2}),
 }

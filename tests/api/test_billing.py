@@ -18,7 +18,7 @@ PRICES = Prices(training=2.0, sampled=8.0, prefill=1.0, storage=0.1)
 
 
 @pytest.fixture(scope="module")
-def priced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
+def billing_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
     with live_stack("fake", tmp_path_factory.mktemp("stack"), prices=PRICES) as stack:
         yield stack
 
@@ -39,15 +39,15 @@ def window() -> tuple[datetime, datetime]:
 
 
 @pytest.fixture(scope="module")
-def work(priced: LiveStack) -> str:
+def work(billing_stack: LiveStack) -> str:
     """Train on 3 datums of 4 tokens, sample 2 times 5 tokens from a prompt of 3, and save.
 
     Returns the session.
     """
-    create_key(priced, "root")
+    create_key(billing_stack, "root")
 
     with tinker.ServiceClient(
-        base_url=priced.url, api_key=create_key(priced, "ann"), user_metadata={"a": "b"}
+        base_url=billing_stack.url, api_key=create_key(billing_stack, "ann"), user_metadata={"a": "b"}
     ) as service:
         training = service.create_lora_training_client(PUBLIC_NAME, rank=4).result()
         datum = tinker.Datum(
@@ -62,7 +62,7 @@ def work(priced: LiveStack) -> str:
         params = tinker.SamplingParams(max_tokens=5)
         sampling.sample(tinker.ModelInput.from_ints([1, 2, 3]), 2, params).result()
         training.save_state("kept").result()
-        priced.server.store.write(lambda tx: storage_hours.record_hour(tx, datetime.now(UTC).timestamp()))
+        billing_stack.server.store.write(lambda tx: storage_hours.record_hour(tx, datetime.now(UTC).timestamp()))
         return training.model_id.partition(":")[0]
 
 
@@ -70,8 +70,10 @@ def admin_client(stack: LiveStack, owner: str) -> tinker.AdminClient:
     return tinker.AdminClient(base_url=stack.url, api_key=create_key(stack, owner))
 
 
-def test_events_have_each_kind_of_work_once(priced: LiveStack, work: str, window: tuple[datetime, datetime]) -> None:
-    reported = admin_client(priced, "ann").get_billing_usage(*window).result(timeout=30)
+def test_events_have_each_kind_of_work_once(
+    billing_stack: LiveStack, work: str, window: tuple[datetime, datetime]
+) -> None:
+    reported = admin_client(billing_stack, "ann").get_billing_usage(*window).result(timeout=30)
     amounts: dict[str, float] = {}
     for event in reported.data:
         info = event.event_info
@@ -92,17 +94,19 @@ def test_events_have_each_kind_of_work_once(priced: LiveStack, work: str, window
 
 
 def test_an_admin_sees_all_owners_and_others_their_own(
-    priced: LiveStack, work: str, window: tuple[datetime, datetime]
+    billing_stack: LiveStack, work: str, window: tuple[datetime, datetime]
 ) -> None:
     seen = {
-        owner: {event.session_id for event in admin_client(priced, owner).get_billing_usage(*window).result().data}
+        owner: {
+            event.session_id for event in admin_client(billing_stack, owner).get_billing_usage(*window).result().data
+        }
         for owner in ("root", "bob")
     }
     assert seen == {"root": {work}, "bob": set()}
 
 
-def test_storage_has_its_price(priced: LiveStack, work: str) -> None:
-    reported = admin_client(priced, "ann").get_current_checkpoint_storage_usage().result(timeout=30)
+def test_storage_has_its_price(billing_stack: LiveStack, work: str) -> None:
+    reported = admin_client(billing_stack, "ann").get_current_checkpoint_storage_usage().result(timeout=30)
     (item,) = reported.data
     assert reported.effective_rate_usd_per_gigabyte_month == 0.1 and item.size_bytes > 0
     assert item.estimated_monthly_cost_usd == pytest.approx(item.size_bytes / 1e9 * 0.1)
@@ -120,22 +124,24 @@ def test_storage_has_its_price(priced: LiveStack, work: str) -> None:
         ("yesterday", "2026-11-01T00:00:00Z", "starting_on"),
     ],
 )
-def test_wrong_windows_are_refused_by_name(priced: LiveStack, start: str, end: str, problem: str) -> None:
+def test_wrong_windows_are_refused_by_name(billing_stack: LiveStack, start: str, end: str, problem: str) -> None:
     answer = httpx.get(
-        f"{priced.url}/api/v1/billing/usage/events",
+        f"{billing_stack.url}/api/v1/billing/usage/events",
         params={"starting_on": start, "ending_before": end},
-        headers={"X-API-Key": create_key(priced, "ann")},
+        headers={"X-API-Key": create_key(billing_stack, "ann")},
     )
     assert answer.status_code in (400, 422)
     assert re.search(problem, answer.text)
 
 
-def test_a_window_without_a_zone_is_in_utc(priced: LiveStack, work: str, window: tuple[datetime, datetime]) -> None:
+def test_a_window_without_a_zone_is_in_utc(
+    billing_stack: LiveStack, work: str, window: tuple[datetime, datetime]
+) -> None:
     bounds = {"starting_on": window[0], "ending_before": window[1]}
     answer = httpx.get(
-        f"{priced.url}/api/v1/billing/usage/events",
+        f"{billing_stack.url}/api/v1/billing/usage/events",
         params={name: at.replace(tzinfo=None).isoformat() for name, at in bounds.items()},
-        headers={"X-API-Key": create_key(priced, "ann")},
+        headers={"X-API-Key": create_key(billing_stack, "ann")},
     )
     assert {event["session_id"] for event in answer.json()["data"]} == {work}
 

@@ -125,7 +125,7 @@ def run_player(data_dir: Path) -> Iterator[ScriptedPlayer]:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, ScriptedPlayer]]:
+def server_and_player(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, ScriptedPlayer]]:
     folder = tmp_path_factory.mktemp("scripted")
     settings = ApiSettings(
         port=0,
@@ -149,8 +149,8 @@ def stream_events(server: Server, path: str, /, **body: Any) -> list[dict[str, A
     return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
 
 
-def test_openai_client_gets_calls_and_reasoning(served: tuple[Server, ScriptedPlayer]) -> None:
-    server, player = served
+def test_openai_client_gets_calls_and_reasoning(server_and_player: tuple[Server, ScriptedPlayer]) -> None:
+    server, player = server_and_player
     player.play = reply(REPLY)
     body = {"messages": TALK, "tools": [OPENAI_TOOL]}
     choice = post(server, CHAT, **body).json()["choices"][0]
@@ -169,8 +169,8 @@ def test_openai_client_gets_calls_and_reasoning(served: tuple[Server, ScriptedPl
     assert '"name": "find"' in prompt and prompt.endswith("<|im_start|>assistant\n")
 
 
-def test_calls_and_results_of_earlier_turns_are_rendered(served: tuple[Server, ScriptedPlayer]) -> None:
-    server, player = served
+def test_calls_and_results_of_earlier_turns_are_rendered(server_and_player: tuple[Server, ScriptedPlayer]) -> None:
+    server, player = server_and_player
     player.play = reply("12 °C.<|im_end|>")
     call = {"id": "call_1", "type": "function", "function": {"name": "find", "arguments": '{"city": "Bern"}'}}
     openai = [
@@ -198,8 +198,8 @@ def test_calls_and_results_of_earlier_turns_are_rendered(served: tuple[Server, S
     assert prompt.endswith("<think>\n\n</think>\n\n"), "reasoning is off"
 
 
-def test_anthropic_client_gets_blocks(served: tuple[Server, ScriptedPlayer]) -> None:
-    server, player = served
+def test_anthropic_client_gets_blocks(server_and_player: tuple[Server, ScriptedPlayer]) -> None:
+    server, player = server_and_player
     player.play = reply(REPLY)
     body = {"messages": TALK, "tools": [ANTHROPIC_TOOL], "thinking": {"type": "enabled", "budget_tokens": 1024}}
     made = post(server, MESSAGES, **body).json()
@@ -219,8 +219,10 @@ def test_anthropic_client_gets_blocks(served: tuple[Server, ScriptedPlayer]) -> 
     assert [event["index"] for event in events if event["type"] == "content_block_stop"] == [0, 1, 2]
 
 
-def test_calls_are_text_without_tools_and_reasoning_on_request(served: tuple[Server, ScriptedPlayer]) -> None:
-    server, player = served
+def test_calls_are_text_without_tools_and_reasoning_on_request(
+    server_and_player: tuple[Server, ScriptedPlayer],
+) -> None:
+    server, player = server_and_player
     player.play = reply(REPLY)
     choice = post(server, CHAT, messages=TALK, separate_reasoning=False).json()["choices"][0]
     assert choice["message"]["content"] == REPLY.removesuffix("<|im_end|>") and choice["finish_reason"] == "stop"
@@ -232,8 +234,8 @@ TEXT = "Natalia sold 48 clips to her friends."
 TOKENS = TOKENIZER.encode(TEXT).ids
 
 
-def test_engine_that_starts_again_repeats_nothing(served: tuple[Server, ScriptedPlayer]) -> None:
-    server, player = served
+def test_engine_that_starts_again_repeats_nothing(server_and_player: tuple[Server, ScriptedPlayer]) -> None:
+    server, player = server_and_player
 
     def play(store: Store, request_id: RequestId, request: requests.Sample) -> results.Result:
         for start, end in ((0, 2), (2, 5), (0, 4), (4, 7), (9, 10)):  # two runs, then a missing slice
@@ -250,8 +252,10 @@ def test_engine_that_starts_again_repeats_nothing(served: tuple[Server, Scripted
 
 
 @pytest.mark.parametrize("changed", ["new tokens", "result", "shorter result"])
-def test_sample_that_changed_ends_the_stream_with_an_error(served: tuple[Server, ScriptedPlayer], changed: str) -> None:
-    server, player = served
+def test_sample_that_changed_ends_the_stream_with_an_error(
+    server_and_player: tuple[Server, ScriptedPlayer], changed: str
+) -> None:
+    server, player = server_and_player
 
     def play(store: Store, request_id: RequestId, request: requests.Sample) -> results.Result:
         put(store, request_id, 0, TOKENS[:4])
@@ -264,8 +268,8 @@ def test_sample_that_changed_ends_the_stream_with_an_error(served: tuple[Server,
     assert "sampled different tokens" in last["error"]["message"] and last["error"]["type"] == "server_error"
 
 
-def test_failure_has_the_form_of_each_api(served: tuple[Server, ScriptedPlayer]) -> None:
-    server, player = served
+def test_failure_has_the_form_of_each_api(server_and_player: tuple[Server, ScriptedPlayer]) -> None:
+    server, player = server_and_player
     player.play = lambda *_: results.Failure(message="out of memory", category=ErrorCategory.SERVER)
     response = post(server, CHAT, messages=TALK)
     assert response.status_code == HTTPStatus.INTERNAL_SERVER_ERROR
@@ -275,8 +279,8 @@ def test_failure_has_the_form_of_each_api(served: tuple[Server, ScriptedPlayer])
     assert last == {"type": "error", "error": {"type": "api_error", "message": "out of memory"}}
 
 
-def test_full_queue_is_reported_with_retry_after(served: tuple[Server, ScriptedPlayer]) -> None:
-    server, player = served
+def test_full_queue_is_reported_with_retry_after(server_and_player: tuple[Server, ScriptedPlayer]) -> None:
+    server, player = server_and_player
 
     def publish(load: engine_state.SampleLoad | None) -> None:
         def work(tx: Any) -> None:

@@ -79,7 +79,7 @@ class User:
 
 
 @pytest.fixture(scope="module")
-def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
+def stack_with_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
     with live_stack("fake", tmp_path_factory.mktemp("keyed")) as stack:
         yield stack
 
@@ -88,9 +88,9 @@ _numbers = iter(range(1000))
 
 
 @pytest.fixture
-def ann(keyed: LiveStack) -> User:
+def ann(stack_with_keys: LiveStack) -> User:
     """Return a user that only this test uses."""
-    return user(keyed, f"ann-{next(_numbers)}")
+    return user(stack_with_keys, f"ann-{next(_numbers)}")
 
 
 def user(stack: LiveStack, owner: str, scope: KeyScope = "user") -> User:
@@ -127,7 +127,7 @@ def test_a_wrong_field_is_named(ann: User, body: dict[str, Any], message: str) -
     assert re.search(message, refused.json()["detail"])
 
 
-def test_series_are_read_in_pages_that_lose_nothing(ann: User, keyed: LiveStack) -> None:
+def test_series_are_read_in_pages_that_lose_nothing(ann: User, stack_with_keys: LiveStack) -> None:
     run = ann.run()
 
     def write(tx) -> None:
@@ -137,6 +137,7 @@ def test_series_are_read_in_pages_that_lose_nothing(ann: User, keyed: LiveStack)
                 Point(
                     position=10**9 + number,
                     model_id=ModelId(run),
+                    # Points of steps and of passes alternate.
                     kind="train" if number % 2 else "step",
                     step=number,
                     created_at=1.0,
@@ -149,7 +150,7 @@ def test_series_are_read_in_pages_that_lose_nothing(ann: User, keyed: LiveStack)
                 ),
             )
 
-    keyed.server.store.write(write)
+    stack_with_keys.server.store.write(write)
     for step in range(3):
         ann.call("POST", f"training_runs/{run}/metrics", step=step, metrics={"reward": step})
     found, rewards, cursor, more = [], [], "0-0", True
@@ -171,12 +172,12 @@ def test_series_are_read_in_pages_that_lose_nothing(ann: User, keyed: LiveStack)
 
 
 def test_telemetry_of_the_sdk_reaches_the_run(
-    ann: User, keyed: LiveStack, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ann: User, stack_with_keys: LiveStack, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", "1")  # the SDK's default
     caplog.set_level(logging.INFO)
 
-    with tinker.ServiceClient(base_url=keyed.url, api_key=ann.key, display_name="mine") as service:
+    with tinker.ServiceClient(base_url=stack_with_keys.url, api_key=ann.key, display_name="mine") as service:
         service.create_sampling_client(base_model=PUBLIC_NAME).result()
         telemetry = service.get_telemetry()
         assert telemetry is not None, "the first client of a session starts it"
@@ -192,13 +193,17 @@ def test_telemetry_of_the_sdk_reaches_the_run(
     (before,) = [run for run in ann.list_logged_runs() if run["training_run_id"] is None]
     assert before["name"] == "mine" and before["num_points"] == 1
     session = training.model_id.split(":")[0]
-    assert f"live: {keyed.url}/sessions/{session}" in caplog.messages, "the SDK logs the link"
+    assert f"live: {stack_with_keys.url}/sessions/{session}" in caplog.messages, "the SDK logs the link"
 
 
-def test_telemetry_of_strangers_and_narrow_keys_is_dropped(ann: User, keyed: LiveStack) -> None:
+def test_telemetry_of_strangers_and_narrow_keys_is_dropped(ann: User, stack_with_keys: LiveStack) -> None:
     session = ann.call("POST", "create_session", tags=[]).json()["session_id"]
     event = {"event": "GENERIC_EVENT", "event_name": "metrics", "event_id": "e", "event_data": {"step": 1, "a": 1}}
-    others = [user(keyed, "eve"), user(keyed, ann.owner, "read"), user(keyed, ann.owner, "sample")]
+    others = [
+        user(stack_with_keys, "eve"),
+        user(stack_with_keys, ann.owner, "read"),
+        user(stack_with_keys, ann.owner, "sample"),
+    ]
     for caller in others:
         sent = caller.call("POST", "telemetry", session_id=session, events=[event])
         assert sent.json() == {"status": "accepted"}
@@ -278,9 +283,9 @@ def test_trackio_run_waits_for_its_model(ann: User) -> None:
     assert [step for step, _ in ann.get_logged_points(run)] == [0, 1]
 
 
-def test_idle_models_and_those_of_others_are_not_joined(ann: User, keyed: LiveStack) -> None:
+def test_idle_models_and_those_of_others_are_not_joined(ann: User, stack_with_keys: LiveStack) -> None:
     run = ann.run()
-    bob = user(keyed, f"{ann.owner}-bob")
+    bob = user(stack_with_keys, f"{ann.owner}-bob")
     bob.log(1)
     bob.log(2, config={"training_run_id": run})
 
@@ -288,13 +293,13 @@ def test_idle_models_and_those_of_others_are_not_joined(ann: User, keyed: LiveSt
         row = tx.get(ModelRow, run)
         row.last_request_at -= ACTIVE_S + 1
 
-    keyed.server.store.write(age)
+    stack_with_keys.server.store.write(age)
     ann.log(1)
     assert [run["training_run_id"] for run in bob.list_logged_runs() + ann.list_logged_runs()] == [None, None]
     logged_run_id = bob.list_logged_runs()[0]["logged_run_id"]
     refused = bob.call("PUT", f"logged_runs/{logged_run_id}/training_run", training_run_id=run)
     assert refused.status_code == 404
-    root = user(keyed, "root", "admin")
+    root = user(stack_with_keys, "root", "admin")
     refused = root.call("PUT", f"logged_runs/{logged_run_id}/training_run", training_run_id=run)
     assert refused.status_code == 400 and "same owner" in refused.json()["detail"]
 
@@ -351,8 +356,8 @@ def test_a_point_has_at_most_256_metrics(ann: User) -> None:
     assert len(page["logged"][0]["metrics"]) == 256
 
 
-def test_trackio_needs_a_key_and_no_foreign_page(ann: User, keyed: LiveStack, stack: LiveStack) -> None:
-    client = keyed.server.client
+def test_trackio_needs_a_key_and_no_foreign_page(ann: User, stack_with_keys: LiveStack, stack: LiveStack) -> None:
+    client = stack_with_keys.server.client
     assert client.get("/trackio/version").json()["api_version"] == 1
     logs = {"kwargs": {"logs": []}}
     assert client.post("/trackio/api/bulk_log", json=logs).status_code == 401
@@ -360,7 +365,7 @@ def test_trackio_needs_a_key_and_no_foreign_page(ann: User, keyed: LiveStack, st
     for headers in ({"Authorization": f"Bearer {ann.key}"}, {"X-API-Key": ann.key}):
         assert client.post("/trackio/api/bulk_log", json=logs, headers=headers).status_code == 200
     for scope in ("read", "sample", "metrics"):
-        answer = user(keyed, "eve", scope).trackio("bulk_log", logs=[])
+        answer = user(stack_with_keys, "eve", scope).trackio("bulk_log", logs=[])
         assert answer.status_code == 403 and scope in answer.json()["detail"]
     keyless = stack.server.client
     assert keyless.post("/trackio/api/bulk_log", json=logs, headers={"x-trackio-write-token": "tml-x"}).is_success
@@ -377,7 +382,7 @@ def test_trackio_body_is_bounded(ann: User) -> None:
     assert refused.status_code == 413
 
 
-def test_a_run_deleted_for_good_takes_its_metrics_along(ann: User, keyed: LiveStack) -> None:
+def test_a_run_deleted_for_good_takes_its_metrics_along(ann: User, stack_with_keys: LiveStack) -> None:
     run = ModelId(ann.run())
     ann.call("POST", f"training_runs/{run}/metrics", step=1, metrics={"reward": 1})
 
@@ -387,7 +392,7 @@ def test_a_run_deleted_for_good_takes_its_metrics_along(ann: User, keyed: LiveSt
         logged_metrics.prune(tx, 1.0, limit=10)
         return len(logged_metrics.list_runs(tx, ann.owner))
 
-    assert keyed.server.store.write(work) == 0
+    assert stack_with_keys.server.store.write(work) == 0
 
 
 def test_the_link_has_the_public_address_and_needs_the_console(tmp_path: Path, settings: ApiSettings) -> None:

@@ -30,7 +30,7 @@ def rest(stack: LiveStack) -> tinker.RestClient:
 
 
 @pytest.fixture
-def trained(training: tinker.TrainingClient) -> tinker.TrainingClient:
+def client_after_step(training: tinker.TrainingClient) -> tinker.TrainingClient:
     """Return a client after one step, so that neither LoRA matrix is zero."""
     tokens = tinker.ModelInput.from_ints([5, 6, 7, 8])
     datum = tinker.Datum(model_input=tokens, loss_fn_inputs={"target_tokens": [6, 7, 8, 9], "weights": [1.0] * 4})
@@ -45,8 +45,10 @@ def fetch(url: str) -> bytes:
         return response.read()
 
 
-def test_external_weights_are_downloaded_without_a_key(trained: tinker.TrainingClient, rest: tinker.RestClient) -> None:
-    saved = trained.save_weights_external("out", ttl_seconds=3600).result()
+def test_external_weights_are_downloaded_without_a_key(
+    client_after_step: tinker.TrainingClient, rest: tinker.RestClient
+) -> None:
+    saved = client_after_step.save_weights_external("out", ttl_seconds=3600).result()
     assert saved.path.endswith("/external_weights/out")
     signed = rest.get_external_weights_urls(saved.path).result()
     assert set(signed.urls) == ADAPTER
@@ -66,8 +68,8 @@ def test_external_weights_are_downloaded_without_a_key(trained: tinker.TrainingC
     assert httpx.get(signed.urls["adapter_config.json"]).status_code == HTTPStatus.FORBIDDEN
 
 
-def test_download_url_serves_byte_ranges(trained: tinker.TrainingClient, rest: tinker.RestClient) -> None:
-    path = trained.save_weights_external("ranges").result().path
+def test_download_url_serves_byte_ranges(client_after_step: tinker.TrainingClient, rest: tinker.RestClient) -> None:
+    path = client_after_step.save_weights_external("ranges").result().path
     url = rest.get_external_weights_urls(path).result().urls["adapter_model.safetensors"]
     whole = httpx.get(url)
     size = len(whole.content)
@@ -96,9 +98,9 @@ def test_download_url_serves_byte_ranges(trained: tinker.TrainingClient, rest: t
 
 
 def test_signature_is_valid_for_one_file_and_expiry(
-    trained: tinker.TrainingClient, rest: tinker.RestClient, stack: LiveStack
+    client_after_step: tinker.TrainingClient, rest: tinker.RestClient, stack: LiveStack
 ) -> None:
-    path = trained.save_weights_external("signed").result().path
+    path = client_after_step.save_weights_external("signed").result().path
     url = httpx.URL(rest.get_external_weights_urls(path).result().urls["adapter_config.json"])
     assert httpx.get(url).status_code == HTTPStatus.OK
 
@@ -117,9 +119,9 @@ def test_signature_is_valid_for_one_file_and_expiry(
 
 
 def test_download_url_expires(
-    trained: tinker.TrainingClient, rest: tinker.RestClient, monkeypatch: pytest.MonkeyPatch
+    client_after_step: tinker.TrainingClient, rest: tinker.RestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = trained.save_weights_external("late").result().path
+    path = client_after_step.save_weights_external("late").result().path
     url = rest.get_external_weights_urls(path).result().urls["adapter_config.json"]
     later = SimpleNamespace(time=lambda: time.time() + 3601)
     monkeypatch.setattr(downloads, "time", later)
@@ -127,8 +129,10 @@ def test_download_url_expires(
     assert answer.status_code == HTTPStatus.FORBIDDEN and "expired" in answer.json()["detail"]
 
 
-def test_download_urls_have_the_address_of_the_request(trained: tinker.TrainingClient, stack: LiveStack) -> None:
-    path = trained.save_weights_external("host").result().path
+def test_download_urls_have_the_address_of_the_request(
+    client_after_step: tinker.TrainingClient, stack: LiveStack
+) -> None:
+    path = client_after_step.save_weights_external("host").result().path
     run, kind, name = path.removeprefix("tinker://").split("/")
     endpoint = f"/api/v1/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls"
     answer = stack.server.client.get(endpoint, headers={"host": "192.0.2.7:8443"})
@@ -136,11 +140,11 @@ def test_download_urls_have_the_address_of_the_request(trained: tinker.TrainingC
 
 
 def test_encrypted_export_is_readable_by_its_recipients_only(
-    trained: tinker.TrainingClient, rest: tinker.RestClient
+    client_after_step: tinker.TrainingClient, rest: tinker.RestClient
 ) -> None:
     first, second, other = (pyrage.x25519.Identity.generate() for _ in range(3))
     recipients = [str(first.to_public()), str(second.to_public())]
-    path = trained.save_weights_external("secret", age_encryption_recipients=recipients).result().path
+    path = client_after_step.save_weights_external("secret", age_encryption_recipients=recipients).result().path
     urls = rest.get_external_weights_urls(path).result().urls
     assert set(urls) == {f"{name}.age" for name in ADAPTER}
     sealed = fetch(urls["adapter_config.json.age"])
@@ -151,30 +155,35 @@ def test_encrypted_export_is_readable_by_its_recipients_only(
         pyrage.decrypt(sealed, [other])
 
 
-def test_invalid_recipient_is_refused(trained: tinker.TrainingClient) -> None:
+def test_invalid_recipient_is_refused(client_after_step: tinker.TrainingClient) -> None:
     with pytest.raises(tinker.RequestFailedError, match="age_encryption_recipients 'age1nobody'"):
-        trained.save_weights_external("sealed", age_encryption_recipients=["age1nobody"]).result()
+        client_after_step.save_weights_external("sealed", age_encryption_recipients=["age1nobody"]).result()
 
 
-def test_export_names_are_unique_and_retries_are_duplicates(trained: tinker.TrainingClient, stack: LiveStack) -> None:
-    first = stack.server.post("save_weights_external", model_id=trained.model_id, path="once", seq_id=50)
-    again = stack.server.post("save_weights_external", model_id=trained.model_id, path="once", seq_id=50)
+def test_export_names_are_unique_and_retries_are_duplicates(
+    client_after_step: tinker.TrainingClient, stack: LiveStack
+) -> None:
+    first = stack.server.post("save_weights_external", model_id=client_after_step.model_id, path="once", seq_id=50)
+    again = stack.server.post("save_weights_external", model_id=client_after_step.model_id, path="once", seq_id=50)
     assert first.json()["request_id"] == again.json()["request_id"]
     done = stack.server.result(first)
     assert done["type"] == "save_weights_external" and isinstance(done["size_bytes"], int)
-    taken = stack.server.post("save_weights_external", model_id=trained.model_id, path="once", seq_id=51)
+    taken = stack.server.post("save_weights_external", model_id=client_after_step.model_id, path="once", seq_id=51)
     assert "exists already; choose another name or delete it first" in str(stack.server.result(taken)["error"])
 
 
 def test_checkpoint_kinds_are_not_interchangeable(
-    trained: tinker.TrainingClient, service: tinker.ServiceClient, rest: tinker.RestClient
+    client_after_step: tinker.TrainingClient, service: tinker.ServiceClient, rest: tinker.RestClient
 ) -> None:
     """Training and sampler checkpoints have no URLs.
 
     External weights can be used neither to train nor to sample.
     """
-    state, sampler = trained.save_state("state").result().path, trained.save_weights_for_sampler("b").result().path
-    external = trained.save_weights_external("c").result().path
+    state, sampler = (
+        client_after_step.save_state("state").result().path,
+        client_after_step.save_weights_for_sampler("b").result().path,
+    )
+    external = client_after_step.save_weights_external("c").result().path
     for path in (state, sampler):
         with pytest.raises(ValueError, match="only accepts external"):
             rest.get_external_weights_urls(path)
@@ -185,11 +194,11 @@ def test_checkpoint_kinds_are_not_interchangeable(
 
 
 def test_training_checkpoint_is_downloaded_through_an_export(
-    trained: tinker.TrainingClient, service: tinker.ServiceClient, rest: tinker.RestClient
+    client_after_step: tinker.TrainingClient, service: tinker.ServiceClient, rest: tinker.RestClient
 ) -> None:
     """An export contains the same bytes for the original model and for a model that was loaded from its checkpoint."""
-    direct = trained.save_weights_external("direct").result().path
-    state = trained.save_state("kept").result().path
+    direct = client_after_step.save_weights_external("direct").result().path
+    state = client_after_step.save_state("kept").result().path
     again = service.create_training_client_from_state(state).result().save_weights_external("download").result().path
     first, second = (
         fetch(rest.get_external_weights_urls(path).result().urls["adapter_model.safetensors"])
@@ -200,14 +209,16 @@ def test_training_checkpoint_is_downloaded_through_an_export(
 
 
 @pytest.mark.parametrize("kind", ["weights", "sampler_weights", "external_weights"])
-def test_archive_is_a_tar_of_the_adapter(trained: tinker.TrainingClient, stack: LiveStack, kind: str) -> None:
+def test_archive_is_a_tar_of_the_adapter(client_after_step: tinker.TrainingClient, stack: LiveStack, kind: str) -> None:
     save = {
-        "weights": trained.save_state,
-        "sampler_weights": trained.save_weights_for_sampler,
-        "external_weights": trained.save_weights_external,
+        "weights": client_after_step.save_state,
+        "sampler_weights": client_after_step.save_weights_for_sampler,
+        "external_weights": client_after_step.save_weights_external,
     }[kind]
     save("archived").result()
-    answer = stack.server.client.get(f"/api/v1/training_runs/{trained.model_id}/checkpoints/{kind}/archived/archive")
+    answer = stack.server.client.get(
+        f"/api/v1/training_runs/{client_after_step.model_id}/checkpoints/{kind}/archived/archive"
+    )
     assert answer.status_code == HTTPStatus.FOUND and "GMT" in answer.headers["expires"]
 
     url = answer.headers["location"]
@@ -233,9 +244,9 @@ def test_missing_checkpoint_has_no_download_url(stack: LiveStack) -> None:
 
 
 def test_damaged_weights_are_not_served(
-    trained: tinker.TrainingClient, rest: tinker.RestClient, stack: LiveStack
+    client_after_step: tinker.TrainingClient, rest: tinker.RestClient, stack: LiveStack
 ) -> None:
-    path = trained.save_weights_external("damaged").result().path
+    path = client_after_step.save_weights_external("damaged").result().path
     url = rest.get_external_weights_urls(path).result().urls["adapter_model.safetensors"]
     assert httpx.get(url, headers={"range": "bytes=0-9"}).status_code == HTTPStatus.PARTIAL_CONTENT
     row = stack.server.store.read(lambda tx: checkpoints.get(tx, CheckpointPath.parse(path), time.time()))

@@ -69,6 +69,7 @@ def kinds(session_id: str, model_id: str, saved: str, sampler: str) -> dict[str,
             {**model, "seq_id": 5, "adam_params": {"learning_rate": 0.01}},
             {"adam_params": {"learning_rate": 0.02}},
         ),
+        # Saves and loads.
         "save_weights": Kind("save_weights", {**model, "seq_id": 6, "path": "a"}, {"path": "b"}),
         "save_weights_for_sampler": Kind(
             "save_weights_for_sampler", {**model, "seq_id": 7, "path": "a"}, {"path": "b"}
@@ -82,9 +83,11 @@ def kinds(session_id: str, model_id: str, saved: str, sampler: str) -> dict[str,
         "load_weights with the optimizer": Kind(
             "load_weights", {**load, "seq_id": 10, "optimizer": True}, {"path": saved.replace("start", "elsewhere")}
         ),
+        # This pass is identified by its header.
         "a pass without a number": Kind(
             "forward_backward", {**model, "forward_backward_input": PASS}, {"forward_backward_input": OTHER_PASS}, KEYED
         ),
+        # Requests of the session.
         "create_model": Kind(
             "create_model",
             {**session, "model_seq_id": 1, "base_model": PUBLIC_NAME, "lora_config": {"rank": 8}},
@@ -106,6 +109,7 @@ def kinds(session_id: str, model_id: str, saved: str, sampler: str) -> dict[str,
             {**session, "sampling_session_seq_id": 3, "model_path": sampler},
             {"model_path": None, "base_model": PUBLIC_NAME},
         ),
+        # Samples.
         "asample": Kind(
             "asample", {**ASKED, "sampling_session_id": f"{session_id}:sample:0", "seq_id": 0}, OTHER_PROMPT
         ),

@@ -16,7 +16,7 @@ from tests.support.live_stack import PUBLIC_NAME, LiveStack, live_stack
 
 
 @pytest.fixture(scope="module")
-def keyed_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
+def stack_with_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
     """A server that requires API keys."""
     with live_stack("fake", tmp_path_factory.mktemp("stack")) as stack:
         key_for(stack, "root")
@@ -32,13 +32,13 @@ def key_for(stack: LiveStack, owner: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def connect(keyed_stack: LiveStack) -> Iterator[Callable[[str], tinker.ServiceClient]]:
+def connect(stack_with_keys: LiveStack) -> Iterator[Callable[[str], tinker.ServiceClient]]:
     clients: dict[str, tinker.ServiceClient] = {}
 
     def client(owner: str) -> tinker.ServiceClient:
         if owner not in clients:
             clients[owner] = tinker.ServiceClient(
-                base_url=keyed_stack.url, api_key=key_for(keyed_stack, owner), user_metadata={"whose": owner}
+                base_url=stack_with_keys.url, api_key=key_for(stack_with_keys, owner), user_metadata={"whose": owner}
             )
         return clients[owner]
 
@@ -48,8 +48,8 @@ def connect(keyed_stack: LiveStack) -> Iterator[Callable[[str], tinker.ServiceCl
 
 
 @pytest.fixture(scope="module")
-def connect_rest(keyed_stack: LiveStack) -> Callable[[str], tinker.RestClient]:
-    return lambda owner: tinker.RestClient(base_url=keyed_stack.url, api_key=key_for(keyed_stack, owner))
+def connect_rest(stack_with_keys: LiveStack) -> Callable[[str], tinker.RestClient]:
+    return lambda owner: tinker.RestClient(base_url=stack_with_keys.url, api_key=key_for(stack_with_keys, owner))
 
 
 Connect = Callable[[str], tinker.ServiceClient]
@@ -100,9 +100,9 @@ def test_published_checkpoint_is_readable_by_all_until_unpublished(connect: Conn
         bob.get_training_run(run.training_run_id, access_scope="accessible").result()
 
 
-def test_published_run_shows_others_no_personal_data(keyed_stack: LiveStack, connect_rest: ConnectRest) -> None:
+def test_published_run_shows_others_no_personal_data(stack_with_keys: LiveStack, connect_rest: ConnectRest) -> None:
     owner, private = "ann@example.org", {"contact": "555-0100", "renderer_name": "qwen3"}
-    with tinker.ServiceClient(base_url=keyed_stack.url, api_key=key_for(keyed_stack, owner)) as service:
+    with tinker.ServiceClient(base_url=stack_with_keys.url, api_key=key_for(stack_with_keys, owner)) as service:
         training = service.create_lora_training_client(PUBLIC_NAME, rank=4, user_metadata=private).result()
         path = training.save_state("shared", user_metadata={"note": "555-0100"}).result().path
         connect_rest(owner).publish_checkpoint_from_tinker_path(path).result()
@@ -127,12 +127,12 @@ def test_published_run_shows_others_no_personal_data(keyed_stack: LiveStack, con
 
 
 def test_deleted_checkpoint_is_hidden_everywhere_until_restored(
-    keyed_stack: LiveStack, connect: Connect, connect_rest: ConnectRest
+    stack_with_keys: LiveStack, connect: Connect, connect_rest: ConnectRest
 ) -> None:
     training = connect("ann").create_lora_training_client(PUBLIC_NAME, rank=4).result()
     state, sampler = training.save_state("s").result().path, training.save_weights_for_sampler("s").result().path
     external = training.save_weights_external("s").result().path
-    rest, service, store = connect_rest("ann"), connect("ann"), keyed_stack.server.store
+    rest, service, store = connect_rest("ann"), connect("ann"), stack_with_keys.server.store
     url = rest.get_external_weights_urls(external).result().urls["adapter_config.json"]
 
     for path in (state, sampler, external):
@@ -161,12 +161,12 @@ def test_deleted_checkpoint_is_hidden_everywhere_until_restored(
 
 
 def test_deleted_run_is_hidden_everywhere_and_trains_on_after_a_restore(
-    keyed_stack: LiveStack, connect: Connect, connect_rest: ConnectRest
+    stack_with_keys: LiveStack, connect: Connect, connect_rest: ConnectRest
 ) -> None:
     training = connect("ann").create_lora_training_client(PUBLIC_NAME, rank=4).result()
     path = training.save_state("s").result().path
     sampler = training.save_weights_and_get_sampling_client().result()
-    rest, store, run = connect_rest("ann"), keyed_stack.server.store, ModelId(training.model_id)
+    rest, store, run = connect_rest("ann"), stack_with_keys.server.store, ModelId(training.model_id)
     prompt, params = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max_tokens=2, stop=[])
     rest.publish_checkpoint_from_tinker_path(path).result()
     assert store.write(lambda tx: models.mark_deleted(tx, run, time.time()))
@@ -190,19 +190,19 @@ def test_deleted_run_is_hidden_everywhere_and_trains_on_after_a_restore(
     assert len(sampler.sample(prompt, 1, params).result().sequences) == 1
 
 
-def test_a_session_records_the_key_that_created_it(keyed_stack: LiveStack) -> None:
-    made = [key_for(keyed_stack, "kim") for _ in range(2)]
+def test_a_session_records_the_key_that_created_it(stack_with_keys: LiveStack) -> None:
+    made = [key_for(stack_with_keys, "kim") for _ in range(2)]
     for secret in made:
-        with tinker.ServiceClient(base_url=keyed_stack.url, api_key=secret) as service:
+        with tinker.ServiceClient(base_url=stack_with_keys.url, api_key=secret) as service:
             run_id = service.create_lora_training_client(PUBLIC_NAME, rank=4).result().model_id
         session_id = SessionId(run_id.partition(":")[0])
-        session = keyed_stack.server.store.read(lambda tx, name=session_id: sessions.get(tx, name))
-        key = keyed_stack.server.store.read(lambda tx, secret=secret: keys.find(tx, secret))
+        session = stack_with_keys.server.store.read(lambda tx, name=session_id: sessions.get(tx, name))
+        key = stack_with_keys.server.store.read(lambda tx, secret=secret: keys.find(tx, secret))
         assert session is not None and key is not None and session.key_id == key.key_id is not None
 
 
 def test_copy_is_a_separate_run_and_outlives_its_source(
-    keyed_stack: LiveStack, connect: Connect, connect_rest: ConnectRest
+    stack_with_keys: LiveStack, connect: Connect, connect_rest: ConnectRest
 ) -> None:
     training = connect("ann").create_lora_training_client(PUBLIC_NAME, rank=4, train_attn=False).result()
     state = training.save_state("state").result().path
@@ -211,7 +211,7 @@ def test_copy_is_a_separate_run_and_outlives_its_source(
     assert copy != state and copy.endswith("/weights/state")
     (listed,) = (found for found in rest.list_user_checkpoints().result().checkpoints if found.tinker_path == copy)
     assert listed.expires_at is not None
-    row = keyed_stack.server.store.read(lambda tx: checkpoints.get(tx, CheckpointPath.parse(copy), 0.0))
+    row = stack_with_keys.server.store.read(lambda tx: checkpoints.get(tx, CheckpointPath.parse(copy), 0.0))
     assert row is not None and (row.copied_from, row.step) == (state, 0)
 
     rest.delete_checkpoint_from_tinker_path(state).result()
@@ -225,11 +225,11 @@ def test_copy_is_a_separate_run_and_outlives_its_source(
         connect_rest("bob").copy_weights(copy, "mine").result()
 
 
-def test_retried_copy_returns_the_same_path(keyed_stack: LiveStack) -> None:
-    headers = {"X-API-Key": key_for(keyed_stack, "ann")}
+def test_retried_copy_returns_the_same_path(stack_with_keys: LiveStack) -> None:
+    headers = {"X-API-Key": key_for(stack_with_keys, "ann")}
 
     def post(path: str, /, **body: object) -> dict[str, str]:
-        answer = keyed_stack.server.client.post(f"/api/v1/{path}", json=body, headers=headers)
+        answer = stack_with_keys.server.client.post(f"/api/v1/{path}", json=body, headers=headers)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -237,7 +237,10 @@ def test_retried_copy_returns_the_same_path(keyed_stack: LiveStack) -> None:
     made = post("create_model", session_id=session_id, model_seq_id=0, base_model=PUBLIC_NAME, lora_config={"rank": 4})
     for seq_id, name in ((1, "a"), (2, "b")):
         saved = post("save_weights", model_id=made["model_id"], seq_id=seq_id, path=name)
-        while keyed_stack.server.client.post("/api/v1/retrieve_future", json=saved, headers=headers).status_code == 408:
+        while (
+            stack_with_keys.server.client.post("/api/v1/retrieve_future", json=saved, headers=headers).status_code
+            == 408
+        ):
             pass
     first, second = (f"tinker://{made['model_id']}/weights/{name}" for name in "ab")
     headers["X-Idempotency-Key"] = "once"
@@ -248,11 +251,11 @@ def test_retried_copy_returns_the_same_path(keyed_stack: LiveStack) -> None:
     copies = {post("copy_weights", source_path=first, **place)["tinker_path"] for _ in range(2)}
     assert copies == {f"tinker://{session_id}:train:5/weights/a"}
     for body in ({"source_path": second, **place}, {"source_path": first}, {"source_path": "loot", **place}):
-        refused = keyed_stack.server.client.post("/api/v1/copy_weights", json=body, headers=headers)
+        refused = stack_with_keys.server.client.post("/api/v1/copy_weights", json=body, headers=headers)
         assert refused.status_code == 400 and refused.json()["detail"]
 
 
-def test_sessions_are_searched_and_moved(keyed_stack: LiveStack, connect_rest: ConnectRest) -> None:
+def test_sessions_are_searched_and_moved(stack_with_keys: LiveStack, connect_rest: ConnectRest) -> None:
     rest = connect_rest("eve")
     names = ["Nightly One", "nightly two", "other"]
 
@@ -260,8 +263,8 @@ def test_sessions_are_searched_and_moved(keyed_stack: LiveStack, connect_rest: C
         warnings.simplefilter("ignore")
         for name in names:
             with tinker.ServiceClient(
-                base_url=keyed_stack.url,
-                api_key=key_for(keyed_stack, "eve"),
+                base_url=stack_with_keys.url,
+                api_key=key_for(stack_with_keys, "eve"),
                 user_metadata={"name": name},
                 display_name=name,
             ) as service:
@@ -325,11 +328,11 @@ def test_unsupported_and_unknown_things_return_404_with_the_reason(
         call(connect_rest("ann")).result(timeout=30)
 
 
-def test_unsupported_optimizer_is_named(keyed_stack: LiveStack) -> None:
-    headers = {"X-API-Key": key_for(keyed_stack, "ann")}
+def test_unsupported_optimizer_is_named(stack_with_keys: LiveStack) -> None:
+    headers = {"X-API-Key": key_for(stack_with_keys, "ann")}
 
     def post(path: str, **body: object) -> httpx.Response:
-        return keyed_stack.server.client.post(f"/api/v1/{path}", json=body, headers=headers)
+        return stack_with_keys.server.client.post(f"/api/v1/{path}", json=body, headers=headers)
 
     asked = post(
         "create_model",

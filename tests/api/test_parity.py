@@ -110,6 +110,7 @@ def try_out(client: Client, endpoint: SdkEndpoint) -> None:
         "POST /telemetry": {"events": [], "platform": "linux", "sdk_version": "0.38.0", "session_id": client.session},
         "POST /create_model": {**client.first_model, "base_model": PUBLIC_NAME, "lora_config": {"rank": 4}},
         "POST /get_info": {"model_id": client.run},
+        # Sampling and futures.
         "POST /create_sampling_session": client.sampling(1),
         "POST /join_sampling_session": {"sampling_session_id": client.sampler},
         "POST /retrieve_futures": {
@@ -119,6 +120,7 @@ def try_out(client: Client, endpoint: SdkEndpoint) -> None:
         },
         "POST /retrieve_future": {"request_id": client.last_future},
         "POST /cancel_future": {"request_id": "none"},
+        # Checkpoints, projects and usage.
         f"PUT {CHECKPOINT}/ttl": {"ttl_seconds": 7200},
         "POST /weights_info": {"tinker_path": client.kept},
         "POST /copy_weights": {"source_path": client.kept, "destination_project_id": "p"},

@@ -26,7 +26,7 @@ from tests.support.live_api import Server, live_api
 
 
 @pytest.fixture(autouse=True)
-def uncached_health(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_health_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable the cache of the health report, so that probes see what a test has just published."""
     monkeypatch.setattr(engine_status, "_HEALTH_MAX_AGE_S", 0.0)
 

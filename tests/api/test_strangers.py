@@ -28,7 +28,7 @@ def open_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def keyed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server_with_key(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with a key, which its client sends."""
     with live_api(settings(tmp_path_factory.mktemp("data"))) as server:
         server.client.headers["x-api-key"] = create_key(server)
@@ -98,9 +98,9 @@ def test_web_page_cannot_sample_or_poll(open_server: Server) -> None:
 
 
 @pytest.mark.parametrize("headers", [*STRANGERS, *CLIENTS])
-def test_a_key_suffices_and_is_required_once_one_exists(keyed_server: Server, headers: dict[str, str]) -> None:
-    assert get(keyed_server, SESSIONS, headers).status_code == 200
-    assert get(keyed_server, SESSIONS, {**headers, "x-api-key": "tml-wrong"}).status_code == 401
+def test_a_key_suffices_and_is_required_once_one_exists(server_with_key: Server, headers: dict[str, str]) -> None:
+    assert get(server_with_key, SESSIONS, headers).status_code == 200
+    assert get(server_with_key, SESSIONS, {**headers, "x-api-key": "tml-wrong"}).status_code == 401
 
 
 def test_first_key_ends_the_refusals_of_a_running_server(tmp_path: Path) -> None:

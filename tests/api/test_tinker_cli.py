@@ -75,7 +75,7 @@ class CliServer:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CliServer]:
+def cli_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CliServer]:
     with pytest.MonkeyPatch.context() as patch, live_stack("fake", tmp_path_factory.mktemp("stack")) as stack:
         home = tmp_path_factory.mktemp("home")
         for name, value in {
@@ -101,8 +101,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CliServer]:
 
 
 @pytest.fixture
-def place(served: CliServer, tmp_path: Path) -> CliServer:
-    return replace(served, folder=tmp_path)
+def place(cli_server: CliServer, tmp_path: Path) -> CliServer:
+    return replace(cli_server, folder=tmp_path)
 
 
 def version(place: CliServer) -> None:

@@ -46,6 +46,7 @@ def reference(name, logp, x, config, frozen):
                 term = np.clip(np.exp(frozen[t] - q[t]), low, high) * logp[t] * a[t]
             case "dro":
                 term = logp[t] * a[t] - 0.5 * config["beta"] * (logp[t] - q[t]) ** 2
+            # These losses use the ratio of the whole sequence, or add a penalty.
             case "gspo":
                 s_t = s * np.exp(logp[t] - frozen[t])
                 term = min(s_t * a[t], np.clip(s_t, low, high) * a[t])

@@ -44,34 +44,34 @@ def _client_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed_by_tenants() -> dict[int, Outcome]:
+def calm_outcomes() -> dict[int, Outcome]:
     """The outcomes of one and two tenants on an undisturbed server."""
     return {num_tenants: run(fake_server(), num_tenants, []) for num_tenants in (1, 2)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_tenants", [1, 2])
-def test_random_kills_change_no_bit(undisturbed_by_tenants: dict[int, Outcome], num_tenants: int) -> None:
+def test_random_kills_change_no_bit(calm_outcomes: dict[int, Outcome], num_tenants: int) -> None:
     @settings(max_examples=3, deadline=None, database=None, print_blob=True, suppress_health_check=list(HealthCheck))
     @given(st.lists(KILLS, min_size=5, max_size=8))
     def check(kills: list[Kill]) -> None:
         found = run(fake_server(), num_tenants, kills)
         note(f"killed: {found.done}")
-        assert find_differences(found, undisturbed_by_tenants[num_tenants]) == []
+        assert find_differences(found, calm_outcomes[num_tenants]) == []
 
     check()
 
 
 @pytest.mark.slow
-def test_history_of_a_run_is_there_to_compare(undisturbed_by_tenants: dict[int, Outcome]) -> None:
-    found = Counter(row.split()[0] for row in undisturbed_by_tenants[1].history.elements())
+def test_history_of_a_run_is_there_to_compare(calm_outcomes: dict[int, Outcome]) -> None:
+    found = Counter(row.split()[0] for row in calm_outcomes[1].history.elements())
     assert found["point"] >= 40 and found["kept"] == 20 and found["usage"] >= 4 and found["steps"] == 2, found
     assert found["audit"] >= found["saved"] > 0, found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ENGINE_POINTS)
-def test_a_kill_at_each_crash_point_changes_no_bit(undisturbed_by_tenants: dict[int, Outcome], point: Point) -> None:
+def test_a_kill_at_each_crash_point_changes_no_bit(calm_outcomes: dict[int, Outcome], point: Point) -> None:
     # A replay needs an earlier crash, with log records after the newest snapshot.
     first = [Kill("engine", "engine.answer", 8)] if point.startswith("replay") else []
     # A slow machine needs longer to reach a crash point, and a kill at another point would prove
@@ -82,13 +82,11 @@ def test_a_kill_at_each_crash_point_changes_no_bit(undisturbed_by_tenants: dict[
     patient = replace(server, slowness=8.0, engine_flags=(*server.engine_flags, *flags))
     found = run(patient, 1, [*first, Kill("engine", point), Kill("engine", point, 2)])
     assert found.done["engine", point] >= 1, found.done
-    assert find_differences(found, undisturbed_by_tenants[1]) == []
+    assert find_differences(found, calm_outcomes[1]) == []
 
 
 @pytest.mark.slow
-def test_kills_on_postgresql_change_no_bit(
-    undisturbed_by_tenants: dict[int, Outcome], postgresql: PostgresqlServer
-) -> None:
+def test_kills_on_postgresql_change_no_bit(calm_outcomes: dict[int, Outcome], postgresql: PostgresqlServer) -> None:
     """The results equal undisturbed runs on SQLite."""
     kills = [
         Kill("engine", "engine.answer", 4),
@@ -100,7 +98,7 @@ def test_kills_on_postgresql_change_no_bit(
     for num_tenants in (1, 2):
         found = run(fake_server(postgresql.new_database()), num_tenants, kills)
         assert found.done.total() >= 3, found.done
-        assert find_differences(found, undisturbed_by_tenants[num_tenants]) == []
+        assert find_differences(found, calm_outcomes[num_tenants]) == []
 
 
 def check_several_engines(server: Server, num_tenants: int, kills: list[Kill], postgresql: PostgresqlServer) -> Outcome:

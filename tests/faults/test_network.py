@@ -48,7 +48,7 @@ FAULTS_BY_CALL = {
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> Outcome:
+def calm_outcome() -> Outcome:
     return run(fake_server(), 1, [])
 
 
@@ -71,10 +71,10 @@ def make_flaky_network(schedule: Schedule, proxies: list[FlakyProxy]) -> Network
     return open_proxy
 
 
-def test_each_kind_of_fault_changes_no_bit(undisturbed: Outcome) -> None:
+def test_each_kind_of_fault_changes_no_bit(calm_outcome: Outcome) -> None:
     proxies: list[FlakyProxy] = []
     found = run(fake_server(), 1, [], make_flaky_network(lambda path, nth: FAULTS_BY_CALL.get((path, nth)), proxies))
-    assert find_differences(found, undisturbed) == []
+    assert find_differences(found, calm_outcome) == []
     done = proxies[0].done
     assert {fault for fault, _ in done} == set(FAULTS), done
     assert done.total() >= 16, done
@@ -83,13 +83,13 @@ def test_each_kind_of_fault_changes_no_bit(undisturbed: Outcome) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "kind"), [(1, "sqlite"), (2, "sqlite"), (3, "postgresql")])
 def test_random_faults_change_no_bit(
-    undisturbed: Outcome, seed: int, kind: str, request: pytest.FixtureRequest
+    calm_outcome: Outcome, seed: int, kind: str, request: pytest.FixtureRequest
 ) -> None:
     """One call in six is disturbed. The seed determines the calls and the faults."""
     proxies: list[FlakyProxy] = []
     url = request.getfixturevalue("postgresql_url") if kind == "postgresql" else None
     found = run(fake_server(url), 1, [], make_flaky_network(make_random_schedule(seed, 1 / 6), proxies))
-    assert find_differences(found, undisturbed) == [], proxies[0].done
+    assert find_differences(found, calm_outcome) == [], proxies[0].done
     assert proxies[0].done.total() >= 10, proxies[0].done
 
 
@@ -117,13 +117,13 @@ def train_in_chunks(url: str) -> Chunked:
 
 
 @pytest.fixture(scope="module")
-def chunked(stack: LiveStack) -> Chunked:
+def chunk_results(stack: LiveStack) -> Chunked:
     """The results of chunks without faults."""
     return train_in_chunks(stack.url)
 
 
 @pytest.mark.parametrize("late", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_reordered_chunks_give_equal_results(stack: LiveStack, chunked: Chunked, late: int) -> None:
+def test_reordered_chunks_give_equal_results(stack: LiveStack, chunk_results: Chunked, late: int) -> None:
     def schedule(path: str, nth: int) -> Fault | None:
         return "delay" if path == "forward_backward" and nth == late else None
 
@@ -131,7 +131,7 @@ def test_reordered_chunks_give_equal_results(stack: LiveStack, chunked: Chunked,
         found = train_in_chunks(proxy.url)
     assert proxy.done == {("delay", "forward_backward"): 1}
     assert sum(call.path == "forward_backward" for call in calls) == 4
-    assert found == chunked
+    assert found == chunk_results
 
 
 def test_a_request_whose_response_is_lost_twice_is_executed_once(stack: LiveStack) -> None:
@@ -175,7 +175,7 @@ def test_errors_of_a_reverse_proxy_are_retried(stack: LiveStack) -> None:
     assert [row.kind for row in rows] == ["create_model", "model_pass"], "a save has no log record"
 
 
-def test_sequential_smaller_chunks_give_equal_results(stack: LiveStack, chunked: Chunked) -> None:
+def test_sequential_smaller_chunks_give_equal_results(stack: LiveStack, chunk_results: Chunked) -> None:
     """Uses a client configuration without `parallel_fwdbwd_chunks` and with a shorter chunk length."""
     flags = ClientConfigResponse(parallel_fwdbwd_chunks=False).model_dump() | {"fwdbwd_max_chunk_len": 700}
     stack.recorder.respond_with("client/config", flags)
@@ -185,9 +185,9 @@ def test_sequential_smaller_chunks_give_equal_results(stack: LiveStack, chunked:
     bodies = [Body(call.body, PROTOBUF, "zstd", BodyLimits(2**24)) for call in calls if call.path == "forward_backward"]
     passes = [body.parse_message(wire_pb2.ForwardBackwardRequest) for body in bodies]
     assert [(message.seq_id, len(message.data)) for message in passes] == [(1, 700), (2, 700), (3, 700), (5, 1)]
-    assert logprobs == chunked[1]
-    assert metrics["loss:sum"] == pytest.approx(chunked[0]["loss:sum"])
-    assert after == pytest.approx(chunked[2], rel=1e-4)
+    assert logprobs == chunk_results[1]
+    assert metrics["loss:sum"] == pytest.approx(chunk_results[0]["loss:sum"])
+    assert after == pytest.approx(chunk_results[2], rel=1e-4)
 
 
 @pytest.mark.slow

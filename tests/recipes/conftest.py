@@ -195,7 +195,7 @@ def _exam(row: Question) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def prepared(client_environment, tmp_path_factory):
+def recipes_directory(client_environment, tmp_path_factory):
     """A working directory with the data sets of all recipes."""
     place = WorkingDirectory(root=tmp_path_factory.mktemp("recipes") / "work", environment=client_environment(COOKBOOK))
     write_inputs(place)
@@ -203,10 +203,10 @@ def prepared(client_environment, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def shared_server_url(prepared, tmp_path_factory):
+def recipes_server_url(recipes_directory, tmp_path_factory):
     """The URL of a server for all recipes, with an alias for each model name that they use."""
     flags = (
-        *("--base-model", str(prepared.model)),
+        *("--base-model", str(recipes_directory.model)),
         *("--served-model-name", MODEL_NAME),
         *("--served-model-aliases", ",".join(OTHER_NAMES)),
         *("--backend-config.max-lora-rank", "128"),

@@ -178,20 +178,20 @@ RECIPES = {
 
 
 @pytest.fixture(scope="module")
-def checkpoint(prepared: Any, shared_server_url: str) -> str:
+def checkpoint(recipes_directory: Any, recipes_server_url: str) -> str:
     """A checkpoint trained on the answer format of sums and GSM8K questions.
 
     It answers some of them.
     """
-    metrics = prepared.run(
+    metrics = recipes_directory.run(
         "chat_sl.train",
-        shared_server_url,
+        recipes_server_url,
         *("dataset=sums.jsonl", "batch_size=32", "learning_rate=1e-2", "num_epochs=4"),
         "train_on_what=last_assistant_message",
         *("save_every=5", "rolling_save_every=2"),
     )
     check_learning(metrics)
-    return prepared.last_checkpoint("chat_sl.train")
+    return recipes_directory.last_checkpoint("chat_sl.train")
 
 
 SIMILAR_RECIPES = ("math_rl gsm8k", "sdft reverse", "twenty_questions")
@@ -201,23 +201,23 @@ SIMILAR_RECIPES = ("math_rl gsm8k", "sdft reverse", "twenty_questions")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in SIMILAR_RECIPES else ()) for name in RECIPES]
 )
-def test_recipe(prepared: Any, shared_server_url: str, checkpoint: str, name: str) -> None:
+def test_recipe(recipes_directory: Any, recipes_server_url: str, checkpoint: str, name: str) -> None:
     recipe = RECIPES[name]
     arguments = [argument.replace("{checkpoint}", checkpoint) for argument in recipe.arguments]
-    metrics = prepared.run(recipe.module, shared_server_url, *arguments, log=name)
+    metrics = recipes_directory.run(recipe.module, recipes_server_url, *arguments, log=name)
     recipe.check(metrics)
     steps = [row["step"] for row in metrics]
     assert all(isinstance(step, int) for step in steps) and steps[0] == 0 and steps == sorted(steps), (
         "the recipe numbers its steps from 0, and no metric of the server overwrites `step`"
     )
-    assert prepared.last_checkpoint(name).startswith("tinker://")
+    assert recipes_directory.last_checkpoint(name).startswith("tinker://")
 
 
-def test_rlhf_pipeline(prepared: Any, shared_server_url: str) -> None:
+def test_rlhf_pipeline(recipes_directory: Any, recipes_server_url: str) -> None:
     """Supervised training, a reward model from comparisons, then reinforcement learning on its judgements."""
-    prepared.run_module(
+    recipes_directory.run_module(
         "recipes.preference.rlhf.rlhf_pipeline",
-        shared_server_url,
+        recipes_server_url,
         *(
             f"base_model={MODEL_NAME}",
             "short_name=tiny",
@@ -228,22 +228,24 @@ def test_rlhf_pipeline(prepared: Any, shared_server_url: str) -> None:
         ),
     )
 
-    root = prepared.root / "runs" / "rlhf-tiny"
+    root = recipes_directory.root / "runs" / "rlhf-tiny"
     assert {path.parent.name for path in root.glob("*/checkpoints.jsonl")} == {"sft", "rm", "rl"}
 
 
-def test_prompt_distillation_creates_data(prepared: Any, shared_server_url: str) -> None:
+def test_prompt_distillation_creates_data(recipes_directory: Any, recipes_server_url: str) -> None:
     """The server has the hard-coded model name as an alias. The tiny model never answers in the requested form."""
-    output = prepared.run_module(
-        "recipes.prompt_distillation.create_data", shared_server_url, f"output_file={prepared.root / 'created.jsonl'}"
+    output = recipes_directory.run_module(
+        "recipes.prompt_distillation.create_data",
+        recipes_server_url,
+        f"output_file={recipes_directory.root / 'created.jsonl'}",
     )
-    assert "Loaded 2 sentences" in output and (prepared.root / "created.jsonl").exists()
+    assert "Loaded 2 sentences" in output and (recipes_directory.root / "created.jsonl").exists()
 
 
-def test_chat_app(prepared: Any, shared_server_url: str, checkpoint: str) -> None:
-    output = prepared.run_module(
+def test_chat_app(recipes_directory: Any, recipes_server_url: str, checkpoint: str) -> None:
+    output = recipes_directory.run_module(
         "chat_app.tinker_chat_cli",
-        shared_server_url,
+        recipes_server_url,
         *(
             f"base_model={MODEL_NAME}",
             f"model_path={checkpoint.replace('/weights/', '/sampler_weights/')}",
@@ -254,21 +256,21 @@ def test_chat_app(prepared: Any, shared_server_url: str, checkpoint: str) -> Non
     assert output.count("Assistant: ") == 2 and "Error" not in output and "Goodbye" in output
 
 
-def test_evaluations(prepared: Any, shared_server_url: str, checkpoint: str) -> None:
+def test_evaluations(recipes_directory: Any, recipes_server_url: str, checkpoint: str) -> None:
     """The GSM8K benchmark, both NLL evaluators, and the checkpoint manager."""
     path = checkpoint.replace("/weights/", "/sampler_weights/")
-    results = json.loads(prepared.run_program("evaluations.py", shared_server_url, path).splitlines()[-1])
+    results = json.loads(recipes_directory.run_program("evaluations.py", recipes_server_url, path).splitlines()[-1])
     assert results["benchmark"]["eval/gsm8k/num_examples"] == 4
     assert results["nll"] == pytest.approx(results["sampler_nll"], abs=1e-4)
     assert {"000001", "000002", "final"} <= set(results["checkpoints"])
     assert results["left"] == ["000002", "final"], "later rolling checkpoints delete earlier ones"
 
 
-def test_run_inspect_evals(prepared: Any, shared_server_url: str, checkpoint: str) -> None:
+def test_run_inspect_evals(recipes_directory: Any, recipes_server_url: str, checkpoint: str) -> None:
     """The model and the renderer are read from the run that saved the checkpoint."""
-    prepared.run_module(
+    recipes_directory.run_module(
         "eval.run_inspect_evals",
-        shared_server_url,
+        recipes_server_url,
         *(
             f"tasks={Path(__file__).parent / 'inspect_task.py'}@sums",
             "max_tokens=8",
@@ -279,14 +281,14 @@ def test_run_inspect_evals(prepared: Any, shared_server_url: str, checkpoint: st
         *(f"model_path={checkpoint.replace('/weights/', '/sampler_weights/')}", "top_p=0.9", "temperature=0.6"),
     )
 
-    assert list((prepared.root / "runs" / "inspect-logs").iterdir())
+    assert list((recipes_directory.root / "runs" / "inspect-logs").iterdir())
 
 
-def test_true_thinking_score(prepared: Any, shared_server_url: str) -> None:
+def test_true_thinking_score(recipes_directory: Any, recipes_server_url: str) -> None:
     """Samples a chain of thought and scores its steps with compute_logprobs.
 
     The model name is hard-coded.
     """
-    prepared.run_module("recipes.true_thinking_score.run_small_experiment", shared_server_url)
-    (results,) = (prepared.root / "runs").glob("tts-experiment*/**/tts_results.json")
+    recipes_directory.run_module("recipes.true_thinking_score.run_small_experiment", recipes_server_url)
+    (results,) = (recipes_directory.root / "runs").glob("tts-experiment*/**/tts_results.json")
     assert all("error" not in row for row in json.loads(results.read_text())["problems"])

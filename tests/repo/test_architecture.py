@@ -90,6 +90,7 @@ def read_names() -> Names:
                                 members.add(child.id)
                             case _:
                                 pass
+                # Functions, variables, attributes and parameters.
                 case ast.FunctionDef() | ast.AsyncFunctionDef():
                     names.all.add(node.name)
                 case ast.Name(ctx=ast.Store()):
@@ -98,6 +99,7 @@ def read_names() -> Names:
                     names.all.add(node.attr)
                 case ast.arg() | ast.keyword():
                     names.all.add(node.arg or "")
+                # String keys of the product.
                 case ast.Constant(value=str() as text) if path.is_relative_to(ROOT / "skyrl_tx"):
                     if re.fullmatch(r"(--)?[a-z_][\w-]*", text):
                         names.all.add(text.removeprefix("--").replace("-", "_"))

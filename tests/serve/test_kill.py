@@ -81,7 +81,7 @@ def datum(tokens: list[int]) -> types.Datum:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def calm_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of a run without kills."""
     with make_server(tmp_path_factory.mktemp("calm")) as server:
         return train(server.url, lambda step: None)
@@ -92,19 +92,19 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     [(), SNAPSHOTS],
     ids=["replayed from the beginning", "replayed from a snapshot"],
 )
-def test_engine_kill_changes_no_bit(tmp_path: Path, undisturbed: list[float], flags: tuple[str, ...]) -> None:
+def test_engine_kill_changes_no_bit(tmp_path: Path, calm_losses: list[float], flags: tuple[str, ...]) -> None:
     with make_server(tmp_path / "data", *flags) as server:
         losses = train_with_kills(server)
-    assert losses == undisturbed
+    assert losses == calm_losses
     assert losses[NUM_STEPS - 1] < losses[0]
 
 
 def test_engine_kill_changes_no_bit_on_torch(tmp_path: Path) -> None:
     with make_torch_server(tmp_path, "calm") as server:
-        undisturbed = train(server.url, lambda step: None)
+        calm_losses = train(server.url, lambda step: None)
     with make_torch_server(tmp_path, "killed") as server:
         losses = train_with_kills(server)
-    assert losses == undisturbed
+    assert losses == calm_losses
     assert losses[NUM_STEPS - 1] < losses[0]
 
 

@@ -74,7 +74,7 @@ def train(url: str, after_step: Callable[[int], None] = lambda step: None) -> li
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+def calm_results(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
     """The results of a run with weights in the data directory."""
     with LiveServer(tmp_path_factory.mktemp("calm"), flags=FAKE) as server:
         return train(server.url)
@@ -82,7 +82,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
 
 @pytest.mark.parametrize("point", ["artifact.uploading:5", "artifact.uploaded:3", "artifact.committed:3"])
 def test_kills_during_saves_and_an_empty_disk_change_no_bit(
-    tmp_path: Path, store: S3Server, undisturbed: list[object], point: str
+    tmp_path: Path, store: S3Server, calm_results: list[object], point: str
 ) -> None:
     """Every engine is killed at one of its uploads.
 
@@ -104,7 +104,7 @@ def test_kills_during_saves_and_an_empty_disk_change_no_bit(
         servers.append(LiveServer(data_dir, port=port, flags=flags, environment=environment))
 
     try:
-        assert train(killed.url, move) == undisturbed
+        assert train(killed.url, move) == calm_results
         assert servers[-1].stop() == 0
         assert not list((data_dir / "artifacts").glob("art-*"))
         assert not [server for server in servers if SECRET_KEY in server.log or "Signature" in server.log]

@@ -64,7 +64,7 @@ def in_background(work: Callable[[], list[float]]) -> Future[list[float]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
+def calm_numbers(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
     """The numbers of two undisturbed runs on SQLite."""
     with LiveServer(tmp_path_factory.mktemp("calm"), flags=FAKE) as server:
         return [train(server.url, seed) for seed in (1, 2)]
@@ -90,7 +90,7 @@ def check_shared_data(first: LiveServer, second: LiveServer) -> None:
 
 @pytest.mark.slow
 def test_two_apis_with_an_engine_that_is_killed(
-    tmp_path: Path, postgresql_url: str, undisturbed: list[list[float]]
+    tmp_path: Path, postgresql_url: str, calm_numbers: list[list[float]]
 ) -> None:
     flags = (*FAKE, "--database-url", postgresql_url)
     with (
@@ -103,7 +103,7 @@ def test_two_apis_with_an_engine_that_is_killed(
                 os.kill(server.engine_pid, signal.SIGKILL)
 
         runs = [in_background(lambda: train(server.url, 1, kill_once)), in_background(lambda: train(second.url, 2))]
-        assert [run.result(60) for run in runs] == undisturbed
+        assert [run.result(60) for run in runs] == calm_numbers
         server.wait_for(ENGINE_STARTED, times=2)
         check_shared_data(server, second)
         with pytest.raises(ServerFailed, match="an engine is already running on this database"):
@@ -116,7 +116,7 @@ def test_two_apis_with_an_engine_that_is_killed(
 
 @pytest.mark.slow
 @pytest.mark.postgres
-def test_database_outage_pauses_the_server(tmp_path: Path, undisturbed: list[list[float]]) -> None:
+def test_database_outage_pauses_the_server(tmp_path: Path, calm_numbers: list[list[float]]) -> None:
     with PostgresqlServer() as database:
         flags = (*FAKE, "--database-url", database.new_database())
         with LiveServer(tmp_path, flags=flags) as server:
@@ -138,7 +138,7 @@ def test_database_outage_pauses_the_server(tmp_path: Path, undisturbed: list[lis
             server.wait_for(WAITS_FOR_DATABASE)
             assert not run.done()
             database.start()
-            assert run.result(60) == undisturbed[0]
+            assert run.result(60) == calm_numbers[0]
             server.wait_for(ENGINE_STARTED, times=2)
             assert api.get("healthz").json() == {"status": "ok"}
             api.close()

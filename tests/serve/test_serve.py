@@ -41,7 +41,7 @@ class SharedServer:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
+def common_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
     data_dir = tmp_path_factory.mktemp("shared") / "data"
     with LiveServer(data_dir, flags=FAKE) as server:
         yield SharedServer(server, data_dir)
@@ -69,9 +69,9 @@ def train(training: tinker.TrainingClient, steps: range) -> Iterator[float]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed_losses(shared: SharedServer) -> list[float]:
+def calm_losses(common_server: SharedServer) -> list[float]:
     """The losses of an undisturbed run."""
-    losses = list(train(create_training_client(shared.server.url), range(NUM_STEPS)))
+    losses = list(train(create_training_client(common_server.server.url), range(NUM_STEPS)))
     assert losses[-1] < losses[0]
     return losses
 
@@ -99,14 +99,14 @@ def test_train_sample_stop(server: LiveServer, tmp_path: Path) -> None:
     assert "ERROR" not in server.log and "Traceback" not in server.log
 
 
-def test_log_starts_with_the_model_and_the_url(shared: SharedServer) -> None:
-    server = shared.server
+def test_log_starts_with_the_model_and_the_url(common_server: SharedServer) -> None:
+    server = common_server.server
     server.wait_for(re.compile(r"(tinker\.ServiceClient)"))
     for output in (
         f"skyrl_tx {__version__}",
         "devices: fake",
         "model: fake, 65,536 parameters",
-        str(shared.data_dir),
+        str(common_server.data_dir),
     ):
         assert output in server.log
 
@@ -116,7 +116,7 @@ def test_log_starts_with_the_model_and_the_url(shared: SharedServer) -> None:
     assert names["service"].create_lora_training_client("fake", rank=8).result().model_id
 
 
-def test_runs_and_checkpoints_outlive_the_server(tmp_path: Path, undisturbed_losses: list[float]) -> None:
+def test_runs_and_checkpoints_outlive_the_server(tmp_path: Path, calm_losses: list[float]) -> None:
     """The run continues bit-equal with the client that started it, and checkpoints keep their expiry."""
     half = NUM_STEPS // 2
 
@@ -141,7 +141,7 @@ def test_runs_and_checkpoints_outlive_the_server(tmp_path: Path, undisturbed_los
         service = tinker.ServiceClient(base_url=server.url)
         assert service.create_training_client_from_state(path).result().model_id
         losses += train(training, range(half, NUM_STEPS))
-    assert losses == undisturbed_losses
+    assert losses == calm_losses
 
 
 def list_checkpoints(url: str, model_id: str) -> list[types.Checkpoint]:
@@ -149,15 +149,15 @@ def list_checkpoints(url: str, model_id: str) -> list[types.Checkpoint]:
     return rest.list_checkpoints(model_id).result().checkpoints
 
 
-def test_run_continues_bit_equal_after_an_engine_kill(shared: SharedServer, undisturbed_losses: list[float]) -> None:
-    server = shared.server
+def test_run_continues_bit_equal_after_an_engine_kill(common_server: SharedServer, calm_losses: list[float]) -> None:
+    server = common_server.server
     losses: list[float] = []
     for loss in train(create_training_client(server.url), range(NUM_STEPS)):
         losses.append(loss)
         if len(losses) == NUM_STEPS // 2:
             os.kill(server.engine_pid, signal.SIGKILL)
     server.wait_for(ENGINE_STARTED, times=2)
-    assert losses == undisturbed_losses
+    assert losses == calm_losses
     assert server.log.count("connect with") == 1
 
 
@@ -179,10 +179,10 @@ def test_second_signal_exits_at_once(tmp_path: Path) -> None:
         until(lambda: is_gone(server.engine_pid))
 
 
-def test_second_server_names_the_resource_in_use(shared: SharedServer, tmp_path: Path) -> None:
-    port = shared.server.url.rsplit(":", 1)[1]
+def test_second_server_names_the_resource_in_use(common_server: SharedServer, tmp_path: Path) -> None:
+    port = common_server.server.url.rsplit(":", 1)[1]
     for data_dir, second_port, output in (
-        (shared.data_dir, "0", str(shared.data_dir)),
+        (common_server.data_dir, "0", str(common_server.data_dir)),
         (tmp_path / "other", port, f"127.0.0.1:{port}"),
     ):
         command = [sys.executable, "-m", "skyrl_tx", "serve", *FAKE, "--data-dir", str(data_dir), "--port", second_port]
