@@ -87,7 +87,7 @@ def kinds(session_id: str, model_id: str, saved: str, sampler: str) -> dict[str,
         "a pass without a number": Kind(
             "forward_backward", {**model, "forward_backward_input": PASS}, {"forward_backward_input": OTHER_PASS}, KEYED
         ),
-        # Requests of the session.
+        # Creation of models.
         "create_model": Kind(
             "create_model",
             {**session, "model_seq_id": 1, "base_model": PUBLIC_NAME, "lora_config": {"rank": 8}},
@@ -99,6 +99,7 @@ def kinds(session_id: str, model_id: str, saved: str, sampler: str) -> dict[str,
         "create_model_from_state that is not there": Kind(
             "load_weights", {**session, "model_seq_id": 3, "path": f"{saved}-not"}, {"path": saved}
         ),
+        # Sampling sessions.
         "create_sampling_session": Kind(
             "create_sampling_session",
             {**session, "sampling_session_seq_id": 2, "base_model": PUBLIC_NAME},
