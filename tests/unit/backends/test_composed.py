@@ -1,4 +1,4 @@
-"""A trainer and a sampler as one backend: what the start finds out."""
+"""A trainer and a sampler as one backend: checks at the start."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 class _WithTiedUnembedding(FakeBackend):
-    """A trainer whose adapters of the unembedding are those of a tied one."""
+    """A trainer that names its unembedding adapters like the adapters of a tied unembedding."""
 
     def create_model(self, model_id: ModelId, spec: ModelSpec) -> None:
         super().create_model(model_id, spec)
@@ -51,7 +51,7 @@ class _Renamed(Snapshot):
 
 
 def start(world: World, trainer: type[AbstractBackend] = FakeBackend, config: FakeConfig = FAKE) -> Capabilities:
-    """Start a composed backend, and close it."""
+    """Start a composed backend, close it and return its capabilities."""
     spec, composed = compose(BackendSpec(config=FakeConfig, load=lambda: trainer), config, SAMPLER, world.config())
     backend = spec.load()("tiny", composed)
     try:

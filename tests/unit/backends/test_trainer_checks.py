@@ -1,4 +1,4 @@
-"""Samples of a sampler are compared with the trainer: a stub's log-probabilities differ by a known amount."""
+"""Samples are compared with the trainer. The stub's log-probabilities differ by a known amount."""
 
 import logging
 from collections.abc import Iterator
@@ -81,11 +81,11 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 def draw(backend: ComposedBackend, *requests: SampleRequest) -> dict[str, list[SampleDelta]]:
     """Draw samples to their ends and return the deltas of each request."""
-    deltas: dict[str, list[SampleDelta]] = {each.request_id: [] for each in requests}
+    deltas: dict[str, list[SampleDelta]] = {asked.request_id: [] for asked in requests}
     for delta in backend.sample(PreparedSampleBatch(requests=requests)):
         deltas[delta.request_id].append(delta)
-    assert all(each[-1].stop_reason is not None for each in deltas.values())
-    assert all(delta.stop_reason is None for each in deltas.values() for delta in each[:-1])
+    assert all(parts[-1].stop_reason is not None for parts in deltas.values())
+    assert all(delta.stop_reason is None for parts in deltas.values() for delta in parts[:-1])
     return deltas
 
 
@@ -120,8 +120,8 @@ def test_each_comparison_is_logged_and_a_large_gap_warns_once(bench: Bench, capl
     with caplog.at_level(logging.INFO, "skyrl_tx.backends.trainer_checks"):
         gaps(backend, *(request(f"r{n}", sampler=TRAINED, max_tokens=20) for n in range(3)))
     assert "sample 0 of r1: log-probabilities differ from the trainer's by 0.5 nats on average" in caplog.text
-    of_checks = [record for record in caplog.records if record.name == "skyrl_tx.backends.trainer_checks"]
-    (warning,) = [record for record in of_checks if record.levelno == logging.WARNING]
+    check_records = [record for record in caplog.records if record.name == "skyrl_tx.backends.trainer_checks"]
+    (warning,) = [record for record in check_records if record.levelno == logging.WARNING]
     assert "its samples are not those of the trained weights" in warning.getMessage()
 
 
@@ -130,13 +130,16 @@ def test_the_tokens_of_a_compared_sample_are_those_of_one_that_is_not(bench: Ben
     plain, compared = (draw(bench.start(share), *requests) for share in (0.0, 1.0))
     for name, deltas in plain.items():
         for what in ("tokens", "logprobs"):
-            both = (np.concatenate([getattr(delta, what) for delta in each]) for each in (deltas, compared[name]))
+            both = (np.concatenate([getattr(delta, what) for delta in parts]) for parts in (deltas, compared[name]))
             np.testing.assert_array_equal(*both)
         assert deltas[-1].stop_reason == compared[name][-1].stop_reason
 
 
 def test_what_cannot_be_compared_is_not(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    """Another temperature has other log-probabilities, and the trainer has no memory for the weights."""
+    """Samples at other temperatures are not compared.
+
+    Nor are samples whose weights the trainer cannot load.
+    """
     backend = bench.start()
     assert gaps(backend, request(sampler=TRAINED, temperature=0.7)) == [None]
     for failure in (CapacityError("no memory for another sampler"), RuntimeError("a bug")):
@@ -157,17 +160,17 @@ def test_with_a_share_of_0_the_trainer_has_no_part_in_sampling(bench: Bench) -> 
 def test_a_share_is_chosen_by_request_and_index(bench: Bench) -> None:
     requests = [replace(request(f"r{n}", max_tokens=1), num_samples=2) for n in range(40)]
 
-    def chosen(share: float) -> set[tuple[RequestId, int]]:
+    def list_compared(share: float) -> set[tuple[RequestId, int]]:
         deltas = bench.start(share).sample(PreparedSampleBatch(requests=tuple(requests)))
         return {(delta.request_id, delta.index) for delta in deltas if delta.trainer_gap is not None}
 
-    quarter = chosen(0.25)
-    assert 10 <= len(quarter) <= 30 and quarter == chosen(0.25)
-    assert quarter < chosen(0.5)
+    quarter = list_compared(0.25)
+    assert 10 <= len(quarter) <= 30 and quarter == list_compared(0.25)
+    assert quarter < list_compared(0.5)
 
 
 def test_a_sample_that_the_engine_ends_itself_is_in_the_meters_only(bench: Bench) -> None:
-    """As at a stop string."""
+    """For example, at a stop string."""
     backend = bench.start()
     backend.begin_sample(PreparedSampleBatch(requests=(request("first", sampler=TRAINED, max_tokens=40),)))
     while not any(delta.tokens.size for delta in backend.step_sample()):

@@ -1,4 +1,7 @@
-"""The trainer draws samples while all servers are lost: stubs that are stopped."""
+"""The trainer draws samples while all servers are lost.
+
+The servers are stubs that the tests stop.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -96,7 +99,7 @@ def test_the_trainer_draws_while_the_sampler_is_away_and_says_so(bench: Bench) -
 
 
 def test_a_sample_with_tokens_waits_for_its_server(bench: Bench) -> None:
-    """The trainer would go on with other tokens than those of its seed."""
+    """The trainer would draw other tokens than the server for the same seed."""
     asked = request(sampler=TRAINED, max_tokens=40)
     before = bench.draw(asked)
     bench.stub.options.drop_after = [4]
@@ -119,7 +122,7 @@ def test_what_the_sampler_refuses_is_refused_while_it_is_away(bench: Bench) -> N
 
 def test_a_sample_that_the_trainer_cannot_draw_waits(bench: Bench) -> None:
     asked = request("other", sampler="other")
-    bench.backend._on_trainer._are_needed = False  # as if it found no memory there
+    bench.backend._on_trainer._are_needed = False  # as if the trainer had no memory for its weights
     bench.backend.load_sampler(SamplerId("other"), bench.world.adapter())
     bench.lose()
     bench.begin(asked)

@@ -1,4 +1,4 @@
-"""The JAX backend beyond the contract: gradient accumulation over micro-batches, dtypes, and error messages."""
+"""JAX backend tests beyond the contract suite: micro-batches, dtypes and error messages."""
 
 import subprocess
 import sys
@@ -39,13 +39,16 @@ def running(**settings) -> Iterator[JaxBackend]:
 
 
 def test_gradients_accumulate_over_micro_batches():
-    """One request in one micro-batch without remat, and in many with remat: only rounding differs."""
+    """Compare one micro-batch without remat with many micro-batches with remat.
+
+    Only rounding differs.
+    """
     shapes = [(9,), (12,), (11,), (20,), (12,)]
     found = []
     for settings in ({"micro_batch_tokens": 64}, {"micro_batch_tokens": 32, "remat": True}):
         with running(**settings) as backend:
-            for step in range(2):  # from the second step on, gradients flow into A too
-                # AdamW with a small eps would blow up the rounding of gradients near zero.
+            for step in range(2):  # B is zero before the first step, so A gets gradients only in the second
+                # A small eps would amplify rounding errors of gradients near zero.
                 results = backend.forward_backward(batch(*shapes, seed=step))
                 metrics = backend.optim_step(MODEL, OptimizerParams(learning_rate=0.1, eps=1.0))
             found.append((metrics["unclipped_grad_l2:mean"], np.concatenate([r.logprobs for r in results])))
@@ -56,12 +59,14 @@ def test_gradients_accumulate_over_micro_batches():
 
 @pytest.mark.slow
 def test_adapters_are_float32_with_any_base_dtype():
-    """Training changes weights of about 0.1 by a ten-thousandth of that, which bfloat16 would round away."""
+    """One step changes the weights by a factor of 1e-5, which bfloat16 would round away."""
     gradients = {}
-    for dtype in ("bfloat16", "float32", "auto"):  # on CPU the last is float32
+    for dtype in ("bfloat16", "float32", "auto"):  # on CPU, auto means float32
         with running(dtype=dtype) as backend:
             before = backend.capture(MODEL, {StatePart.WEIGHTS}).parts[StatePart.WEIGHTS]
-            backend.optim_step(MODEL, OptimizerParams(learning_rate=1e-5, weight_decay=1.0))  # decay alone
+            backend.optim_step(
+                MODEL, OptimizerParams(learning_rate=1e-5, weight_decay=1.0)
+            )  # there is no gradient yet, so only the decay acts
             backend.forward_backward(batch((12,), (17,)))
             held = backend.capture(MODEL, {StatePart.WEIGHTS, StatePart.GRADIENT})
             assert {
@@ -79,7 +84,7 @@ def test_adapters_are_float32_with_any_base_dtype():
 
 
 def test_several_targets_per_position():
-    """[T, K] gives the log-probability of each target, whatever K other examples have."""
+    """Targets [T, K] give K log-probabilities per position, also if other examples have another K."""
     with running() as backend:
         mixed = batch((12, 3), (12,), (20, 2), (12, 1))
         results = backend.forward_backward(mixed)

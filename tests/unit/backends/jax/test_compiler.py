@@ -1,4 +1,4 @@
-"""Compilation in the background: order, failures, progress, the end, and what is popular."""
+"""Background compilation: order, failures, progress, shutdown, and popular programs."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +14,10 @@ WAIT_S = 30.0
 
 
 class Jitted:
-    """Stands in for a jitted function: compiles when it is allowed to, and records its name in `order`."""
+    """A stand-in for a jitted function.
+
+    It compiles when the test allows it, and records its name in `order`.
+    """
 
     def __init__(self, name: str, order: list[str], error: Exception | None = None) -> None:
         self.name, self._order, self._error = name, order, error
@@ -49,19 +52,19 @@ def compiler() -> Iterator[Compiler[str]]:
 def test_a_needed_program_comes_before_likely_ones_and_is_compiled_once(compiler: Compiler[str]) -> None:
     order: list[str] = []
     likely = {name: Jitted(name, order) for name in "abcd"}
-    compiler.queue_likely((name, program(each)) for name, each in likely.items())
+    compiler.queue_likely((name, program(jitted)) for name, jitted in likely.items())
     assert likely["a"].started.wait(WAIT_S)
-    for name in "ac":  # one is being compiled, the other is queued
+    for name in "ac":  # a is being compiled, c is queued
         compiler.queue_needed(name, lambda: pytest.fail("the likely program is known"))
     compiler.queue_needed("e", lambda: program(likely.setdefault("e", Jitted("e", order))))
-    assert likely["c"].started.wait(WAIT_S)  # by the thread for needed programs, while the other has not ended
+    assert likely["c"].started.wait(WAIT_S)  # on the thread for needed programs, while a is still being compiled
     assert not likely["b"].started.is_set()
     assert compiler.progress() == "compiled 0 of 5 programs in the background, 0 s"
     likely["c"].allowed.set()
     assert compiler.wait("c", WAIT_S)
     assert likely["e"].started.wait(WAIT_S)
-    for each in likely.values():
-        each.allowed.set()
+    for jitted in likely.values():
+        jitted.allowed.set()
     for name in likely:
         assert compiler.wait(name, WAIT_S)
     assert compiler.progress() is None
@@ -80,13 +83,13 @@ def test_likely_programs_wait_for_a_call_that_compiles_by_itself(monkeypatch: py
     found.queue_likely([("likely", program(likely))])
     found.queue_needed("needed", lambda: program(needed))
     assert needed.started.wait(WAIT_S)
-    with monitor.waiting():  # which is no call that compiles
+    with monitor.waiting():  # waiting does not count as a call that compiles
         assert not likely.started.wait(0.3)
         monitor.on_end(event, 1.0)
         assert 0 < monitor.seconds_since_call < WAIT_S
         assert likely.started.wait(WAIT_S)
-    for each in (likely, needed):
-        each.allowed.set()
+    for jitted in (likely, needed):
+        jitted.allowed.set()
     found.close()
 
 
@@ -165,7 +168,7 @@ def test_popular_programs_are_those_with_the_most_calls_of_all_starts(tmp_path) 
     Popularity(path).add({"short": 2, "long": 1})
     Popularity(path).add({"long": 5, "other": 3})
     assert list(Popularity(path).read().items()) == [("long", 6), ("other", 3), ("short", 2)]
-    assert [each.name for each in path.parent.iterdir()] == ["model.json"]
+    assert [file.name for file in path.parent.iterdir()] == ["model.json"]
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"a": "many"}', '{"a": null}'])

@@ -11,7 +11,11 @@ from skyrl_tx.backends.jax.sample import draw as drawing
 
 VOCAB = 300  # three blocks, the last one padded
 ROWS = 512
-"""Rows of each call. Tests that need fewer repeat them: one program serves all, here and in test_filters."""
+"""Rows of each call.
+
+Tests that need fewer rows repeat them, so that one program serves all tests here and in
+test_token_filters.py.
+"""
 
 compiled = jax.jit(partial(drawing.draw, max_topk=5))
 
@@ -131,7 +135,10 @@ def test_low_temperatures_report_the_distribution_drawn_from():
 
 
 def test_no_program_sorts_the_vocabulary():
-    """XLA may compile a top-k to a full sort, a hundred times slower, depending on how the result is used."""
+    """XLA may compile a top-k to a full sort, depending on how the result is used.
+
+    A full sort is a hundred times slower.
+    """
     vocab = 40 * 128
     arguments = np.zeros((2, vocab), np.float32), params(2), np.zeros(2, np.int32)
     text = compiled.lower(*arguments, wants_topk=np.bool_(True)).compile().as_text()

@@ -22,7 +22,8 @@ accumulate = fast_jit(forward_backward.accumulate.__wrapped__, static_argnames=(
 
 
 LOOPS = ("DeepseekV3ForCausalLM", 3), ("Qwen3_5ForCausalLM", 8)
-"""A loop for the dense layer and one for those with experts, and a loop over cycles of four layers."""
+"""Models with one loop over dense and one over sparse layers, or a loop over cycles of four layers.
+"""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The choice of kernels: by platform, type and setting, and the lines that explain it."""
+"""Kernel selection by platform, dtype and setting, and the log lines that explain it."""
 
 import json
 import logging
@@ -142,13 +142,13 @@ def test_the_backend_logs_its_kernels_and_publishes_them(tmp_path, caplog):
 
 
 def _model_on_a_mesh(folder: Path) -> None:
-    """Compare gradients with kernels for heads on eight devices with those of the loops on one."""
+    """Compare gradients of attention kernels on eight devices with gradients of the loops on one."""
     meshes = MeshConfig(fsdp=4, tp=2), MeshConfig(dp=2, fsdp=2, tp=2)
     _compare_on_meshes(folder, "Qwen3ForCausalLM", zip((Kernels(SPLASH), Kernels(TRITON)), meshes, strict=True))
 
 
 def _experts_on_a_mesh(folder: Path) -> None:
-    """Compare gradients with kernels for experts, also where devices have a part of them."""
+    """Compare gradients of expert kernels on eight devices, with and without sharded experts."""
     meshes = MeshConfig(fsdp=2, tp=2, ep=2), MeshConfig(dp=4, tp=2)
     kernels = Kernels(experts=MOSAIC_EXPERTS), Kernels(experts=TRITON_EXPERTS)
     _compare_on_meshes(folder, "Qwen3MoeForCausalLM", zip(kernels, meshes, strict=True))
@@ -172,7 +172,7 @@ def _compare_on_meshes(folder: Path, architecture: str, cases: Iterable[tuple[Ke
         layout = make_layout(sizes)
         described = models.describe_params(model)
         params = hf.load(
-            directory, described, family.weights, placement=lambda each: get_parameter_sharding(layout, each)
+            directory, described, family.weights, placement=lambda parameter: get_parameter_sharding(layout, parameter)
         )
         params = replace(params, layout=layout, kernels=kernels)
 
@@ -194,6 +194,6 @@ def test_kernels_on_a_mesh_of_eight_devices_give_the_gradient_of_one(tmp_path):
     run_in_own_process(_model_on_a_mesh, tmp_path)
 
 
-@pytest.mark.slow  # layers/test_grouped_experts.py has the kernels of one device, the test above the meshes
+@pytest.mark.slow  # layers/test_grouped_experts.py covers kernels on one device, and the test above covers meshes
 def test_experts_by_kernels_on_a_mesh_give_the_gradient_of_one_device(tmp_path):
     run_in_own_process(_experts_on_a_mesh, tmp_path)

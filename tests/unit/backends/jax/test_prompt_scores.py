@@ -1,4 +1,4 @@
-"""Scores of prompt positions equal those of a full forward pass."""
+"""Scores of prompt positions equal the scores of a full forward pass."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ forward = fast_jit(models.forward, static_argnames="config")
 
 @pytest.fixture
 def score(tiny, monkeypatch):
-    """Score a prompt in chunks of 32 of its 64 positions, and those in windows of 16."""
+    """Score a prompt of up to 64 positions in chunks of 32, and each chunk in windows of 16."""
     monkeypatch.setattr(prompt_scores, "WINDOW", 16)
 
     def run(prompt, temperature=1.0, seed=0, **options):

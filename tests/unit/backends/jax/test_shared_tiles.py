@@ -11,10 +11,10 @@ from tests.support.tiny import TINY_CONFIG, tiny_directory
 
 TOKENS = np.random.default_rng(0).integers(1, 250, 20).astype(np.int32)
 PROMPTS = {"a": (0, [5, 7, 11]), "b": (0, [3, 4, 5, 6]), "c": (1, [6, 8, 9]), "d": (1, [9, 9, 1])}
-"""The tenant and the prompt of each request. Each draws two samples."""
+"""The tenant and the prompt of each request. Each request draws two samples."""
 
 
-def backend_with(num_slots):
+def start_backend(num_slots):
     """Return a backend with the trained weights of two tenants, loaded for sampling."""
     config = TINY_CONFIG.model_copy(update={"sample_slots": num_slots, "max_sample_tokens": 64 * num_slots})
     backend = JaxBackend(str(tiny_directory()), config)
@@ -37,8 +37,11 @@ def backend_with(num_slots):
     return backend
 
 
-def drawn(backend, names, late=""):
-    """Return the first tenant's tokens and log-probabilities. Requests named in `late` arrive a slice later."""
+def draw_samples(backend, names, late=""):
+    """Return the first tenant's tokens and log-probabilities.
+
+    Requests named in `late` arrive a slice later.
+    """
     seen = []
     for some in (names, late):
         for name in some:
@@ -68,9 +71,9 @@ def drawn(backend, names, late=""):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_slots", [8, 4])
 def test_batch_invariance_of_two_tenants(num_slots):
-    backend = backend_with(num_slots)
-    tokens, logprobs = drawn(backend, "ab")
+    backend = start_backend(num_slots)
+    tokens, logprobs = draw_samples(backend, "ab")
     assert len(tokens) == 4
     for names, late in (("ab", ""), ("abcd", ""), ("cadb", ""), ("ab", "cd"), ("ca", "b")):
-        assert drawn(backend, names, late) == (tokens, logprobs), (names, late)
+        assert draw_samples(backend, names, late) == (tokens, logprobs), (names, late)
     backend.close()

@@ -1,6 +1,8 @@
-"""Starts a backend with a warm-up, uses it, and prints the programs that were compiled later. For test_warmup.py.
+"""Start a backend with a warm-up, use it, and print the programs that were compiled later.
 
-python warmup_script.py MODEL_DIRECTORY
+Run by test_warmup.py:
+
+    python warmup_script.py MODEL_DIRECTORY
 """
 
 import json
@@ -42,8 +44,11 @@ def request(
     )
 
 
-def compiled_after_warm_up(directory: str) -> list[str]:
-    """Use every operation in common sizes; return the names of the programs compiled after the start."""
+def list_late_programs(directory: str) -> list[str]:
+    """Use every operation in common sizes.
+
+    Return the names of the programs that were compiled after the start.
+    """
     backend = JaxBackend(directory, CONFIG)
     capabilities = backend.start()
     assert (capabilities.max_context_length, capabilities.max_sample_tokens) == (64, 64)
@@ -78,8 +83,8 @@ def compiled_after_warm_up(directory: str) -> list[str]:
                 PromptOptions(alt_tokens_k=3),
             )
             for options in (PromptOptions(), *about_prompt[: 4 if new == 1 else 1]):
-                for each in ((None,), (sampler,), (None, sampler)):
-                    requests = tuple(request(one, prompt, new, num_samples, options) for one in each)
+                for samplers in ((None,), (sampler,), (None, sampler)):
+                    requests = tuple(request(one, prompt, new, num_samples, options) for one in samplers)
                     assert backend.sample(PreparedSampleBatch(requests=requests))
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
@@ -88,4 +93,4 @@ def compiled_after_warm_up(directory: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(compiled_after_warm_up(sys.argv[1])))
+    print(json.dumps(list_late_programs(sys.argv[1])))
