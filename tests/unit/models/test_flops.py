@@ -1,4 +1,4 @@
-"""Multiply-adds of a token, against figures computed by hand."""
+"""Multiply-adds of a token, compared with figures computed by hand."""
 
 import json
 from dataclasses import replace
@@ -17,16 +17,16 @@ from skyrl_tx.models.flops import (
 from tests.support.model_configs import QWEN3_8B, QWEN3_30B_A3B
 
 
-def model_of(content: dict[str, object]) -> ModelConfig:
+def make_model(content: dict[str, object]) -> ModelConfig:
     return find_family(content).config_from_hf(content)
 
 
 def hub_model(name: str) -> ModelConfig:
-    return model_of(json.loads((Path(__file__).parent / "hub_configs" / f"{name}.json").read_text()))
+    return make_model(json.loads((Path(__file__).parent / "hub_configs" / f"{name}.json").read_text()))
 
 
 def test_a_dense_model() -> None:
-    model = model_of(QWEN3_8B)
+    model = make_model(QWEN3_8B)
     of_layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288
     assert count_frozen_macs(model) == 36 * of_layer + 4096 * 151936 == 7_568_097_280
     of_layer = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288)
@@ -37,7 +37,7 @@ def test_a_dense_model() -> None:
 
 
 def test_a_mixture_counts_the_chosen_experts() -> None:
-    model = model_of(QWEN3_30B_A3B)
+    model = make_model(QWEN3_30B_A3B)
     attention, expert, router = 2 * 2048 * 4096 + 2 * 2048 * 512, 3 * 2048 * 768, 2048 * 128
     assert count_frozen_macs(model) == 48 * (attention + 8 * expert + router) + 2048 * 151936
     assert count_frozen_macs(model) == pytest.approx(3.0e9, rel=0.02), "3.3 billion with the embeddings, says its card"
@@ -52,7 +52,7 @@ def test_latents_are_mapped_to_keys_and_values() -> None:
     model = hub_model("Moonlight-16B-A3B")
     attention = 2048 * 16 * (128 + 64) + 2048 * (512 + 64) + 16 * (128 + 128) * 512 + 16 * 128 * 2048
     dense, expert, router = 3 * 2048 * 11264, 3 * 2048 * 1408, 2048 * 64
-    of_mixtures = 26 * ((6 + 2) * expert + router)  # six of 64, and two that take all tokens
+    of_mixtures = 26 * ((6 + 2) * expert + router)  # six of 64 experts and two shared experts
     assert count_frozen_macs(model) == 27 * attention + dense + of_mixtures + 2048 * 163840
     assert count_mixing_macs(model, 3) == 27 * 16 * (128 + 64 + 128) * (1 + 2 + 3)
 
