@@ -1,4 +1,4 @@
-"""`make gpu`: a run does what has no record of its commit and can end in time."""
+"""`make gpu`: a run does the parts that have no record for its commit and can end in time."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ RATE = {"tokens_per_s": {"median": 1.0}}
 
 
 def run(monkeypatch: pytest.MonkeyPatch, records: Path, *flags: str) -> list[str]:
-    """Run the program with parts that take no time; return those that it did."""
+    """Run the program with parts that take no time, and return the parts that ran."""
     done: list[str] = []
 
     def figures(task: str, model: str, options: object) -> dict[str, Any]:

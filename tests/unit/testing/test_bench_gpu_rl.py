@@ -1,4 +1,7 @@
-"""`make gpu-rl`: lengths, records and the table; tests/serve/test_gpu_benchmark.py runs all of it."""
+"""`make gpu-rl`: lengths, records and the table.
+
+tests/serve/test_gpu_benchmark.py runs the whole benchmark.
+"""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSeek-V3: maps of keys and values next to each other, and layers that predict further tokens."""
+"""DeepSeek-V3 checkpoints: joint maps of keys and values, and layers that predict further tokens."""
 
 import json
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_layers_that_predict_further_tokens_are_left_out_if_the_config_has_them(
 
 
 def nest(directory: Path) -> None:
-    """Rewrite the files as those of Kimi K2.5, which reads images too."""
+    """Rewrite the files in the format of Kimi K2.5, which also reads images."""
     nested = {f"language_model.{name}": tensor for name, tensor in load_file(directory / FILE).items()}
     others = ("vision_tower.encoder.blocks.0.wqkv.weight", "mm_projector.proj.0.weight")
     save_file(nested | dict.fromkeys(others, np.ones((2, 2), np.float32)), directory / FILE)

@@ -1,4 +1,4 @@
-"""A checkpoint in MXFP4 is read bit for bit as its plain form, whole and in parts, and merges into a plain one."""
+"""An MXFP4 checkpoint is read bit for bit like its plain form, and merges into a plain checkpoint."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,10 @@ EXPERTS = "model.layers.1.mlp.experts"
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Write one model twice, in bfloat16: plain in one file, and packed in two, blocks apart from scales."""
+    """Write one model twice, in bfloat16: plain, and packed.
+
+    The packed model has two files, one with the blocks and one with the scales.
+    """
     folder = tmp_path_factory.mktemp("gpt-oss")
     plain = write_model(
         folder / "plain", GPT_OSS.architecture, hidden_size=D, mlp_size=F, experts={"num_local_experts": E}
@@ -92,7 +95,10 @@ def test_parts_need_not_end_where_blocks_do() -> None:
 
 
 def test_every_byte_and_scale_has_its_value() -> None:
-    """Low half first; powers of two from a bias of 127; subnormal numbers are exact in bfloat16."""
+    """The low half comes first.
+
+    Scales are powers of two with a bias of 127, and subnormal numbers are exact in bfloat16.
+    """
     blocks = np.arange(256, dtype=np.uint8).reshape(1, 16, 16)
     for scale in (0, 1, 118, 127, 200):
         found = packed.unpack_mxfp4(blocks, np.full((1, 16), scale, np.uint8))[:, 0].astype(np.float64)
@@ -115,7 +121,7 @@ def test_an_expert_gets_its_update_and_nothing_else_changes(
     inputs, outputs = (F, D) if leaf == "down_proj" else (D, F)
     files = update(f"{EXPERTS}.2.{leaf}", inputs, outputs)
     merge_adapter(checkpoints[form], GPT_OSS.weights, files, tmp_path)
-    before, after = (load(each, np.float32) for each in (checkpoints[0], tmp_path))
+    before, after = (load(directory, np.float32) for directory in (checkpoints[0], tmp_path))
     ((a, b),) = files.factors.values()
     changed = np.asarray(before.layers[1][f"expert_{leaf}"]).copy()
     changed[0, 2] += 16 * (b @ a).T
