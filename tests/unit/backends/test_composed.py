@@ -27,7 +27,7 @@ def world(tmp_path: Path) -> Iterator[World]:
         yield World(tmp_path, stack)
 
 
-class _WithTiedUnembedding(FakeBackend):
+class _TiedUnembeddingTrainer(FakeBackend):
     """A trainer that names its unembedding adapters like the adapters of a tied unembedding."""
 
     def create_model(self, model_id: ModelId, spec: ModelSpec) -> None:
@@ -36,10 +36,10 @@ class _WithTiedUnembedding(FakeBackend):
 
     def capture(self, model_id: ModelId, parts: Collection[StatePart]) -> Snapshot:
         snapshot = super().capture(model_id, parts)
-        return _Renamed(snapshot) if self._has_unembedding else snapshot
+        return _RenamedSnapshot(snapshot) if self._has_unembedding else snapshot
 
 
-class _Renamed(Snapshot):
+class _RenamedSnapshot(Snapshot):
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
 
@@ -81,7 +81,7 @@ def test_a_sampler_that_ignores_adapters_is_refused(world: World):
 
 def test_layers_whose_adapters_the_sampler_lacks_cannot_be_trained(world: World, caplog: pytest.LogCaptureFixture):
     world.stub()
-    assert start(world, _WithTiedUnembedding).lora_targets == {"attn", "mlp"}
+    assert start(world, _TiedUnembeddingTrainer).lora_targets == {"attn", "mlp"}
     assert "models with adapters of unembed are refused" in caplog.text and "tied to the embedding" in caplog.text
 
 

@@ -54,10 +54,12 @@ def test_gradients_match_finite_differences(name):
         if name == "cispo":
             ratio = np.clip(np.exp(logprobs - inputs["logprobs"]), 0.0, 4.0)
             return -(ratio * now * inputs["advantages"] * inputs["weights"]).sum()
+
         if name == "stable_reinforce":
             ratio = np.minimum(np.exp(logprobs - inputs["logprobs"]), 2.0)
             terms = -ratio * now * inputs["advantages"] + 0.5 * 0.3 * (now - inputs["logprobs"]) ** 2
             return (inputs["sampled"] * inputs["weights"] * terms).sum()
+
         if name == "gspo":
             mask = inputs["sequence_ratio_mask"]
             ratio = np.exp((mask * (logprobs - inputs["logprobs"])).sum() / mask.sum()) * np.exp(now - logprobs)
@@ -100,6 +102,7 @@ def test_prompt_questions():
     [delta] = backend.sample(PreparedSampleBatch(requests=(request,)))
     half, rest = np.log(1 / 2), np.log(1 / 14)
     assert list(delta.tokens) == [6] and delta.logprobs[0] == pytest.approx(half)
+
     found = delta.prompt
     np.testing.assert_allclose(found.logprobs, [np.nan, np.nan, half, rest], rtol=1e-6)
     np.testing.assert_allclose(found.targets, [[0, rest], [half, rest], [half, 0]], rtol=1e-6)

@@ -51,7 +51,7 @@ class _Trainer(FakeBackend):
         return super().step_sample()
 
 
-class Bench:
+class BackendOnStub:
     """A composed backend on a stub, with the weights of a trained model."""
 
     def __init__(self, world: World, stack: ExitStack) -> None:
@@ -74,9 +74,9 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
+def bench(tmp_path: Path) -> Iterator[BackendOnStub]:
     with ExitStack() as stack:
-        yield Bench(World(tmp_path, stack), stack)
+        yield BackendOnStub(World(tmp_path, stack), stack)
 
 
 def draw(backend: ComposedBackend, *requests: SampleRequest) -> dict[str, list[SampleDelta]]:
@@ -94,14 +94,14 @@ def gaps(backend: ComposedBackend, *requests: SampleRequest) -> list[TrainerGap 
 
 
 @pytest.mark.parametrize("sampler", [None, TRAINED])
-def test_the_gap_of_a_right_sampler_is_rounding(bench: Bench, sampler: SamplerId | None) -> None:
+def test_the_gap_of_a_right_sampler_is_rounding(bench: BackendOnStub, sampler: SamplerId | None) -> None:
     backend = bench.start()
     (gap,) = gaps(backend, request(sampler=sampler))
     assert gap is not None and gap.num_tokens == 12 and 0 <= gap.mean <= gap.largest < 1e-5
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_gap_is_the_difference_that_the_server_has(bench: Bench, temperature: float) -> None:
+def test_the_gap_is_the_difference_that_the_server_has(bench: BackendOnStub, temperature: float) -> None:
     backend = bench.start()
     bench.stub.options.logprob_error = -0.125
     requests = [request(f"r{n}", sampler=TRAINED, seed=n, temperature=temperature) for n in range(3)]
@@ -114,7 +114,9 @@ def test_the_gap_is_the_difference_that_the_server_has(bench: Bench, temperature
     assert meters.trainer_gap_max_nats == pytest.approx(0.125, abs=1e-5)
 
 
-def test_each_comparison_is_logged_and_a_large_gap_warns_once(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_comparison_is_logged_and_a_large_gap_warns_once(
+    bench: BackendOnStub, caplog: pytest.LogCaptureFixture
+) -> None:
     backend = bench.start()
     bench.stub.options.logprob_error = 0.5
     with caplog.at_level(logging.INFO, "skyrl_tx.backends.trainer_checks"):
@@ -125,7 +127,7 @@ def test_each_comparison_is_logged_and_a_large_gap_warns_once(bench: Bench, capl
     assert "its samples are not those of the trained weights" in warning.getMessage()
 
 
-def test_the_tokens_of_a_compared_sample_are_those_of_one_that_is_not(bench: Bench) -> None:
+def test_the_tokens_of_a_compared_sample_are_those_of_one_that_is_not(bench: BackendOnStub) -> None:
     requests = [request(f"r{n}", sampler=TRAINED, seed=n) for n in range(4)]
     plain, compared = (draw(bench.start(share), *requests) for share in (0.0, 1.0))
     for name, deltas in plain.items():
@@ -135,7 +137,7 @@ def test_the_tokens_of_a_compared_sample_are_those_of_one_that_is_not(bench: Ben
         assert deltas[-1].stop_reason == compared[name][-1].stop_reason
 
 
-def test_what_cannot_be_compared_is_not(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_compared_is_not(bench: BackendOnStub, caplog: pytest.LogCaptureFixture) -> None:
     """Samples at other temperatures are not compared.
 
     Nor are samples whose weights the trainer cannot load.
@@ -151,13 +153,13 @@ def test_what_cannot_be_compared_is_not(bench: Bench, caplog: pytest.LogCaptureF
     assert backend.meters().compared_samples == 0
 
 
-def test_with_a_share_of_0_the_trainer_has_no_part_in_sampling(bench: Bench) -> None:
+def test_with_a_share_of_0_the_trainer_has_no_part_in_sampling(bench: BackendOnStub) -> None:
     backend = bench.start(share=0.0)
     assert gaps(backend, request(sampler=TRAINED)) == [None]
     assert _Trainer.last.num_scored == 0 and backend.meters().compared_samples is None
 
 
-def test_a_share_is_chosen_by_request_and_index(bench: Bench) -> None:
+def test_a_share_is_chosen_by_request_and_index(bench: BackendOnStub) -> None:
     requests = [replace(request(f"r{n}", max_tokens=1), num_samples=2) for n in range(40)]
 
     def list_compared(share: float) -> set[tuple[RequestId, int]]:
@@ -169,7 +171,7 @@ def test_a_share_is_chosen_by_request_and_index(bench: Bench) -> None:
     assert quarter < list_compared(0.5)
 
 
-def test_a_sample_that_the_engine_ends_itself_is_in_the_meters_only(bench: Bench) -> None:
+def test_a_sample_that_the_engine_ends_itself_is_in_the_meters_only(bench: BackendOnStub) -> None:
     """For example, at a stop string."""
     backend = bench.start()
     backend.begin_sample(PreparedSampleBatch(requests=(request("first", sampler=TRAINED, max_tokens=40),)))
@@ -181,7 +183,7 @@ def test_a_sample_that_the_engine_ends_itself_is_in_the_meters_only(bench: Bench
     assert backend.meters().compared_samples == 2
 
 
-def test_a_cancelled_sample_is_not_compared(bench: Bench) -> None:
+def test_a_cancelled_sample_is_not_compared(bench: BackendOnStub) -> None:
     backend = bench.start()
     backend.begin_sample(PreparedSampleBatch(requests=(request("gone", sampler=TRAINED),)))
     while not any(delta.request_id == "gone" and delta.tokens.size for delta in backend.step_sample()):
@@ -191,7 +193,9 @@ def test_a_cancelled_sample_is_not_compared(bench: Bench) -> None:
     assert backend.step_sample() == [] and backend.meters().compared_samples == 0
 
 
-def test_a_trainer_that_fails_to_score_ends_no_sample_wrongly(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trainer_that_fails_to_score_ends_no_sample_wrongly(
+    bench: BackendOnStub, caplog: pytest.LogCaptureFixture
+) -> None:
     backend = bench.start()
     _Trainer.last.failure = RuntimeError("a bug")
     assert gaps(backend, request(sampler=TRAINED)) == [None]
@@ -201,7 +205,7 @@ def test_a_trainer_that_fails_to_score_ends_no_sample_wrongly(bench: Bench, capl
     assert gap is not None
 
 
-def test_a_lost_device_of_the_trainer_is_lost(bench: Bench) -> None:
+def test_a_lost_device_of_the_trainer_is_lost(bench: BackendOnStub) -> None:
     backend = bench.start()
     _Trainer.last.failure, _Trainer.last.is_lost = RuntimeError("INTERNAL"), True
     with pytest.raises(BackendLost):

@@ -44,9 +44,11 @@ def test_a_run_that_was_stopped_goes_on_with_the_next_cell(tmp_path: Path, monke
     monkeypatch.setattr(PreparedEnvironment, "packages", tmp_path)
     monkeypatch.setattr(bench_aot, "prepare", lambda _: PreparedEnvironment(python=tmp_path))
     monkeypatch.setattr(sys, "argv", ["bench_aot", "--models", "Qwen3-0.6B", "--devices", "h200:8", "v5e:1x1"])
+
     with pytest.raises(KeyboardInterrupt):
         bench_aot.main()
     assert [record["options"]["device"] for record in json.loads(records.read_text())] == ["h200:8"]
+
     bench_aot.main()
     assert asked == ["h200:8", "v5e:1x1", "v5e:1x1"]
     assert page.read_text().splitlines() == [

@@ -34,12 +34,15 @@ def test_a_run_does_what_has_no_record_of_this_commit(tmp_path: Path, monkeypatc
         [f"{task} {MODEL}" for task in ("training", "decoding-64", "decoding-256")],
     )
     monkeypatch.setattr(bench_gpu, "get_commit", lambda: "one")
+
     assert run(monkeypatch, records, "--skip-tests") == measured
     assert run(monkeypatch, records) == ["parity", "suites"]
     assert run(monkeypatch, records) == []
     assert run(monkeypatch, records, "--again", "--skip-tests") == measured
+
     monkeypatch.setattr(bench_gpu, "get_commit", lambda: "two")
     assert run(monkeypatch, records) == ["parity", *measured, "suites"]
+
     last = json.loads(records.read_text())[-2]
     assert last["options"] == {"part": "decoding-256", "model": MODEL} and last["commit"] == "two"
     assert last["results"] == {"problem": "out of memory"} and last["machine"]["device"] == "gpu NVIDIA H200"

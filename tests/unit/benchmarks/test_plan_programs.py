@@ -96,10 +96,8 @@ def compile_programs(client_environment, model: Path, names: str, *flags: str) -
 @pytest.mark.parametrize("device", ["h200:1", pytest.param("v5e:1x1", marks=pytest.mark.exhaustive)])
 def test_offloaded_inputs_of_layers_take_memory_of_the_host(device: str, tmp_path: Path, client_environment) -> None:
     write_model(tmp_path, num_layers=8, hidden_size=256, max_context_length=32768)
-    tokens = (
-        "--backend-config.micro-batch-tokens",
-        "32768",
-    )  # exceeds the on-chip memory of a TPU, which is not counted
+    # These tokens exceed the on-chip memory of a TPU, which is not counted.
+    tokens = ("--backend-config.micro-batch-tokens", "32768")
     kept, offloaded = (
         compile_programs(client_environment, tmp_path, "gradient", "--device", device, flag, *tokens)[1]["gradient"]
         for flag in ("--backend-config.remat", "--backend-config.offload")
@@ -160,6 +158,7 @@ def test_programs_compile_for_one_device_and_for_eight(
     write_model(tmp_path, architecture, num_layers=3, head_dim=128)
     found, programs = compile_programs(client_environment, tmp_path, names, "--context", "512", *flags)
     assert tuple(programs) == (tuple(names.split(",")) if names else PROGRAMS)
+
     is_one = found["device"]["number"] == 1
     weights = found["memory"][0]["bytes"]
     for name, program in programs.items():
@@ -176,6 +175,7 @@ def test_programs_compile_for_one_device_and_for_eight(
     expert_kernel = "multiply_tiles"
     others = {*select_head_kernels(in_gradient), expert_kernel}
     attention = {name: calls for name, calls in in_gradient.items() if name not in others}
+
     assert all(any(name.startswith(kernel) for name in attention) for kernel in kernels)
     assert set(attention.values()) == {3}
     # Norm and rotation have their own kernel for queries and for keys. The backward pass runs it
@@ -183,13 +183,17 @@ def test_programs_compile_for_one_device_and_for_eight(
     has_experts, is_fused = architecture == "Qwen3MoeForCausalLM", kernels is TRITON
     assert (in_gradient.get(expert_kernel, 0) >= 3 * 3) == has_experts
     assert select_head_kernels(in_gradient) == ({"rotate_normed": 12, "d_rotate_normed": 6} if is_fused else {})
+
     for name in {"decode", "adapters"} & set(programs):
         in_decode = programs[name]["text"]["kernels"]
         assert (in_decode.pop(expert_kernel, 0) >= 3 * 3) == has_experts
         assert in_decode == {"paged_past": 3} | ({"rotate_normed": 6} if is_fused else {})
+
     assert is_one == (programs["gradient"]["text"]["in_layers"] == {})
+
     gradient = programs["gradient"]
     assert gradient["argument_bytes"] + gradient["temporary_bytes"] <= 1.15 * gradient["planned_bytes"]
+
     if not names and found["device"]["name"] == "h100":  # TPUs pad each of these small arrays
         step = programs["optimizer"]
         assert step["argument_bytes"] + step["output_bytes"] == pytest.approx(step["planned_bytes"], rel=0.15)

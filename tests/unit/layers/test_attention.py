@@ -149,10 +149,8 @@ def test_chunks_and_steps_have_the_same_windows_and_sinks(window, has_sinks):
         got = attend_chunk(*new, make_past(k, v, start), np.int32(start), sinks, window=window)
         np.testing.assert_allclose(got, whole[:, here], atol=1e-5)
 
-    start_S, recent = (
-        np.array([num_cached, num_cached - 20], np.int32),
-        7,
-    )  # the newest tokens of each row are stored separately
+    # The newest tokens of each row are stored separately.
+    start_S, recent = np.array([num_cached, num_cached - 20], np.int32), 7
     row_S1, token_ST = np.arange(2)[:, None], start_S[:, None] + np.arange(recent)
     newest = KeyValues(k=k[row_S1, token_ST].swapaxes(1, 2), v=v[row_S1, token_ST].swapaxes(1, 2))
     position_S = start_S + recent - 1

@@ -53,6 +53,7 @@ def _cache_on_shards(_: Path) -> None:
             np.testing.assert_array_equal(got, wanted)
 
     compare(whole, sharded)
+
     both = (whole, table, UNSHARDED), (sharded, local, layout)
     new = (
         LayerCache(positions=keys_and_values(L, 4, K, 3, H, seed=5)),
@@ -71,6 +72,7 @@ def _cache_on_shards(_: Path) -> None:
     nothing = np.zeros_like
     lists = [np.stack([nothing(pages), pages]), np.array([0, 2]), np.stack([nothing(states), states]), np.array([0, 1])]
     copied = copy(sharded, *lists, layout=layout)
+
     for leaf in rows_and_states(copied, local):
         np.testing.assert_array_equal(leaf[:, 2], leaf[:, 3])
     for got, wanted in zip(rows_and_states(copied, local), rows_and_states(sharded, local), strict=True):

@@ -48,9 +48,11 @@ def test_what_a_slice_changes_is_written_to_the_cache(by_layer):
             opened = cache_state.open_decode_slice_by_layer(cache, table, start_S, read_length=C, max_tokens=3)
         else:
             opened = cache_state.open_decode_slice(cache, table, start_S, max_tokens=3)
+
         past = opened.get_layer(0, 1, ()).past
         read = past.read_block(0, 2) if isinstance(past, Pages) else past[0]
         assert opened.get_layer(1, 1, "state").fixed == "state"
+
         for n, token in enumerate(new):
             layers = [
                 LayerCache(
@@ -60,21 +62,25 @@ def test_what_a_slice_changes_is_written_to_the_cache(by_layer):
             ]
             first = tuple(layers) if by_layer else jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
             opened = opened.replace(live=(first, jax.tree.map(lambda leaf: 2 * leaf, opened.live[1])))
+
         return read, cache_state.close_decode_slice(cache, opened.replace(num_recent=jnp.int32(2)), table)
 
     past, after = slice_of_three(cache, start_S, new)
     before = join_pages(cache[0].positions, table)
     np.testing.assert_array_equal(past.k, np.swapaxes(before.k[1], 2, 3) if by_layer else before.k[1])
     np.testing.assert_array_equal(past.v, before.v[1])
+
     for name in ("k", "v"):
         expected = np.array(getattr(before, name))
         for n in range(2):
             for row, start in ((0, 0), (2, 7)):
                 if start + n < C:  # beyond, nothing is written
                     expected[:, row, :, start + n] = getattr(new[n], name)[:, row]
+
         np.testing.assert_array_equal(getattr(get_positions(after, table)[0], name), expected)
         assert not np.asarray(getattr(after[0].positions, name))[:, 0].any(), "the empty page"
         np.testing.assert_array_equal(getattr(after[0].positions, name)[:, 5], getattr(cache[0].positions, name)[:, 5])
+
     states = np.array(cache[1].fixed["state"])
     states[:, 1:] *= 8
     np.testing.assert_array_equal(after[1].fixed["state"], states)
@@ -115,10 +121,12 @@ def test_pages_and_states_are_copied_and_cleared():
     pages[:2], states[:2] = [(3, num_pages - 2), (0, num_pages - 1)], [(2, num_states - 1), (0, 2)]
     pages[2:] = states[2:] = -1  # beyond the count
     copied = fast_jit(cache_state.copy_pages)(cache, pages[None], np.array([2]), states[None], np.array([2]))
+
     for got, given in zip(jax.tree.leaves(copied[0]), jax.tree.leaves(cache[0]), strict=True):
         np.testing.assert_array_equal(got[:, :-2], given[:, :-2])
         np.testing.assert_array_equal(got[:, -2], given[:, 3])
         assert not np.asarray(got[:, -1]).any()
+
     got, given = copied[1].fixed["state"], cache[1].fixed["state"]
     np.testing.assert_array_equal(got[:, -1], given[:, 2])
     assert not np.asarray(got[:, 2]).any() and np.isnan(got[:, -2]).all()

@@ -183,6 +183,7 @@ def test_equal_keys_are_exact(beta: float) -> None:
     rates = jnp.full(v.shape[:-1], beta), jnp.zeros(v.shape[:-1])
     o, state = run_chunks(q, k, v, *rates, zeros(1))
     wanted = np.zeros((K, G, D, E))
+
     for index in range(v.shape[1]):
         key = np.asarray(k[0, index], np.float64)[:, None]
         learned = beta * (
@@ -191,6 +192,7 @@ def test_equal_keys_are_exact(beta: float) -> None:
         wanted = wanted + np.einsum("kgd,kge->kgde", key + np.zeros((K, G, D)), learned)
         read = np.einsum("kgde,kd->kge", wanted, np.asarray(q[0, index], np.float64))
         np.testing.assert_allclose(o[0, index], read, **CLOSE)
+
     np.testing.assert_allclose(state[0], wanted, **CLOSE)
 
 

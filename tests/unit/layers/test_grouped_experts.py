@@ -58,10 +58,12 @@ def test_each_tile_is_multiplied_with_its_matrices(
     x[4:] = np.nan
     multiply = make_kernels(kernel).get_tile_kernel()
     assert multiply is not None
+
     with jax.default_matmul_precision("highest"):
         added = AddedProducts(*map(jnp.asarray, (narrow, others, own)))
         found = multiply(x, jnp.asarray(matrices), jnp.asarray(index), jnp.int32(4), added, transposed=transposed)
         alone = multiply(x, jnp.asarray(matrices), jnp.asarray(index), jnp.int32(4), transposed=transposed)
+
     np.testing.assert_allclose(found[:4], wanted[:4], rtol=1e-5, atol=1e-4)
     np.testing.assert_array_equal(found[4:], 0)
     assert found.dtype == jnp.float32 and np.abs(found[:4] - alone[:4]).max() > 0.1

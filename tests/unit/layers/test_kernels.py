@@ -116,6 +116,7 @@ def test_neither_rows_nor_sequences_change_a_bit_of_each_other(kernel):
     other_start = np.stack([make_starts(10, 65, 130, 2, 80), make_starts(*LENGTHS)])
     one = values_and_gradients(first, START_BT, target, heads, kernel)
     two = values_and_gradients(others, other_start, other_target, heads, kernel)
+
     for x, y in zip(one, two, strict=True):
         np.testing.assert_array_equal(x[0, own], y[0, own])
         assert np.any(x[0] != y[0])

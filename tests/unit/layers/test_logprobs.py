@@ -153,5 +153,6 @@ def test_gpus_compute_the_same_with_the_factor_next_to_the_unembedding(monkeypat
             return *one_pass, target_logprobs(hidden, unembed, targets, adapter, chunk=4)
 
         found.append(evaluate(hidden, unembed.astype(jnp.bfloat16)))
+
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.01, atol=0.01), *found)
     np.testing.assert_array_equal(found[1][0], found[1][-1])

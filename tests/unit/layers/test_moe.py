@@ -336,6 +336,7 @@ def test_biases_and_the_clamped_gate_act_in_values_and_gradients(biased, router,
         np.abs(y - compute_by_loop(x, router, biased.replace(down_bias=None), adapters, router_bias=router_bias)).max()
         > 0.1
     )
+
     tree, found = (x, dict(adapters.pairs)), (d_x, d_pairs)
     step = 1e-6
     for seed in range(4):
@@ -349,6 +350,7 @@ def test_biases_and_the_clamped_gate_act_in_values_and_gradients(biased, router,
             float((np.asarray(d, np.float64) * by).sum())
             for d, by in zip(*map(jax.tree.leaves, (found, moved)), strict=True)
         )
+
         assert along == pytest.approx(expected, rel=1e-4, abs=1e-3)
 
 

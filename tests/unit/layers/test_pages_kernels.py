@@ -126,12 +126,14 @@ def test_a_kernel_for_steps_reads_pages_and_recent_tokens(case: Case, num_tokens
     sinks = jnp.linspace(-1, 2, 2 * case.groups)
     step = Kernels(pages=case.kernel, interpret=True).get_step_kernel(case.heads, UNSHARDED)
     assert step is not None
+
     with jax.default_matmul_precision("highest"):
         found = fast_jit(lambda q: decode_attention(q[:, 0], past, starts, recent, num_recent, sinks, kernel=step))(q)
         known = jax.tree.map(lambda x: x[:, :, :num_recent], recent)
         seen = np.arange(num_recent) >= num_recent - (case.window or num_recent)
         positions = starts[:, None] + num_recent - 1
         wanted = paged_attention(q, positions, past, starts, known, seen[None], sinks, window=case.window)
+
     np.testing.assert_allclose(found, wanted[:, 0], rtol=1e-5, atol=1e-5)
 
 

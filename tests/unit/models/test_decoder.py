@@ -193,6 +193,7 @@ def test_decoding_equals_the_full_forward(each_family, by_layer, is_separate, in
     in_use = np.array([2, 0, 1, 0])
     group_M = np.array([in_use.tolist().index(slot) for slot in rows.slot_G[prompts]])
     sample_slots = RowSlots(in_use, group_M) if in_groups else RowSlots(rows.slot_G[prompts])
+
     for position in range(6, 14):
         hidden, cache = decode_step(
             each_family.params,
@@ -205,6 +206,7 @@ def test_decoding_equals_the_full_forward(each_family, by_layer, is_separate, in
             by_layer=by_layer,
             is_separate=is_separate,
         )
+
         np.testing.assert_allclose(hidden, whole[prompts, position], atol=1e-5)
 
 
@@ -406,16 +408,21 @@ def test_a_cycle_of_unlike_layers_equals_its_layers_one_by_one(alternating):
     params, config = alternating.params, alternating.config
     (group,) = config.groups
     assert len(group.stacks) == 2 and group.num_repeats == 2
+
     apart = split_groups(params, config)
     adapter, x = alternating.adapter(1), tokens()
     slots, rows = make_slots(alternating)
     close = partial(np.testing.assert_allclose, atol=1e-5)
+
     close(evaluate(params, config, x, adapter), evaluate(*apart, x, adapter))
     close(evaluate(params, config, x, slots, rows), evaluate(*apart, x, slots, rows))
+
     gradients = [adapter_gradient(*model, adapter, tokens(2, 8)) for model in ((params, config), apart)]
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), *gradients)
+
     (hidden, past), (expected, other) = (prefill(*model, x[:, :20], slots, rows) for model in ((params, config), apart))
     close(hidden, expected)
+
     jax.tree.map(
         lambda ours, theirs: close(ours[..., :20, :], theirs[..., :20, :]),
         sort_by_layer(past, config),

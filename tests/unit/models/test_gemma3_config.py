@@ -49,10 +49,12 @@ def test_every_sixth_layer_of_gemma_3_is_without_a_window(name: str) -> None:
     window = get_text_config(read_content(name))["sliding_window"]
     mixers = [block.mixer for block in config.blocks]
     windows = [mixer.window for mixer in mixers if isinstance(mixer, Attention)]
+
     assert windows == ([window] * 5 + [None]) * (num_layers // 6) + [window] * (num_layers % 6)
     assert [len(group.stacks) for group in config.groups] == [6, 1][: 1 + (num_layers % 6 > 0)]
     assert config.scales_embeddings and config.tied_embeddings
     assert all(block.has_output_norms for block in config.blocks)
+
     for block in config.blocks:
         assert isinstance(block.mixer, Attention) and isinstance(block.feed_forward, Dense)
         assert block.mixer.norm_epsilon == 1e-6 and block.feed_forward.activation == "gelu_tanh"

@@ -135,12 +135,15 @@ def test_what_gpt_oss_leaves_out_has_its_default() -> None:
 def test_layers_of_the_line_of_deepseek(name: str, billions: float, num_dense: int) -> None:
     config, content = read(name), get_text_config(read_content(name))
     assert [len(group.stacks) for group in config.groups] == [1, 1], "one loop over dense layers, one over others"
+
     kinds = [type(block.feed_forward) for block in config.blocks]
     assert kinds == [Dense] * num_dense + [Mixture] * (content["num_hidden_layers"] - num_dense)
+
     (attention,) = {block.mixer for block in config.blocks}
     assert isinstance(attention, LatentAttention) and attention.has_paired_rope
     assert [leaf.shape for leaf in jax.tree.leaves(attention.describe_cache().positions)] == [(1, 576)]
     assert attention.query_latent_dim == content["q_lora_rank"]
+
     mixture = config.blocks[-1].feed_forward
     assert isinstance(mixture, Mixture) and mixture.has_correction and not mixture.has_shared_gate
     assert mixture.routing == Routing(
@@ -152,6 +155,7 @@ def test_layers_of_the_line_of_deepseek(name: str, billions: float, num_dense: i
         num_chosen_groups=content["topk_group"],
         factor=content["routed_scaling_factor"],
     )
+
     leaves = flatten(describe_params(config)).values()
     assert sum(math.prod(leaf.shape) for leaf in leaves) == pytest.approx(billions * 1e9, rel=1e-3)
 
@@ -406,6 +410,7 @@ def test_what_qwen3_5_leaves_out_has_its_default(name: str) -> None:
     for key in optional:
         del content["text_config"][key]
     del content["text_config"]["rope_parameters"]["partial_rotary_factor"]
+
     assert find_family(content).config_from_hf(content) == read(name)
 
 

@@ -139,6 +139,7 @@ with open({str(tmp_path / "log")!r}, "wb") as log:
     process.wait(100)
 """
     root = Path(__file__).parents[3]
+
     run = subprocess.Popen(
         [sys.executable, "-c", code], cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -147,4 +148,5 @@ with open({str(tmp_path / "log")!r}, "wb") as log:
         group = int(run.stdout.readline())
         run.terminate()
         assert run.wait(10) == 128 + signal.SIGTERM
+
     until(lambda: not is_alive(group))

@@ -110,6 +110,7 @@ def test_an_adapter_is_merged_into_kimi_k2_5_under_its_names(directory, tmp_path
     merge_adapter(directory, DEEPSEEK_V3.bind_weights(config), adapter, out)
     before, after = load_file(directory / FILE), load_file(out / FILE)
     assert after.keys() == before.keys()
+
     for name, tensor in before.items():
         a, b = factors.get(name.removeprefix("language_model.").removesuffix(".weight"), (None, None))
         wanted = tensor if a is None or b is None else tensor + 0.5 * (b @ a)

@@ -99,13 +99,17 @@ def test_the_rows_of_gates_come_before_those_of_up_projections(directory):
             mlp = f"model.layers.{layer}.mlp"
             rows = tensors[f"{mlp}.experts.gate_up_proj"]
             assert rows.shape == (E, 2 * F, D)
+
             found = {leaf: loaded[f"layers.{stack}.{leaf}"][index] for leaf in ("expert_gate_proj", "expert_up_proj")}
             np.testing.assert_array_equal(found["expert_gate_proj"], rows[:, :F].swapaxes(1, 2))
             np.testing.assert_array_equal(found["expert_up_proj"], rows[:, F:].swapaxes(1, 2))
+
             down = loaded[f"layers.{stack}.expert_down_proj"][index]
             np.testing.assert_array_equal(down, tensors[f"{mlp}.experts.down_proj"].swapaxes(1, 2))
+
             shared = loaded[f"layers.{stack}.shared_up_proj"][index]
             np.testing.assert_array_equal(shared, tensors[f"{mlp}.shared_expert.up_proj.weight"].T)
+
             gate = loaded[f"layers.{stack}.shared_gate"][index]
             np.testing.assert_array_equal(gate, tensors[f"{mlp}.shared_expert_gate.weight"])
 
@@ -125,6 +129,7 @@ def test_parts_are_parts_of_the_whole(directory, layout):
     family = find_family(content)
     parameters: dict[str, Parameter] = flatten(describe_params(family.config_from_hf(content)))
     rules = {rule.path: rule for rule in bind_rows(fit_to_checkpoint(family.weights, tensors), parameters)}
+
     for path in [path for path in parameters if "expert_" in path]:
         rule = rules[get_rule_path(path)]
         for index, name in rule.iterate_tensors(parameters[path]):

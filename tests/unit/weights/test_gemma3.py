@@ -107,6 +107,7 @@ def test_a_merged_unembedding_is_no_longer_tied(directory: Path, tmp_path: Path,
     out.mkdir()
     with pytest.raises(AdapterError, match=f"no tensor '{unembed}'"):
         merge_adapter(directory, rules, adapter, out)
+
     merge_adapter(directory, rules, adapter, out, ties_by_default=config.tied_embeddings)
     before, after = load_file(directory / FILE), load_file(out / FILE)
     prefix = NESTED[form][0]
@@ -116,9 +117,11 @@ def test_a_merged_unembedding_is_no_longer_tied(directory: Path, tmp_path: Path,
         changed: before[changed] + updates["model.layers.1.self_attn.o_proj"],
         unembed: embed + updates["model.unembed_tokens"],
     }
+
     assert after.keys() == wanted.keys()
     for name, tensor in wanted.items():
         np.testing.assert_allclose(after[name], tensor, rtol=1e-6, atol=1e-6, err_msg=name)
+
     merged = GEMMA3.config_from_hf(hf.read_json(out, "config.json"))
     assert not merged.tied_embeddings and merged.groups == config.groups
     np.testing.assert_array_equal(load(out)["unembed"], after[unembed])

@@ -34,6 +34,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     )
     tensors = {name: array.astype(ml_dtypes.bfloat16) for name, array in load_file(plain / "model.safetensors").items()}
     packed, generator = dict(tensors), np.random.default_rng(0)
+
     for layer in range(LAYERS):
         for name, shape in SHAPES.items():
             own = f"model.layers.{layer}.mlp.experts.{name}"
@@ -41,6 +42,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
             tensors[own] = np.ascontiguousarray(numbers).astype(ml_dtypes.bfloat16)
             del packed[own]
             packed |= {own + "_blocks": blocks, own + "_scales": scales}
+
     save_file(tensors, plain / "model.safetensors")
     other = folder / "packed"
     other.mkdir()
@@ -75,7 +77,7 @@ def test_packed_tensors_are_read_as_plain_ones(checkpoints: tuple[Path, Path], d
 def test_parts_need_not_end_where_blocks_do() -> None:
     numbers, blocks, scales = draw(np.random.default_rng(1), 3, 128, 10)
 
-    class Stored:
+    class FakeSlice:
         """A slice of safetensors."""
 
         def __init__(self, array: np.ndarray) -> None:
@@ -87,7 +89,7 @@ def test_parts_need_not_end_where_blocks_do() -> None:
         def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
             return self._array[part]
 
-    tensor = packed.Mxfp4Tensor(Stored(blocks), Stored(scales))
+    tensor = packed.Mxfp4Tensor(FakeSlice(blocks), FakeSlice(scales))
     assert tuple(tensor.get_shape()) == numbers.shape
     for part in ((0, 3, 0, 128, 0, 10), (1, 2, 40, 70, 3, 5), (0, 1, 96, 128, 9, 10), (2, 3, 31, 33, 0, 10)):
         index = tuple(slice(start, stop) for start, stop in zip(part[::2], part[1::2], strict=True))

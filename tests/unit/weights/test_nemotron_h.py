@@ -67,6 +67,7 @@ def test_parameters_are_rows_of_one_tensor(directory):
             theirs = tensors[f"{mixer}.in_proj.weight"][rows]
             ours = loaded[f"layers.0.in_proj_{name}"][index]
             np.testing.assert_array_equal(ours, theirs.T if name in "zx" else theirs)
+
         for name in "xbc":
             rows = slice(ROWS[name].start - INNER, ROWS[name].stop - INNER)
             np.testing.assert_array_equal(
@@ -181,6 +182,7 @@ def test_an_adapter_is_merged_into_rows_and_experts(directory, tmp_path, layout)
     merge_adapter(directory, NEMOTRON_H.bind_weights(read_config(directory)), read_adapter(read), out)
     before, after = load_file(directory / FILE), load_file(out / FILE)
     wanted = dict(before)
+
     for module, (a, b) in adapter.factors.items():
         name, rows = f"{module}.weight".replace("model.layers.", "backbone.layers."), slice(None)
         for leaf, part in (("gate_proj", "z"), ("x_proj", "x")):
@@ -188,6 +190,7 @@ def test_an_adapter_is_merged_into_rows_and_experts(directory, tmp_path, layout)
                 name, rows = name.replace(leaf, "in_proj"), ROWS[part]
         wanted[name] = np.array(wanted[name])
         wanted[name][rows] += adapter.scale * (b @ a)
+
     assert after.keys() == wanted.keys() and len(adapter.factors) == 2 * 3 + 2 * (2 + 2 + 8 * 2) + 4 + 2 + 1
     for name, tensor in wanted.items():
         np.testing.assert_allclose(after[name], tensor, rtol=1e-5, atol=1e-5, err_msg=name)

@@ -153,11 +153,13 @@ def test_parts_of_rows_are_parts_of_the_whole(directory):
     own: dict[str, Parameter] = flatten(parameters)
     rules = {rule.path: rule for rule in bind_rows(family.weights, own)}
     loaded = load(directory)
+
     for path, parameter in own.items():
         rule = rules[get_rule_path(path)]
         if rule.rows is None:
             continue
         halves = [(size // 2, size) if size > 1 else (0, 1) for size in parameter.shape[1:]]
+
         for (index,), name in rule.iterate_tensors(parameter):
             theirs = tensors[name][tuple(slice(*part) for part in rule.get_tensor_part(tuple(halves)))]
             ours = loaded[path][index][tuple(slice(*part) for part in halves)]

@@ -67,11 +67,13 @@ def test_parts_are_parts_of_the_whole(directory, ends):
     rules = {rule.path: rule for rule in bind_rows(family.weights, parameters)}
     loaded, tensors = load(directory), load_file(directory / FILE)
     read = 0
+
     for path, parameter in parameters.items():
         rule = rules[get_rule_path(path)]
         if not rule.by_head:
             continue
         cuts = [[(size * a // 4, size * b // 4) for a, b in itertools.pairwise(ends)] for size in parameter.shape[1:]]
+
         for part in itertools.product(*cuts):
             if any(start == stop for start, stop in part):
                 continue
@@ -80,6 +82,7 @@ def test_parts_are_parts_of_the_whole(directory, ends):
                 ours = loaded[path][index][tuple(slice(*own) for own in part)]
                 np.testing.assert_array_equal(rule.view_part(theirs, part), ours, err_msg=path)
                 read += 1
+
     assert read >= 6 * 3
 
 
@@ -145,9 +148,11 @@ def test_merging_changes_the_rows_of_the_map_only(directory, tmp_path):
     merge_adapter(directory, family.bind_weights(config), adapter, tmp_path / "out")
     before, after = load_file(directory / FILE), load_file(tmp_path / "out" / FILE)
     assert before.keys() == after.keys()
+
     changed = f"{NET}.in_proj_qkvz.weight"
     for name in before.keys() - {changed}:
         np.testing.assert_array_equal(after[name], before[name])
+
     found, expected = by_map(after[changed], SIZES), by_map(before[changed], SIZES)
     for name in SIZES:
         a, b = factors.get(f"{NET}.in_proj_{name}", (np.zeros((1, D)), np.zeros((len(expected[name]), 1))))

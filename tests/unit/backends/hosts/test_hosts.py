@@ -66,7 +66,7 @@ class Failing(FakeBackend):
         raise MemoryError("no memory here")
 
 
-class Exhausted(FakeBackend):
+class OutOfMemoryFake(FakeBackend):
     """A fake backend whose passes run out of memory once for each plan in `plans`."""
 
     def __init__(self, *plans: str) -> None:
@@ -74,10 +74,10 @@ class Exhausted(FakeBackend):
         self.plans = list(plans)
 
     def begin_pass(self, batch: PreparedModelPassBatch, *, backward: bool) -> Pass:
-        return ExhaustedPass(super().begin_pass(batch, backward=backward), self.plans)
+        return OutOfMemoryPass(super().begin_pass(batch, backward=backward), self.plans)
 
 
-class ExhaustedPass(Pass):
+class OutOfMemoryPass(Pass):
     def __init__(self, inner: Pass, plans: list[str]) -> None:
         self.inner, self.plans = inner, plans
 
@@ -146,6 +146,7 @@ def two_hosts(
     thread.start()
     welcome = Welcome(backend="fake", base_model="tiny", config=b"{}")
     backend = LeadingBackend(own or FakeBackend("tiny", CONFIG), settings, welcome, on_lost=lost.put)
+
     try:
         driver = BackendDriver(backend, backend.start(), tmp_path)
         follower, handle = started.get(timeout=60)
@@ -194,7 +195,7 @@ def test_a_host_that_does_something_else_loses_the_backend(tmp_path, other, mess
 
 @pytest.mark.parametrize("is_stepped", [True, False])
 def test_a_pass_goes_on_with_less_memory_if_all_hosts_ran_out_of_it(tmp_path, is_stepped):
-    with two_hosts(tmp_path, own=Exhausted("half", "quarter"), other=Exhausted("half", "quarter")) as hosts:
+    with two_hosts(tmp_path, own=OutOfMemoryFake("half", "quarter"), other=OutOfMemoryFake("half", "quarter")) as hosts:
         driver = hosts.driver
         running = driver.backend.begin_pass(driver.batch(driver.request(driver.model())), backward=True)
         if is_stepped:
@@ -212,7 +213,7 @@ def test_a_pass_goes_on_with_less_memory_if_all_hosts_ran_out_of_it(tmp_path, is
     ],
 )
 def test_a_host_that_alone_runs_out_of_memory_loses_the_backend(tmp_path, own, other, message):
-    with two_hosts(tmp_path, own=Exhausted(*own), other=Exhausted(*other)) as hosts:
+    with two_hosts(tmp_path, own=OutOfMemoryFake(*own), other=OutOfMemoryFake(*other)) as hosts:
         driver = hosts.driver
         running = driver.backend.begin_pass(driver.batch(driver.request(driver.model())), backward=True)
         for _ in range(2):  # no call is made after the first error
@@ -236,12 +237,12 @@ def test_hosts_that_start_differently_are_named_with_what_differs(tmp_path):
 
 
 def test_a_backend_of_one_host_refuses(tmp_path):
-    class Alone(FakeBackend):
+    class SingleHostFake(FakeBackend):
         def join_hosts(self, rank: HostRank) -> None:
             AbstractBackend.join_hosts(self, rank)
 
     refused = pytest.raises(UserError, match=r"hosts.size 2: this backend computes on one host")
-    with refused, two_hosts(tmp_path, own=Alone("tiny", CONFIG), other=Alone("tiny", CONFIG)):
+    with refused, two_hosts(tmp_path, own=SingleHostFake("tiny", CONFIG), other=SingleHostFake("tiny", CONFIG)):
         raise AssertionError("started")
     assert BlockingBackend.join_hosts is AbstractBackend.join_hosts
 
@@ -273,8 +274,10 @@ def test_a_call_that_returns_on_no_host_ends_the_process(tmp_path):
         assert own.entered.wait(60) and other.entered.wait(60)
         with pytest.raises(queue.Empty):
             hosts.lost.get(timeout=0.6)
+
         own.compiles = False
         assert "host 1 has not ended step_sample" in hosts.lost.get(timeout=60)
+
         own.may_continue.set()
         other.may_continue.set()
         calling.join(60)
@@ -311,6 +314,7 @@ def test_a_host_that_dies_while_rank_0_is_in_a_call_or_idle_ends_the_process(tmp
         assert "host 1 has ended during step_sample" in hosts.lost.get(timeout=60)
         own.may_continue.set()
         calling.join(60)
+
     with two_hosts(tmp_path) as hosts:
         hosts.disconnect()
         assert hosts.lost.get(timeout=60) == "host 1 has ended"
@@ -363,11 +367,14 @@ def test_the_followers_get_the_files_of_snapshots_and_drop_them_with_rank_0(tmp_
         opened = driver.backend.open_snapshot(directory)
         (own,) = follower._files.values()
         sent = {path.relative_to(own.name): path.read_bytes() for path in Path(own.name).rglob("*") if path.is_file()}
+
         assert sent == {
             path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()
         }
+
         driver.backend.restore(copy, driver.spec(), opened, ALL_PARTS)
         assert driver.state_of(copy) == driver.state_of(model)
+
         del opened
         driver.backend.check_devices()
         assert not follower._snapshots and not follower._files and not Path(own.name).exists()
@@ -411,10 +418,12 @@ def test_a_host_joins_only_with_the_key_the_version_and_the_size_of_rank_0(tmp_p
         accepting.start()
         with socket.create_connection(settings.host_and_port):
             pass  # a connection without a handshake, for example a port probe
+
         with pytest.raises(UserError, match=r"hosts.key: not that of host 0 at 127.0.0.1"):
             connect(settings.model_copy(update={"rank": 1, "key": SecretStr("other")}))
         with pytest.raises(UserError, match=r"refuses this host: its hosts.size is 3, and that of host 0 2"):
             connect(settings.model_copy(update={"rank": 1, "size": 3}))
+
         with monkeypatch.context() as patched, pytest.raises(UserError, match=r"there is no host 0 to wait for"):
             patched.setattr(channel, "_RETRY_S", 0)
             connect(settings)
@@ -422,6 +431,7 @@ def test_a_host_joins_only_with_the_key_the_version_and_the_size_of_rank_0(tmp_p
         accepting.join(60)
         (own,) = joined.get(timeout=60).values()  # type: ignore[attr-defined]
         assert found == welcome
+
         connection.close()
         own.close()
 

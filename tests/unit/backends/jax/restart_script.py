@@ -39,14 +39,17 @@ def use_every_operation(model: str, cache: Path) -> None:
             max_sample_tokens=128,
         ),
     )
+
     backend.start()
     backend.create_model(MODEL, SPEC)
     backend.forward_backward(scoring(MODEL, [np.arange(30, dtype=np.int32)]))
     backend.optim_step(MODEL, OptimizerParams(grad_clip_norm=1.0))
+
     with tempfile.TemporaryDirectory() as directory:
         backend.capture(MODEL, ALL_PARTS).write(Path(directory))
         backend.restore(MODEL, SPEC, backend.open_snapshot(Path(directory)), ALL_PARTS)
     backend.load_sampler(SAMPLER, backend.capture(MODEL, {StatePart.WEIGHTS}))
+
     request = SampleRequest(
         request_id=RequestId("r"),
         sampler=SAMPLER,

@@ -64,20 +64,22 @@ def test_adapters_are_float32_with_any_base_dtype():
     for dtype in ("bfloat16", "float32", "auto"):  # on CPU, auto means float32
         with running(dtype=dtype) as backend:
             before = backend.capture(MODEL, {StatePart.WEIGHTS}).parts[StatePart.WEIGHTS]
-            backend.optim_step(
-                MODEL, OptimizerParams(learning_rate=1e-5, weight_decay=1.0)
-            )  # there is no gradient yet, so only the decay acts
+            # There is no gradient yet, so only the weight decay acts.
+            backend.optim_step(MODEL, OptimizerParams(learning_rate=1e-5, weight_decay=1.0))
             backend.forward_backward(batch((12,), (17,)))
             held = backend.capture(MODEL, {StatePart.WEIGHTS, StatePart.GRADIENT})
+
             assert {
                 np.asarray(leaf).dtype.name
                 for leaf in jax.tree.leaves((held.parts[StatePart.WEIGHTS], held.parts[StatePart.GRADIENT]))
             } == {"float32"}
             for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(held.parts[StatePart.WEIGHTS]), strict=True):
                 np.testing.assert_allclose(new, np.asarray(old) * np.float32(1 - 1e-5), rtol=2e-7)
+
             gradients[dtype] = np.concatenate(
                 [np.ravel(leaf) for leaf in jax.tree.leaves(held.parts[StatePart.GRADIENT])]
             )
+
     np.testing.assert_array_equal(gradients["auto"], gradients["float32"])
     error = np.linalg.norm(gradients["bfloat16"] - gradients["float32"]) / np.linalg.norm(gradients["float32"])
     assert 0 < error < 0.03
@@ -89,6 +91,7 @@ def test_several_targets_per_position():
         mixed = batch((12, 3), (12,), (20, 2), (12, 1))
         results = backend.forward_backward(mixed)
         assert [result.logprobs.shape for result in results] == [(12, 3), (12,), (20, 2), (12, 1)]
+
         for example, result in zip(mixed.examples, results, strict=True):
             for k in range(result.logprobs.reshape(len(example.tokens), -1).shape[1]):
                 inputs = {
@@ -104,6 +107,7 @@ def test_several_targets_per_position():
                 )
                 [alone] = backend.forward(PreparedModelPassBatch(examples=(one,)))
                 columns = result.logprobs.reshape(len(example.tokens), -1)
+
                 np.testing.assert_allclose(columns[:, k], alone.logprobs, atol=1e-5)
 
 

@@ -122,17 +122,23 @@ def test_files_that_do_not_fit_are_refused_by_name(form, tmp_path):
 
     save_file({**tensors, name: np.zeros((5, 31), np.float32)}, file)
     check_refused(rf"{name}.*\(5, 31\).*\(5, 32\)")
+
     save_file({other_name: tensor for other_name, tensor in tensors.items() if other_name != name}, file)
     check_refused(f"lacks tensor '{name}'")
+
     save_file({**tensors, "base_model.model.model.layers.9.mlp.up_proj.lora_A.weight": tensors[name]}, file)
     check_refused("unexpected tensor .*layers.9")
+
     file.write_bytes(b"not safetensors")
     check_refused("adapter_model.safetensors")
+
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "target_modules": ["experts"]}))
     check_refused("'experts'")
+
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "r": 0}))
     check_refused("r = 0")
+
     (tmp_path / "adapter_config.json").unlink()
     check_refused("adapter_config.json")
 

@@ -22,6 +22,7 @@ CUSTOM, PLAIN, NEIGHBOUR = RequestId("custom"), RequestId("plain"), RequestId("n
 def importance_sampling(scale: float = 1.0, rank: int = 1) -> CustomLoss:
     """Return -scale * sum(exp(l - q) * A), with the mean ratio of the datum as a metric."""
     axes = tuple(range(rank))
+
     return CustomLoss(
         name="ratio",
         inputs=tuple(CustomLossInput(name=name, rank=rank) for name in ("logprobs", "sampled", "advantages")),
@@ -46,10 +47,12 @@ def examples(request: RequestId, model: ModelId, loss: CustomLoss | None, *shape
         targets = generator.integers(1, 100, shape).astype(np.int32)
         sampled = generator.uniform(-6, -5, shape).astype(np.float32)
         advantages = generator.uniform(-1, 1, shape).astype(np.float32)
+
         if loss is None:
             inputs = {"logprobs": sampled, "advantages": advantages, "weights": np.ones(shape, np.float32)}
         else:
             inputs = {"sampled": sampled, "advantages": advantages}
+
         yield PassExample(
             request_id=request,
             model_id=model,
@@ -104,9 +107,11 @@ def test_a_custom_loss_is_batch_invariant_next_to_other_requests(backend: JaxBac
     alone, gradient = compute_gradient(backend, MODEL, *own)
     _, plain_gradient = compute_gradient(backend, MODEL, *others[:2])
     together, _ = compute_gradient(backend, MODEL, *own, *others)
+
     for one, other in zip(alone, together, strict=False):
         assert one.logprobs.tobytes() == other.logprobs.tobytes()
         assert (one.sums, one.metrics) == (other.sums, other.metrics)
+
     _, summed = compute_gradient(backend, MODEL, *own, *others[:2])
     for one, other, both in zip(gradient, plain_gradient, summed, strict=True):
         assert (one + other).tobytes() == both.tobytes()
@@ -133,9 +138,11 @@ def test_several_targets_per_position_and_a_scalar(backend: JaxBackend) -> None:
         inputs = {**example.loss_inputs, "advantages": np.float32(0.5).reshape(())}
         batch.append(replace(example, loss_inputs=inputs))
     results, gradient = compute_gradient(backend, MODEL, *batch)
+
     for example, result in zip(batch, results, strict=True):
         ratio = np.exp(result.logprobs.astype(np.float64) - example.loss_inputs["sampled"])
         assert result.sums["loss"] == pytest.approx(-0.5 * ratio.sum(), rel=1e-5)
+
     assert any(leaf.any() for leaf in gradient)
 
 

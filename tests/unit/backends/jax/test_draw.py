@@ -73,11 +73,13 @@ def test_tokens_follow_the_exact_distribution(temperature, top_k, top_p):
     counts = np.bincount(np.concatenate(drawn), minlength=VOCAB)
     expected = exact(logits, temperature, top_k, top_p) * counts.sum()
     assert counts[expected == 0].sum() == 0
+
     rare = expected < 8  # pooled, as the chi-square approximation requires
     observed, wanted = counts[~rare], expected[~rare]
     if expected[rare].sum() >= 8:
         observed, wanted = np.append(observed, counts[rare].sum()), np.append(wanted, expected[rare].sum())
     statistic, freedom = float(((observed - wanted) ** 2 / wanted).sum()), len(wanted) - 1
+
     assert abs(statistic - freedom) < 4 * np.sqrt(2 * freedom), (statistic, freedom)
 
 

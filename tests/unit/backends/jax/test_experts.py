@@ -87,10 +87,12 @@ def test_the_largest_rank_trains_and_is_restored_bit_equal(directory: Path, tmp_
     backend.restore(AGAIN, ModelSpec(lora=lora), backend.open_snapshot(tmp_path), ALL_PARTS)
     stepped = [backend.optim_step(model_id, OptimizerParams(learning_rate=0.01)) for model_id in (MODEL, AGAIN)]
     assert stepped[0] == stepped[1] and stepped[0]["unclipped_grad_l2:mean"] > 0
+
     results = [backend.forward_backward(batch(model_id, 2)) for model_id in (MODEL, AGAIN)]
     for mine, again in zip(*results, strict=True):
         np.testing.assert_array_equal(mine.logprobs, again.logprobs)
         assert np.isfinite(mine.logprobs).all()
+
     one, other = (backend.capture(model_id, ALL_PARTS) for model_id in (MODEL, AGAIN))
     assert set(one.parts) == ALL_PARTS
     jax.tree.map(np.testing.assert_array_equal, one.parts, other.parts)

@@ -121,6 +121,7 @@ def test_prompts_and_samples_share_the_states(prefix_tokens):
         for n, size in enumerate(sizes)
     ]
     results = run(scheduler, *requests)
+
     assert scheduler.meters().kv_cache_tokens_used == 0
     assert scheduler.meters().prefix_cache_tokens <= prefix_tokens
     for request in requests:

@@ -112,17 +112,20 @@ def test_what_a_kernel_lacks_is_named():
         "experts of 24 layers: loops",
     ]
     assert "attention of 24 layers in sampling: mosaic" in list(explain_kernels(tpu, pad_cached_dims(mixed, "tpu")))
+
     linear = hub_model("Qwen3.5-9B")
     assert list(explain_kernels(gpu, linear)) == [
         "attention of 8 layers in training: triton",
         "attention of 8 layers in sampling: triton",
     ]
+
     latent = hub_model("DeepSeek-V3.1")
     assert list(explain_kernels(gpu, latent)) == [
         "attention of 61 layers in training: triton",
         "attention of 61 layers in sampling: loops, as triton has no latents",
         "experts of 58 layers: triton",
     ]
+
     dense = models.find_family(QWEN3_8B).config_from_hf(QWEN3_8B)
     assert list(explain_kernels(NO_KERNELS, dense)) == [
         "attention of 36 layers in training: loops",

@@ -32,11 +32,14 @@ def test_layers_lie_in_their_stack_and_keep_it(dtype):
     params = separate_layers(DecoderParams(embed=stack[0], layers=({"up": stack, "bias": small},), final_norm=None))
     (layers,) = params.layers
     assert params.has_separate_layers and len(layers) == 3
+
     first, values = address(stack), [np.asarray(matrix) for matrix in stack]
     assert [address(layer["up"]) - first for layer in layers] == [n * stack.nbytes // 3 for n in range(3)]
+
     del stack
     gc.collect()
     others = [jnp.full((3, 16, 64), n, dtype) for n in range(8)]  # would reuse the memory of the stack if it were free
+
     for n, layer in enumerate(layers):
         np.testing.assert_array_equal(layer["up"], values[n])
         np.testing.assert_array_equal(layer["bias"], small[n])

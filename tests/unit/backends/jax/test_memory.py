@@ -478,11 +478,13 @@ def test_a_change_that_exhausts_the_memory_raises_and_changes_nothing(start, mon
         "step": lambda: backend.optim_step(MODEL, OptimizerParams()),
     }[change]
     before = read_state(backend)
+
     with monkeypatch.context() as patch:
         patch.setattr(training_state.jax, "block_until_ready", lambda tree: raise_next([EXHAUSTED]))
         patch.setattr(training_state, "adamw_step", lambda *arguments: raise_next([EXHAUSTED]))
         with pytest.raises(CapacityError, match=r"no memory left for .*\. State is unchanged.*max-lora-adapters"):
             run()
+
     assert_bit_equal(read_state(backend), before)
     with pytest.raises(UserError, match="no such model"):
         backend.capture(other, ALL_PARTS)

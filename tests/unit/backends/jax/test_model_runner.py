@@ -137,11 +137,13 @@ def test_trainer_and_sampler_agree_across_pages_with_filters_and_topk(tiny, sche
         make_request("blue", make_prompt(33), sampler=BLUE, samples=5, max_tokens=60, top_k=3),
     ]
     results = run(scheduler, *requests)
+
     for request in requests:
         for index in range(5):
             sequence = results.sequence(request.request_id, index)
             expected = compute_trainer_logprobs(tiny, request, sequence.tokens)
             np.testing.assert_allclose(sequence.logprobs, expected, rtol=1e-5, atol=1e-5)
+
             best = -np.sort(-compute_distributions(tiny, request, sequence.tokens))[:, :3]
             if request.sampler == BLUE:
                 assert (sequence.logprobs >= best[:, 2] * (1 + 1e-5) - 1e-5).all()
@@ -200,6 +202,7 @@ def test_first_tokens_have_the_same_bits_for_any_number_of_samples(tiny):
     device = ModelRunner(params, config, TINY_CONFIG)
     request = make_request("a", make_prompt(9), samples=64, temperature=0.9)
     samples = [RunningSample(request=request, index=index, adapter=BASE_SLOT, stops=frozenset()) for index in range(64)]
+
     for _ in range(10):
         hidden = jnp.asarray(generator.standard_normal((1, tiny.config.hidden_size)), jnp.float32)
         whole = device.draw_first(hidden, samples)
@@ -234,11 +237,13 @@ def test_prefix_cache_hits_change_no_bit(tiny, adapter):
     }
     warm, cold = start(tiny, prefix_cache_tokens=512), start(tiny, prefix_cache_tokens=0)
     hits = {}
+
     for name, prompt in prompts.items():
         request = make_request(name, prompt, sampler=adapter, max_tokens=6)
         results = run(warm, request)
         assert results.bits == run(cold, request).bits, name
         hits |= results.cache_hits
+
     assert hits == {"equal": 116, "alike": 96, "part": 64}
 
 
@@ -327,8 +332,10 @@ def test_a_chunk_and_a_slice_allocate_no_second_cache(tiny):
             BlockTable(jax.ShapeDtypeStruct((rows, 4), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32))
             for rows in (1, 2)
         )
+
         batch = RowInputs(4).make_batch(SliceRows((None, None), (BASE_SLOT, BASE_SLOT)))
         chunk = programs.prefill.lower(tiny.params, tiny.config, None, row, tokens, row, row, cache, one)
+
         decoding = programs.decode_slice.lower(
             tiny.params,
             tiny.config,
@@ -343,6 +350,7 @@ def test_a_chunk_and_a_slice_allocate_no_second_cache(tiny):
         )
         live = jax.eval_shape(partial(cache_state.open_decode_slice, max_tokens=4), cache, two, batch.position_S).live
         closing = programs.close_rows.lower(cache, live, batch.position_S, number, two)
+
         found = [lowered.compile().memory_analysis() for lowered in (chunk, decoding, closing)]
         assert all(analysis.alias_size_in_bytes == count_bytes(cache) for analysis in found)
         return [analysis.temp_size_in_bytes for analysis in found]
@@ -373,7 +381,9 @@ def test_greedy_decoding_as_on_accelerators_in_bfloat16(tiny, monkeypatch, runs_
             np.testing.assert_allclose(
                 sequence.logprobs, compute_trainer_logprobs(tiny, request, sequence.tokens), atol=1e-5
             )
+
     assert counts == {16}
+
     wanted = decode_greedily(tiny, red[1], red[1].params.max_tokens)
     many = run(scheduler, replace(red[1], request_id=RequestId("many"), num_samples=17))
     assert counts == {16, 32}
@@ -400,6 +410,7 @@ def test_running_ahead_changes_no_sample_and_compiles_nothing(tiny):
     device._is_single_cpu, device.runs_ahead, device._counts = False, True, RowCounts([8])
     num_programs = programs.decode_slice._cache_size()
     found, wanted = run(ahead, *requests), run(waits, *requests)
+
     assert found.tokens == wanted.tokens
     assert any(len(tokens) < 37 for tokens in found.tokens.values())
     assert programs.decode_slice._cache_size() == num_programs + 1
@@ -414,6 +425,7 @@ def test_programs_of_requests_are_compiled_at_the_same_time_before_they_are_call
         make_request("base", make_prompt(40), max_tokens=2),
         make_request("scored", make_prompt(20), max_tokens=1),
     ]
+
     device.precompile(requests)
     rows = SliceRows.iter_shapes(device._counts.all[0], BASE_SLOT, merges=False)
     slices = {("decode", len(shape.samples), len(shape.adapters), False, False): shape for shape in rows}
@@ -422,6 +434,8 @@ def test_programs_of_requests_are_compiled_at_the_same_time_before_they_are_call
     for key in expected:
         device._wait_for_program(*key)
     assert set(compiler.ready) == expected
+
+    # The programs are there now, so the same requests compile nothing.
     compiled = compilation.num_compiled
     device.precompile(requests)
     device.prefill([PromptChunk(BlockTableRow([]), np.zeros(30, np.int32), 0, BASE_SLOT)], 32)

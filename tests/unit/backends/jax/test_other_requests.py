@@ -61,6 +61,7 @@ def check(model: TinyModel) -> None:
     for request in mine:
         run(scheduler, request, into=alone)
     assert len(alone.bits) == 3
+
     for size in (1, 3, 17, 61):
         scheduler, results, others = start(model), Results(), other_requests(size)
         begin(scheduler, *others[::2])
@@ -70,6 +71,7 @@ def check(model: TinyModel) -> None:
         begin(scheduler, *others[1::2], mine[1])
         run(scheduler, into=results)
         assert {key: results.bits[key] for key in alone.bits} == alone.bits, f"with {size} other samples"
+
         again = run(scheduler, mine[1])  # a hit of the prefix cache
         assert again.bits["red", 0] == alone.bits["red", 0]
 

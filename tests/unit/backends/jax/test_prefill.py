@@ -62,18 +62,22 @@ def test_prefix_cache_hits_save_prefill_and_change_no_bit(programs, adapter):
     }
     requests = [make_request(name, prompt, sampler=adapter, max_tokens=6) for name, prompt in prompts.items()]
     without, sizes = {}, {}
+
     for request in requests:
         fresh = start(programs, NO_PREFIXES)
         without[request.request_id], sizes[request.request_id] = run_and_count(
             programs, lambda fresh=fresh, request=request: run(fresh, request)
         )
+
     assert all(results.cache_hits == {} for results in without.values())
     assert sizes == {"first": 128, "equal": 128, "alike": 160, "longer": 128, "part": 96, "other": 96}
+
     warm, hits = start(programs), {}
     for request in requests:
         results, sizes[request.request_id] = run_and_count(programs, lambda request=request: run(warm, request))
         assert results.bits == without[request.request_id].bits, request.request_id
         hits |= results.cache_hits
+
     assert hits == {"equal": 116, "alike": 96, "longer": 96, "part": 64}
     assert sizes == {"first": 128, "equal": 0, "alike": 64, "longer": 32, "part": 32, "other": 96}
 
@@ -99,8 +103,10 @@ def test_simultaneous_requests_of_one_short_prefix_compute_it_once(programs, ada
         without |= run(start(programs, replace(memory, prefix_tokens=0), config), request).bits
     programs.extended.clear()
     results = run(start(programs, memory, config), *requests)
+
     assert results.cache_hits == {f"r{i}": 128 for i in range(1, 16)}
     assert programs.extended.count((0, 128)) == 1
+
     rest = [chunk for chunk in programs.extended if chunk != (0, 128)]
     assert len(rest) == 16 and all(start == 128 and padded in (32, 64) for start, padded in rest)
     assert {key: results.bits[key] for key in without} == without
@@ -146,6 +152,7 @@ def test_a_long_prompt_is_computed_between_the_slices_of_running_samples(program
     before = programs.num_computed
     begin(scheduler, long)
     num_steps = 0
+
     while ("long", 0) not in results.ended:
         earlier = programs.num_computed
         deltas = scheduler.step()
@@ -153,10 +160,13 @@ def test_a_long_prompt_is_computed_between_the_slices_of_running_samples(program
         assert programs.num_computed - earlier <= CONFIG.prefill_tokens
         assert any(delta.request_id == "running" and delta.tokens.size == 4 for delta in deltas)
         results.add(deltas)
+
     assert num_steps == 4 and programs.num_computed - before == 256
+
     while deltas := scheduler.step():
         results.add(deltas)
     bits = {key: pair for key, pair in results.bits.items() if pair != (b"", b"")}
+
     assert bits == alone["running"] | alone["long"]
 
 
@@ -166,12 +176,14 @@ def test_short_prompts_pass_a_long_one_that_progresses_in_every_step(scheduler):
     begin(scheduler, long, *(make_request(f"s{i}", make_prompt(20, seed=i), max_tokens=2) for i in range(12)))
     first_step: dict[str, int] = {}
     step = 0
+
     while deltas := scheduler.step():
         results.add(deltas)
         for delta in deltas:
             if delta.tokens.size:
                 first_step.setdefault(delta.request_id, step)
         step += 1
+
     assert results.ended == {("long", 0), *((f"s{i}", 0) for i in range(12))}
     assert first_step["long"] == 6, "64 tokens, then half of 64 while others wait"
     assert sum(first_step[f"s{i}"] < first_step["long"] for i in range(12)) >= 5
@@ -231,6 +243,7 @@ def test_prompts_and_samples_share_the_pages(programs):
         )
     ]
     results = run(scheduler, *requests)
+
     for request in requests:
         for index in range(request.num_samples):
             assert len(results.tokens[request.request_id, index]) == request.params.max_tokens
@@ -311,4 +324,5 @@ def test_prompts_together_take_no_more_than_there_is(seed):
     programs = FakeModelRunner(prompts_of_shard=4)
     config = CONFIG.model_copy(update={"prefill_tokens": 256})
     found, alone = (run(start(runner, memory, config), *requests) for runner in (programs, FakeModelRunner()))
+
     assert found.tokens == alone.tokens and max(programs.together) > 1

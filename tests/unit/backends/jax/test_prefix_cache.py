@@ -165,17 +165,22 @@ def test_states_count_at_their_size_and_leave_with_their_prompts():
     state = cache.state()
     cache.put(RED, cache.prompt(1, 1, 1, 1, 2, states={4: state}))
     assert cache.num_tokens == 28, "a page with its own state, and one more"
+
     cache.states.add_references([state])
     cache.put(RED, cache.prompt(1, 1, 1, 1, 3, states={4: state}))
     assert cache.num_tokens == 46, "the state is the same for both"
+
     cache.put(RED, cache.prompt(2, 1, 1, 1, 3, states={4: cache.state()}))
     assert cache.num_tokens == 56 and cache.states.num_used == 4
     assert cache.find(RED, ask(2, 1, 1, 1, 2)) is not None and cache.find(RED, ask(1, 1, 1, 1, 2)) is not None
+
     cache.put(BLUE, cache.prompt(1, 1, 1, 1, 2, states={4: cache.state()}))
     assert cache.num_tokens == 56 and cache.find(RED, ask(2, 1, 1, 1, 2)) is None
+
     cache.put(RED, cache.prompt(3, 1, 1, 1, 3, pages=7))
     assert cache.num_tokens == 56 and cache.find(RED, ask(3, 1, 1, 1, 3)) is None, "too large with its state"
     assert cache.find_evictable_states() and cache.states.num_used == 4
+
     cache.evict_until_free(0, 96)
     assert cache.states.num_used == 2 and cache.num_tokens == 28
 

@@ -34,6 +34,7 @@ def draw_samples(architecture: str) -> dict[tuple[str, int], list[tuple[int, flo
     model, sampler = ModelId("m"), SamplerId("s")
     backend.create_model(model, ModelSpec(lora=LoraSpec(rank=4, seed=3)))
     backend.load_sampler(sampler, backend.capture(model, {StatePart.WEIGHTS}))
+
     requests = [
         SampleRequest(
             request_id=RequestId(str(n)),
@@ -45,6 +46,7 @@ def draw_samples(architecture: str) -> dict[tuple[str, int], list[tuple[int, flo
         )
         for n, length in enumerate(LENGTHS)
     ]
+
     found: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for delta in backend.sample(PreparedSampleBatch(requests=tuple(requests))):
         found.setdefault((delta.request_id, delta.index), []).extend(zip(delta.tokens, delta.logprobs, strict=True))

@@ -54,13 +54,16 @@ def test_inputs_follow_the_samples_from_slice_to_slice():
     first, second = make_running_sample(0, temperature=0.5), make_running_sample(1, temperature=1.0, adapter=2)
     inputs, rows = RowInputs(STEPS), SliceRows((first, None, second, None), (0, 0, 2, 0))
     batch = inputs.make_batch(rows)
+
     assert batch.token_S.tolist() == [9, 0, 9, 0] and batch.position_S.tolist() == [5, 0, 5, 0]
     assert batch.num_drawn_S.tolist() == [1, 0, 1, 0] and (batch.given_SN == -1).all()
     assert batch.draws.temperature_S.tolist() == [0.5, 0, 1, 0] and batch.slots.slot_G.tolist() == [0, 0, 2, 0]
     assert batch.num_left_S.tolist() == [49, 0, 49, 0] and (batch.source_S == -1).all()
     assert batch.stop_SX[:, :3].tolist() == [[3, 30, -1], [-1] * 3, [3, 31, -1], [-1] * 3]
+
     take(first, 3, 4, 5)
     assert inputs.make_batch(rows).token_S.tolist() == [5, 0, 9, 0]
+
     first.row, first.position = 2, first.position + 4
     batch = inputs.make_batch(rows, from_last=True)
     assert batch.source_S.tolist() == [2, -1, -1, -1] and batch.position_S.tolist() == [12, 0, 5, 0]

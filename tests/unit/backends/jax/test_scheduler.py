@@ -100,6 +100,7 @@ def test_what_was_dispatched_for_samples_that_ended_counts_for_nothing():
     free = run(scheduler, make_request("free", make_prompt(9), max_tokens=40)).tokens["free", 0]
     stop = next(token for token in free[5:] if token not in free[:5])
     stopped = make_request("stopped", make_prompt(9), max_tokens=40, stop_token_ids=(stop,))
+
     begin(
         scheduler,
         stopped,
@@ -109,11 +110,14 @@ def test_what_was_dispatched_for_samples_that_ended_counts_for_nothing():
     results = Results()
     for _ in range(3):
         results.add(scheduler.step())
+
     scheduler.cancel([RequestId("cancelled")])
     later = make_request("later", make_prompt(50, seed=3), samples=14, max_tokens=30)
     run(scheduler, later, into=results)
+
     assert results.tokens["stopped", 0] == free[: free.index(stop) + 1]
     assert scheduler.meters().decode_slots_used == 0
+
     alone = run(start(), later, make_request("goes on", make_prompt(30)))
     assert {key: results.bits[key] for key in alone.bits} == alone.bits
 
@@ -176,9 +180,11 @@ def test_a_cancelled_request_ends_in_any_state_and_others_are_unchanged(schedule
     results.add(scheduler.step())
     scheduler.cancel([request.request_id for request in gone])
     before = set(results.parts)
+
     while deltas := scheduler.step():
         assert {delta.request_id for delta in deltas} == {"keep"}
         results.add(deltas)
+
     assert ("running", 8) in before and ("half in slots", 8) in before and ("queued", 0) not in before
     assert {key: bits for key, bits in results.bits.items() if key[0] == "keep"} == alone.bits
     scheduler.drop(RED)  # its requests are gone
@@ -405,6 +411,7 @@ def test_a_partly_computed_prompt_waits_again_when_samples_need_its_pages(monkey
     watch.run()
     starts = [start for start, _ in watch.programs.extended]
     assert starts.count(0) > 2 and starts.count(64) == 1, "its first chunk was computed again, for all parts"
+
     expected = Watch(replace(FEW, tokens=16 * LONGEST)).run(replace(long, num_samples=3)).results
     assert {key: bits for key, bits in watch.results.bits.items() if key[0] == "long"} == expected.bits
 
@@ -427,6 +434,7 @@ def test_any_mix_of_requests_ends_with_the_bits_of_each_alone(seed, shards):
     prompts = [make_prompt(120, seed=seed) for seed in range(3)]
     requests: list[SampleRequest] = []
     gone: set[str] = set()
+
     for number in range(40):
         size = int(draw.integers(1, 120))
         request = make_request(
@@ -438,17 +446,20 @@ def test_any_mix_of_requests_ends_with_the_bits_of_each_alone(seed, shards):
         )
         requests.append(request)
         watch.begin(request)
+
         for _ in range(draw.integers(4)):
             watch.step()
         if draw.random() < 0.2:
             gone.add(requests[draw.integers(len(requests))].request_id)
             watch.scheduler.cancel([RequestId(name) for name in gone])
+
     watch.run()
     for request in requests:
         if request.request_id not in gone:
             alone = Watch(replace(FEW, num_slots=5, tokens=16 * LONGEST, prefix_tokens=0)).run(request).results
             assert {key: watch.results.bits[key] for key in alone.bits} == alone.bits
     watch.scheduler.drop(None)
+
     assert watch.scheduler.meters().prefix_cache_tokens == 0
 
 

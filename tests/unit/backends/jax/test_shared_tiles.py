@@ -20,6 +20,7 @@ def start_backend(num_slots):
     backend = JaxBackend(str(tiny_directory()), config)
     backend.start()
     inputs = {"target_tokens": TOKENS[1:], "weights": np.ones(19, np.float32)}
+
     for tenant in ("0", "1"):
         backend.create_model(tenant, ModelSpec(lora=LoraSpec(rank=4, seed=int(tenant))))
         for _ in range(2):
@@ -33,7 +34,9 @@ def start_backend(num_slots):
             )
             backend.forward_backward(PreparedModelPassBatch(examples=(example,)))
             backend.optim_step(tenant, OptimizerParams(learning_rate=0.05))
+
         backend.load_sampler(tenant, backend.capture(tenant, {StatePart.WEIGHTS}))
+
     return backend
 
 
@@ -55,8 +58,10 @@ def draw_samples(backend, names, late=""):
                 options=PromptOptions(),
             )
             backend.begin_sample(PreparedSampleBatch(requests=(request,)))
+
         if some is names:
             seen += backend.step_sample()
+
     while deltas := backend.step_sample():
         seen += deltas
     tokens, logprobs = {}, {}
@@ -65,6 +70,7 @@ def draw_samples(backend, names, late=""):
             where = delta.request_id, delta.index
             tokens.setdefault(where, []).extend(delta.tokens.tolist())
             logprobs.setdefault(where, []).extend(delta.logprobs.tolist())
+
     return tokens, logprobs
 
 

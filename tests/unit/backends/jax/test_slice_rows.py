@@ -132,6 +132,7 @@ def test_the_rows_of_each_shard_have_its_samples():
     for sample, shard in zip(mixed, (0, 0, 1, 1, 1, 0), strict=True):
         sample.table.shard = shard
     in_tiles = SliceRows.arrange(mixed, 16, merges=False, num_shards=2)
+
     assert [sample and sample.index for sample in in_tiles.samples] == [
         1,
         5,
@@ -147,11 +148,14 @@ def test_the_rows_of_each_shard_have_its_samples():
         *[None] * 3,
     ]
     assert in_tiles.adapters == (1, 2, 1, 2)
+
     in_rows = SliceRows.arrange(mixed, 6, merges=False, num_shards=2)
     assert [sample and sample.index for sample in in_rows.samples] == [1, 5, 0, 2, 4, 3]
     assert in_rows.adapters == (1, 1, 2, 1, 1, 2)
+
     merged = SliceRows.arrange(mixed, 8, merges=True, num_shards=2)
     assert [sample and sample.index for sample in merged.samples] == [1, 5, 0, None, 2, 4, 3, None]
     assert merged.adapters == (1, 2, 0, 0) and merged.groups == (0, 0, 1, 0, 0, 0, 1, 0)
+
     same = SliceRows.arrange(samples(3, 3), 8, merges=True, num_shards=2)
     assert same.adapters == (3,) and [sample and sample.index for sample in same.samples] == [0, 1, *[None] * 6]

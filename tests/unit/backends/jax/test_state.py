@@ -73,15 +73,18 @@ def test_hits_change_no_bit_and_all_samples_are_as_trained(tiny):
     }
     warm, cold = start(tiny, prefix_cache_tokens=8192), start(tiny, prefix_cache_tokens=0)
     hits = {}
+
     for name, prompt in prompts.items():
         request = make_request(name, prompt, sampler=RED, max_tokens=6)
         results = run(warm, request)
         assert results.bits == run(cold, request).bits, name
+
         hits |= results.cache_hits
         sequence = results.sequence(name)
         np.testing.assert_allclose(
             sequence.logprobs, compute_trained_logprobs(tiny, request, sequence.tokens), atol=1e-5
         )
+
     assert hits == {"equal": 96, "longer": 96, "part": 64}, "the longer replaced the first; of that, 64 was not kept"
 
 

@@ -187,8 +187,10 @@ def test_batch_invariance():
     how = params(top_k, top_p)
     together = draw(logits, how, 0)
     turned = draw(logits[back], jax.tree.map(lambda leaf: leaf[back], how), 0)
+
     assert turned.tokens[back].tolist() == together.tokens.tolist()
     assert turned.logprobs[back].tolist() == together.logprobs.tolist()
+
     for turn in range(3):
         mine = np.random.default_rng(turn).random(ROWS) < 0.1
         among_plain = draw(logits, params(np.where(mine, top_k, 0), np.where(mine, top_p, 1.0)), 0)

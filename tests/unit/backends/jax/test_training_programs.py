@@ -100,6 +100,7 @@ def test_programs_that_were_called_are_the_first_of_the_next_start(tmp_path: Pat
     layout = mesh.make_layout(MeshConfig())
     params = tiny.params.replace(layout=layout)  # type: ignore[attr-defined]
     orders: list[list[int]] = []
+
     for _ in range(2):
         compiler = RecordingCompiler()
         programs = TrainingPrograms(params, tiny.config, compiler)
@@ -109,6 +110,7 @@ def test_programs_that_were_called_are_the_first_of_the_next_start(tmp_path: Pat
             compiler.ready[shape] = CompiledProgram(print, num_calls=3 if shape.length == 128 else 0)
         programs.close()
         programs.close()  # counts once
+
     assert orders == [[256, 128, 64], [128, 256, 64]]
     (popular,) = (tmp_path / "popular").iterdir()
     assert json.loads(popular.read_text()) == {"1 128 1 8 1": 6}

@@ -52,6 +52,7 @@ def list_late_programs(directory: str) -> list[str]:
     backend = JaxBackend(directory, CONFIG)
     capabilities = backend.start()
     assert (capabilities.max_context_length, capabilities.max_sample_tokens) == (64, 64)
+
     model = ModelId("m")
     backend.create_model(model, ModelSpec(lora=LoraSpec(rank=8, seed=1)))  # the only adapter slot is free again
     compiled: list[str] = []
@@ -68,12 +69,14 @@ def list_late_programs(directory: str) -> list[str]:
             assert all(np.isfinite(result.logprobs).all() for result in backend.forward_backward(batch))
             backend.forward(batch)
             backend.optim_step(model, OptimizerParams())
+
         for number in range(16):  # all sampler slots, with two ranks
             if number == 8:
                 backend.delete_model(model)
                 backend.create_model(model, ModelSpec(lora=LoraSpec(rank=2, seed=1)))
             sampler = SamplerId(f"s{number}")
             backend.load_sampler(sampler, backend.capture(model, {StatePart.WEIGHTS}))
+
         for prompt, new, num_samples in ((3, 1, 1), (3, 4, 2), (20, 12, 1), (9, 20, 70), (14, 2, 9)):
             targets = np.ones((prompt - 1, 5), np.int64)
             about_prompt = (
@@ -82,12 +85,14 @@ def list_late_programs(directory: str) -> list[str]:
                 PromptOptions(target_tokens=targets),
                 PromptOptions(alt_tokens_k=3),
             )
+
             for options in (PromptOptions(), *about_prompt[: 4 if new == 1 else 1]):
                 for samplers in ((None,), (sampler,), (None, sampler)):
                     requests = tuple(request(one, prompt, new, num_samples, options) for one in samplers)
                     assert backend.sample(PreparedSampleBatch(requests=requests))
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
+
     backend.close()
     return compiled
 
