@@ -52,7 +52,7 @@ class _Trainer(FakeBackend):
 
 
 class BackendOnStub:
-    """A composed backend on a stub, with the weights of a trained model."""
+    """A composed backend that samples on a stub, with the weights of a trained model."""
 
     def __init__(self, world: World, stack: ExitStack) -> None:
         self.stub: VllmStub = world.stub()

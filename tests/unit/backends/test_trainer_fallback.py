@@ -27,7 +27,7 @@ TRAINED = SamplerId("trained")
 
 
 class BackendOnStub:
-    """A composed backend on a stub, with the weights of a trained model."""
+    """A composed backend that samples on a stub, with the weights of a trained model."""
 
     def __init__(self, world: World, stack: ExitStack) -> None:
         self.world, self.stub = world, world.stub()

@@ -109,7 +109,7 @@ def test_offloaded_inputs_of_layers_take_memory_of_the_host(device: str, tmp_pat
 
 @pytest.mark.slow
 def test_the_unembedding_is_gathered_once(tmp_path: Path, client_environment) -> None:
-    """It is not gathered again for each of the eight chunks of log-probabilities of 2,048 tokens."""
+    """It is not gathered for each of the eight chunks of log-probabilities of 2,048 tokens."""
     write_model(tmp_path, num_layers=3, vocab_size=16384, hidden_size=128)
     flags = ("--device", "h200:2", "--mesh", "fsdp=2", "--backend-config.remat")
     gradient = compile_programs(client_environment, tmp_path, "gradient", *flags)[1]["gradient"]
@@ -121,7 +121,7 @@ def test_the_unembedding_is_gathered_once(tmp_path: Path, client_environment) ->
 
 @pytest.mark.slow
 def test_weights_that_devices_gather_are_not_copied(tmp_path: Path, client_environment) -> None:
-    """A copy of all layers would exceed the rest of the program, as layers are most of the memory."""
+    """A copy of all layers would exceed the rest of the program: they are most of the memory."""
     write_model(tmp_path, num_layers=48, hidden_size=512, mlp_size=2048)
     flags = ("--device", "h200:2", "--mesh", "fsdp=2", "--backend-config.remat")
     flags += ("--backend-config.micro-batch-tokens", "1024")

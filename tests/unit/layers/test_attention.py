@@ -38,7 +38,7 @@ SINKS = np.array([0.3, -1.0, 2.0, 0.0], np.float32)
 
 @partial(fast_jit, static_argnames=("kernel", "query_block", "key_block"))
 def values_and_gradients(x, target, start_BT, kernel, **blocks):
-    """Return a kernel's results and gradients: whole rows, packed sequences, and packed with sinks."""
+    """Return results and gradients of a kernel: whole rows, packed sequences, packed with sinks."""
 
     def loss(x, *more):
         return (kernel(*x, *more, **blocks) * target).sum()
@@ -61,7 +61,7 @@ def attend_by_definition(q_BTNH, k_BTKH, v_BTKH, window=None, sinks=None):
 
 
 def group_heads(q, k, v):
-    """Reshape [B, T, heads, H] into the inputs of both kernels: [B, K, G, T, H] and [B, K, T, H]."""
+    """Reshape [B, T, heads, H] into the inputs of kernels: [B, K, G, T, H] and [B, K, T, H]."""
     B, T, N, H = q.shape
     K = k.shape[2]
     return q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4), k.swapaxes(1, 2), v.swapaxes(1, 2)
@@ -231,7 +231,7 @@ def test_keys_may_be_the_values_too():
 
 
 def test_long_rows_stay_within_memory():
-    """With 16,384 tokens the scores of all pairs would take 4 GiB for four heads."""
+    """The scores of all pairs of 16,384 tokens would take 4 GiB for four heads."""
     shapes = [jax.ShapeDtypeStruct((1, 16384, n, 8), jnp.float32) for n in (4, 1, 1)]
     gradient = jax.jit(jax.grad(lambda q, k, v: causal_attention(q, k, v).sum(), argnums=(0, 1, 2)))
     assert gradient.lower(*shapes).compile().memory_analysis().temp_size_in_bytes < 100e6

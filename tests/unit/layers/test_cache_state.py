@@ -43,7 +43,7 @@ def test_what_a_slice_changes_is_written_to_the_cache(by_layer):
 
     @fast_jit
     def slice_of_three(cache: Cache, start_S: jax.Array, new: list[KeyValues]) -> tuple[KeyValues, Cache]:
-        """Return the past of layer 1, and the cache after a slice of three tokens that keeps two."""
+        """Return the past of layer 1 and the cache after a slice that keeps two of three tokens."""
         if by_layer:
             opened = cache_state.open_decode_slice_by_layer(cache, table, start_S, read_length=C, max_tokens=3)
         else:
@@ -74,7 +74,7 @@ def test_what_a_slice_changes_is_written_to_the_cache(by_layer):
         expected = np.array(getattr(before, name))
         for n in range(2):
             for row, start in ((0, 0), (2, 7)):
-                if start + n < C:  # beyond, nothing is written
+                if start + n < C:  # nothing is written after the last position
                     expected[:, row, :, start + n] = getattr(new[n], name)[:, row]
 
         np.testing.assert_array_equal(getattr(get_positions(after, table)[0], name), expected)
@@ -119,7 +119,7 @@ def test_pages_and_states_are_copied_and_cleared():
     cache[1].fixed["state"][:, 0] = 0
     pages, states = (np.zeros((4, 2), np.int32) for _ in range(2))
     pages[:2], states[:2] = [(3, num_pages - 2), (0, num_pages - 1)], [(2, num_states - 1), (0, 2)]
-    pages[2:] = states[2:] = -1  # beyond the count
+    pages[2:] = states[2:] = -1  # entries after the count are ignored
     copied = fast_jit(cache_state.copy_pages)(cache, pages[None], np.array([2]), states[None], np.array([2]))
 
     for got, given in zip(jax.tree.leaves(copied[0]), jax.tree.leaves(cache[0]), strict=True):
@@ -173,7 +173,7 @@ def test_kv_read_length_changes_no_bit(kv_heads, head_dim):
 
 
 def test_longer_rows_change_no_bit_of_attention_over_pages():
-    """The loop ends with the longest row."""
+    """The loop over pages ends with the longest row."""
     rows = keys_and_values(1, 4, 2, 1024, 16)
     cache, table = (LayerCache(positions=split_into_pages(rows, 64)),), make_table(4, 16)
     new = some(4, 4, 16, seed=2), some(4, 2, 16, seed=3), some(4, 2, 16, seed=4)

@@ -1,4 +1,4 @@
-"""The gated delta rule by chunks equals its recurrence, token by token."""
+"""The gated delta rule computed in chunks equals its token-by-token recurrence."""
 
 from collections.abc import Callable
 from functools import partial

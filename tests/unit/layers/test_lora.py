@@ -49,7 +49,7 @@ def test_value_and_gradient_are_those_of_the_plain_formula(monkeypatch, num_rows
 
     assert ConcatenatedMap.is_faster(num_rows, weight) == (dtype == "bfloat16")
     found, wanted = evaluate(x, pair)
-    tolerance = 1e-5 if dtype == "float32" else 0.02  # of the largest: factors have 8 bits, sums have 24
+    tolerance = 1e-5 if dtype == "float32" else 0.02  # relative to the largest value; bfloat16 factors have 8 bits
     for own, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert own.dtype == jnp.float32
         np.testing.assert_allclose(own, other, rtol=0, atol=tolerance * float(np.abs(other).max()))

@@ -29,7 +29,7 @@ def weights() -> ExpertWeights:
 
 @pytest.fixture(scope="module")
 def biased(weights: ExpertWeights) -> ExpertWeights:
-    """Experts of gpt-oss, with a limit that many tokens reach."""
+    """Return experts like those in gpt-oss, with a clamp that acts on many tokens."""
     sizes = {name: size[1] for name, size in zip(BIAS_AXES, SIZES.values(), strict=True)}
     biases = {name: normal(30 + i, E, size) for i, (name, size) in enumerate(sizes.items())}
     return weights.replace(**biases, clamp=Clamp(limit=1.5, slope=1.702))
@@ -139,7 +139,7 @@ def compute_by_loop(
 
 
 def activate(clamp: Clamp | None, gate, up):
-    """Return the activation of an expert, in the library of its arguments."""
+    """Return the activation of an expert, as an array of the arguments' library (numpy or JAX)."""
     if clamp is None:
         return gate / (1 + np.exp(-gate)) * up
     gate, up = gate.clip(max=clamp.limit), up.clip(-clamp.limit, clamp.limit)
@@ -162,7 +162,7 @@ def test_each_token_goes_to_its_own_experts(weights, router, num_tokens, form):
 
 @pytest.mark.parametrize(("num_experts", "num_chosen", "rank"), [(1, 1, 1), (1, 1, 2 * D), (E, E, 2 * D), (E, 1, 1)])
 def test_one_expert_and_all_experts(weights, router, num_experts, num_chosen, rank):
-    """Covers one expert, all experts, and one of all, with rank 1 and a rank larger than the maps."""
+    """Covers one expert, all experts, and one of all, with rank 1 and a rank above all sizes."""
     routing = Routing(num_experts=num_experts, num_chosen=num_chosen, renormalizes=True)
     weights, router = jax.tree.map(lambda leaf: leaf[:num_experts], (weights, router))
     x, adapters = normal(3, 33, D), one_adapter(20, num_experts, rank)

@@ -1,6 +1,6 @@
 """Kernels that read pages of the KV cache, in interpret mode, against the loop.
 
-Unsupported heads are refused.
+The loop also reads heads that a kernel does not support.
 """
 
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""The short convolution against sums in numpy."""
+"""The short convolution, compared with sums in numpy."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""The state space by chunks equals its recurrence, token by token."""
+"""The state space model computed in chunks equals its token-by-token recurrence."""
 
 from collections.abc import Callable
 from itertools import pairwise

@@ -21,7 +21,7 @@ class LoadedModel:
     family: models.ModelFamily
 
     def adapter(self, seed: int, rank: int = 4, max_rank: int | None = None) -> Adapter:
-        """Return an adapter whose B is not zero, so that it acts."""
+        """Return an adapter whose B is not zero, so that it has an effect."""
         made = models.init_adapter(self.config, LoraSpec(rank=rank, seed=seed), max_rank)
         generator = np.random.default_rng(seed)
         for pair in made.weights.values():
@@ -58,8 +58,7 @@ BY_HEAD = "qwen3-next"
 """Linear attention whose maps are stored head by head."""
 
 MAMBA = "nemotron"
-"""Layers of one part each: Mamba-2, attention without ropes, experts on latents, and a dense layer.
-"""
+"""Layers of one part each: Mamba-2, attention without ropes, latent experts, and a dense layer."""
 
 VARIANTS = {
     CYCLE: {

@@ -1,4 +1,4 @@
-"""Three ways through a model give the same numbers: whole rows, slots of adapters, single tokens."""
+"""Whole rows, slots of adapters and token-by-token decoding give the same numbers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -48,7 +48,7 @@ def decode_step(
     by_layer: bool = False,
     is_separate: bool = False,
 ):
-    """Decode one step of the samples, from stacks, from copies by layer, or from separate layers."""
+    """Decode one step of the samples from stacks, copies by layer, or separate layers."""
     if by_layer:
         params = models.unstack_params(params, config)
         opened = cache_state.open_decode_slice_by_layer(cache, SAMPLES, position, read_length=128, max_tokens=4)
@@ -64,7 +64,7 @@ def tokens(rows: int = 3, length: int = LENGTH, seed: int = 0) -> np.ndarray:
 
 
 def make_unwritten_cache(params, config) -> cache_state.Cache:
-    """Return a cache of NaN, except for the empty page and the states of prompts, which are zero."""
+    """Return a cache of NaN, with zeros in the empty page and in the states of prompts."""
 
     def nothing(leaf, num_empty: int):
         return np.concatenate([np.zeros_like(leaf[:, :num_empty]), np.full_like(leaf[:, num_empty:], np.nan)], axis=1)

@@ -1,4 +1,4 @@
-"""The config.json of Gemma 3: blocks with windows and different ropes, and keys that are refused."""
+"""The config.json of Gemma 3: blocks with windows and two ropes, and keys that are refused."""
 
 import json
 import math
@@ -39,7 +39,7 @@ PUBLISHED = {
 }
 """Published numbers of parameters, including images, and of layers.
 
-The last entry is the factor of positions in layers without a window.
+The last entry is the rope factor of layers without a window, or None.
 """
 
 

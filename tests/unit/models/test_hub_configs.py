@@ -32,7 +32,7 @@ MOONLIGHT = "Moonlight-16B-A3B"
 FOLDER = Path(__file__).parent / "hub_configs"
 """Files as published, without keys that no model reads.
 
-Files of Qwen3.5, the DeepSeek line and Nemotron have the published sizes.
+For Qwen3.5, DeepSeek and its relatives, and Nemotron, only the sizes are the published ones.
 """
 
 

@@ -1,4 +1,4 @@
-"""The config.json of Nemotron-H is read into layers of one part each."""
+"""The config.json of Nemotron-H is read into layers with one part each."""
 
 import math
 from typing import Any

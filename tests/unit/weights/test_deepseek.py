@@ -1,4 +1,4 @@
-"""DeepSeek-V3 checkpoints: joint maps of keys and values, and layers that predict further tokens."""
+"""DeepSeek-V3 checkpoints: joint maps of keys and values, layers that predict further tokens."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""An MXFP4 checkpoint is read bit for bit like its plain form, and merges into a plain checkpoint."""
+"""An MXFP4 checkpoint is read bit for bit like its plain form, and merges into a plain one."""
 
 import json
 from pathlib import Path
@@ -78,7 +78,7 @@ def test_parts_need_not_end_where_blocks_do() -> None:
     numbers, blocks, scales = draw(np.random.default_rng(1), 3, 128, 10)
 
     class FakeSlice:
-        """A slice of safetensors."""
+        """A stand-in for a slice of safetensors."""
 
         def __init__(self, array: np.ndarray) -> None:
             self._array = array

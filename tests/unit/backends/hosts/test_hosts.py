@@ -1,6 +1,6 @@
-"""Backends on two hosts, with rank 1 on a thread.
+"""Fake backends on two hosts, with rank 1 on a thread.
 
-If both hosts do the same, a call has its ordinary result. Any difference raises BackendLost.
+A call has its ordinary result if both hosts do the same. Any difference raises BackendLost.
 """
 
 import os
@@ -257,9 +257,9 @@ def test_a_host_that_stalls_loses_the_backend(tmp_path):
 
 
 def test_a_call_that_returns_on_no_host_ends_the_process(tmp_path):
-    """For example, a collective that one host does not join.
+    """For example, a collective never returns if one host does not join it.
 
-    A host that is compiling does not count.
+    A host that is still compiling is not treated as hung.
     """
 
     class Compiling(BlockedFake):

@@ -32,7 +32,7 @@ def batch(*shapes: tuple[int, ...], seed: int = 0) -> PreparedModelPassBatch:
 
 
 @contextmanager
-def running(**settings) -> Iterator[JaxBackend]:
+def run_backend(**settings) -> Iterator[JaxBackend]:
     with tiny_backend(std=0.05, max_lora_adapters=1, **settings) as backend:
         backend.create_model(MODEL, spec())
         yield backend
@@ -46,7 +46,7 @@ def test_gradients_accumulate_over_micro_batches():
     shapes = [(9,), (12,), (11,), (20,), (12,)]
     found = []
     for settings in ({"micro_batch_tokens": 64}, {"micro_batch_tokens": 32, "remat": True}):
-        with running(**settings) as backend:
+        with run_backend(**settings) as backend:
             for step in range(2):  # B is zero before the first step, so A gets gradients only in the second
                 # A small eps would amplify rounding errors of gradients near zero.
                 results = backend.forward_backward(batch(*shapes, seed=step))
@@ -62,7 +62,7 @@ def test_adapters_are_float32_with_any_base_dtype():
     """One step changes the weights by a factor of 1e-5, which bfloat16 would round away."""
     gradients = {}
     for dtype in ("bfloat16", "float32", "auto"):  # on CPU, auto means float32
-        with running(dtype=dtype) as backend:
+        with run_backend(dtype=dtype) as backend:
             before = backend.capture(MODEL, {StatePart.WEIGHTS}).parts[StatePart.WEIGHTS]
             # There is no gradient yet, so only the weight decay acts.
             backend.optim_step(MODEL, OptimizerParams(learning_rate=1e-5, weight_decay=1.0))
@@ -86,8 +86,8 @@ def test_adapters_are_float32_with_any_base_dtype():
 
 
 def test_several_targets_per_position():
-    """Targets [T, K] give K log-probabilities per position, also if other examples have another K."""
-    with running() as backend:
+    """Targets [T, K] give K log-probabilities per position, also if K differs by example."""
+    with run_backend() as backend:
         mixed = batch((12, 3), (12,), (20, 2), (12, 1))
         results = backend.forward_backward(mixed)
         assert [result.logprobs.shape for result in results] == [(12, 3), (12,), (20, 2), (12, 1)]
@@ -112,7 +112,7 @@ def test_several_targets_per_position():
 
 
 def test_errors_name_their_cause(tmp_path):
-    with running() as backend:
+    with run_backend() as backend:
         with pytest.raises(CapacityError, match="all 1 adapter slots"):
             backend.create_model(ModelId("n"), spec())
         with pytest.raises(UserError, match="stop"):

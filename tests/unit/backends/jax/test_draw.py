@@ -74,7 +74,7 @@ def test_tokens_follow_the_exact_distribution(temperature, top_k, top_p):
     expected = exact(logits, temperature, top_k, top_p) * counts.sum()
     assert counts[expected == 0].sum() == 0
 
-    rare = expected < 8  # pooled, as the chi-square approximation requires
+    rare = expected < 8  # rare tokens are pooled, because the chi-square approximation needs 8 of each
     observed, wanted = counts[~rare], expected[~rare]
     if expected[rare].sum() >= 8:
         observed, wanted = np.append(observed, counts[rare].sum()), np.append(wanted, expected[rare].sum())

@@ -1,4 +1,4 @@
-"""Checkpoints of adapters with shared or separate expert factors, loaded by servers of either form."""
+"""Adapter checkpoints with shared or separate expert factors, loaded by servers of either form."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,6 @@
 """Recurrent states that the prefix cache keeps, tested on fake programs.
 
-The fake fails if a chunk or a sample continues from a state that does not belong to the keys before
-it.
+The fake fails if a chunk or a sample starts from a state that does not match the keys before it.
 """
 
 from collections.abc import Mapping

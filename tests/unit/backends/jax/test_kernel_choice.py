@@ -145,7 +145,7 @@ def test_the_backend_logs_its_kernels_and_publishes_them(tmp_path, caplog):
 
 
 def _model_on_a_mesh(folder: Path) -> None:
-    """Compare gradients of attention kernels on eight devices with gradients of the loops on one."""
+    """Compare gradients of attention kernels on eight devices with the loops on one device."""
     meshes = MeshConfig(fsdp=4, tp=2), MeshConfig(dp=2, fsdp=2, tp=2)
     _compare_on_meshes(folder, "Qwen3ForCausalLM", zip((Kernels(SPLASH), Kernels(TRITON)), meshes, strict=True))
 

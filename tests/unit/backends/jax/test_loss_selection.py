@@ -17,7 +17,7 @@ LENGTH = 6
 
 @partial(jax.jit, static_argnames="is_local")
 def evaluate_by_number(number, logprobs, inputs, config_BC, is_local):
-    """Return results of the whole sequence and its halves, with gradients, and the whole without."""
+    """Return gradients and outputs of the whole and its halves, and the output alone."""
     evaluate = partial(loss_selection.evaluate, number, config_BC=config_BC, is_local=is_local)
     differentiate = partial(loss_selection.evaluate_and_differentiate, number, config_BC=config_BC, is_local=is_local)
     halves = [

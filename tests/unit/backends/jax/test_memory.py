@@ -243,7 +243,7 @@ def start() -> Callable[..., JaxBackend]:
         backend = JaxBackend(str(tiny_directory(std=0.05)), config)
         backend.start()
         backend.create_model(MODEL, SPEC)
-        backend.forward_backward(PreparedModelPassBatch(examples=request("c", 32)))  # a gradient that must not change
+        backend.forward_backward(PreparedModelPassBatch(examples=request("c", 32)))  # a pending gradient
         return backend
 
     return start
@@ -301,7 +301,7 @@ def test_memory_exhausted_when_results_are_read(start, monkeypatch):
 
 
 def test_with_several_hosts_a_pass_goes_on_with_less_memory_only_when_it_is_called_again(start, monkeypatch):
-    """The failed call makes the smaller plan and leaves no program running that waits for a host."""
+    """The failed call makes the smaller plan and leaves nothing running that waits for a host."""
     wanted = numbers(start(64))
     backend, accumulate, drained = start(128), training.accumulate, []
 

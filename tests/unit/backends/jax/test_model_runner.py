@@ -61,7 +61,7 @@ def compute_all_logprobs(params, config, tokens, adapter):
 
 
 @partial(fast_jit, static_argnames="config")
-def compute_trained_logprobs(params, config, tokens, adapter):
+def compute_target_logprobs(params, config, tokens, adapter):
     hidden = models.forward(params, config, tokens[None, :-1], adapter)
     return models.target_logprobs(params, hidden, tokens[None, 1:], adapter)[0]
 
@@ -80,7 +80,7 @@ def compute_trainer_logprobs(tiny: TinyModel, request: SampleRequest, new_tokens
     """Return the trainer's log-probability of every new token."""
     tokens = np.concatenate([request.prompt, new_tokens])
     padded = np.pad(tokens, (0, LENGTH + 1 - tokens.size))
-    found = compute_trained_logprobs(tiny.params, tiny.config, padded, get_adapter(tiny, request.sampler))
+    found = compute_target_logprobs(tiny.params, tiny.config, padded, get_adapter(tiny, request.sampler))
     return np.asarray(found)[request.prompt.size - 1 : tokens.size - 1]
 
 

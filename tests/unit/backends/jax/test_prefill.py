@@ -309,7 +309,7 @@ def test_a_prompt_waits_for_another_whose_beginning_it_shares():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_prompts_together_take_no_more_than_there_is(seed):
-    """With few pages, prompts of all lengths give the same samples together as one after another."""
+    """With few pages, prompts give the same samples together as one after another."""
     draw = np.random.default_rng(seed)
     memory = replace(MEMORY, tokens=400, prefix_tokens=int(draw.choice([0, 64])), max_length=200)
     requests = [

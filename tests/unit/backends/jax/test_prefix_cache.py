@@ -13,7 +13,7 @@ PAGE = 8
 
 
 class Cache(PrefixCache):
-    """A prefix cache with enough pages and states for all prompts of a test, which no sample reads."""
+    """A prefix cache with pages and states for all prompts of a test. No sample reads it."""
 
     def __init__(self, max_tokens: int, *, state_tokens: int = 0) -> None:
         self.pages, self.states = FreeList(100), FreeList(100)
@@ -22,7 +22,7 @@ class Cache(PrefixCache):
         self._has_state = state_tokens > 0
 
     def prompt(self, *tokens: int, pages: int = 1, states: dict[int, int] | None = None) -> ComputedPrompt:
-        """Return a prompt with pages, a state and kept states that only the cache will reference."""
+        """Return a prompt whose pages, state and kept states only the cache will reference."""
         table = BlockTableRow(self.pages.allocate(pages), self.state() if self._has_state else 0)
         return ComputedPrompt(np.array(tokens, np.int32), table, None, states or {})
 

@@ -28,7 +28,7 @@ LENGTHS = (70, 3, 64, 199, 30, 128)
 
 
 def draw_samples(architecture: str) -> dict[tuple[str, int], list[tuple[int, float]]]:
-    """Return tokens and log-probabilities of the samples of six prompts, and of one prompt itself."""
+    """Return tokens and log-probabilities of samples for six prompts, and of one prompt."""
     backend, draw = JaxBackend(str(tiny_directory(architecture)), CONFIG), np.random.default_rng(0)
     backend.start()
     model, sampler = ModelId("m"), SamplerId("s")

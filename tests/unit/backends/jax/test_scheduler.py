@@ -320,7 +320,7 @@ def test_the_samples_of_a_request_have_its_prompt_once(watch):
 
 
 def test_preempted_samples_draw_the_tokens_they_would_draw_undisturbed(watch):
-    request = short("many", 90, samples=8)  # twelve pages each, in the end
+    request = short("many", 90, samples=8)  # each sample grows to twelve pages
     watch.run(request)
     assert len(set(watch.ended_at.values())) >= 3, "some waited"
     ample = Watch(replace(FEW, tokens=8 * LONGEST)).run(request)

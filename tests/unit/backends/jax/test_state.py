@@ -21,9 +21,10 @@ from tests.support.tiny import BY_HEAD, HYBRID, HYBRID_MOE, MAMBA, TINY_CONFIG, 
 LENGTH = 160
 """Sequences are padded to this length for the full forward pass."""
 STD = {HYBRID: 0.1, MAMBA: 0.1, HYBRID_MOE: 0.05, BY_HEAD: 0.1}
-"""The standard deviation of weights. The larger it is, the more rounding errors grow from layer to layer.
+"""The standard deviation of weights. With a larger one, rounding errors grow more per layer.
 
-At 0.1 most samples of the model with experts differ from the trainer by 2e-6 to 5e-6, but one of twelve by 1.5e-5.
+At 0.1, most samples of the model with experts differ from the trainer by 2e-6 to 5e-6, but one of
+twelve differs by 1.5e-5.
 """
 
 

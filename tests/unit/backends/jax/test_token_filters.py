@@ -146,7 +146,7 @@ def deviation(tokens: NDArray[np.int64], p: NDArray[np.float64]) -> float:
     The approximation is by Wilson and Hilferty (1931).
     """
     counts, expected = np.bincount(tokens, minlength=p.size), p * tokens.size
-    rare = expected < 8  # pooled, as the approximation requires
+    rare = expected < 8  # rare tokens are pooled, because the approximation needs 8 of each
     observed, wanted = np.append(counts[~rare], counts[rare].sum()), np.append(expected[~rare], expected[rare].sum())
     statistic = float(((observed - wanted) ** 2 / np.maximum(wanted, 1e-9)).sum())
     freedom = int((wanted > 0).sum()) - 1
@@ -201,7 +201,7 @@ def test_batch_invariance():
 
 
 def test_rows_have_the_same_bits_in_programs_of_other_sizes():
-    """Few rows are processed together, and many in tiles."""
+    """Few rows are processed at once, many rows in tiles."""
     logits = np.random.default_rng(4).standard_normal((64, 20_000)).astype(np.float32)
     top_k, top_p = np.resize(KINDS, (64, 2)).T
     how = jax.tree.map(lambda leaf: leaf[:64], params(np.resize(top_k, ROWS), np.resize(top_p, ROWS)))

@@ -114,7 +114,7 @@ def test_the_estimate_matches_the_compiled_program(tmp_path, remat, more):
 def test_the_estimate_is_near_the_account_of_the_devices_compiler(
     platform, content, num_layers, rank, sizes, num_tokens, compiled_gib, monkeypatch
 ) -> None:
-    """Temporary memory of `accumulate` with rematerialization, by libtpu 0.0.52 and jaxlib 0.10.2."""
+    """Temporary memory of `accumulate` with remat, by libtpu 0.0.52 and jaxlib 0.10.2."""
     monkeypatch.setattr(training_costs, "DEFAULT_RANK", rank)
     params, model = make_published_model({**content, "num_hidden_layers": num_layers}, platform, MeshConfig(**sizes))
     estimate = estimate_costs(params, model, platform).count_micro_batch_bytes(num_tokens, remat=RematPolicy.FULL)
@@ -204,7 +204,7 @@ def test_all_tokens_of_an_ep_group_pass_through_each_of_its_devices() -> None:
     model = models.find_family(QWEN3_30B_A3B).config_from_hf(QWEN3_30B_A3B)
     mixture = model.blocks[0].feed_forward
     assert isinstance(mixture, Mixture)
-    tiles, places = (131072 + 16 * 127) // 128, 128  # of 16 experts, each with at most one tile that is not full
+    tiles, places = (131072 + 16 * 127) // 128, 128  # 16 experts, each with at most one partly filled tile
     rows = (3 * tiles * places + 131072) * 2048
     factors, weights = tiles * 8 * 3 * (2048 + 768), 32 * 3 * 2048 * 768
     assert (

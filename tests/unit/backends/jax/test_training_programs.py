@@ -1,4 +1,4 @@
-"""Training programs compiled in the background: which are likely, and that they give the same bits."""
+"""Training programs compiled in the background: which are likely, and that bits stay the same."""
 
 import json
 from collections.abc import Iterable
@@ -109,7 +109,7 @@ def test_programs_that_were_called_are_the_first_of_the_next_start(tmp_path: Pat
         for shape in compiler.expected:
             compiler.ready[shape] = CompiledProgram(print, num_calls=3 if shape.length == 128 else 0)
         programs.close()
-        programs.close()  # counts once
+        programs.close()  # the second call counts nothing
 
     assert orders == [[256, 128, 64], [128, 256, 64]]
     (popular,) = (tmp_path / "popular").iterdir()
