@@ -25,7 +25,7 @@ ROWS = {
     "c": slice(2 * INNER + GROUPS, 2 * INNER + 2 * GROUPS),
     "dt": slice(2 * INNER + 2 * GROUPS, None),
 }
-"""Where each part of a Mamba layer is in the rows of `in_proj`."""
+"""The rows of each part of a Mamba layer in `in_proj`."""
 MAMBA, EXPERTS, ATTENTION, DENSE = (0, 2), (1, 3), 4, 5
 
 
