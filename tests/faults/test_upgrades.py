@@ -84,7 +84,7 @@ def assert_decodable(data_dir: Path) -> None:
     assert rows
     for kind, body, result in rows:
         request = codec.decode(body)
-        assert not isinstance(request, requests.ModelSpec) and codec.kind_of(request) == kind
+        assert not isinstance(request, requests.ModelSpec) and codec.get_kind(request) == kind
         assert result is None or isinstance(codec.decode(result), results.Result)
 
 

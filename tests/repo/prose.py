@@ -1,4 +1,4 @@
-"""Checks the prose of the repository: banned words, docstring openings, Markdown table cells and links.
+"""Check docstring openings, Markdown table cells and links. `style.py` counts constructions and names.
 
 Run as `python tests/repo/prose.py [PATH ...]`; without a path it checks the whole tree.
 The exit status is 1 if there is a finding.
@@ -20,78 +20,12 @@ SUFFIXES = frozenset({".py", ".md", ".toml", ".yml", ".yaml", ".mako", ".sh", ""
 SKIPPED_FILES = re.compile(r"_pb2\.py$|(^|/)tests/repo/(test_)?prose\.py$|(^|/)(LICENSE|py\.typed|__pycache__/)")
 """Generated files, licences, and this checker with its test."""
 
-BANNED = {
-    "anew": "again",
-    "begun": "started",
-    "bell": "notifier",
-    "bells": "notifiers",
-    "beside": "next to, in addition to",
-    "canonical": "batch-invariant",
-    "come to be": "become",
-    "company": "other requests",
-    "cord": "peer address",
-    "doorbell": "notifier",
-    "for ever": "permanently",
-    "give back": "release",
-    "given back": "released",
-    "gives back": "releases",
-    "hole": "sequence gap",
-    "holes": "sequence gaps",
-    "house": "server, stack",
-    "in words": "with an error message",
-    "is to come": "follows, is pending",
-    "lane": "queue",
-    "lanes": "queues",
-    "lender": "delegated access",
-    "lenders": "delegated access",
-    "mend": "fix",
-    "mended": "fixed",
-    "mends": "fixes",
-    "nobody": "no one, or name the actor",
-    "owed": "expected, guaranteed",
-    "owes": "guarantees",
-    "set aside": "preempted",
-    "slab": "micro-batch plan",
-    "slabs": "micro-batch plans",
-    "so many": "a number",
-    "spared": "cached",
-    "suspect": "quarantined request",
-    "suspects": "quarantined requests",
-    "told": "reported, set, notified",
-    "under way": "running, in progress",
-    "unnamed sampler": "ephemeral sampler",
-    "unnamed samplers": "ephemeral samplers",
-    "who waits": "a waiting client",
-    "whoever": "name the actor",
-}
-"""Words of earlier versions, each with the standard term that replaced it, see docs/glossary.md."""
-
-ALLOWED = {
-    "CHANGELOG.md": ("--hole-wait-s",),
-    "tests/recipes/conftest.py": ("Where is the house?",),
-    "tests/support/postgresql_server.py": ('"nobody"', "`nobody`"),
-}
-"""Names and quotations of third parties: path from the root to the texts in it that are not checked."""
-
 DOCSTRING_OPENINGS = re.compile(r"(What|Who|Whom|Whose|Where|Of|That)\b")
 """First words that make a clause, rather than a thing or an action, the subject of a docstring."""
 
 MOST_CELL_CHARACTERS = 160
 
-_BANNED_PATTERN = re.compile(
-    rf"(?<![A-Za-z0-9])({'|'.join(word.replace(' ', '[ _]') for word in BANNED)})(?![A-Za-z0-9])", re.IGNORECASE
-)
 _LINK_TARGET = re.compile(r"\]\([^)]*\)")
-
-
-def banned_words(text: str, allowed: tuple[str, ...] = ()) -> Iterator[tuple[int, str]]:
-    """Yield line number and message of each banned word; words in snake_case identifiers count."""
-    for quotation in allowed:
-        text = text.replace(quotation, re.sub(r"\S", ".", quotation))
-    for number, line in enumerate(text.splitlines(), 1):
-        for match in _BANNED_PATTERN.finditer(line):
-            word = match[1].lower().replace("_", " ")
-            yield number, f"{word!r}: use {BANNED[word]!r}"
 
 
 def long_cells(text: str) -> Iterator[tuple[int, str]]:
@@ -136,7 +70,7 @@ def findings(path: Path) -> Iterator[str]:
     """Yield each finding of one file as PATH:LINE: MESSAGE."""
     name = path.relative_to(ROOT).as_posix()
     text = path.read_text(encoding="utf-8")
-    found = list(banned_words(text, ALLOWED.get(name, ())))
+    found: list[tuple[int, str]] = []
     if path.suffix == ".md":
         found += [*long_cells(text), *broken_links(text, path.parent)]
     if path.suffix == ".py":

@@ -7,21 +7,6 @@ import pytest
 from tests.repo import prose
 
 
-@pytest.mark.parametrize("text", ["The engine is told.", "def is_told(): ...", "FOR EVER", "so_many = 1"])
-def test_banned_words_are_found_in_prose_and_identifiers(text: str) -> None:
-    assert [number for number, _ in prose.banned_words(f"fine\n{text}\n")] == [2]
-
-
-@pytest.mark.parametrize("text", ["retold", "accompany", "besides", "A command that amends.", "forever"])
-def test_parts_of_other_words_are_allowed(text: str) -> None:
-    assert list(prose.banned_words(text)) == []
-
-
-def test_quotations_are_exempt_only_where_they_are_listed() -> None:
-    text = "She told him.\nHe was told."
-    assert [number for number, _ in prose.banned_words(text, allowed=("She told him.",))] == [2]
-
-
 def test_long_table_cells_are_found_and_link_targets_do_not_count() -> None:
     text = f"| {'x' * 161} | y |\n| [x]({'u' * 200}) |\n{'x' * 200}\n```\n| {'x' * 200} |\n```\n"
     assert [number for number, _ in prose.long_cells(text)] == [1]

@@ -279,7 +279,10 @@ def test_passes_and_samples_beyond_a_quota_fail_and_leave_the_gradient_incomplet
     drawn = [harness.submit(sample(max_tokens=4, eos_stops=False)) for _ in range(40)]
     harness.run(created, *passes, step, *drawn)
     assert not isinstance(harness.result(passes[0]), Failure)
-    for failed_id, text in ((passes[1], "ann has used 10 of today's 10 training tokens"), (step, "the gradient is incomplete")):
+    for failed_id, text in (
+        (passes[1], "ann has used 10 of today's 10 training tokens"),
+        (step, "the gradient is incomplete"),
+    ):
         failure = harness.result(failed_id)
         assert isinstance(failure, Failure) and failure.category is ErrorCategory.USER and text in failure.message
     late = harness.submit(sample())
