@@ -207,10 +207,7 @@ def test_sample_memory_on_a_device_that_does_not_report_its_memory(tiny, caplog)
 
 
 def test_max_models_depends_on_memory_and_a_configured_value_takes_precedence(tiny, monkeypatch, caplog):
-    """All models may have the highest rank.
-
-    The old and the new state of one model exist at the same time.
-    """
+    """All models may have the highest rank, and the old and new state of one exist together."""
 
     def cost(rank: int) -> int:
         return 4 * 4 * sum(leaf.size for leaf in jax.tree.leaves(models.describe_adapter(tiny.config, rank).weights))
@@ -268,10 +265,7 @@ def assert_bit_equal(found: list[np.ndarray], wanted: list[np.ndarray]) -> None:
 
 
 def test_a_pass_that_exhausts_the_device_is_repeated_in_smaller_micro_batches(start, monkeypatch, caplog):
-    """The result has the bits of a run that starts with the smaller budget.
-
-    Earlier sums count once.
-    """
+    """The bits are the same as with the smaller budget from the start. Earlier sums count once."""
     wanted = numbers(start(64))
     backend = start(128)
     accumulate, sizes = training.accumulate, []
@@ -350,10 +344,7 @@ def raise_next(errors: list[Exception]) -> None:
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_two_running_passes_may_both_exhaust_the_memory(start, monkeypatch, first):
-    """One pass fits with 64 tokens, the other with 32.
-
-    Each has the bits for its budget, and the plan becomes the smaller one.
-    """
+    """One pass fits with 64 tokens, the other with 32. The plan becomes the smaller one."""
     models_, budgets = (MODEL, ModelId("other")), (64, 32)
     batches = [
         PreparedModelPassBatch(examples=drawn_examples(model_id, (30,), (30,), (20,), (31,))) for model_id in models_
