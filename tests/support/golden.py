@@ -130,7 +130,7 @@ def logprobs(result: Json) -> Json:
 
 def sequences(result: Json) -> Json:
     """Return tokens and log-probabilities of samples."""
-    return [{"tokens": each["tokens"], "logprobs": each["logprobs"]} for each in result["sequences"]]
+    return [{"tokens": sequence["tokens"], "logprobs": sequence["logprobs"]} for sequence in result["sequences"]]
 
 
 def continue_run(client: GoldenClient, record: Record, data_dir: Path) -> dict[str, Json]:
@@ -160,7 +160,7 @@ def continue_run(client: GoldenClient, record: Record, data_dir: Path) -> dict[s
     for kind, path in record.checkpoints.items():
         found[f"checkpoint {kind}"] = hash_weights(data_dir, path)
     listed = client.get(f"training_runs/{model_id}/checkpoints")["checkpoints"]
-    found["listed"] = sorted([each["tinker_path"], each["public"]] for each in listed)
+    found["listed"] = sorted([checkpoint["tinker_path"], checkpoint["public"]] for checkpoint in listed)
     return found
 
 

@@ -38,7 +38,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fresh", action="store_true", help="build without caches, then remove everything")
     parser.add_argument(
-        "--link", choices=[each.name for each in ALL], metavar="NAME", help="find the packages of one of them from here"
+        "--link",
+        choices=[environment.name for environment in ALL],
+        metavar="NAME",
+        help="find the packages of one of them from here",
     )
     arguments = parser.parse_args()
     fresh = arguments.fresh
@@ -58,7 +61,7 @@ def main() -> int:
             print(error, file=sys.stderr)
             return 1
     if arguments.link:
-        print(link({each.name: each for each in ALL}[arguments.link]))
+        print(link({environment.name: environment for environment in ALL}[arguments.link]))
     return 0
 
 

@@ -333,8 +333,8 @@ class _Call:
         best = {token: (own, rank)}
         best |= {int(ids[i]): (float(values[i]), i + 1) for i in range(min(count, len(ids)))}
         rows = [
-            {"token_id": each, "logprob": _clamp(logprob), "rank": place}
-            for each, (logprob, place) in list(best.items())[: max(count, 1)]
+            {"token_id": top_token, "logprob": _clamp(logprob), "rank": place}
+            for top_token, (logprob, place) in list(best.items())[: max(count, 1)]
         ]
         own += self._options.logprob_error
         return {"token_id": token, "logprob": _clamp(own), "rank": rank, "top_logprobs": rows}
@@ -352,7 +352,7 @@ def _prompt_rows(request: SampleRequest, delta: SampleDelta) -> list[dict[str, A
         row = {str(int(request.prompt[place])): float(found.logprobs[place])}
         if found.topk is not None:
             ids, values = found.topk.token_ids[place], found.topk.logprobs[place]
-            row = row | {str(int(each)): float(value) for each, value in zip(ids, values, strict=True)}
+            row = row | {str(int(top_token)): float(value) for top_token, value in zip(ids, values, strict=True)}
         rows.append({token: {"logprob": value, "rank": 1, "decoded_token": None} for token, value in row.items()})
     return rows
 

@@ -70,7 +70,7 @@ class _Steps:
 
     def _record(self) -> None:
         passes, step = self._waiting.pop(0)
-        self._transcript.extend(_make_record("pass", each.result()) for each in passes)
+        self._transcript.extend(_make_record("pass", future.result()) for future in passes)
         self._transcript.append(("step", sorted((step.result().metrics or {}).items())))
 
 
@@ -109,5 +109,5 @@ def _datum(*seed: int) -> types.Datum:
 
 
 def _make_record(name: str, output: types.ForwardBackwardOutput) -> tuple[str, Any]:
-    logprobs = [each["logprobs"].to_numpy().tobytes().hex() for each in output.loss_fn_outputs]
+    logprobs = [output_values["logprobs"].to_numpy().tobytes().hex() for output_values in output.loss_fn_outputs]
     return name, (sorted(output.metrics.items()), logprobs)

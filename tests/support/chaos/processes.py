@@ -70,7 +70,7 @@ def random_kills(seed: int, num_kills: int) -> list[Kill]:
         if victim != "both" and dice.random() < 0.6:
             decks[victim] = decks[victim] or _shuffle(API_POINTS if victim == "api" else ENGINE_POINTS, dice)
             if not any(kill.victim == victim for kill in kills):  # a replay needs an earlier kill
-                decks[victim].sort(key=lambda each: not each.startswith("replay"))
+                decks[victim].sort(key=lambda card: not card.startswith("replay"))
             point = decks[victim].pop()
         kills.append(
             Kill(victim, point, dice.randint(1, _MAX_COUNT_AT.get(point, _MAX_COUNT)), dice.uniform(0.05, 0.8))

@@ -110,7 +110,10 @@ def flip(path: Path) -> None:
             lambda at: flip(at / "adapter_model.safetensors"),
             "file adapter_model.safetensors does not match the manifest",
         ),
-        (lambda at: (at / "state" / "optimizer.json").write_text("{}"), "file state/optimizer.json does not match the manifest"),
+        (
+            lambda at: (at / "state" / "optimizer.json").write_text("{}"),
+            "file state/optimizer.json does not match the manifest",
+        ),
         (lambda at: (at / "state" / "optimizer.json").unlink(), "file state/optimizer.json is missing"),
         (lambda at: (at / "more.safetensors").touch(), "file more.safetensors is unknown"),
         (lambda at: (at / "more.json").symlink_to("/etc/hostname"), "more.json is a link"),

@@ -17,7 +17,7 @@ from tests.support.logged_error import find_logged_error
 SAMPLING = SamplingSessionId("s:sample:0")
 
 
-def losses_of(harness, request_ids):
+def get_losses(harness, request_ids):
     return [harness.result(request_id).metrics["loss:sum"] for request_id in request_ids]
 
 
@@ -29,7 +29,7 @@ def test_training_lowers_the_loss(harness):
         last = harness.submit(optim_step(), model_id=model_id, seq_id=2 * step + 2)
     harness.run(last)
     assert harness.result(created) == CreateModelOutput(model_id=model_id)
-    losses = losses_of(harness, passes)
+    losses = get_losses(harness, passes)
     assert losses[0] > losses[1] > losses[2]
     output = harness.result(passes[0])
     assert output.metrics["num_tokens:sum"] == 10 and output.metrics["num_datums:sum"] == 2
@@ -239,7 +239,7 @@ def test_models_and_samplers_are_evicted_and_restored_bit_equal(harness):
         save = SaveWeights(kind="sampler_weights", name="final")
         saves.append(harness.submit(save, model_id=name, seq_id=5))
     harness.run(*steps, *saves)
-    losses = losses_of(harness, passes)
+    losses = get_losses(harness, passes)
     assert len(set(losses[4:])) == 4 and all(
         later < earlier for earlier, later in zip(losses[:4], losses[4:], strict=True)
     )

@@ -22,7 +22,7 @@ from skyrl_tx.store import audit
 from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.engine_harness import EngineHarness, datum, forward_backward, optim_step, sample
 from tests.unit.engine.test_owners import ANN, BOB, Recorded, Trained, ask
-from tests.unit.engine.test_schedule import queued, schedule
+from tests.unit.engine.test_schedule import make_request, schedule
 
 WEIGHTS = {"ann": 3}
 SHARE = 3.0
@@ -104,30 +104,30 @@ def test_owners_of_weight_0_come_last_and_are_equal_among_themselves() -> None:
 
 
 def passes(owner: str, number: int, model: str) -> list[Any]:
-    return [queued(seq, model_id=ModelId(model), owner=owner, session=owner) for seq in range(1, number + 1)]
+    return [make_request(seq, model_id=ModelId(model), owner=owner, session=owner) for seq in range(1, number + 1)]
 
 
 def test_with_weights_a_batch_has_one_owner() -> None:
     plain = schedule(*passes("ann", 1, "a"), *passes("bob", 1, "b"))
     step = plain.take(0.0)
-    assert step is not None and {each.owner for each in step.requests} == {"ann", "bob"}
+    assert step is not None and {request.owner for request in step.requests} == {"ann", "bob"}
     weighted = schedule(*passes("ann", 1, "a"), *passes("bob", 1, "b"), *passes("ann", 1, "c"))
     weighted.fair_share = FairShare(lambda: WEIGHTS)
     step = weighted.take(0.0)
-    assert step is not None and [each.owner for each in step.requests] == ["ann", "ann"]
+    assert step is not None and [request.owner for request in step.requests] == ["ann", "ann"]
 
 
 def test_the_order_of_one_owner_does_not_depend_on_weights() -> None:
     def order(weights: dict[str, int]) -> list[tuple[str | None, int | None]]:
         requests = [
-            queued(seq, optim_step() if seq % 3 == 0 else None, model_id=ModelId(model), session=model)
+            make_request(seq, optim_step() if seq % 3 == 0 else None, model_id=ModelId(model), session=model)
             for seq in range(1, 13)
             for model in "abcd"
         ]
         made, found = schedule(*requests, max_pass_tokens=35), list[tuple[str | None, int | None]]()
         made.fair_share = FairShare(lambda: weights)
         while (step := made.take(0.0)) is not None:
-            found += [(each.model_id, each.seq_id) for each in step.requests]
+            found += [(request.model_id, request.seq_id) for request in step.requests]
         return found
 
     assert order({}) == order({"ann": 7}) == order({"bob": 2})
@@ -322,7 +322,7 @@ def test_no_bit_depends_on_weights(make_harness: Make) -> None:
                 ids.append(harness.submit(optim_step(), model_id=model_id, seq_id=2 * step + 2))
             ids += [harness.submit(sample(temperature=1.0, seed=seed, max_tokens=24)) for seed in range(6)]
         harness.run(*ids)
-        return [harness.result(each) for each in ids]
+        return [harness.result(request_id) for request_id in ids]
 
     for plain, weighted in zip(results({}), results({"ann": 5, "bob": 2}), strict=True):
         assert type(plain) is type(weighted)

@@ -204,7 +204,7 @@ def test_client_behind_a_backlog_beyond_memory_is_served_in_turn(open_harness):
     last = harness.submit(large, model_id=modest, seq_id=1), harness.submit(sample())
     backend = Scripted(harness.config)
     harness.run(*last, backend=backend)
-    assert len(backend.passes) <= 20 and all(harness.result(each) is not None for each in last)
+    assert len(backend.passes) <= 20 and all(harness.result(request_id) is not None for request_id in last)
     harness.run(*queued)
     orders = harness.api.read(
         lambda tx: tx.exec(
@@ -274,7 +274,7 @@ def test_sessions_share_free_slots_sample_by_sample(open_harness):
     backend = Scripted(harness.config)
     harness.run(many_samples, *few_samples, backend=backend)
     assert backend.started[:9].count(many_samples) == 5, "of the first nine"
-    assert max(backend.started.index(each) for each in few_samples) < 2 * len(few_samples), "and so on"
+    assert max(backend.started.index(request_id) for request_id in few_samples) < 2 * len(few_samples), "and so on"
 
 
 def test_max_tokens_does_not_limit_admission_with_kv_cache_slots(open_harness):

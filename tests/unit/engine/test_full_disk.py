@@ -30,13 +30,13 @@ def is_full():
     """While set, databases cannot grow on new connections: large writes fail."""
     full = threading.Event()
 
-    def connected(connection, _record):
+    def limit_size(connection, _record):
         if full.is_set():
             connection.execute("PRAGMA max_page_count = 1")
 
-    event.listen(Engine, "connect", connected)
+    event.listen(Engine, "connect", limit_size)
     yield full
-    event.remove(Engine, "connect", connected)
+    event.remove(Engine, "connect", limit_size)
 
 
 def test_commit_waits_until_the_disk_has_space(tmp_path, caplog, is_full):

@@ -21,7 +21,7 @@ from skyrl_tx.store.database import Store
 from tests.support.engine_harness import EngineHarness, forward_backward, optim_step, sample
 
 
-def saved(harness: EngineHarness, name: str) -> ArtifactId:
+def train_and_save(harness: EngineHarness, name: str) -> ArtifactId:
     """Train a new model for a step and save a training checkpoint; return its artifact."""
     model_id, _ = harness.create(name)
     harness.submit(forward_backward(), model_id=model_id, seq_id=1)
@@ -56,7 +56,7 @@ def remove_database(data_dir: Path) -> None:
 
 def test_a_lost_database_loses_no_weights(tmp_path, caplog):
     harness = EngineHarness(tmp_path)
-    artifact_id = saved(harness, "monday")
+    artifact_id = train_and_save(harness, "monday")
     harness.close()
     remove_database(tmp_path)
     age(tmp_path)
@@ -74,7 +74,7 @@ def test_an_older_database_loses_no_weights(tmp_path, is_same_start):
     """The copy of the database is from an earlier start of the engine, or from the same one."""
     data_dir, copy = tmp_path / "data", tmp_path / "copy"
     harness = EngineHarness(data_dir, housekeeping_interval_s=0.001 if is_same_start else 60.0)
-    monday = saved(harness, "monday")
+    monday = train_and_save(harness, "monday")
     harness.close()
     copy.mkdir()
     for path in data_dir.glob("skyrl_tx.db*"):
@@ -82,7 +82,7 @@ def test_an_older_database_loses_no_weights(tmp_path, is_same_start):
     identity = data_dir / "artifacts" / "identity.json"
     epoch = identity.read_bytes() if identity.is_file() else b""
     harness = EngineHarness(data_dir, housekeeping_interval_s=0.001)
-    tuesday = saved(harness, "tuesday")
+    tuesday = train_and_save(harness, "tuesday")
     harness.close()
     if is_same_start:
         assert epoch != identity.read_bytes(), "the epoch grows with time, too"
@@ -125,7 +125,7 @@ def delete(harness: EngineHarness) -> None:
 def test_a_deleted_checkpoint_goes_to_the_trash_first(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     harness = EngineHarness(tmp_path)
-    artifact_id = saved(harness, "monday")
+    artifact_id = train_and_save(harness, "monday")
     delete(harness)
     age(tmp_path)
     run_housekeeping(harness)
@@ -198,7 +198,7 @@ def test_a_kill_on_the_way_to_the_trash_or_out_of_it_loses_no_other_artifact(tmp
 def test_a_crash_while_the_identities_are_compared_keeps_artifacts_unclaimed(tmp_path, monkeypatch, point):
     """The engine ends before it marks the artifacts, or after the epoch of the database has grown."""
     harness = EngineHarness(tmp_path)
-    artifact_id = saved(harness, "monday")
+    artifact_id = train_and_save(harness, "monday")
     harness.close()
     remove_database(tmp_path)
     age(tmp_path)
@@ -226,7 +226,7 @@ def test_a_crash_while_the_identities_are_compared_keeps_artifacts_unclaimed(tmp
 
 def test_an_engine_on_a_full_disk_starts_and_removes_nothing(tmp_path, monkeypatch, caplog):
     harness = EngineHarness(tmp_path)
-    artifact_id = saved(harness, "monday")
+    artifact_id = train_and_save(harness, "monday")
     delete(harness)
     age(tmp_path)
 
@@ -243,7 +243,7 @@ def test_an_engine_on_a_full_disk_starts_and_removes_nothing(tmp_path, monkeypat
 def test_a_directory_of_an_early_release_is_claimed_without_a_warning(tmp_path, caplog):
     """Neither side has an identity, and all artifacts have rows."""
     harness = EngineHarness(tmp_path)
-    artifact_id = saved(harness, "monday")
+    artifact_id = train_and_save(harness, "monday")
     harness.api.write(lambda tx: tx.delete(identity.get(tx)))
     (tmp_path / "artifacts" / "identity.json").unlink()
     age(tmp_path)

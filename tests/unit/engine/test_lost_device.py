@@ -36,7 +36,7 @@ def submit_all(harness):
     return submitted
 
 
-def shown(harness, request_ids):
+def summarize(harness, request_ids):
     results = [harness.result(request_id) for request_id in request_ids]
     return [dict(result.metrics) if hasattr(result, "metrics") else type(result).__name__ for result in results]
 
@@ -48,7 +48,7 @@ def undisturbed(tmp_path_factory):
     harness = EngineHarness(tmp_path_factory.mktemp("undisturbed"))
     request_ids = submit_all(harness)
     harness.run(*request_ids)
-    yield shown(harness, request_ids)
+    yield summarize(harness, request_ids)
     harness.close()
 
 
@@ -64,7 +64,7 @@ def test_every_request_runs_again_and_no_gradient_is_incomplete(harness, undistu
             break
     assert num_lost >= 3
     harness.run(*request_ids)
-    assert shown(harness, request_ids) == undisturbed
+    assert summarize(harness, request_ids) == undisturbed
 
 
 def test_prompt_that_fails_on_a_lost_device_is_no_failure_of_its_request(harness):

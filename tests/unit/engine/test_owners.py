@@ -189,8 +189,8 @@ def test_model_that_was_forgotten_while_evicted_goes_on(make_harness, monkeypatc
     last = harness.submit(sample(max_tokens=16 * 60, eos_stops=False))
     harness.run(last, backend=backend)
     assert cursors.count((first, 1)) <= 2 and (first, 3) in cursors, "it was forgotten"
-    results = [harness.result(each) for each in backend.more]
-    assert [getattr(each, "message", None) for each in results[:-1]] == [None] * (len(results) - 1)
+    results = [harness.result(request_id) for request_id in backend.more]
+    assert [getattr(result, "message", None) for result in results[:-1]] == [None] * (len(results) - 1)
     assert results[-1].message.startswith("seq_id 2 arrived too late"), "its last barrier is known"
 
 

@@ -80,7 +80,7 @@ def open_requests(harness):
 
 def test_killed_engine_is_continued_bit_equal(harness, tmp_path_factory):
     undisturbed = EngineHarness(tmp_path_factory.mktemp("undisturbed"))
-    expected = losses_of(undisturbed, train(undisturbed))
+    expected = compute_losses(undisturbed, train(undisturbed))
     undisturbed.close()
     passes = train(harness)
     process = multiprocessing.get_context("spawn").Process(target=run_fake_engine, args=(harness.settings, 0.01))
@@ -92,7 +92,7 @@ def test_killed_engine_is_continued_bit_equal(harness, tmp_path_factory):
     process.join()
     num_answered = len(harness.api.read(lambda tx: futures.get_outcomes(tx, passes)))
     assert num_answered < len(passes), "the engine ended before it was killed"
-    assert losses_of(harness, passes) == expected
+    assert compute_losses(harness, passes) == expected
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def train(harness):
     return passes
 
 
-def losses_of(harness, passes):
+def compute_losses(harness, passes):
     harness.run(*passes)
     return [harness.result(name).metrics["loss:sum"] for name in passes]
 

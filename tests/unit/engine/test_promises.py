@@ -26,7 +26,7 @@ from tests.support.engine_harness import SPEC, EngineHarness, forward_backward, 
 DAY_S = 86_400.0
 
 
-def trained(harness, num_steps=3):
+def train(harness, num_steps=3):
     """Train a model and stop, so that a snapshot has all its log records; return its logprobs."""
     model_id, _ = harness.create()
     names = []
@@ -38,7 +38,7 @@ def trained(harness, num_steps=3):
     return model_id, harness.result(last).logprobs[0].tobytes()
 
 
-def looked_at(harness, model_id):
+def run_forward(harness, model_id):
     return harness.answer(forward_backward(99, backward=False), model_id=model_id)
 
 
@@ -63,24 +63,24 @@ def damage(harness, model_id):
 
 
 def test_damaged_snapshot_is_replayed_from_the_beginning(harness, caplog):
-    model_id, expected = trained(harness)
+    model_id, expected = train(harness)
     damage(harness, model_id)
     with caplog.at_level(logging.ERROR):
-        assert looked_at(harness, model_id).logprobs[0].tobytes() == expected
+        assert run_forward(harness, model_id).logprobs[0].tobytes() == expected
     assert "does not match the manifest; replaying all of its requests instead" in caplog.text
 
 
 def test_missing_snapshot_is_replayed_from_the_beginning(harness):
-    model_id, expected = trained(harness)
+    model_id, expected = train(harness)
     shutil.rmtree(snapshot_files(harness, model_id)[0].parent)
-    assert looked_at(harness, model_id).logprobs[0].tobytes() == expected
+    assert run_forward(harness, model_id).logprobs[0].tobytes() == expected
 
 
 def test_damaged_snapshot_without_its_log_reports_the_lost_model(harness):
-    model_id, _ = trained(harness)
+    model_id, _ = train(harness)
     damage(harness, model_id)
     forget_bodies(harness, model_id)
-    failure = looked_at(harness, model_id)
+    failure = run_forward(harness, model_id)
     assert failure.category == ErrorCategory.SERVER
     assert failure.message.startswith(f"model {model_id} is lost: its snapshot after request 7, written at ")
     assert "does not match the manifest" in failure.message
@@ -95,7 +95,7 @@ class OtherBase(FakeBackend):
 
 
 def test_models_of_another_base_model_are_refused(harness):
-    model_id, _ = trained(harness)
+    model_id, _ = train(harness)
     with pytest.raises(UserError) as refusal:
         harness.run(harness.submit(optim_step(), model_id=model_id), backend=OtherBase("tiny", harness.config))
     assert refusal.value.message == (
@@ -146,7 +146,7 @@ def test_models_with_adapters_of_another_form_are_refused_with_the_setting(harne
 
 
 def test_abandoned_models_are_not_restored_and_their_checkpoints_load_on_their_base_only(harness):
-    model_id, _ = trained(harness)
+    model_id, _ = train(harness)
     saved = harness.answer(SaveWeights(kind="weights", name="a"), model_id=model_id)
     artifact_id = next(iter(harness.api.read(lambda tx: checkpoints.list_by_run(tx, model_id, 0.0)))).artifact_id
     assert [row.model_id for row in harness.api.write(models.abandon_all)] == [model_id]
@@ -158,8 +158,8 @@ def test_abandoned_models_are_not_restored_and_their_checkpoints_load_on_their_b
         "load them on a server of their base model"
     )
     copy, _ = harness.make(load, "copy")
-    assert looked_at(harness, copy).metrics
-    failure = looked_at(harness, model_id)
+    assert run_forward(harness, copy).metrics
+    failure = run_forward(harness, model_id)
     assert failure.message == (
         f"model_id '{model_id}' was left behind by a start with --fresh; its saved weights can be loaded"
     )
@@ -182,7 +182,7 @@ def test_another_fingerprint_is_a_warning(harness, caplog):
         def start(self):
             return dataclasses.replace(super().start(), fingerprint={"dtype": "float16"})
 
-    model_id, _ = trained(harness)
+    model_id, _ = train(harness)
     name = harness.submit(forward_backward(1), model_id=model_id)
     with caplog.at_level(logging.WARNING):
         harness.run(name, backend=Newer("tiny", harness.config))
@@ -203,7 +203,7 @@ def test_refused_barrier_is_a_barrier_after_a_restart(harness):
 
 def test_replaced_snapshots_are_removed(tmp_path):
     harness = EngineHarness(tmp_path, snapshot_interval_requests=1)
-    trained(harness, num_steps=6)
+    train(harness, num_steps=6)
     kept = harness.api.read(checkpoints.find_referenced_artifacts) or ()
     assert [path.name for path in (tmp_path / "artifacts").glob("art-*")] == list(kept)
     assert len(kept) == 1
@@ -214,12 +214,12 @@ def test_snapshot_that_the_last_one_replaces_is_removed_before_a_clean_stop_ends
     queued = []
     close = BackgroundWriter.close
 
-    def noted(writer):
+    def record_and_close(writer):
         queued.append(list(writer._jobs))
         close(writer)
 
-    monkeypatch.setattr(BackgroundWriter, "close", noted)
-    model_id, _ = trained(harness)
+    monkeypatch.setattr(BackgroundWriter, "close", record_and_close)
+    model_id, _ = train(harness)
     first = snapshot_files(harness, model_id)
     assert harness.answer(forward_backward(), model_id=model_id).metrics
     assert snapshot_files(harness, model_id) != first
@@ -231,7 +231,7 @@ def test_replaced_snapshot_that_could_not_be_removed_is_collected(tmp_path, monk
     harness = EngineHarness(tmp_path, snapshot_interval_requests=1)
     with monkeypatch.context() as patch:
         patch.setattr(harness.artifacts, "remove", Mock(side_effect=OSError("busy")))
-        trained(harness)
+        train(harness)
     assert ": busy" in caplog.text
     kept = harness.api.read(checkpoints.find_referenced_artifacts) or ()
     assert len(list((tmp_path / "artifacts").glob("art-*"))) > 1
@@ -241,7 +241,7 @@ def test_replaced_snapshot_that_could_not_be_removed_is_collected(tmp_path, monk
 
 
 def test_artifacts_are_safetensors_and_json_and_rows_contain_no_path(harness):
-    model_id, _ = trained(harness)
+    model_id, _ = train(harness)
     harness.answer(SaveWeights(kind="weights", name="a"), model_id=model_id)
     found = {path.suffix for path in (harness.data_dir / "artifacts").rglob("*") if path.is_file()}
     assert found == {".safetensors", ".json"}
@@ -252,7 +252,7 @@ def test_artifacts_are_safetensors_and_json_and_rows_contain_no_path(harness):
 
 def test_moved_data_directory_works(tmp_path):
     harness = EngineHarness(tmp_path / "here")
-    model_id, expected = trained(harness)
+    model_id, expected = train(harness)
     session_id = harness.session_id
     harness.close()
     for path in (tmp_path / "here").rglob("*"):
@@ -261,7 +261,7 @@ def test_moved_data_directory_works(tmp_path):
     (tmp_path / "here").rename(tmp_path / "there")
     moved = EngineHarness(tmp_path / "there")
     moved.session_id = session_id
-    assert looked_at(moved, model_id).logprobs[0].tobytes() == expected
+    assert run_forward(moved, model_id).logprobs[0].tobytes() == expected
     assert moved.answer(optim_step(), model_id=model_id, seq_id=8).metrics["unclipped_grad_l2:mean"] >= 0
     moved.close()
 
@@ -291,7 +291,7 @@ def test_heartbeat_timeout_evicts_and_retention_removes_the_model(tmp_path, monk
     assert harness.settings.session_timeout_s == 1800.0
     assert harness.settings.session_retention_s == 7 * DAY_S
     clock = Clock(monkeypatch)
-    model_id, expected = trained(harness)
+    model_id, expected = train(harness)
 
     def after(ahead_s):
         clock.ahead_s = ahead_s
@@ -306,7 +306,7 @@ def test_heartbeat_timeout_evicts_and_retention_removes_the_model(tmp_path, monk
         assert seen.logprobs[0].tobytes() == expected, "the restored model is bit-equal"
     clock.ahead_s = 14.0 * DAY_S  # 7.1 after it was last asked
     harness.run(harness.submit(sample(max_tokens=200, eos_stops=False)))
-    gone = looked_at(harness, model_id)
+    gone = run_forward(harness, model_id)
     assert gone.message.startswith(f"model_id '{model_id}' was removed because its session sent no heartbeats")
     assert harness.api.read(lambda tx: models.get_snapshot(tx, model_id)) is None
     harness.close()
@@ -316,11 +316,11 @@ def test_heartbeat_timeout_evicts_and_retention_removes_the_model(tmp_path, monk
 def test_heartbeat_keeps_a_model(tmp_path, monkeypatch):
     harness = EngineHarness(tmp_path, housekeeping_interval_s=0.001)
     clock = Clock(monkeypatch)
-    model_id, expected = trained(harness)
+    model_id, expected = train(harness)
     clock.ahead_s = 30 * DAY_S
     harness.api.write(lambda tx: sessions.record_heartbeat(tx, harness.session_id, time.time() + 30 * DAY_S))
     harness.run(harness.submit(sample(max_tokens=200, eos_stops=False)))
-    assert looked_at(harness, model_id).logprobs[0].tobytes() == expected
+    assert run_forward(harness, model_id).logprobs[0].tobytes() == expected
     harness.close()
 
 

@@ -59,7 +59,7 @@ def size(harness: EngineHarness) -> int:
     return harness.api.read(lambda tx: tx.connection().exec_driver_sql("PRAGMA page_count").scalar_one()) * 4096
 
 
-def settled(harness: EngineHarness) -> int:
+def wait_until_pruned(harness: EngineHarness) -> int:
     """Return the size of the database once it is pruned."""
     until(lambda: num_rows(harness) <= 1)
     until(
@@ -80,8 +80,8 @@ def test_database_size_is_bounded(tmp_path, num_rounds: int, monkeypatch: pytest
         for number in range(num_rounds):
             send(harness, model_id, 1 + A_ROUND * number, A_ROUND)
             if number % (num_rounds // 4) == 0:
-                sizes.append(settled(harness))
-        sizes.append(settled(harness))
+                sizes.append(wait_until_pruned(harness))
+        sizes.append(wait_until_pruned(harness))
         last = A_ROUND * num_rounds
         row = harness.api.read(lambda tx: models.get(tx, model_id))
         for number in (1, 2, last - 1, last):
@@ -98,7 +98,7 @@ def test_database_size_is_bounded(tmp_path, num_rounds: int, monkeypatch: pytest
 NUM_SAVES = 6
 
 
-def sampled_and_killed(harness: EngineHarness) -> None:
+def run_killed_client(harness: EngineHarness) -> None:
     """Run a client that saves and samples in turn, fetches half of the results, and is killed."""
     harness.session_id = harness.new_session()
     model_id, _ = harness.create()
@@ -114,7 +114,7 @@ def sampled_and_killed(harness: EngineHarness) -> None:
     harness.api.write(lambda tx: futures.mark_fetched(tx, asked[:NUM_SAVES], time.time()))
 
 
-def left(harness: EngineHarness) -> dict[str, int]:
+def count_rows(harness: EngineHarness) -> dict[str, int]:
     """Count the rows of each table that grows with requests."""
     tables = {"requests": RequestRow, "samplers": SamplingSessionRow, "marks": PrunedRow, "snapshots": SnapshotRow}
 
@@ -131,14 +131,18 @@ def test_killed_clients_leave_only_their_runs(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(time, "time", lambda: real() + ahead_s)
     with live_engine(harness.settings, harness.backend()):
         for num_runs in (1, 2):
-            sampled_and_killed(harness)
+            run_killed_client(harness)
             ahead_s += 8 * 86_400.0
             if num_runs == 1:  # nearly
                 harness.api.write(lambda tx: sessions.record_heartbeat(tx, harness.session_id, time.time()))
-                until(lambda: left(harness)["samplers"] == 4)  # the newest of its model
+                until(lambda: count_rows(harness)["samplers"] == 4)  # the newest of its model
                 ahead_s += 8 * 86_400.0
-            until(lambda: {**left(harness), "marks": 0} == {"requests": 0, "samplers": 0, "marks": 0, "snapshots": 0})
-            assert left(harness)["marks"] == num_runs, "one per model"
+            until(
+                lambda: (
+                    {**count_rows(harness), "marks": 0} == {"requests": 0, "samplers": 0, "marks": 0, "snapshots": 0}
+                )
+            )
+            assert count_rows(harness)["marks"] == num_runs, "one per model"
             row = harness.api.read(lambda tx: sessions.get(tx, harness.session_id))
             assert row.finish_reason == "no heartbeat for 604800 s"
     harness.close()

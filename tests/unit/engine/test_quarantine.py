@@ -44,7 +44,7 @@ class Faulty(FakeBackend):
         return super().capture(model_id, parts)
 
 
-def trained(harness, name):
+def train_and_save(harness, name):
     """Train a model for one step and save a sampler; return both ids."""
     model_id, _ = harness.create(name)
     for seq_id, request in enumerate((forward_backward(), optim_step()), 1):
@@ -62,7 +62,7 @@ def trained(harness, name):
 @pytest.mark.parametrize("where", ["restore", "replay", "load_sampler"])
 def test_restore_failure_fails_only_the_request_that_needs_it(tmp_path, where, error, caplog):
     harness = EngineHarness(tmp_path)
-    (bad, sampler), (good, other) = trained(harness, "bad"), trained(harness, "good")
+    (bad, sampler), (good, other) = train_and_save(harness, "bad"), train_and_save(harness, "good")
     if where == "replay":
         harness.api.write(lambda tx: models.delete_snapshot(tx, bad))
     if where == "load_sampler":
@@ -88,7 +88,7 @@ def test_restore_failure_fails_only_the_request_that_needs_it(tmp_path, where, e
 
 
 def test_unreadable_snapshot_is_replaced_by_replay(harness, caplog):
-    model_id, _ = trained(harness, "m")
+    model_id, _ = train_and_save(harness, "m")
     kept = harness.api.read(lambda tx: models.get_snapshot(tx, model_id)).artifact_id
     open_artifact = harness.artifacts.open
 
@@ -137,12 +137,12 @@ class Poisoned(FakeBackend):
         whole = super().begin_pass(batch, backward=backward)
         step, lengths = whole.step, [len(example.tokens) for example in batch.examples]
 
-        def watched():
+        def step_or_fail():
             if lengths and lengths.pop(0) == self.length:
                 raise BackendLost("poison")
             return step()
 
-        whole.step = watched
+        whole.step = step_or_fail
         return whole
 
 
@@ -280,7 +280,7 @@ def test_sequence_gap_that_was_filled_after_the_crash_runs_before_the_quarantine
     after, *filled = (harness.submit(forward_backward(n), model_id=model_id, seq_id=n) for n in (5, 1, 2))
     backend = Recorded(harness)
     harness.run(*late, *filled, after, backend=backend)
-    assert backend.passes == [[each] for each in (*filled, *late, after)]
+    assert backend.passes == [[request_id] for request_id in (*filled, *late, after)]
     assert backend.statuses == ["recovering"] * 4 + ["ready"]
     records = harness.api.read(lambda tx: futures.read_log(tx, model_id, 1))
     assert [record.request_id for record in records] == [*filled, *late, after]
@@ -313,7 +313,7 @@ def test_request_beyond_a_sequence_gap_is_left_to_the_main_loop(harness):
 def test_quarantined_pass_of_an_evicted_model_is_bit_equal(tmp_path):
     def gradient_norm(name, *, is_quarantined):
         harness = EngineHarness(tmp_path / name)
-        model_id, _ = trained(harness, "m")
+        model_id, _ = train_and_save(harness, "m")
         requests = [
             harness.submit(request, model_id=model_id, seq_id=seq_id)
             for seq_id, request in enumerate((forward_backward(1), optim_step(), forward_backward(2), optim_step()), 4)

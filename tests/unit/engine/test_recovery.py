@@ -43,7 +43,7 @@ def submit_run(harness):
     return names
 
 
-def shape_of(result):
+def strip_ids(result):
     """Return a result without the ids of this session."""
     if hasattr(result, "logprobs"):
         return [array.tobytes() for array in result.logprobs], result.metrics
@@ -52,7 +52,7 @@ def shape_of(result):
     return getattr(result, "metrics", type(result))
 
 
-def weights_of(harness, backend):
+def get_states(harness, backend):
     return {
         model_id.rsplit(":")[-1]: [
             array.tobytes()
@@ -69,7 +69,7 @@ def undisturbed(tmp_path_factory):
     names = submit_run(harness)
     backend = Keeping("tiny", harness.config)
     harness.run(*names, backend=backend)
-    yield [shape_of(harness.result(name)) for name in names], weights_of(harness, backend)
+    yield [strip_ids(harness.result(name)) for name in names], get_states(harness, backend)
     harness.close()
 
 
@@ -84,9 +84,9 @@ def test_device_loss_changes_no_bit(tmp_path, undisturbed, calls_left, snapshot_
     backend = Keeping("tiny", harness.config)
     harness.run(*names, backend=backend)
     results, weights = undisturbed
-    assert [shape_of(harness.result(name)) for name in names] == results
+    assert [strip_ids(harness.result(name)) for name in names] == results
     # A model whose requests all had results before the loss is restored only on demand.
-    found = weights_of(harness, backend)
+    found = get_states(harness, backend)
     assert found == {name: weights[name] for name in found}
     harness.close()
 
@@ -115,15 +115,15 @@ def test_full_disk_costs_only_snapshots(tmp_path, caplog):
         for name in ("full", "roomy")
     )
 
-    def trained(harness, model_id, first, last):
+    def run_requests(harness, model_id, first, last):
         """Return the results of passes and steps with these numbers."""
         requests = {number: forward_backward(number) if number % 2 else optim_step() for number in range(first, last)}
         names = [harness.submit(request, model_id=model_id, seq_id=number) for number, request in requests.items()]
         harness.run(*names)
-        return [shape_of(harness.result(name)) for name in names]
+        return [strip_ids(harness.result(name)) for name in names]
 
     (model_id, _), (twin_id, _) = harness.create(), twin.create()
-    assert trained(harness, model_id, 1, 4) == trained(twin, twin_id, 1, 4)
+    assert run_requests(harness, model_id, 1, 4) == run_requests(twin, twin_id, 1, 4)
     kept = harness.api.read(lambda tx: models.get_snapshot(tx, model_id))
     create = harness.artifacts.create
 
@@ -132,11 +132,11 @@ def test_full_disk_costs_only_snapshots(tmp_path, caplog):
 
     harness.artifacts.create = refuse
     for first in (4, 8):  # the second engine repeats what the first could not keep
-        assert trained(harness, model_id, first, first + 4) == trained(twin, twin_id, first, first + 4)
+        assert run_requests(harness, model_id, first, first + 4) == run_requests(twin, twin_id, first, first + 4)
     assert harness.api.read(lambda tx: models.get_snapshot(tx, model_id)) == kept
     assert "No space left" in caplog.text
     harness.artifacts.create = create
-    assert trained(harness, model_id, 12, 14) == trained(twin, twin_id, 12, 14)
+    assert run_requests(harness, model_id, 12, 14) == run_requests(twin, twin_id, 12, 14)
     assert harness.api.read(lambda tx: models.get_snapshot(tx, model_id)).effect_order == kept.effect_order + 10
     harness.close()
     twin.close()
@@ -157,7 +157,7 @@ def test_load_after_the_newest_snapshot_is_replayed(harness):
     assert harness.result(loaded).model_id == copy
     harness.run(trained)
     twin = harness.answer(forward_backward(5, backward=False), model_id=model_id, seq_id=4)
-    assert shape_of(harness.result(trained)) == shape_of(twin)
+    assert strip_ids(harness.result(trained)) == strip_ids(twin)
 
 
 def test_request_that_crashes_three_engines_while_it_runs_alone_fails(harness):

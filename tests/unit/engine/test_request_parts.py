@@ -42,7 +42,7 @@ class Watched(FakeBackend):
             raise self.error
         return super().step_sample()
 
-    def handed(self, request_id):
+    def get_parts(self, request_id):
         return [(first, end, asks) for name, first, end, asks in self.parts if name == request_id]
 
 
@@ -73,7 +73,7 @@ def test_request_in_parts_is_bit_equal_to_the_whole(few, whole):
     few.run(request_id, backend=backend)
     assert len({len(sequence.tokens) for sequence in whole.sequences}) > 5, "they end at different times"
     assert same(few.result(request_id), whole)
-    parts = backend.handed(request_id)
+    parts = backend.get_parts(request_id)
     assert parts[0] == (0, 5, True) and len(parts) > 5
     assert [first for first, _, _ in parts[1:]] == [end for _, end, _ in parts[:-1]] and parts[-1][1] == NUM_SAMPLES
     assert not any(asks for _, _, asks in parts[1:]), "only the first part has prompt options"
@@ -102,13 +102,13 @@ def test_cancelled_request_starts_no_more_samples(few):
     class Cancelling(Watched):
         def begin_sample(self, batch):
             super().begin_sample(batch)
-            if len(self.handed(doomed)) == 3:
+            if len(self.get_parts(doomed)) == 3:
                 over = codec.encode(Failure(message="cancelled", category=ErrorCategory.USER))
                 few.api.write(lambda tx: completions.cancel(tx, doomed, OWNER, over, time.time()))
 
     backend = Cancelling(few)
     few.run(doomed, other, backend=backend)
-    assert backend.handed(doomed)[-1][1] < NUM_SAMPLES and not backend._open
+    assert backend.get_parts(doomed)[-1][1] < NUM_SAMPLES and not backend._open
     assert len(few.result(other).sequences[0].tokens) == 400
 
 
@@ -129,7 +129,7 @@ def test_partly_started_request_is_recomputed_by_the_next_engine(few, whole):
     assert few.attempts(request_id) == 1
     backend = Watched(few)
     few.run(request_id, backend=backend)
-    assert same(few.result(request_id), whole) and backend.handed(request_id)[0] == (0, 5, True)
+    assert same(few.result(request_id), whole) and backend.get_parts(request_id)[0] == (0, 5, True)
 
 
 def test_quarantined_request_runs_all_its_samples_before_others_start(few, whole):
@@ -138,7 +138,7 @@ def test_quarantined_request_runs_all_its_samples_before_others_start(few, whole
     backend = Watched(few)
     few.run(many, other, backend=backend)
     assert same(few.result(many), whole)
-    assert [request_id for request_id, *_ in backend.parts].index(other) == len(backend.handed(many))
+    assert [request_id for request_id, *_ in backend.parts].index(other) == len(backend.get_parts(many))
 
 
 def test_running_request_continues_while_others_wait_for_its_sampler_slot(few):
@@ -166,12 +166,12 @@ def test_closed_session_starts_no_more_samples(tmp_path):
     class Finishing(Watched):
         def begin_sample(self, batch):
             super().begin_sample(batch)
-            if len(self.handed(doomed[0])) == 3:
+            if len(self.get_parts(doomed[0])) == 3:
                 harness.api.write(lambda tx: sessions.finish(tx, gone, "errored", time.time()))
 
     backend = Finishing(harness)
     harness.run(*doomed, other, backend=backend)
     assert all("errored" in harness.result(request_id).message for request_id in doomed)
-    assert backend.handed(doomed[0])[-1][1] < NUM_SAMPLES and not backend.handed(doomed[1])
+    assert backend.get_parts(doomed[0])[-1][1] < NUM_SAMPLES and not backend.get_parts(doomed[1])
     assert len(harness.result(other).sequences[0].tokens) == 400
     harness.close()

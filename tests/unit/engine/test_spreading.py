@@ -62,7 +62,7 @@ def tokens(harness: EngineHarness, request_ids: list[RequestId]) -> list[list[in
     return [list(harness.result(request_id).sequences[0].tokens) for request_id in request_ids]
 
 
-def started(harness: EngineHarness) -> Counter[int]:
+def count_started(harness: EngineHarness) -> Counter[int]:
     """Return the number of samples of each engine that have started."""
     found = harness.api.read(lambda tx: tx.connection().execute(text("SELECT engine FROM requests WHERE attempts > 0")))
     return Counter(engine for (engine,) in found)
@@ -73,7 +73,7 @@ def test_an_idle_engine_gets_half_of_what_waits_elsewhere(harness, world, tmp_pa
     executed, released = world
     with SeveralEngines(harness, 2) as engines:
         request_ids = submit(harness, 1)
-        engines.until(lambda: started(harness).keys() == {1, 2})
+        engines.until(lambda: count_started(harness).keys() == {1, 2})
         if victim is not None:
             engines.get_engine(1 if victim == "giver" else 2).lose()
         released.set()
@@ -106,7 +106,7 @@ def test_samples_of_weights_that_are_only_in_memory_stay(harness, world, monkeyp
             harness.submit(sample(sampler=in_memory), sampling_session_id=name, seq_id=number) for number in range(4)
         ]
         moving = submit(harness, 1)
-        engines.until(lambda: started(harness).keys() == {1, 2})
+        engines.until(lambda: count_started(harness).keys() == {1, 2})
         elsewhere = {row.request_id for row in harness.api.read(lambda tx: futures.list_pending(tx, 0, 100, engine=2))}
         assert elsewhere and elsewhere <= set(moving)
         released.set()

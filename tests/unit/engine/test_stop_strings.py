@@ -39,10 +39,10 @@ def test_tokens_without_text_do_not_hide_a_match():
 
 
 def test_no_stop_strings_decode_no_text():
-    def text_of(tokens):
+    def decode(tokens):
         raise AssertionError("not asked for")
 
-    assert StopStringMatcher([], text_of).feed([1, 2]) is None
+    assert StopStringMatcher([], decode).feed([1, 2]) is None
 
 
 @given(

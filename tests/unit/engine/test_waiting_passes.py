@@ -73,8 +73,8 @@ def test_other_models_and_samples_go_on_while_a_pass_waits_for_the_compiler(harn
     backend = Compiling(harness.config, slow, num_others=8)
     harness.run(waiting, *passes, drawn, backend=backend)
     assert set(backend.others) == {"pass", "slice"}
-    results = [harness.result(each) for each in (waiting, *passes)]
-    assert all(np.isfinite(each.metrics["loss:sum"]) for each in results)
+    results = [harness.result(request_id) for request_id in (waiting, *passes)]
+    assert all(np.isfinite(result.metrics["loss:sum"]) for result in results)
 
 
 def test_a_pass_that_alone_waits_for_the_compiler_is_completed_when_its_program_is_there(harness):

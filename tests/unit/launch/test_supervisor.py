@@ -115,7 +115,7 @@ def test_a_failed_start_is_retried_after_the_engine_was_ready() -> None:
         asyncio.run(scenario.supervisor(3).run())
 
 
-def stopped_follower(process: FakeProcess, *, num_signals: int) -> bool:
+def is_follower_stopped(process: FakeProcess, *, num_signals: int) -> bool:
     """Return whether a host that follows was stopped by the signals alone, before rank 0 ends, which ends it too."""
 
     async def run() -> bool:
@@ -136,9 +136,9 @@ def stopped_follower(process: FakeProcess, *, num_signals: int) -> bool:
 
 def test_a_host_that_follows_is_stopped_when_rank_0_has_ended_or_by_a_second_signal() -> None:
     """Rank 0, which is often stopped at the same time, needs all hosts for its last step and its snapshots."""
-    assert not stopped_follower(FakeProcess(True, None), num_signals=1)
-    assert stopped_follower(FakeProcess(True, None), num_signals=2)
-    assert stopped_follower(FakeProcess(False, None), num_signals=1), "it waits for rank 0, or loads"
+    assert not is_follower_stopped(FakeProcess(True, None), num_signals=1)
+    assert is_follower_stopped(FakeProcess(True, None), num_signals=2)
+    assert is_follower_stopped(FakeProcess(False, None), num_signals=1), "it waits for rank 0, or loads"
 
 
 def test_a_host_that_follows_is_stopped_after_a_time() -> None:

@@ -51,8 +51,13 @@ def test_a_request_waits_for_pauses_of_its_owner_key_and_project(
 def test_pauses_of_several_engines_are_listed_once() -> None:
     one, two = pause("owner", "ann", TRAINING), pause("key", "3", SAMPLING)
     published = [
-        {"subject_kind": each.subject_kind, "subject": each.subject, "limit": each.limit, "reason": each.reason}
-        for each in (one, two)
+        {
+            "subject_kind": known_pause.subject_kind,
+            "subject": known_pause.subject,
+            "limit": known_pause.limit,
+            "reason": known_pause.reason,
+        }
+        for known_pause in (one, two)
     ]
     rows = [
         EngineStateRow(number=n, boot_id="b", pid=1, status="ready", capabilities={}, base_models=[], updated_at=1.0)

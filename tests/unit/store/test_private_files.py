@@ -10,13 +10,15 @@ import pytest
 from skyrl_tx.store.database import Store
 
 
-def mode_of(path: Path) -> int:
+def get_mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
 def open_files(directory: Path) -> dict[str, int]:
     """Return the modes of the entries to which others have access. Sockets need write access, which others have not."""
-    return {path.name: mode_of(path) for path in directory.iterdir() if mode_of(path) & 0o077 and not path.is_socket()}
+    return {
+        path.name: get_mode(path) for path in directory.iterdir() if get_mode(path) & 0o077 and not path.is_socket()
+    }
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ def _usual_umask() -> object:
 @pytest.mark.usefixtures("_usual_umask")
 def test_files_of_a_new_data_directory_are_private(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = Store.open(tmp_path / "data", role="api")
-    assert mode_of(tmp_path / "data") == 0o700 and open_files(tmp_path / "data") == {}
+    assert get_mode(tmp_path / "data") == 0o700 and open_files(tmp_path / "data") == {}
     assert (tmp_path / "data" / "skyrl_tx.db-wal").exists()
     store.close()
     assert caplog.text == ""
@@ -56,7 +58,7 @@ def test_existing_data_directory_is_made_private_with_its_log(tmp_path: Path, ca
     caplog.clear()
     Store.open(data_dir, role="api").close()
     with_log.close()
-    assert mode_of(data_dir) == 0o700 and open_files(data_dir) == {}
+    assert get_mode(data_dir) == 0o700 and open_files(data_dir) == {}
     (warning,) = caplog.messages
     assert f"{data_dir} (mode 0755)" in warning and "skyrl_tx.db-wal (mode 0644)" in warning
 
@@ -66,7 +68,7 @@ def test_database_elsewhere_is_private_and_its_directory_unchanged(tmp_path: Pat
     elsewhere = tmp_path / "shared"
     elsewhere.mkdir(mode=0o755)
     Store.open(tmp_path / "data", role="api", url=f"sqlite:///{elsewhere / 'tx.db'}").close()
-    assert mode_of(elsewhere) == 0o755 and mode_of(elsewhere / "tx.db") == 0o600
+    assert get_mode(elsewhere) == 0o755 and get_mode(elsewhere / "tx.db") == 0o600
 
 
 @pytest.mark.usefixtures("_usual_umask")
@@ -82,5 +84,5 @@ def test_shared_directory_keeps_its_mode_and_a_warning_names_it(
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with caplog.at_level(logging.WARNING):
         Store.open(data_dir, role="api").close()
-    assert mode_of(data_dir) & 0o777 == 0o777 and open_files(data_dir) == {}
+    assert get_mode(data_dir) & 0o777 == 0o777 and open_files(data_dir) == {}
     assert f"other users have access to {data_dir}" in caplog.text

@@ -25,7 +25,7 @@ class Disk:
     def __init__(self) -> None:
         self.is_full = False
 
-    def connected(self, connection: sqlite3.Connection, _record: object) -> None:
+    def limit_size(self, connection: sqlite3.Connection, _record: object) -> None:
         if self.is_full:
             connection.execute("PRAGMA max_page_count = 1")
 
@@ -33,9 +33,9 @@ class Disk:
 @pytest.fixture
 def disk() -> Iterator[Disk]:
     disk = Disk()
-    event.listen(Engine, "connect", disk.connected)
+    event.listen(Engine, "connect", disk.limit_size)
     yield disk
-    event.remove(Engine, "connect", disk.connected)
+    event.remove(Engine, "connect", disk.limit_size)
 
 
 @pytest.fixture

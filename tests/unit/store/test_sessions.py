@@ -107,4 +107,6 @@ def test_heartbeats_and_housekeeping_do_not_read_metadata(store: Store, session_
     finally:
         event.remove(Engine, "before_cursor_execute", record)
     assert found is not None and (found.last_heartbeat_at, found.finished_at) == (9.0, None)
-    assert len(statements) >= 5 and not [each for each in statements if "user_metadata" in each or "tags" in each]
+    assert len(statements) >= 5 and not [
+        statement for statement in statements if "user_metadata" in statement or "tags" in statement
+    ]

@@ -59,11 +59,11 @@ def num_checks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     checked: list[Path] = []
     check = Sqlite.check
 
-    def counted(database: Sqlite) -> None:
+    def count_and_check(database: Sqlite) -> None:
         checked.append(database._path)
         check(database)
 
-    monkeypatch.setattr(Sqlite, "check", counted)
+    monkeypatch.setattr(Sqlite, "check", count_and_check)
     return lambda: len(checked)
 
 
@@ -96,5 +96,5 @@ def test_a_process_that_waited_for_a_check_that_failed_checks_itself(
         opened = [threads.submit(Store.open, tmp_path, role=role) for role in roles]
         time.sleep(0.2)
         may_end.set()
-        for each in opened:
-            assert isinstance(each.exception(20), StoreError)
+        for future in opened:
+            assert isinstance(future.exception(20), StoreError)

@@ -137,7 +137,7 @@ def test_samples_of_the_weights_before_a_step_are_curves_of_it() -> None:
 
     def read_sampled(after: int) -> Sequence[SampledStep]:
         reads.append(after)
-        return [each for each in sampled.values() if each.step > after]
+        return [step_samples for step_samples in sampled.values() if step_samples.step > after]
 
     cache = CurveCache()
     first = cache.read_steps("run", read, read_sampled)

@@ -81,7 +81,9 @@ def test_only_quotas_of_a_day_fail(store: Store) -> None:
     assert store.read(quotas.read_rules).list_account_quotas("training_tokens_per_day", own)[0].over == "wait"
     assert [row.details.get("over") for row in store.read(audit.list_entries)] == ["fail", None]
     for name in ("models_in_training", "checkpoint_bytes", "weight"):
-        with pytest.raises(UserError, match=f"over 'fail': not possible for {name}, only for the daily limits training_tokens_per_day"):
+        with pytest.raises(
+            UserError, match=f"over 'fail': not possible for {name}, only for the daily limits training_tokens_per_day"
+        ):
             put_over(name, "fail")
 
 

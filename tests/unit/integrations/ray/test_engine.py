@@ -164,7 +164,7 @@ def test_another_version_on_a_node_is_refused(launch: EngineLaunch) -> None:
     ],
 )
 def test_the_end_that_explains_the_others_is_the_reason(ended: list[tuple[int, EngineEnd]], cause: EngineEnd) -> None:
-    found = find_cause([EndedHost(*each) for each in ended], num_hosts=2)
+    found = find_cause([EndedHost(*end) for end in ended], num_hosts=2)
     assert found.message.endswith(f": {cause.message}")
     assert replace(found, message=cause.message) == cause
     assert find_cause([EndedHost(0, cause)], num_hosts=1) == cause
@@ -172,12 +172,12 @@ def test_the_end_that_explains_the_others_is_the_reason(ended: list[tuple[int, E
 
 def test_reserved_ports_are_for_those_who_name_them() -> None:
     held = reserve_ports("127.0.0.1")
-    first, second = (each.getsockname()[1] for each in held)
+    first, second = (reserved.getsockname()[1] for reserved in held)
     assert second == first + 1
     with listen(HostsSettings(size=2, address=f"127.0.0.1:{first}")), pytest.raises(OSError, match="in use"):
         socket.socket().bind(("127.0.0.1", second))
-    for each in held:
-        each.close()
+    for reserved in held:
+        reserved.close()
 
 
 def test_settings_of_ray_are_checked_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

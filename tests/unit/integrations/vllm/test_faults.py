@@ -103,8 +103,8 @@ def test_a_dropped_sample_begins_again_and_brings_no_token_twice(world: World, a
     stub.options.drop_after = [after, after]
     again = draw(sampler, request())
     assert get_tokens(again) == get_tokens(whole) and again[-1].stop_reason == "length"
-    assert [float(each) for delta in again for each in delta.logprobs] == pytest.approx(
-        [float(each) for delta in whole for each in delta.logprobs]
+    assert [float(logprob) for delta in again for logprob in delta.logprobs] == pytest.approx(
+        [float(logprob) for delta in whole for logprob in delta.logprobs]
     )
 
 

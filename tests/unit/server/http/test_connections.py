@@ -68,7 +68,7 @@ def is_closed(connection: socket.socket) -> bool:
     return True
 
 
-def status_of(connection: socket.socket) -> int:
+def read_status(connection: socket.socket) -> int:
     return int(connection.recv(1000)[9:12])
 
 
@@ -116,14 +116,14 @@ def test_head_up_to_the_limit_is_served(
     server: Server, sent: bytes, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with connect(server, sent) as connection:
-        found = status_of(connection)
+        found = read_status(connection)
     assert found == status or (status == 200 and found == 503), "there is no engine"
     assert "Invalid HTTP request" not in caplog.text, "strangers cannot fill the log"
 
 
 def test_trailers_do_not_become_headers(server: Server) -> None:
     with connect(server, CHUNKED + b"2\r\n{}\r\n0\r\nX-Forwarded-For: 1.2.3.4\r\n\r\n") as connection:
-        assert status_of(connection) == 200
+        assert read_status(connection) == 200
 
 
 def test_pipelined_requests_are_bounded(server: Server) -> None:
@@ -133,7 +133,7 @@ def test_pipelined_requests_are_bounded(server: Server) -> None:
     body = b'{"request_id": "%s"}' % request_id["request_id"].encode()
     poll = b"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
     with connect(server, poll + (HEAD + b"\r\n") * 5000) as connection:
-        assert status_of(connection) == 431
+        assert read_status(connection) == 431
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_body_with_short_pauses_is_received(server: Server) -> None:
         for _ in range(5):
             time.sleep(TIMEOUT_S / 2)
             connection.sendall(b" " * 1638)
-        assert status_of(connection) == 200
+        assert read_status(connection) == 200
 
 
 def test_long_poll_may_take_longer_than_a_head(server: Server) -> None:
@@ -202,13 +202,13 @@ def test_idle_connection_makes_room_and_a_poll_does_not(server: Server) -> None:
     with ExitStack() as stack:
         polling = [stack.enter_context(connect(server, poll)) for poll in polls[:-1]]
         idle = stack.enter_context(connect(server, HEAD + b"\r\n"))
-        assert status_of(idle) in (200, 503)
+        assert read_status(idle) in (200, 503)
         with connect(server, polls[-1]) as last:
             assert is_closed(idle)
             until(lambda: server.api.app.state.context.results.num_waiting == MAX_PER_ADDRESS)
             with connect(server) as refused:
                 assert is_closed(refused)
-            assert {status_of(connection) for connection in (*polling, last)} == {408}
+            assert {read_status(connection) for connection in (*polling, last)} == {408}
 
 
 def test_connections_of_a_trusted_proxy_are_not_one_client(tmp_path: Path) -> None:

@@ -61,7 +61,9 @@ def test_result_wakes_only_its_polls(store: Store, session_id: SessionId, run: C
     polled, other = submit(store, session_id), submit(store, session_id)
 
     async def work(watcher: ResultWatcher) -> None:
-        own, others = (asyncio.create_task(watcher.wait_for_result(each, "ann", 20)) for each in (polled, other))
+        own, others = (
+            asyncio.create_task(watcher.wait_for_result(request_id, "ann", 20)) for request_id in (polled, other)
+        )
         with watcher.subscribe(SAMPLER) as any_of_session:
             await asyncio.sleep(0.05)
             assert not own.done() and not any_of_session.done()
@@ -96,14 +98,16 @@ def test_concurrent_polls_share_one_query(
     queries: list[int] = []
     query = futures.get_open_owners
 
-    def counted(tx: Any, ids: Any) -> Any:
+    def count_query(tx: Any, ids: Any) -> Any:
         queries.append(len(ids))
         return query(tx, ids)
 
-    monkeypatch.setattr(futures, "get_open_owners", counted)
+    monkeypatch.setattr(futures, "get_open_owners", count_query)
 
     async def work(watcher: ResultWatcher) -> None:
-        assert not any(await asyncio.gather(*(watcher.wait_for_result(each, "ann", 0.3) for each in polled)))
+        assert not any(
+            await asyncio.gather(*(watcher.wait_for_result(request_id, "ann", 0.3) for request_id in polled))
+        )
 
     run(work)
     assert sum(queries) == 100 and len(queries) <= 3

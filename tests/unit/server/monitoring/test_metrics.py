@@ -71,7 +71,9 @@ def test_the_number_of_series_is_bounded_and_no_label_names_a_user(server: Serve
     found = samples(text)
     assert len(found) < 600, "half of the bound for both processes"
     assert "secret-session" not in text and "x-run_id" not in text
-    assert {label for family in parse_text(text) for each in family.samples for label in each.labels} <= ALLOWED_LABELS
+    assert {
+        label for family in parse_text(text) for sample in family.samples for label in sample.labels
+    } <= ALLOWED_LABELS
     assert all(
         isinstance(route, APIRoute) or "metrics" not in getattr(route, "path", "") for route in server.api.app.routes
     )

@@ -90,8 +90,8 @@ def test_a_backup_under_load_is_restored_and_trains_on_bit_equal(kind, tmp_path,
     assert status == 0 and "restored the backup of" in out, err
     assert (tmp_path / "restored" / "signing.key").read_bytes() == b"k" * 32
     _, out, err = skyrl_tx(capsys, "doctor", "--backend", "fake", "--json", *target)
-    findings = [each for each in json.loads(out)["findings"] if each["check"] in ("database", "artifacts")]
-    assert {each["level"] for each in findings} == {"ok"}, out + err
+    findings = [finding for finding in json.loads(out)["findings"] if finding["check"] in ("database", "artifacts")]
+    assert {finding["level"] for finding in findings} == {"ok"}, out + err
     restored = EngineHarness(tmp_path / "restored", database_url=other_url)
     row = restored.api.read(lambda tx: models.get(tx, model_id))
     assert row is not None and row.effect_order >= outputs[-1]

@@ -142,7 +142,7 @@ def test_checkpoint_expiry_and_deletion(data_dir, runs, capsys) -> None:
     assert status == 1 and "there is no such checkpoint" in err
 
 
-def listed(capsys, data_dir: Path, what: str, *flags: str) -> set[str]:
+def list_names(capsys, data_dir: Path, what: str, *flags: str) -> set[str]:
     records = json.loads(skyrl_tx(capsys, what, "list", "--json", *flags, "--data-dir", data_dir)[1])
     return {record["run" if what == "runs" else "path"] for record in records}
 
@@ -151,10 +151,10 @@ def test_deleted_checkpoint_is_restored_unless_deleted_now(data_dir, runs, capsy
     a, b = (f"tinker://{run}/weights/{name}" for run, name in zip(runs, "ab", strict=True))
     status, out, _ = skyrl_tx(capsys, "checkpoints", "delete", a, b, "--data-dir", data_dir)
     assert status == 0 and "restore with `skyrl-tx checkpoints undelete`" in out
-    assert listed(capsys, data_dir, "checkpoints") == set()
-    assert listed(capsys, data_dir, "checkpoints", "--deleted") == {a, b}
+    assert list_names(capsys, data_dir, "checkpoints") == set()
+    assert list_names(capsys, data_dir, "checkpoints", "--deleted") == {a, b}
     assert skyrl_tx(capsys, "checkpoints", "undelete", a, "--data-dir", data_dir)[1] == f"restored {a}\n"
-    assert listed(capsys, data_dir, "checkpoints") == {a}
+    assert list_names(capsys, data_dir, "checkpoints") == {a}
     for path in (a, b):  # deleted before, or not
         status, out, _ = skyrl_tx(capsys, "checkpoints", "delete", path, "--now", "--data-dir", data_dir)
         assert status == 0 and "unused artifacts" in out
@@ -168,16 +168,18 @@ def test_deleted_run_is_restored_with_its_checkpoints(data_dir, runs, capsys) ->
     path = f"tinker://{runs[0]}/weights/a"
     status, out, _ = skyrl_tx(capsys, "runs", "delete", runs[0], "--yes", "--data-dir", data_dir)
     assert status == 0 and "restore with `skyrl-tx runs undelete`" in out
-    assert listed(capsys, data_dir, "runs") == {runs[1]} and listed(capsys, data_dir, "runs", "--deleted") == {runs[0]}
+    assert list_names(capsys, data_dir, "runs") == {runs[1]} and list_names(capsys, data_dir, "runs", "--deleted") == {
+        runs[0]
+    }
     status, _, err = skyrl_tx(capsys, "checkpoints", "undelete", path, "--data-dir", data_dir)
     assert status == 1 and f"its run is deleted; `skyrl-tx runs undelete {runs[0]}` restores both" in err
     assert skyrl_tx(capsys, "runs", "undelete", runs[0], "--data-dir", data_dir)[1] == f"restored {runs[0]}\n"
-    assert path in listed(capsys, data_dir, "checkpoints") and listed(capsys, data_dir, "runs") == set(runs)
+    assert path in list_names(capsys, data_dir, "checkpoints") and list_names(capsys, data_dir, "runs") == set(runs)
     status, _, err = skyrl_tx(capsys, "runs", "undelete", runs[0], "--data-dir", data_dir)
     assert status == 1 and "there is no such deleted run" in err
     assert skyrl_tx(capsys, "runs", "delete", runs[0], "--yes", "--data-dir", data_dir)[0] == 0
     assert skyrl_tx(capsys, "runs", "delete", runs[0], "--now", "--yes", "--data-dir", data_dir)[0] == 0
-    assert listed(capsys, data_dir, "runs", "--deleted") == set()
+    assert list_names(capsys, data_dir, "runs", "--deleted") == set()
 
 
 @pytest.mark.parametrize(

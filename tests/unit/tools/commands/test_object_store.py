@@ -30,7 +30,9 @@ def path(tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]) -> str:
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
     factors = {"lora_A": np.ones((2, 32), np.float32), "lora_B": np.ones((64, 2), np.float32)}
-    names = {f"base_model.model.model.layers.0.self_attn.q_proj.{name}.weight": each for name, each in factors.items()}
+    names = {
+        f"base_model.model.model.layers.0.self_attn.q_proj.{name}.weight": factor for name, factor in factors.items()
+    }
     save_file(names, tmp_path / "adapter" / "adapter_model.safetensors")
     command = ("import", tmp_path / "adapter", "--name", "mine", "--base-model", model)
     status, out, err = skyrl_tx(capsys, *command, "--data-dir", tmp_path / "data", "--artifacts", url)
@@ -57,7 +59,7 @@ def test_doctor_and_recover_read_the_object_store(path: str, url: str, tmp_path:
     data_dir = tmp_path / "data"
     found = doctor()
     assert [record["state"] for record in found["artifacts"]] == ["ok"]
-    assert [each["level"] for each in found["findings"] if each["check"] == "storage"] == ["ok"]
+    assert [finding["level"] for finding in found["findings"] if finding["check"] == "storage"] == ["ok"]
     (weights,) = (tmp_path / "objects").glob("art-*/*/adapter_model.safetensors")
     content = weights.read_bytes()
     weights.write_bytes(content[:-1])

@@ -20,7 +20,7 @@ def replace_checks(monkeypatch: pytest.MonkeyPatch, *findings: Finding | Excepti
     """Replace all checks by those that find these; return the subjects that they get."""
     seen: list[ExaminedServer] = []
 
-    def check_of(finding: Finding | Exception):
+    def make_check(finding: Finding | Exception):
         def check(subject: ExaminedServer) -> Iterator[Finding]:
             seen.append(subject)
             if isinstance(finding, Exception):
@@ -29,7 +29,7 @@ def replace_checks(monkeypatch: pytest.MonkeyPatch, *findings: Finding | Excepti
 
         return check
 
-    checks = {f"check{index}": check_of(finding) for index, finding in enumerate(findings)}
+    checks = {f"check{index}": make_check(finding) for index, finding in enumerate(findings)}
     monkeypatch.setattr(command, "_CHECKS", checks)
     return seen
 

@@ -220,12 +220,14 @@ def test_a_model_that_is_not_known(tmp_path: Path, capsys: pytest.CaptureFixture
 TOO_LARGE = {"DeepSeek-V3.1", "GLM-4.5", "Kimi-K2-Thinking", "Kimi-K2.5", "Qwen3.5-397B-A17B"}
 
 
-def published(name: str) -> Any:
+def make_exhaustive(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.exhaustive)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", *(published(path.stem) for path in sorted(CONFIGS.glob("*.json")))])
+@pytest.mark.parametrize(
+    "name", ["Qwen3-30B-A3B", *(make_exhaustive(path.stem) for path in sorted(CONFIGS.glob("*.json")))]
+)
 def test_published_models_are_planned(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = json.dumps(QWEN3_30B_A3B) if name == "Qwen3-30B-A3B" else (CONFIGS / f"{name}.json").read_text()
     (tmp_path / "config.json").write_text(content)

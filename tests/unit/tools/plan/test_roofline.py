@@ -95,12 +95,12 @@ def test_published_models_have_a_mesh(name: str) -> None:
     content = json.loads((CONFIGS / f"{name}.json").read_text())
     model = models.find_family(content).config_from_hf(content)
     found = rank_meshes(model, JaxConfig(), parse_devices("h200:8"), BFLOAT16, EIGHT)
-    assert found and all(each.mesh.num_devices == 8 for each in found)
+    assert found and all(candidate.mesh.num_devices == 8 for candidate in found)
     assert count_exchanged_numbers(model, 4) > 0
-    assert [each.has_fitting_weights for each in found] == sorted(
-        (each.has_fitting_weights for each in found), reverse=True
+    assert [candidate.has_fitting_weights for candidate in found] == sorted(
+        (candidate.has_fitting_weights for candidate in found), reverse=True
     )
-    roomy = [each.seconds_per_token for each in found if each.has_fitting_weights]
+    roomy = [candidate.seconds_per_token for candidate in found if candidate.has_fitting_weights]
     assert roomy == sorted(roomy)
 
 
@@ -126,5 +126,7 @@ def test_the_best_mesh_of_a_dense_model(device: str, mesh: MeshConfig, why: str)
 
 
 def test_experts_are_cut_once() -> None:
-    meshes = [each.mesh for each in rank_meshes(MIXTURE, JaxConfig(), parse_devices("h200:8"), BFLOAT16, EIGHT)]
+    meshes = [
+        candidate.mesh for candidate in rank_meshes(MIXTURE, JaxConfig(), parse_devices("h200:8"), BFLOAT16, EIGHT)
+    ]
     assert MeshConfig(tp=8) not in meshes, "8 does not divide 4 key heads"
