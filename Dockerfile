@@ -20,16 +20,16 @@ RUN pip install --no-cache-dir ".[postgres,storage${EXTRA:+,$EXTRA}]"
 
 USER skyrl
 WORKDIR /home/skyrl
-# Nothing else is written except /tmp, so the root file system may be read-only: `docker run --read-only --tmpfs /tmp`.
-# /cache holds downloaded models and compiled programs; what is lost there is downloaded and compiled again.
+# The server writes only to /data, /cache and /tmp, so the root file system may be read-only:
+# `docker run --read-only --tmpfs /tmp`. /cache has downloaded models and compiled programs and can be deleted safely.
 VOLUME /data /cache
 EXPOSE 8000
 ENV SKYRL_TX_DATA_DIR=/data
 ENV XDG_CACHE_HOME=/cache
-# Whether the API answers; `healthz` also says whether the engine executes requests. For plain HTTP: with TLS, give `docker run`
+# Checks that the API answers, over plain HTTP. `healthz` would also check that the engine is ready. With TLS, give `docker run`
 # another --health-cmd or --no-healthcheck.
 HEALTHCHECK --interval=30s --timeout=10s --start-period=5m CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/api/v1/livez', timeout=8)"]
-# Clients of a container never connect through its loopback; the published port decides who can reach the server. Arguments to
-# `docker run` replace the default ones, --no-auth included. Create keys with `docker run --entrypoint skyrl-tx … keys create OWNER`.
+# Clients never connect through the loopback of the container, so the published port decides who can reach the server. Arguments of
+# `docker run` replace CMD, including --no-auth. Create keys with `docker run --entrypoint skyrl-tx … keys create OWNER`.
 ENTRYPOINT ["skyrl-tx", "serve", "--host", "0.0.0.0"]
 CMD ["--base-model", "tiny", "--no-auth"]

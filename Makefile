@@ -5,7 +5,7 @@
 help:  ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | expand -t 12
 
-check: lint types contracts test  ## run what CI runs, except the slow tests
+check: lint types contracts test  ## run the checks of CI except the slow tests
 
 lint:  ## check format, lint rules, spelling, words, docstrings and Markdown tables
 	ruff format --check .
@@ -36,7 +36,7 @@ test-slow:  ## run the slow tests (cookbook recipes, kill tests, conformance), a
 	pytest -n 3 -m "$(SLOW) and not tolerance" $(SLOW_JAX)
 	pytest -n 3 -m "$(SLOW) and not tolerance" $(SLOW_JAX:%=--ignore=%)
 
-exhaustive:  ## run what CI leaves out, before a release: every family in every suite (an hour)
+exhaustive:  ## run the tests that CI leaves out, before a release: every model family in every suite (an hour)
 	pytest -n 3 -m "exhaustive and not gpu and not network"
 
 chaos:  ## kill processes while clients train (5 minutes); FLAGS=--postgresql for PostgreSQL
@@ -48,7 +48,7 @@ simulate:  ## run 100,000 simulated histories with faults (hours); FLAGS="--hist
 fuzz:  ## send generated input to routes and decoders (25 minutes)
 	python -u -W ignore -m tests.support.fuzz
 
-fuzz-amplification:  ## measure what repetitive bodies cost the server and other clients (6 minutes)
+fuzz-amplification:  ## measure the cost of repetitive request bodies for the server and other clients (6 minutes)
 	python -u -W ignore -m tests.support.fuzz.amplification $(FLAGS)
 
 soak:  ## keep 10,000 long polls open (15 minutes); FLAGS=--postgresql for PostgreSQL
@@ -85,16 +85,16 @@ release:  ## build and check the distributions, then print how to tag and publis
 docs:  ## build the documentation site into build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
 
-aot:  ## compile models for GPUs and TPUs without having them, into docs/internals/measurements/compiled.md (hours; continues); FLAGS="--models Qwen3-8B"
+aot:  ## compile models for GPUs and TPUs without having them, into docs/internals/measurements/compiled.md (hours; can be stopped and continued); FLAGS="--models Qwen3-8B"
 	python -m benchmarks.bench_aot $(FLAGS)
 
-gpu:  ## check and measure what the GPU of this machine does (under nine minutes; goes on where it stopped); FLAGS="--models Qwen3-8B"
+gpu:  ## test the GPU of this machine and measure its speed (under nine minutes; can be stopped and continued); FLAGS="--models Qwen3-8B"
 	python -m benchmarks.bench_gpu $(FLAGS)
 
-gpu-rl:  ## measure reinforcement learning from end to end on this GPU, and transformers (under ten minutes; continues); FLAGS="--model Qwen3.5-4B"
+gpu-rl:  ## measure end-to-end reinforcement learning on this GPU, compared with transformers (under ten minutes; can be stopped and continued); FLAGS="--model Qwen3.5-4B"
 	python -m benchmarks.bench_gpu_rl $(FLAGS)
 
-gpu-wheels:  ## download what a GPU host without a network lacks into build/wheels
+gpu-wheels:  ## download the packages that a GPU host without a network needs into build/wheels
 	python -m benchmarks.collect_wheels
 
 reference:  ## generate docs/reference, the tables of docs/guides/which_model.md and examples/config.yaml (2 minutes)

@@ -1,7 +1,7 @@
 """Agreement of sampled log-probabilities with training, and across decode shapes.
 
 Hundreds of prompts are sampled from a small model, half of them with a trained adapter. For each dtype the benchmark
-reports the distance between the sampled log-probabilities and those that `forward` returns for the same tokens. It then
+reports the distance between the sampled log-probabilities and the result of `forward` for the same tokens. It then
 compares prompts sampled alone with the same prompts sampled again, together, and with other numbers of KV cache slots:
 how many samples contain a different token, and the distance of the log-probabilities before the first different token.
 """
@@ -93,10 +93,10 @@ def measure_distance_from_training(
 ) -> dict[str, float]:
     distances: list[float] = []
     for model, is_adapted in ((BASE, False), (MODEL, True)):
-        own = [each for each in asked if (each.sampler is not None) == is_adapted]
-        rows = [np.concatenate([each.prompt, drawn[each.request_id][0]]) for each in own]
-        for each, result in zip(own, backend.forward(scoring(model, rows)), strict=True):
-            logprobs = drawn[each.request_id][1]
+        own = [request for request in asked if (request.sampler is not None) == is_adapted]
+        rows = [np.concatenate([request.prompt, drawn[request.request_id][0]]) for request in own]
+        for request, result in zip(own, backend.forward(scoring(model, rows)), strict=True):
+            logprobs = drawn[request.request_id][1]
             distances += np.abs(logprobs - result.logprobs[-logprobs.size :]).tolist()
     return summarize_distances(distances)
 
@@ -124,9 +124,9 @@ def main() -> None:
         model = write_model(Path(directory), vocab_size=VOCAB_SIZE, std=0.15)
         for dtype in ("float32", "bfloat16"):
             backend = start(model, dtype, SLOTS)
-            alone = sample(backend, [[each] for each in asked])
+            alone = sample(backend, [[request] for request in asked])
             found: dict[str, Any] = {"trainer and sampler": measure_distance_from_training(backend, asked, alone)}
-            found["sampled again"] = count_differences(alone, sample(backend, [[each] for each in asked]))
+            found["sampled again"] = count_differences(alone, sample(backend, [[request] for request in asked]))
             backend.close()
             for slots in (SLOTS, *options.slots):
                 backend = start(model, dtype, slots)

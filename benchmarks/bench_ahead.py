@@ -20,7 +20,7 @@ from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.backends.jax.start_plan import plan_start
 from skyrl_tx.layers.flash_attention import BLOCK
-from skyrl_tx.tools.plan.roofline import parse_devices
+from skyrl_tx.tools.plan.hardware import parse_devices
 from skyrl_tx.weights import hf
 
 MIB = 2**20
@@ -41,8 +41,7 @@ def main() -> None:
     parser.add_argument("--mesh", default="fsdp=1", help="the mesh of the devices, such as tp=2,cp=2")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of the micro-batch")
     parser.add_argument("--program", default="gradient", choices=["gradient", "decode", "prefill"])
-    parser.add_argument("--attention-kernel", default="auto", help="the setting of the backend")
-    parser.add_argument("--pages-kernel", default="auto", help="the setting of the backend")
+    parser.add_argument("--kernels", default="auto", choices=["auto", "loops"], help="the setting of the backend")
     parser.add_argument("--slots", type=int, default=64, help="samples of a decode slice")
     parser.add_argument("--context", type=int, default=1000, help="tokens of each of these samples")
     parser.add_argument("--remat", action="store_true", help="recompute each layer in the backward pass")
@@ -56,8 +55,7 @@ def main() -> None:
         micro_batch_tokens=options.tokens,
         remat=options.remat or options.offload,
         offload=options.offload,
-        attention_kernel=options.attention_kernel,
-        pages_kernel=options.pages_kernel,
+        kernels=options.kernels,
         sample_slots=options.slots,
         **({} if options.program == "gradient" else sampling),
         compile_cache_dir=None,

@@ -76,7 +76,7 @@ def load(path: Path) -> list[dict[str, Any]]:
 
 def save(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Write all records, in one step."""
-    lines = ",\n".join("  " + json.dumps(each) for each in records)
+    lines = ",\n".join("  " + json.dumps(record) for record in records)
     partial = path.with_suffix(".new")
     partial.write_text(f"[\n{lines}\n]\n")
     partial.replace(path)
@@ -93,7 +93,7 @@ def describe_mesh(results: Mapping[str, Any]) -> str:
 
 
 def summarize(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a table of the mesh with which each model fits on each device."""
+    """Yield a table with the mesh that fits each model on each device."""
     newest = newest_results(records)
     yield "| Model | " + " | ".join(f"`{device}`" for device in DEVICES) + " |"
     yield "|---" * (len(DEVICES) + 1) + "|"
@@ -127,7 +127,7 @@ def make_table(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             steps = f"{text['num_steps']:,}" + (f" and {text['num_open_loops']} loops" * bool(text["num_open_loops"]))
             kernels = ", ".join(dict.fromkeys(map(_kind, text["kernels"]))) or "none"
             in_layers = text["in_layers"].items()
-            sent = ", ".join(f"{each['calls'] / layers:.3g} {kind}" for kind, each in in_layers) or "none"
+            sent = ", ".join(f"{record['calls'] / layers:.3g} {kind}" for kind, record in in_layers) or "none"
         size = f"{found['limits']['micro_batch_tokens']:,}{remat}"
         yield (
             f"| {model} | {device} | {mesh} | {size} | {_memory(gradient)} | {_memory(decode)} | {steps} | {kernels} "
@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--timeout-s", type=float, default=3600.0, help="of a cell")
     options = parser.parse_args()
     records = load(RECORDS)
-    known = {(each["options"]["model"], each["options"]["device"]) for each in records}
+    known = {(record["options"]["model"], record["options"]["device"]) for record in records}
     packages = prepare(COMPILERS).packages
     for model in options.models:
         for device in options.devices:

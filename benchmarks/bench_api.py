@@ -148,10 +148,10 @@ def compare(servers: list[LiveServer], calls: Calls, num_blocks: int, count: int
             spent[index].append((read_cpu_s(servers[index]) - before) / count * 1e3)
     ratios = [new / old for old, new in zip(*spent, strict=True)]
     return {
-        "cpu_ms": [summarize(each) for each in spent],
+        "cpu_ms": [summarize(values) for values in spent],
         "ratio": {**summarize(ratios), "of_sums": round(sum(spent[1]) / sum(spent[0]), 4)},
         "median_of_differences_ms": round(statistics.median(n - o for o, n in zip(*spent, strict=True)), 4),
-        "latency_ms": [summarize(each) for each in latencies if each],
+        "latency_ms": [summarize(values) for values in latencies if values],
     }
 
 

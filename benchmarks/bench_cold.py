@@ -1,9 +1,9 @@
 """Requests of many lengths on a cold server compared with the same requests when all programs are compiled.
 
-Each run is a process of its own that starts a backend with an empty compilation cache. A step is forward_backward of
-one sequence and optim_step, including the wait for the results; the lengths are spread evenly and shuffled. With
-`--samples` some samples are drawn between the steps; their time counts by itself, and programs of training are compiled
-meanwhile. The run then repeats all of it, warm. Runs with and without compilation in the background alternate.
+Each run is a separate process that starts a backend with an empty compilation cache. A step is forward_backward of one
+sequence and optim_step, including the wait for the results. The lengths are spread evenly and shuffled. `--samples`
+draws some samples between the steps; their time is reported separately, and training programs are compiled meanwhile.
+The run then repeats everything with all programs compiled. Runs with and without background compilation alternate.
 
 `compile_s` is the time of the compiler in the cold half, without tracing and lowering.
 """
@@ -83,10 +83,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     request = PreparedSampleBatch(requests=(make_sample_request(number, min(length, 200)),))
                     samples.append(measure_cost(lambda request=request: backend.sample(request)))
             result[half] = {
-                "s": round(sum(each.wall_s for each in steps), 2),
-                "cpu_s": round(sum(each.cpu_s for each in steps), 2),
-                "worst_step_s": round(max(each.wall_s for each in steps), 2),
-                "samples_s": round(sum(each.wall_s for each in samples), 2),
+                "s": round(sum(cost.wall_s for cost in steps), 2),
+                "cpu_s": round(sum(cost.cpu_s for cost in steps), 2),
+                "worst_step_s": round(max(cost.wall_s for cost in steps), 2),
+                "samples_s": round(sum(cost.wall_s for cost in samples), 2),
                 **compiles.take(),
             }
             while half == "cold" and backend.meters().progress is not None:
@@ -126,17 +126,15 @@ def main() -> None:
     results: dict[str, Any] = {}
     for kind, runs in found.items():
         halves = {
-            half: {name: [each[half][name] for each in runs] for name in runs[0][half]} for half in ("cold", "warm")
+            half: {name: [run[half][name] for run in runs] for name in runs[0][half]} for half in ("cold", "warm")
         }
         results[kind] = {
             "tokens": runs[0]["tokens"],
             **{
                 half: {name: compute_quartiles(values, 2) for name, values in of.items()} for half, of in halves.items()
             },
-            "cold / warm": compute_quartiles([each["cold"]["s"] / each["warm"]["s"] for each in runs], 2),
-            "cold / warm, CPU s": compute_quartiles(
-                [each["cold"]["cpu_s"] / each["warm"]["cpu_s"] for each in runs], 2
-            ),
+            "cold / warm": compute_quartiles([run["cold"]["s"] / run["warm"]["s"] for run in runs], 2),
+            "cold / warm, CPU s": compute_quartiles([run["cold"]["cpu_s"] / run["warm"]["cpu_s"] for run in runs], 2),
         }
     report("cold", options, results, ("jax", "jaxlib", "numpy"))
 

@@ -77,7 +77,7 @@ def measure_burst(
     for thread in threads:
         thread.join()
     elapsed = time.perf_counter() - started
-    latencies = [each for mine in taken for each in mine]
+    latencies = [latency for mine in taken for latency in mine]
     return {
         "requests_per_s": len(latencies) / elapsed,
         "median_ms": 1e3 * quantile(latencies, 0.5),

@@ -1,13 +1,13 @@
-"""Throughput of several engines on one PostgreSQL database, compared with one engine.
+"""Throughput of multiple engines on one PostgreSQL database, compared with one engine.
 
-`skyrl-tx serve --engines N` runs the fake backend, which waits `--step-delay-s` in each step, in place of a device. So
-the engines cost little CPU, and the numbers show what sharing a store costs, not what devices compute. Each tenant
-trains a model over HTTP with one pass in flight, or samples with one request in flight; the requests that get their
-results within `--seconds` are counted.
+`skyrl-tx serve --engines N` runs the fake backend, which waits `--step-delay-s` per step instead of computing. So the
+engines need little CPU, and the numbers show the cost of sharing a database. Each tenant trains a model over HTTP with
+one pass in flight, or samples with one request in flight. The benchmark counts the requests that get their results
+within `--seconds`.
 
-`--work bursts` instead measures how long bursts take that load the engines unevenly: as many new sampling clients as
-there are engines send `BURST_REQUESTS` requests of `BURST_SAMPLES` samples each at once. The requests of a client
-prefer one engine, and those of two clients may prefer the same. The ideal is that all engines work until the end.
+`--work bursts` instead measures bursts that load the engines unevenly. As many new sampling clients as there are
+engines send `BURST_REQUESTS` requests of `BURST_SAMPLES` samples each, all at once. All requests of one client prefer
+the same engine, and two clients may prefer the same engine too. Ideally all engines are busy until the end.
 """
 
 import argparse
@@ -42,7 +42,7 @@ _PROMPT = {"chunks": [{"type": "encoded_text", "tokens": _TOKENS}]}
 
 
 class Tenant:
-    """One client with a session, and a model or a sampling session of its own."""
+    """One client with its own session, and its own model or sampling session."""
 
     def __init__(self, http: httpx.AsyncClient) -> None:
         self._http = http
@@ -85,7 +85,7 @@ class Tenant:
         await self._result(await self._post("forward_backward", **ids, forward_backward_input=passed))
 
     async def sample(self, num_samples: int = 1) -> None:
-        """Draw samples of 16 tokens, each of which is one step of a backend with one slot."""
+        """Draw samples of 16 tokens. Each token is one decode step of a backend with one slot."""
         self._num_sent += 1
         ids = {"sampling_session_id": self._sampler_id, "seq_id": self._num_sent}
         params = {"max_tokens": 16, "temperature": 1.0, "seed": self._num_sent, "stop": []}

@@ -1,14 +1,18 @@
-"""Parity and speed of one GPU: its numbers against those of the CPU, and its share of its peak.
+"""Parity and speed of one GPU: compares its results with the CPU, and its speed with its peak.
 
-The parts are `parity` (the tests of tests/gpu), for each model `training`, `decoding-64` and `decoding-256`, and
-`suites` (attention kernels against plain JAX, and the backend suite). Each part is a process of its own, and a record
-as soon as it is done. A run does the parts that have no record of this commit, in this order, and starts none that may
-not end in the time that is left: it can be stopped and continued.
+The parts of a run, in this order:
 
-Models have the shapes of published ones and made-up weights in bfloat16. Training steps, with an adapter of rank 32,
-have 32,768 tokens in sequences of 2,048; their share is that of the peak of the data sheet, and of the rate of a
-product measured here. Decoding is of samples of 1,000 tokens on average, each with a prompt of its own, with one
-adapter; its share is that of the rate at which the memory can deliver weights and cache, by data sheet and as measured.
+- `parity`: the tests of tests/gpu;
+- `training`, `decoding-64` and `decoding-256` for each model;
+- `suites`: attention kernels against plain JAX, and the backend suite.
+
+Each part runs in a separate process and is recorded as soon as it is done. A run skips parts that have a record of this
+commit, and starts no part that may not end in the time left. So it can be stopped and continued.
+
+Models have published shapes and random weights in bfloat16. A training step has 32,768 tokens in sequences of 2,048 and
+an adapter of rank 32. Its speed is compared with the peak FLOPs of the data sheet, and with the measured rate of a
+matrix product. Samples have 1,000 tokens on average, different prompts and one adapter. Decoding speed is compared with
+the time to read weights and KV cache, at the memory bandwidth of the data sheet and as measured.
 
 `--models tiny` shows on any machine that the program works.
 """
@@ -46,7 +50,7 @@ from skyrl_tx.contract.backend import StatePart
 from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatch
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
-from skyrl_tx.tools.plan.roofline import KINDS, DeviceKind
+from skyrl_tx.tools.plan.hardware import KINDS, DeviceKind
 from tests.support.model_configs import QWEN3_4B, QWEN3_8B, QWEN3_30B_A3B, QWEN3_600M
 
 ROOT = Path(__file__).parents[1]
@@ -68,7 +72,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-30B-A3B-8": {**QWEN3_30B_A3B, "num_hidden_layers": 8},
     "tiny": TINY,
 }
-"""By name; of Qwen3-30B-A3B eight of its 48 layers, as a measure of experts that compiles soon."""
+"""Configurations by name. Qwen3-30B-A3B has only 8 of its 48 layers, so that it compiles faster."""
 TESTS = {
     "parity": ("-m", "gpu", "tests/gpu"),
     "suites": (
@@ -90,7 +94,7 @@ EXPECTED_S = {
     "Qwen3-30B-A3B-8": 100.0,
     "tiny": 5.0,
 }
-"""How long a part may take; a run starts none for which less is left."""
+"""How long a part may take, by test or by model. A part is not started if less time is left."""
 RANK = 32
 WARM_UP_SLICES = 2
 """Slices of all samples that are not timed."""
@@ -106,7 +110,7 @@ class Scale:
     length: int
     prompt: int
     new: int
-    """Tokens after a prompt, of which the middle ones are timed."""
+    """New tokens after the prompt. Only the middle ones are timed."""
 
 
 FULL, SMALL = Scale(16, 2048, 912, 176), Scale(2, 128, 48, 112)
@@ -146,8 +150,8 @@ def train(shape: models.ModelConfig, folder: Path, scale: Scale, repeats: int) -
         late, rates, of_step = compiles.take()["compiles"], _measure_rates(), profile(step)
     tokens, flops = scale.rows * scale.length, compute_least_flops(shape, RANK, [scale.length] * scale.rows, True)
     return {
-        "tokens_per_s": compute_quartiles([tokens / each for each in seconds], 1),
-        **_compute_shares([flops / each for each in seconds], rates["peak_flops"], rates["flops"]),
+        "tokens_per_s": compute_quartiles([tokens / duration for duration in seconds], 1),
+        **_compute_shares([flops / duration for duration in seconds], rates["peak_flops"], rates["flops"]),
         "first_step_s": round(first.wall_s, 1),
         "compiles_after_warm_up": late,
         "micro_batches": (backend.meters().micro_batches or 0) // (repeats + 1),
@@ -207,9 +211,9 @@ def decode(shape: models.ModelConfig, folder: Path, scale: Scale, slots: int) ->
     bytes_per_slice = num_bytes * most / slots
     prefill_s = sum(seconds for seconds, tokens in found if tokens < most)
     return {
-        "tokens_per_s": compute_quartiles([most / each for each in whole], 1),
-        "ms_per_step": compute_quartiles([1e3 * each * slots / most for each in whole], 2),
-        **_compute_shares([bytes_per_slice / each for each in whole], rates["peak_bytes"], rates["bytes"]),
+        "tokens_per_s": compute_quartiles([most / duration for duration in whole], 1),
+        "ms_per_step": compute_quartiles([1e3 * duration * slots / most for duration in whole], 2),
+        **_compute_shares([bytes_per_slice / duration for duration in whole], rates["peak_bytes"], rates["bytes"]),
         "prompt_tokens_per_s": round(slots * scale.prompt / prefill_s, 1),
         "first_samples_s": round(first.wall_s, 1),
         "compiles_after_warm_up": late,
@@ -222,7 +226,7 @@ def decode(shape: models.ModelConfig, folder: Path, scale: Scale, slots: int) ->
 
 
 def choose_warm_up_lengths(slots: int, scale: Scale) -> list[int]:
-    """Return lengths of prompts whose chunks have all sizes: a group of long ones, and others of a single chunk."""
+    """Return prompt lengths whose chunks have all sizes: a group of long prompts, and prompts of a single chunk."""
     return [scale.prompt] * MAX_PROMPTS_TOGETHER + [min(scale.prompt, FIRST_CHUNK)] * (slots - MAX_PROMPTS_TOGETHER)
 
 
@@ -236,12 +240,12 @@ def wait_for_measurements() -> Iterator[None]:
 
 def _compute_shares(found: Sequence[float], peak: float, measured: float) -> dict[str, Any]:
     """Return shares of a rate of the data sheet, if the device is known, and of the measured one."""
-    of_peak = {"share_of_peak": compute_quartiles([each / peak for each in found])} if peak else {}
-    return {**of_peak, "share_of_measured_rate": compute_quartiles([each / measured for each in found])}
+    of_peak = {"share_of_peak": compute_quartiles([rate / peak for rate in found])} if peak else {}
+    return {**of_peak, "share_of_measured_rate": compute_quartiles([rate / measured for rate in found])}
 
 
 def _measure_rates() -> dict[str, float]:
-    """Return FLOP/s and bytes/s as measured, and those of the data sheet; 0 if the device is not known."""
+    """Return the measured FLOP/s and bytes/s, and the rates of the data sheet (0 for an unknown device)."""
     device = jax.devices()[0]
     is_cpu, kind = device.platform == "cpu", find_kind(device.device_kind)
     flops = MatmulRate(1024) if is_cpu else MatmulRate(8192, jnp.bfloat16)
@@ -301,7 +305,7 @@ def run_tests(task: str) -> dict[str, Any]:
 
 
 def measure_in_child(task: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the results of a part, from a process of its own, or why there are none."""
+    """Run a part in a separate process, and return its results or the reason why there are none."""
     if task in TESTS:
         return run_tests(task)
     command = [sys.executable, "-m", "benchmarks.bench_gpu", "--part", task, "--models", model]
@@ -332,7 +336,7 @@ def main() -> None:
     if not device.startswith("gpu") and options.models != ["tiny"]:
         sys.exit(f"no GPU: the first device of JAX is {device}; --models tiny runs on any")
     records, now = load(options.records), get_commit()
-    known = {(each["options"]["part"], each["options"]["model"]) for each in records if each["commit"] == now}
+    known = {(record["options"]["part"], record["options"]["model"]) for record in records if record["commit"] == now}
     left = [part for part in list_parts(options.models) if options.again or part not in known]
     if options.skip_tests:
         left = [part for part in left if part[0] not in TESTS]

@@ -1,22 +1,24 @@
-"""Reinforcement learning from end to end on one GPU: a real server with its default settings, through the SDK.
+"""End-to-end reinforcement learning on one GPU: a real server with default settings, used through the SDK.
 
-The phases run one after another, and one process at a time has the GPU's memory:
+The phases run one after another, so that only one process at a time uses the GPU's memory:
 
 - `checkpoint` writes random weights in the layout of Hugging Face, into memory if there is room;
 - `serve` starts `skyrl-tx serve` with no compiled programs and no data;
-- `iterations` runs one iteration to warm up and one that is timed, as tinker-cookbook does: save the weights for a
+- `iterations` runs one iteration to warm up and then times another, as tinker-cookbook does: save the weights for a
   sampler, sample, train one step with importance sampling;
 - `hand_over` times the way from `save_weights_for_sampler` to the first token, for 1 and 8 tenants at once;
-- `train_peer` and `sample_peer` do such work with transformers and peft, and with its continuous batching;
-- `warm` starts the server again with all programs compiled: seconds to ready, to the first sample, of the first step;
+- `train_peer` and `sample_peer` do the same work with transformers and peft, and with continuous batching of
+  transformers;
+- `warm` starts the server again with all programs compiled, and measures the seconds until it is ready, until the
+  first sample, and of the first step;
 - `cold` does the same with no compiled programs.
 
-The shape `fixed-512` has 64 requests of 16 samples with 512 tokens each. `gsm8k` draws lengths as those of solutions of
-GSM8K, and sends a request for each of the 1,024 samples. No sample stops early.
+The shape `fixed-512` has 64 requests of 16 samples with 512 tokens each. The shape `gsm8k` draws lengths as GSM8K
+solutions have them, and sends one request for each of the 1,024 samples. No sample stops early.
 
-Each phase is a record as soon as it ends, also if it failed or was cut at its limit. A run does the phases without a
-record of this commit, device, model, shape and flags, so that it can be stopped and continued; a phase that was cut
-because the time of the run was over is done again. `--model tiny` shows on any machine that the program works.
+A phase is recorded as soon as it ends, even if it failed or reached its time limit. A run skips phases that have a
+record for this commit, device, model, shape and flags, so it can be stopped and continued. A phase that was cut because
+the time of the whole run was over is repeated. `--model tiny` shows on any machine that the program works.
 """
 
 import argparse
@@ -49,9 +51,9 @@ LIMITS_S = {
     "warm": 70.0,
     "cold": 150.0,
 }
-"""By phase, in the order of a run. From that of `iterations` the seconds until the server was ready are taken."""
+"""Time limits by phase, in the order of a run. The seconds until the server was ready count towards `iterations`."""
 LEAST_S = 5.0
-"""A phase for which less time is left is not started."""
+"""A phase is not started if less time is left."""
 HAND_OVER_ROUNDS = {1: 12, 8: 3}
 """By number of tenants. In a round each of them saves and samples once."""
 RANK = 32
@@ -109,7 +111,7 @@ class Run:
         return can_serve
 
     def _do_restarts(self) -> None:
-        """Start servers with and without compiled programs, first those of the iterations, if this machine has them."""
+        """Start a server with compiled programs (left by `iterations` if possible), and a server without them."""
         if self._cache.is_dir():
             self._do("warm", lambda limit_s: self._probe(self._cache, limit_s))
         self._do("cold", self._probe_cold)
@@ -134,7 +136,7 @@ class Run:
         return self._options.again or record is None or bool(record.get("ended_with_the_run"))
 
     def _do(self, phase: str, work: Callable[[float], dict[str, Any]], *, needed: bool = False) -> None:
-        """Do a phase within its limit and record it, if it is due or needed by others."""
+        """Run a phase within its time limit and record it, if it is due or another phase needs it."""
         if not (needed or self._is_due(phase)):
             return
         left_s = self._end - time.monotonic()

@@ -1,8 +1,8 @@
-"""Memory of a training step for one long datum, compared with its logits [T, V] and with the backend's estimate.
+"""Memory of a training step for one long example, compared with its logits [T, V] and with the backend's estimate.
 
-The step is compiled from shapes without weights, so the model need not fit into this machine's memory; with `--run` the
-step also runs, and the report includes the peak of the process. The estimate is the one that the backend uses to choose
-the micro-batch size.
+The step is compiled from shapes without weights, so the model need not fit into this machine's memory. With `--run` the
+step also runs, and the report includes the peak memory of the process. The backend uses the same estimate to choose the
+micro-batch size.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.common import report
 from skyrl_tx import models
-from skyrl_tx.backends.jax.backend import configure_jax
+from skyrl_tx.backends.jax.compiler import configure_jax
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.train import forward_backward as training
 from skyrl_tx.backends.jax.train import packing

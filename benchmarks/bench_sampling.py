@@ -166,7 +166,7 @@ def make_request(name: str, prompt: np.ndarray, sampler: SamplerId | None, sampl
 def compute_least_work(shape: models.ModelConfig, work: Work, rank: int, num_adapters: int) -> tuple[float, float]:
     """Return the least FLOPs and float32 bytes of a decode step of all samples, averaged over the steps."""
     frozen, lora = count_frozen_macs(shape), count_adapter_macs(shape, rank)
-    # Of experts, a step reads those that any of its tokens goes to.
+    # A step reads every expert that gets at least one of its tokens.
     more = estimate_experts_read(shape, work.rows) - estimate_experts_read(shape, 1)
     read = frozen + more * count_expert_parameters(shape)
     factors = lora + more * sum(
@@ -189,19 +189,19 @@ def measure(contestants: Sequence[Contestant], repeats: int, compiles: CompileCo
     compiles.take()
     reset_peak_memory()
     warm: dict[str, Any] = {}
-    for each in contestants:
-        first = each.turn()
-        warm[each.name] = {"first_turn_s": round(first.wall_s, 2), **compiles.take()}
+    for contestant in contestants:
+        first = contestant.turn()
+        warm[contestant.name] = {"first_turn_s": round(first.wall_s, 2), **compiles.take()}
     rate, band = MatmulRate(), Bandwidth()
     compiles.take()
     per_flop: list[float] = []
     per_byte: list[float] = []
-    costs: dict[str, list[Cost]] = {each.name: [] for each in contestants}
+    costs: dict[str, list[Cost]] = {contestant.name: [] for contestant in contestants}
     for _ in range(repeats):
-        for each in contestants:
+        for contestant in contestants:
             per_flop.append(rate.sample().wall_s)
             per_byte.append(band.sample().wall_s)
-            costs[each.name].append(each.turn())
+            costs[contestant.name].append(contestant.turn())
     flop_s, byte_s = statistics.median(per_flop), statistics.median(per_byte)
     results: dict[str, Any] = {
         "matmul_gflops_per_s": round(1e-9 / flop_s, 1),
@@ -209,28 +209,28 @@ def measure(contestants: Sequence[Contestant], repeats: int, compiles: CompileCo
         "compiles_after_warm_up": compiles.take()["compiles"],
         "peak_memory_mb": peak_memory_mb(),
     }
-    for each in contestants:
-        own = costs[each.name]
-        least = each.steps * max(each.flops_per_step * flop_s, each.bytes_per_step * byte_s)
-        results[each.name] = {
-            "tokens_per_s": compute_quartiles([each.tokens / cost.wall_s for cost in own], 1),
-            "tokens_per_cpu_s": compute_quartiles([each.tokens / cost.cpu_s for cost in own], 1),
-            "ms_per_step": compute_quartiles([1e3 * cost.wall_s / each.steps for cost in own], 2),
+    for contestant in contestants:
+        own = costs[contestant.name]
+        least = contestant.steps * max(contestant.flops_per_step * flop_s, contestant.bytes_per_step * byte_s)
+        results[contestant.name] = {
+            "tokens_per_s": compute_quartiles([contestant.tokens / cost.wall_s for cost in own], 1),
+            "tokens_per_cpu_s": compute_quartiles([contestant.tokens / cost.cpu_s for cost in own], 1),
+            "ms_per_step": compute_quartiles([1e3 * cost.wall_s / contestant.steps for cost in own], 2),
             "share_of_roofline": compute_quartiles([least / cost.wall_s for cost in own]),
-            **warm[each.name],
+            **warm[contestant.name],
         }
     first = contestants[0]
-    for each in contestants[1:]:
-        pairs = list(zip(costs[first.name], costs[each.name], strict=True))
+    for contestant in contestants[1:]:
+        pairs = list(zip(costs[first.name], costs[contestant.name], strict=True))
         for kind, seconds in (("tokens/s", lambda cost: cost.wall_s), ("tokens per CPU s", lambda cost: cost.cpu_s)):
-            ratios = [(seconds(a) / first.tokens) / (seconds(b) / each.tokens) for a, b in pairs]
-            results[f"{each.name} / {first.name}, {kind}"] = compute_quartiles(ratios)
+            ratios = [(seconds(a) / first.tokens) / (seconds(b) / contestant.tokens) for a, b in pairs]
+            results[f"{contestant.name} / {first.name}, {kind}"] = compute_quartiles(ratios)
     return results
 
 
 @contextmanager
 def generate(setup: Setup) -> Iterator[Contestant]:
-    """Yield the same work with `transformers`, in a process and an environment of its own."""
+    """Yield the same work with `transformers`, in a separate process and environment."""
     environment, work = prepare(TORCH), setup.work
     shape = {"prompts": work.prompts, "length": work.length, "samples": work.samples, "tokens": work.tokens}
     child = subprocess.Popen(
@@ -267,7 +267,7 @@ def measure_full_slots(setup: Setup, options: argparse.Namespace, compiles: Comp
 
 
 def adapters(setup: Setup, options: argparse.Namespace, compiles: CompileCounter) -> dict[str, Any]:
-    """Compare one adapter with many at equal work; each sample is a request of its own."""
+    """Compare one adapter with many at equal work. Each sample is a separate request."""
     work = Work(options.adapters, setup.work.length, 1, setup.work.tokens)
     backend = setup.start_backend(slots=work.rows, longest=work.length + work.tokens, adapters=options.adapters)
     counts = [count for count in (1, 8, options.adapters) if count <= options.adapters]
@@ -289,12 +289,12 @@ def measure_staggered(setup: Setup, options: argparse.Namespace, compiles: Compi
         start, arrived, ended, steps, waiting = time.perf_counter(), {}, {}, [], list(arrivals)
         while True:
             if waiting and (group := waiting.pop(0)):
-                arrived.update({each.request_id: time.perf_counter() for each in group})
+                arrived.update({request.request_id: time.perf_counter() for request in group})
                 backend.begin_sample(PreparedSampleBatch(requests=tuple(group)))
             before = time.perf_counter()
             deltas = backend.step_sample()
             steps.append(time.perf_counter() - before)
-            ended.update({each.request_id: time.perf_counter() for each in deltas if each.stop_reason})
+            ended.update({delta.request_id: time.perf_counter() for delta in deltas if delta.stop_reason})
             if not deltas and not waiting:
                 short = [ended[name] - at for name, at in arrived.items() if name.startswith("short")]
                 return time.perf_counter() - start, short, steps
@@ -302,13 +302,13 @@ def measure_staggered(setup: Setup, options: argparse.Namespace, compiles: Compi
     def work(seed: int) -> tuple[list[SampleRequest], list[SampleRequest]]:
         longs = setup.make_requests(long_work, [None], 2 * seed)
         shorts = [
-            make_request(f"short {seed}.{each.request_id}", each.prompt, None, 1, SHORT)
-            for each in setup.make_requests(short_work, [None], 2 * seed + 1)
+            make_request(f"short {seed}.{request.request_id}", request.prompt, None, 1, SHORT)
+            for request in setup.make_requests(short_work, [None], 2 * seed + 1)
         ]
         return longs, shorts
 
     def stagger(longs: list[SampleRequest], shorts: list[SampleRequest]) -> list[list[SampleRequest]]:
-        return [longs, *([each] if turn == 0 else [] for each in shorts for turn in range(2))]
+        return [longs, *([short] if turn == 0 else [] for short in shorts for turn in range(2))]
 
     run([[*work(0)[0], *work(0)[1]]])
     run(stagger(*work(1)))
@@ -319,8 +319,8 @@ def measure_staggered(setup: Setup, options: argparse.Namespace, compiles: Compi
     ratios: list[float] = []
     for seed in range(2, 2 + options.repeats):
         longs, shorts = work(seed)
-        for each in shorts[:8]:
-            lone += run([[each]])[1]
+        for short in shorts[:8]:
+            lone += run([[short]])[1]
         at_once = run([[*longs, *shorts]])[0]
         longs, shorts = work(seed + 1000)
         seconds, latencies, steps = run(stagger(longs, shorts))

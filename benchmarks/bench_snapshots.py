@@ -35,7 +35,7 @@ NEVER: dict[str, Any] = {"snapshot_interval_s": 1e9, "snapshot_interval_requests
 
 @dataclass(slots=True)
 class Trainer:
-    """Trains one model on an engine of its own."""
+    """Trains one model on a separate engine."""
 
     harness: EngineHarness
     model_id: ModelId
@@ -107,8 +107,8 @@ def main() -> None:
             run_trainer(root / "with", model, options, given) as kept,
             run_trainer(root / "without", model, options, NEVER) as bare,
         ):
-            for each in (kept, bare):
-                each.run_segment(max(2, options.steps // 4))  # compiles the programs
+            for trainer in (kept, bare):
+                trainer.run_segment(max(2, options.steps // 4))  # compiles the programs
             kept.num_snapshots = 0
             pairs = [
                 (kept.run_segment(options.steps), bare.run_segment(options.steps)) for _ in range(options.segments)

@@ -113,7 +113,7 @@ class Setup:
                 request = RequestId(f"{model}, request {index}")
                 examples += [make_example(request, model, length, vocab_size, draw) for length in lengths]
         batch = PreparedModelPassBatch(examples=tuple(examples))
-        names = sorted({each.model_id for each in examples})
+        names = sorted({example.model_id for example in examples})
 
         def step() -> None:
             backend.forward_backward(batch)
@@ -123,7 +123,7 @@ class Setup:
         return Contestant(
             name=name,
             step=lambda: measure_cost(step),
-            tokens=sum(each.tokens.size for each in examples),
+            tokens=sum(example.tokens.size for example in examples),
             flops=sum(
                 compute_least_flops(self.shape, tenant.rank, lengths, self.train_unembed)
                 for tenant in tenants
@@ -158,18 +158,18 @@ def measure(contestants: Sequence[Contestant], repeats: int, compiles: CompileCo
     compiles.take()
     reset_peak_memory()
     warm: dict[str, Any] = {}
-    for each in contestants:
-        first = each.step()
-        warm[each.name] = {"first_step_s": round(first.wall_s, 2), **compiles.take()}
-        each.step()
+    for contestant in contestants:
+        first = contestant.step()
+        warm[contestant.name] = {"first_step_s": round(first.wall_s, 2), **compiles.take()}
+        contestant.step()
     rate = MatmulRate()
     compiles.take()
     matmul: list[Cost] = []
-    costs: dict[str, list[Cost]] = {each.name: [] for each in contestants}
+    costs: dict[str, list[Cost]] = {contestant.name: [] for contestant in contestants}
     for _ in range(repeats):
-        for each in contestants:
+        for contestant in contestants:
             matmul.append(rate.sample())
-            costs[each.name].append(each.step())
+            costs[contestant.name].append(contestant.step())
     late = compiles.take()
     wall_per_flop = statistics.median(cost.wall_s for cost in matmul)
     cpu_per_flop = statistics.median(cost.cpu_s for cost in matmul)
@@ -179,30 +179,32 @@ def measure(contestants: Sequence[Contestant], repeats: int, compiles: CompileCo
         "compiles_after_warm_up": late["compiles"],
         "peak_memory_mb": peak_memory_mb(),
     }
-    for each in contestants:
-        own = costs[each.name]
-        results[each.name] = {
-            "tokens": each.tokens,
+    for contestant in contestants:
+        own = costs[contestant.name]
+        results[contestant.name] = {
+            "tokens": contestant.tokens,
             "step_s": compute_quartiles([cost.wall_s for cost in own]),
-            "tokens_per_s": compute_quartiles([each.tokens / cost.wall_s for cost in own], 1),
-            "tokens_per_cpu_s": compute_quartiles([each.tokens / cost.cpu_s for cost in own], 1),
-            "share_of_matmul_rate": compute_quartiles([each.flops * wall_per_flop / cost.wall_s for cost in own]),
-            "share_of_matmul_rate_by_cpu": compute_quartiles([each.flops * cpu_per_flop / cost.cpu_s for cost in own]),
-            **warm[each.name],
+            "tokens_per_s": compute_quartiles([contestant.tokens / cost.wall_s for cost in own], 1),
+            "tokens_per_cpu_s": compute_quartiles([contestant.tokens / cost.cpu_s for cost in own], 1),
+            "share_of_matmul_rate": compute_quartiles([contestant.flops * wall_per_flop / cost.wall_s for cost in own]),
+            "share_of_matmul_rate_by_cpu": compute_quartiles(
+                [contestant.flops * cpu_per_flop / cost.cpu_s for cost in own]
+            ),
+            **warm[contestant.name],
         }
     first = contestants[0]
-    for each in contestants[1:]:
-        pairs = list(zip(costs[first.name], costs[each.name], strict=True))
-        by_cpu = [(a.cpu_s / first.tokens) / (b.cpu_s / each.tokens) for a, b in pairs]
-        by_clock = [(a.wall_s / first.tokens) / (b.wall_s / each.tokens) for a, b in pairs]
-        results[f"{each.name} / {first.name}, tokens per CPU s"] = compute_quartiles(by_cpu)
-        results[f"{each.name} / {first.name}, tokens per s"] = compute_quartiles(by_clock)
+    for contestant in contestants[1:]:
+        pairs = list(zip(costs[first.name], costs[contestant.name], strict=True))
+        by_cpu = [(a.cpu_s / first.tokens) / (b.cpu_s / contestant.tokens) for a, b in pairs]
+        by_clock = [(a.wall_s / first.tokens) / (b.wall_s / contestant.tokens) for a, b in pairs]
+        results[f"{contestant.name} / {first.name}, tokens per CPU s"] = compute_quartiles(by_cpu)
+        results[f"{contestant.name} / {first.name}, tokens per s"] = compute_quartiles(by_clock)
     return results
 
 
 @contextmanager
 def run_peft(setup: Setup, num_rows: int, length: int) -> Iterator[Contestant]:
-    """Yield the same step with `transformers` and `peft`, in a process and an environment of their own."""
+    """Yield the same step with `transformers` and `peft`, in a separate process and environment."""
     environment = prepare(TORCH)
     work = {
         "rows": num_rows,
@@ -307,8 +309,8 @@ def optim(setup: Setup, _: Measure, options: argparse.Namespace) -> dict[str, An
 def host(setup: Setup, measure: Measure, options: argparse.Namespace) -> dict[str, Any]:
     """Measure the CPU time of the Python thread in a step, from the stored request to the stored result.
 
-    Device work runs in other threads. `profile_s` lists the functions with the most time of their own; the profiler
-    itself adds to these times.
+    Device work runs in other threads. `profile_s` lists the functions with the most time, without the functions that
+    they call. The profiler itself adds to these times.
     """
     num_rows, length = map(int, options.shape.split("x"))
     backend = JaxBackend(str(setup.model), JaxConfig(compile_cache_dir=None, sample_slots=1, max_sample_tokens=8192))
@@ -317,7 +319,7 @@ def host(setup: Setup, measure: Measure, options: argparse.Namespace) -> dict[st
     backend.create_model(model, ModelSpec(lora=LoraSpec(rank=setup.rank, seed=0, train_unembed=setup.train_unembed)))
     draw, vocab_size = np.random.default_rng(0), setup.shape.vocab_size
     drawn = [make_example(RequestId("drawn"), model, length, vocab_size, draw) for _ in range(num_rows)]
-    data = tuple(Datum(tokens=each.tokens, loss_inputs=each.loss_inputs) for each in drawn)
+    data = tuple(Datum(tokens=example.tokens, loss_inputs=example.loss_inputs) for example in drawn)
     stored = codec.encode(ModelPass(data=data, loss="cross_entropy", loss_config={}, backward=True))
 
     def step() -> None:
@@ -367,8 +369,8 @@ def main() -> None:
         setup = Setup(model, options.rank, options.unembed, options.micro_batch_tokens)
         compiles = CompileCounter()
         scenarios = (steady, ragged, tenants, slots, optim, host)
-        scenario = {each.__name__: each for each in scenarios}[options.scenario]
-        results = scenario(setup, lambda each: measure(each, options.repeats, compiles), options)
+        scenario = {function.__name__: function for function in scenarios}[options.scenario]
+        results = scenario(setup, lambda contestants: measure(contestants, options.repeats, compiles), options)
     report("training", options, results, ("jax", "jaxlib", "numpy"))
 
 

@@ -1,9 +1,9 @@
 r"""Collects the wheels that a GPU host without a network needs to run the server and the SDK, with their hashes.
 
-The host has Python 3.12 on x86-64, and the packages of `PROVIDED`: JAX, PyTorch, transformers and peft with what they
-need. All other packages that skyrl_tx, the SDK and the tests of `make gpu` depend on are downloaded into a directory,
-with a file of requirements that states the hash of each. On the host, in a checkout with that directory, this installs
-them next to the packages that are there, and skyrl_tx itself:
+The host has Python 3.12 on x86-64 and the packages of `PROVIDED`: JAX, PyTorch, transformers and peft with their
+requirements. This program downloads all other packages that skyrl_tx, the SDK and the tests of `make gpu` need into a
+directory, with a requirements file that has the hash of each package. On the host, in a checkout with that directory,
+these commands install them next to the existing packages, and then skyrl_tx itself:
 
     pip install --no-index --find-links build/wheels --require-hashes --no-deps --upgrade --target /tmp/site \
         -r build/wheels/requirements.txt

@@ -11,12 +11,12 @@ import jax
 
 
 def profile(work: Callable[[], object], most: int = 16) -> dict[str, Any]:
-    """Run `work`, which must wait for its own results, and return what its kernels took.
+    """Run `work`, which must wait for its own results, and return the times of its kernels. Empty without a GPU.
 
-    `span_ms` is from the begin of the first kernel to the end of the last, `busy_ms` the sum of all. `kernels` are
-    triples of a name, its milliseconds and its calls, of those that took most. Kernels of one name without the numbers
-    at its end count together. Of a loop that is a part of a CUDA graph the kernels of one step are seen. Empty without
-    a GPU.
+    `span_ms` is the time from the start of the first kernel to the end of the last, `busy_ms` the sum of all kernels.
+    `kernels` lists the kernels that took the most time: name, milliseconds and calls. Kernels whose names differ only
+    in the numbers at the end count together. For a loop inside a CUDA graph, only the kernels of one iteration are
+    seen.
     """
     with TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

@@ -19,7 +19,7 @@ SHARPNESS = {"flat": 1.0, "peaked": 8.0}  # factors applied to roughly standard 
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Top-k and top-p of the first `rows` rows; the others are not filtered."""
+    """Top-k and top-p of the first `rows` rows. The remaining rows are not filtered."""
 
     name: str
     rows: int
@@ -56,7 +56,7 @@ def measure_draws(hidden_size: int, repeats: int, compiles: CompileCounter) -> d
         x, w = (jax.random.normal(jax.random.key(n), (rows, hidden_size)) for n, rows in enumerate((ROWS, vocab)))
         for shape, factor in SHARPNESS.items():
             logits = factor * hidden_size**-0.5 * product(x, w, None)
-            kinds = {each.name: partial(draw, logits, each.params()) for each in FILTERS}
+            kinds = {case.name: partial(draw, logits, case.params()) for case in FILTERS}
             times = _alternate({**kinds, "logits' product": partial(product, x, w)}, repeats, compiles)
             likeliest = jax.nn.softmax(logits).max(axis=-1).mean()
             results[f"vocabulary {vocab}, {shape}"] = {"weight of the likeliest": round(float(likeliest), 3), **times}
@@ -81,5 +81,5 @@ def _alternate(
             times[name].append(1e3 * measure_cost(partial(run, work, turn)).wall_s)
     return {
         "compiles_after_warm_up": compiles.take()["compiles"],
-        **{name: compute_quartiles(each, 2) for name, each in times.items()},
+        **{name: compute_quartiles(values, 2) for name, values in times.items()},
     }

@@ -91,7 +91,7 @@ class RunningStub:
 
 @contextmanager
 def run_stub(upstream_url: str) -> Iterator[RunningStub]:
-    """Run a recording stub in a process of its own."""
+    """Run a recording stub in a separate process."""
     upstream = urlsplit(upstream_url)
     assert upstream.hostname is not None and upstream.port is not None
     spawn = multiprocessing.get_context("spawn")

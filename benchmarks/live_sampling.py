@@ -48,7 +48,7 @@ class Sizes:
     tokens: int
 
     def config(self, slots: int) -> JaxConfig:
-        """Return the backend configuration, the same one that the server gets by flags."""
+        """Return the backend configuration. The server gets the same settings as flags."""
         return JaxConfig(
             sample_slots=slots,
             max_sample_tokens=slots * 2 * (self.length + self.tokens),
@@ -63,7 +63,7 @@ class Sizes:
 
 @contextmanager
 def run_server(sizes: Sizes, slots: int) -> Iterator[LiveServer]:
-    """Run `skyrl-tx serve` in processes of its own."""
+    """Run `skyrl-tx serve` in separate processes."""
     config = sizes.config(slots)
     flags = ["--base-model", str(sizes.model), "--backend", "jax"]
     for name in ("sample_slots", "max_sample_tokens", "max_lora_adapters", "max_sampler_adapters"):
@@ -142,7 +142,7 @@ def measure_futures(sizes: Sizes, count: int, slots: int) -> dict[str, Any]:
     prompts = [types.ModelInput.from_ints(row.tolist()) for row in sizes.make_prompts(1)]
     with run_server(sizes, slots) as server, create_client(server) as service, create_client(server) as other_service:
         client, other = (
-            each.create_sampling_client(base_model=str(sizes.model)).result() for each in (service, other_service)
+            client.create_sampling_client(base_model=str(sizes.model)).result() for client in (service, other_service)
         )
         for warm in [client.sample(prompt, 1, params) for prompt in prompts]:
             warm.result()
@@ -166,7 +166,7 @@ def measure_futures(sizes: Sizes, count: int, slots: int) -> dict[str, Any]:
             pending = [client.sample(prompts[index % len(prompts)], 1, params) for index in range(count)]
             submitted_s = time.perf_counter() - start
             waits = [pool.submit(wait, future) for future in pending]
-            while not all(each.done() for each in waits):
+            while not all(future.done() for future in waits):
                 prompt = prompts[len(under_load) % len(prompts)]
                 under_load.append(time_work(lambda prompt=prompt: other.sample(prompt, 1, one).result()))
             etimesed = time.perf_counter() - start

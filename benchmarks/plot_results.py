@@ -296,8 +296,8 @@ def database() -> Figure:
 
 
 QUESTIONS: dict[str, Callable[[], Figure]] = {
-    each.__name__: each
-    for each in (gpu, speed, utilization, overhead, drawing, api, memory, agreement, commits, database)
+    plot.__name__: plot
+    for plot in (gpu, speed, utilization, overhead, drawing, api, memory, agreement, commits, database)
 }
 
 

@@ -39,10 +39,13 @@ def example_config() -> str:
 
 
 def _lines() -> Iterator[str]:
+    # The introduction and the base model.
     yield from _comment(_INTRO, "")
     api, engine = set(ApiFlags.model_fields), set(EngineFlags.model_fields)
     composed = make_settings_class(find_backend(DEFAULT_BACKEND), {}, apps=APP_SETTINGS)
     yield from _setting(_FIRST, composed.model_fields[_FIRST], "")
+
+    # All other settings, as comments.
     fields = {
         name: field
         for name, field in composed.model_fields.items()
@@ -56,6 +59,7 @@ def _lines() -> Iterator[str]:
         yield from _title(title)
         for name in names:
             yield from _setting(name, fields[name], "")
+
     yield from _title(f"Backend {DEFAULT_BACKEND}")
     yield ""
     yield "backend_config:"

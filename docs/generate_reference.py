@@ -1,7 +1,7 @@
 """Generates docs/reference/ from the code: settings, endpoints, losses, models, recipes, metrics and the Python API.
 
 `python -m docs.generate_reference` (`make reference`) writes the pages, and examples/config.yaml.
-`tests/repo/test_reference.py` fails when a committed file differs from what this program generates.
+`tests/repo/test_reference.py` fails if a committed file differs from the generated one.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ from docs.settings_page import settings_page
 from skyrl_tx import models
 from skyrl_tx.apps.chat import CHAT
 from skyrl_tx.apps.chat import routes as chat_routes
-from skyrl_tx.apps.chat.errors import ANTHROPIC_PREFIX, OPENAI_PREFIXES
+from skyrl_tx.apps.chat.routes import ANTHROPIC_PREFIX, OPENAI_PREFIXES
 from skyrl_tx.apps.chat.schemas import ChatCompletionRequest, CompletionRequest, CountTokensRequest, MessagesRequest
 from skyrl_tx.compose import APPS
 from skyrl_tx.contract.state_files import ALPHA
@@ -76,6 +76,8 @@ def endpoints_page() -> Iterator[str]:
     """Yield the page of all endpoints, by router."""
     yield "# Endpoints"
     yield reference_text.ENDPOINTS_INTRO
+
+    # All endpoints, by router.
     operations = _read_openapi_paths()
     schemas: dict[str, type[WireModel]] = {}
     for module, endpoints in _group_routes_by_module().items():
@@ -88,9 +90,13 @@ def endpoints_page() -> Iterator[str]:
             schemas |= {schema.__name__: schema for schema in requests}
             yield from _describe_endpoint(route, operations[_get_path(route, operations)], requests)
     yield from _make_chat_endpoints(schemas)
+
+    # Parity with the SDK, and the fields of all requests.
     yield "## Parity with the SDK"
     yield reference_text.PARITY
-    yield table(("Endpoint", "SDK", "Called by", "Answer"), (each.row(operations, PREFIX) for each in SDK_ENDPOINTS))
+    yield table(
+        ("Endpoint", "SDK", "Called by", "Answer"), (endpoint.row(operations, PREFIX) for endpoint in SDK_ENDPOINTS)
+    )
     yield "## Fields of requests"
     yield "Optional fields are marked with `?`. An unknown field that would change the computation is an error."
     yield "\n".join(f"- `{name}`: {_list_fields(schemas[name])}" for name in sorted(schemas))
@@ -201,6 +207,8 @@ def losses_page() -> Iterator[str]:
             for name, loss in LOSSES.items()
         ),
     )
+
+    # One section for each loss.
     for name, loss in LOSSES.items():
         yield f"### `{name}` {{ #{name} }}"
         yield _escape_formulas(inspect.getdoc(sys.modules[loss.function.__module__]) or "")
@@ -211,6 +219,8 @@ def losses_page() -> Iterator[str]:
             yield f"{codes(wide)} may have the shape (N, K): K weighted targets at each position."
         if name in reference_text.LOSS_NOTES:
             yield reference_text.LOSS_NOTES[name]
+
+    # Custom losses and metrics.
     yield "## Custom losses"
     yield reference_text.CUSTOM_LOSSES
     named = sorted({name for name in FUNCTIONS if not name.startswith(("torch._C", "operator.")) and name != "getattr"})
@@ -226,7 +236,7 @@ def _escape_formulas(text: str) -> str:
 
 
 def _list_required_inputs(loss: Loss) -> list[str]:
-    """Return what a client has to send; with provenance spans, the server adds `logprobs` and `sampled`."""
+    """Return the inputs that a client has to send. With provenance spans, the server adds `logprobs` and `sampled`."""
     names = [name for name, described in loss.spec.inputs.items() if described.fill is None and name != "target_tokens"]
     if loss.spec.needs_provenance:
         return [*(f"`{name}`" for name in names if name not in ("logprobs", "sampled")), "provenance spans"]
@@ -246,8 +256,13 @@ def models_page() -> Iterator[str]:
     yield reference_text.MODELS_INTRO
     families = list({family.architecture: family for family in FAMILIES.values()}.values())
     yield table(("Architecture", "File", "Feed-forward", "Attention"), map(_describe_family, families))
-    yield "\n".join(f"- {codes(family.names)}: {first_line(_find_module(family))}" for family in families)
+    yield "\n".join(f"- {codes(family.names)}: {_describe_module(family)}" for family in families)
     yield reference_text.ADAPTERS.format(alpha=ALPHA)
+
+
+def _describe_module(family: ModelFamily) -> str:
+    """Return the docstring of a family's module in one line, with its sources."""
+    return " ".join((_find_module(family).__doc__ or "").split())
 
 
 def _find_module(family: ModelFamily) -> ModuleType:
@@ -291,9 +306,9 @@ def metrics_page() -> Iterator[str]:
     for title, registry in ("API", ApiMetrics().registry), ("Engine", EngineMetrics().registry):
         yield f"## {title}"
         rows = [
-            _describe_metric_family(each, family)
-            for each in set(_list_collectors(registry))
-            for family in each.collect()
+            _describe_metric_family(collector, family)
+            for collector in set(_list_collectors(registry))
+            for family in collector.collect()
         ]
         yield table(("Metric", "Type", "Labels", "Meaning"), sorted(rows))
 

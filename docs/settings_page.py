@@ -25,19 +25,23 @@ def settings_page() -> Iterator[str]:
     yield reference_text.SETTINGS_INTRO
     api, engine = set(ApiFlags.model_fields), set(EngineFlags.model_fields)
     composed = make_settings_class(find_backend("jax"), {}, apps=APP_SETTINGS)
-    of_apps = {name for settings in APP_SETTINGS for name in settings.model_fields}
-    other = {*api, *engine, *of_apps, *list_short_flags(), "backend_config", "sampler_config"}
+    app_fields = {name for settings in APP_SETTINGS for name in settings.model_fields}
+    other = {*api, *engine, *app_fields, *list_short_flags(), "backend_config", "sampler_config"}
+
+    # The settings of the server, by the component that reads them.
     groups: Mapping[str, Callable[[str], bool]] = {
         "Server": lambda name: name not in other,
         "API and engine": lambda name: name in api & engine,
         "API": lambda name: name in api - engine,
         "Engine": lambda name: name in engine - api,
-        "Apps": lambda name: name in of_apps,
+        "Apps": lambda name: name in app_fields,
     }
     for title, belongs in groups.items():
         fields = {name: field for name, field in composed.model_fields.items() if belongs(name)}
         yield f"## {title}"
         yield from _describe_settings(fields)
+
+    # Settings of the backend, the sampler and the quickstart.
     config = find_backend("jax").config
     yield "## Backend `jax`"
     yield first_line(config)
@@ -62,16 +66,19 @@ def _describe_settings(
         if isinstance(field.annotation, type) and issubclass(field.annotation, pydantic.BaseModel):
             yield from _describe_settings(field.annotation.model_fields, prefix=path, has_environment=has_environment)
             continue
+
+        # The facts below the description: type, default, variable and short flag.
         flag = "--" + ".".join(path).replace("_", "-")
         facts = [_describe_type(field), _describe_default(field)]
         if has_environment:
             facts.append(f"`{ENVIRONMENT_PREFIX}{'__'.join(path).upper()}`")
         for short in (
-            short for short, found in list_short_flags().items() if (f"{found.kind}_config", found.field) == path
+            short for short, setting in list_short_flags().items() if (f"{setting.kind}_config", setting.field) == path
         ):
             facts.append(f"also `--{short.replace('_', '-')}`, `{ENVIRONMENT_PREFIX}{short.upper()}`")
         if isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("changes_results"):
             facts.append("**changes results bitwise**")
+
         yield f"### `{flag}`"
         yield f"{sentence(field.description or '')}\n\n{' · '.join(facts)}"
 
@@ -112,6 +119,7 @@ def _describe_default(field: FieldInfo) -> str:
         return "required"
     if field.default is PydanticUndefined:
         return "default: depends on the user's environment"
+
     match field.default:
         case None:
             return "default: unset"

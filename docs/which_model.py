@@ -30,11 +30,11 @@ DEVICES: Mapping[str, str] = {
     "h200": "141 GB",
     "h100:8": "8 x 80 GB",
 }
-"""The names of `--device`, with the memory that the tables name: other GPUs with as much memory fit the same."""
+"""The devices of the tables, with their memory. GPUs with the same memory fit the same models."""
 GIB = 2**30
 
 
-def _published(name: str) -> dict[str, Any]:
+def _read_published_config(name: str) -> dict[str, Any]:
     return json.loads((ROOT / "tests" / "unit" / "models" / "hub_configs" / f"{name}.json").read_text())
 
 
@@ -45,12 +45,12 @@ def models() -> dict[str, Mapping[str, Any]]:
         "Qwen/Qwen3-4B": QWEN3_4B,
         "Qwen/Qwen3-8B": QWEN3_8B,
         "Qwen/Qwen3-30B-A3B": QWEN3_30B_A3B,
-        "Qwen/Qwen3.5-4B": _published("Qwen3.5-4B"),
-        "Qwen/Qwen3.5-9B": _published("Qwen3.5-9B"),
-        "Qwen/Qwen3.5-27B": _published("Qwen3.5-27B"),
-        "mistralai/Mistral-7B-v0.3": _published("Mistral-7B-v0.3"),
-        "openai/gpt-oss-20b": _published("gpt-oss-20b"),
-        "zai-org/GLM-4.5-Air": _published("GLM-4.5-Air"),
+        "Qwen/Qwen3.5-4B": _read_published_config("Qwen3.5-4B"),
+        "Qwen/Qwen3.5-9B": _read_published_config("Qwen3.5-9B"),
+        "Qwen/Qwen3.5-27B": _read_published_config("Qwen3.5-27B"),
+        "mistralai/Mistral-7B-v0.3": _read_published_config("Mistral-7B-v0.3"),
+        "openai/gpt-oss-20b": _read_published_config("gpt-oss-20b"),
+        "zai-org/GLM-4.5-Air": _read_published_config("GLM-4.5-Air"),
     }
 
 
@@ -64,7 +64,7 @@ class Plan:
     """The JSON that `skyrl-tx plan --json` prints."""
 
     def cells(self) -> Sequence[str]:
-        """Return the row of the plan in the table of all that fits."""
+        """Return the row of the plan in the table of sizes."""
         limits = self.content["limits"]
         memory = {item["item"]: item["bytes"] for item in self.content["memory"]}
         sizes = [f"{axis}={size}" for axis, size in self.content["mesh"].items() if size > 1]
@@ -105,13 +105,13 @@ def make_plans(names: Sequence[str]) -> list[Plan]:
 
 
 def overview_row(plans: Sequence[Plan]) -> Sequence[str]:
-    """Return the row of a model in the first table, from its plans on all devices."""
+    """Return the row of a model in the first table: how many training runs fit on each device."""
     runs = [str(plan.content["limits"]["models"]) if plan.content["fits"] else "–" for plan in plans]
     return (f"`{plans[0].model}`", *runs)
 
 
 def detail_rows(plans: Sequence[Plan]) -> list[Sequence[str]]:
-    """Return the rows of the second table, of the plans that fit."""
+    """Return the rows of the second table, which has only plans that fit."""
     return [plan.cells() for plan in plans if plan.content["fits"]]
 
 
@@ -120,6 +120,7 @@ def tables() -> Iterator[str]:
     plans = make_plans(list(models()))
     by_model = [[plan for plan in plans if plan.model == name] for name in models()]
     yield table(("Model", *(f"{memory} (`{name}`)" for name, memory in DEVICES.items())), map(overview_row, by_model))
+
     yield "## Sizes in detail"
     yield table(
         (

@@ -1,16 +1,17 @@
-"""The plan of `skyrl-tx plan`, and its programs compiled for devices that are not here, by their compilers.
+"""Compile the programs of a plan for given devices, without having the devices.
 
-Takes the flags of `skyrl-tx plan`, and `--programs`. Needs the compiler of the devices and no device: libtpu for TPUs,
-jax-cuda12-plugin and jax-cuda12-pjrt for GPUs. Of GPUs, h100 and h200 are described. It shows for each program
+Takes the flags of `skyrl-tx plan`, and `--programs`. Needs the compiler of the devices: libtpu for TPUs,
+jax-cuda12-plugin and jax-cuda12-pjrt for GPUs (h100 and h200). For each program it prints
 
-- the memory that the compiler counts next to that of the plan, and its parts: arguments (weights, adapters, cache),
-  temporary memory, results and code; on TPU also the bytes that instructions read and write, where the body of a loop
-  counts once;
-- the steps of loops that run one after another, those of nested loops multiplied. A loop whose number of steps depends
-  on data, such as the length of a prompt, counts as one step and is named;
-- the calls of kernels, and what devices send each other. Loops with as many steps as layers count as loops over layers.
+- the memory according to the compiler and according to the plan, and its parts: arguments (weights, adapters, cache),
+  temporary memory, results and code; on TPU also the bytes that instructions read and write, with the body of a loop
+  counted once;
+- the number of sequential loop iterations; for nested loops the product. A loop whose length depends on data, for
+  example on the length of a prompt, counts as one iteration and is named;
+- the kernel calls, and the data that devices send each other. A loop with as many iterations as the model has layers
+  counts as a loop over layers.
 
-A compiler knows no times, and that of a GPU does not say whether the memory suffices: compare with the plan.
+A compiler reports no times. The GPU compiler does not check whether the memory is sufficient, so compare with the plan.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.launch.command import CommandError, CommandParser
 from skyrl_tx.launch.command_line import Record, format_bytes, format_table
 from skyrl_tx.tools.plan import report
-from skyrl_tx.tools.plan.report import add_flags, plan_from_flags
+from skyrl_tx.tools.plan.command import add_flags, plan_from_flags
 
 PROGRAMS = "forward", "gradient", "optimizer", "prefill", "decode", "adapters"
 """All programs that take much memory or time; they are compiled in their largest shapes."""

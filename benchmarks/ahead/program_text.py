@@ -29,7 +29,7 @@ _CONSTANT = re.compile(r"constant\((\d+)\)")
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCalls:
-    """Instructions of one kind by which devices send each other arrays."""
+    """Instructions of one kind that send arrays between devices."""
 
     calls: int
     bytes: int
@@ -43,7 +43,7 @@ class ProgramText:
     num_loops: int
     """Loops in the text."""
     num_steps: int
-    """Steps of loops that run one after another, those of nested loops multiplied."""
+    """The number of sequential loop iterations; for nested loops the product."""
     num_open_loops: int
     """Loops whose number of steps depends on data: each counts as one step."""
     kernels: Mapping[str, int]
@@ -133,19 +133,21 @@ class _Computations:
 
     def _compute(self, name: str) -> _Work:
         work = _Work()
-        for each in self._computations.get(name, ()):
-            if each.opcode in _COLLECTIVES:
-                operands = _NAME.findall(each.rest.split(")", 1)[0])
-                work.calls[each.opcode] += 1
-                work.bytes[each.opcode] += sum(self._sizes.get(operand, 0) for operand in operands)
-            elif each.opcode == "while":
-                self._loop(each, work)
-            elif each.opcode == "conditional":
-                names = [name for found in _BRANCHES.findall(each.rest) for name in _NAME.findall("".join(found))]
+        for instruction in self._computations.get(name, ()):
+            if instruction.opcode in _COLLECTIVES:
+                operands = _NAME.findall(instruction.rest.split(")", 1)[0])
+                work.calls[instruction.opcode] += 1
+                work.bytes[instruction.opcode] += sum(self._sizes.get(operand, 0) for operand in operands)
+            elif instruction.opcode == "while":
+                self._loop(instruction, work)
+            elif instruction.opcode == "conditional":
+                names = [
+                    name for found in _BRANCHES.findall(instruction.rest) for name in _NAME.findall("".join(found))
+                ]
                 work.add(max(map(self._run, names), key=lambda branch: (branch.steps, branch.calls.total())))
-            elif each.opcode == "custom-call" and _KERNEL.search(each.rest):
-                work.kernels[_get_kernel_name(each)] += 1
-            elif called := _CALLED.search(each.rest):
+            elif instruction.opcode == "custom-call" and _KERNEL.search(instruction.rest):
+                work.kernels[_get_kernel_name(instruction)] += 1
+            elif called := _CALLED.search(instruction.rest):
                 work.add(self._run(called[1]))
         return work
 

@@ -1,6 +1,6 @@
-"""The largest programs of the backend, compiled for devices that are not here, with the compiler's account of them.
+"""Compiles the largest programs of the backend without the devices, and reads what the compiler reports about them.
 
-What a compiler says of memory is to be trusted. It says nothing of time.
+The compiler's memory figures are reliable. It reports no times.
 """
 
 import math
@@ -55,7 +55,7 @@ class CompiledProgram:
     planned_bytes: int = 0
     """The plan's account of the same."""
     accessed_bytes: int = 0
-    """Bytes that instructions read and write, those of a loop's body counted once; 0 if the compiler does not say."""
+    """Bytes that instructions read and write, with the body of a loop counted once; 0 if the compiler reports none."""
     code_bytes: int = 0
     """Instructions and constants; 0 if the compiler does not say."""
     text: ProgramText | None = None
@@ -78,14 +78,14 @@ def compile_programs(
 ) -> Iterator[CompiledProgram]:
     """Compile programs for the shapes of a plan, each when it is asked for.
 
-    Names are those of methods of `_Shapes`: forward, gradient, optimizer, prefill, decode, adapters.
+    The names are methods of `_Shapes`: forward, gradient, optimizer, prefill, decode, adapters.
     """
     assert layout.mesh is not None
     shapes = _Shapes(config.with_platform_defaults(mesh.get_platform(layout)), layout, model, plan)
-    layer_steps = {each.num_repeats for each in model.groups} - {1}
+    layer_steps = {group.num_repeats for group in model.groups} - {1}
     for name in names:
         started = time.monotonic()
-        # Kernels for GPUs follow from the GPU of the mesh, and the precision is that of `configure_jax`.
+        # GPU kernels depend on the GPU of the mesh; `configure_jax` sets the precision.
         with jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh), jax.default_matmul_precision("highest"):
             lowered, detail, planned = getattr(shapes, name)()
         try:

@@ -73,7 +73,7 @@ def gpu_target(name: str) -> str:
     return "\n".join(
         (
             "gpu_device_info {",
-            *(f"  {each}" for each in values),
+            *(f"  {value}" for value in values),
             # Kernels of ours use instructions of this very generation.
             f"  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: ACCELERATED_FEATURES }}",
             '  device_vendor: "NVIDIA Corporation"',

@@ -1,4 +1,4 @@
-"""Processes of phases: each in a group of its own, so that all of it ends at the limit."""
+"""The process of a phase. It has its own process group, so that all its children can be killed at the time limit."""
 
 import contextlib
 import json
@@ -67,7 +67,7 @@ def run_module(
 
 
 def start_group(command: Sequence[str], variables: Mapping[str, str], output: IO[bytes]) -> "subprocess.Popen[bytes]":
-    """Start a program at the root of the repository, in a process group of its own."""
+    """Start a program in a new process group, with the root of the repository as working directory."""
     process = subprocess.Popen(
         command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=variables, process_group=0
     )
@@ -100,7 +100,7 @@ def kill_group(process: "subprocess.Popen[bytes]") -> None:
 
 
 def is_alive(group: int) -> bool:
-    """Return whether a process of the group runs; one that only waits to be reaped by its parent does not."""
+    """Return whether a process of the group is running. A process that has ended but is not reaped does not count."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]

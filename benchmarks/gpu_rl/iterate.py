@@ -41,7 +41,7 @@ METRICS_S = 2.0
 
 
 def main(url: str, shape: dict[str, Any], vocab_size: int, iterations: int) -> None:
-    """Run one iteration to warm up, then those that are timed."""
+    """Run one iteration to warm up, then time the remaining iterations."""
     sizes = Shape(**shape)
     results: dict[str, Any] = {"iterations": []}
     started = time.perf_counter()

@@ -40,7 +40,7 @@ class Records:
         return found[-1] if found else None
 
     def put(self, phase: str, results: dict[str, Any]) -> None:
-        """Add a record, or replace that of the same phase, and write all files."""
+        """Add a record, or replace the record of the same phase, and write all files."""
         self._records = [record for record in self._records if self._key(record) != self._own_key(phase)]
         self._records.append(
             {

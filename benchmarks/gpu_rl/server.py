@@ -1,4 +1,4 @@
-"""`skyrl-tx serve` in a process group of its own, with directories of its own, and default settings."""
+"""Runs `skyrl-tx serve` with default settings, in a new process group and with its own directories."""
 
 import os
 import re

@@ -13,7 +13,7 @@ from tests.support.model_configs import QWEN3_4B, QWEN3_8B, QWEN3_600M
 ROOT = Path(__file__).parents[2]
 HUB_CONFIGS = ROOT / "tests" / "unit" / "models" / "hub_configs"
 MEDIAN_SHARE, DEVIATION_OF_LOGARITHM, SHORTEST_SHARE = 1 / 3, 0.5, 1 / 32
-"""Lengths like those of solutions of GSM8K, as shares of the longest: of at most 512 tokens the median has 170."""
+"""Lengths as GSM8K solutions have them, as shares of the longest. With at most 512 tokens, the median is 170."""
 TINY = {
     **QWEN3_600M,
     "hidden_size": 64,
@@ -66,9 +66,9 @@ class Shape:
     tokens: int
     """New tokens of a sample, or the most of them if lengths are drawn."""
     are_lengths_drawn: bool = False
-    """Whether lengths are spread like those of solutions of GSM8K.
-    Then each sample is a separate request, as in `rl/train` of tinker-cookbook; otherwise a request has all samples of
-    a prompt, as in its `rl_loop`."""
+    """Whether lengths are distributed like GSM8K solutions.
+    If so, each sample is a separate request, as in `rl/train` of tinker-cookbook. Otherwise a request has all samples
+    of a prompt, as in its `rl_loop`."""
 
     @property
     def num_samples(self) -> int:

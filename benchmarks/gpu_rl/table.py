@@ -65,7 +65,7 @@ _P50_P95 = ("p50_s", "p95_s")
 
 
 def _make_comparison(what: str, ours: float | None, peer: Results, target: float) -> list[tuple[str, str, str]]:
-    """Return the rows of a throughput and of its ratio to that of the peer."""
+    """Return two rows: our throughput next to the peer's, and their ratio."""
     theirs = peer.get("tokens_per_s")
     ratio = f"{ours / theirs:.2f}" if ours and theirs else "–"
     return [

@@ -1,8 +1,8 @@
 """Trains with transformers and peft on one device: bfloat16, `sdpa`, LoRA on all linear layers.
 
-Sequences have the lengths of an iteration. They are laid out in two ways, of which the faster one counts: packed one
-after another into one row with position ids, and as a batch of rows with padding. If the device runs out of memory,
-the number of tokens is halved.
+Sequences have the lengths of an iteration. Two layouts are timed, and the faster layout counts: all sequences packed
+into one row with position ids, and a batch of padded rows. If the device runs out of memory, the number of tokens is
+halved.
 """
 
 import time
@@ -91,7 +91,7 @@ def pad(lengths: Sequence[int], vocab_size: int, device: str) -> tuple[dict[str,
 def measure(
     model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor], tokens: int, steps: int
 ) -> dict[str, Any]:
-    """Return seconds and tokens per second of steps, after one that is not timed."""
+    """Run one step to warm up, then time the given number of steps. Returns seconds and tokens per second."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     targets = batch["labels"].flatten()
 

@@ -38,7 +38,7 @@ def main(directory: str, config: dict[str, Any], max_shard_size: str) -> None:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of which each byte is a token; no prompt of the benchmark is a text."""
+    """Return a tokenizer with one token per byte. The benchmark sends only token ids."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={sign: index for index, sign in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -170,7 +170,7 @@ ALERTS: Sequence[tuple[str, str, str, str, str]] = (
         "log-probabilities of sampler and trainer differ by {{ $value | humanize }} nats",
     ),
 )  # fmt: skip
-"""Name, time for which the expression must hold, severity, expression and summary."""
+"""Alerts: name, how long the expression must hold, severity, expression and summary."""
 
 
 def board(name: str, panels: Sequence[Panel]) -> dict[str, Any]:

@@ -19,12 +19,14 @@ def main() -> None:
     tokenizer = common.load_tokenizer(args)
     questions = common.questions(args.data).held_out[: args.limit]
     with common.connect(args) as service:
+        # Send all requests, then write the answers in order.
         sampler = service.create_sampling_client(base_model=args.model, model_path=args.checkpoint).result()
         params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
         futures = [
             sampler.sample(ModelInput.from_ints(common.prompt(tokenizer, question)), 1, params)
             for question in questions
         ]
+
         with args.output.open("w") as file:
             for question, future in zip(questions, futures, strict=True):
                 answer = tokenizer.decode(future.result().sequences[0].tokens, skip_special_tokens=True)

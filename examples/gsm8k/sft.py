@@ -15,8 +15,8 @@ parser.add_argument("--learning-rate", type=float, default=1e-4, help="initial l
 parser.add_argument("--name", default="final", help="name of both checkpoints")
 
 
-def datum_of(tokenizer: Any, question: Question) -> Datum:
-    """Return prompt and answer; only the answer and its end token have weight 1."""
+def make_datum(tokenizer: Any, question: Question) -> Datum:
+    """Return a prompt and its answer as a training example. Only the answer and its end token have weight 1."""
     start = common.prompt(tokenizer, question)
     answer = [*tokenizer.encode(question.answer, add_special_tokens=False), tokenizer.eos_token_id]
     tokens = start + answer
@@ -35,16 +35,19 @@ def main() -> None:
     with common.connect(args) as service:
         training = service.create_lora_training_client(args.model, rank=args.rank, seed=args.seed).result()
         for step in range(steps):
-            data = [datum_of(tokenizer, question) for question in common.batch(questions, step, args.batch_size)]
+            # Send the pass and the optimizer step before waiting for a result, so that the server is never idle.
+            data = [make_datum(tokenizer, question) for question in common.batch(questions, step, args.batch_size)]
             rate = args.learning_rate * (1 - step / steps)
             passed = training.forward_backward(data, "cross_entropy")
-            stepped = training.optim_step(
-                AdamParams(learning_rate=rate)
-            )  # pipelined: sent before the result of the pass
+            update = training.optim_step(AdamParams(learning_rate=rate))
+
+            # Print the mean loss per answer token.
             total = sum(float(row.loss_fn_inputs["weights"].to_numpy().sum()) for row in data)
             loss = passed.result().metrics["loss:sum"] / total
-            stepped.result()
+            update.result()
             print(f"step {step + 1}/{steps}  loss {loss:.3f} nats per answer token", flush=True)
+
+        # Save a checkpoint to train on and a checkpoint to sample from.
         state, weights = training.save_state(args.name), training.save_weights_for_sampler(args.name)
         print(f"to train on:    {state.result().path}")
         print(f"to sample from: {weights.result().path}")

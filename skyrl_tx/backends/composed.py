@@ -1,30 +1,33 @@
-"""One backend of two: a trainer, and a sampler that draws the samples in its place.
+"""A backend made of two parts: a trainer, and a sampler such as a group of vLLM servers.
 
-At the start a model is trained for one step, and both compute the log-probabilities of one row of tokens. So a sampler
-with another base model, or that ignores adapters, is found before anybody trains on its samples. Later the trainer
-scores a share of the samples, see `trainer_checks`, and may draw them while the sampler is away, see
-`trainer_fallback`.
+When the backend starts, it trains a temporary model for one optimizer step, and compares the
+log-probabilities that the trainer and the sampler compute for one row of tokens. This finds a
+sampler that serves another base model or ignores adapters before any client trains on its samples.
+
+While the backend runs, the trainer scores a share of the samples (see `trainer_checks`). It can
+also draw samples while the sampling servers are unreachable (see `trainer_fallback`).
 """
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
+from typing_extensions import override
 
-from skyrl_tx.backends.trainer_checks import MAX_GAP, TrainerChecks
+from skyrl_tx.backends.trainer_checks import MAX_GAP, TrainerChecks, make_scoring_request
 from skyrl_tx.backends.trainer_fallback import TrainerFallback, TrainerSamplers
 from skyrl_tx.contract.arrays import Float32Array, Int32Array
-from skyrl_tx.contract.backend import AbstractBackend, BackendSpec, Pass, Snapshot, StatePart
-from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
+from skyrl_tx.contract.backend import AbstractBackend, BackendSpec, Snapshot, StatePart
+from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch, PreparedSampleBatch
 from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.contract.errors import BackendLost, UserError
 from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.meters import Meters
-from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams, PromptOptions, SamplingParams
-from skyrl_tx.contract.results import Metrics, SampleDelta
+from skyrl_tx.contract.requests import LoraSpec, ModelSpec, OptimizerParams
+from skyrl_tx.contract.results import SampleDelta
 from skyrl_tx.contract.sampler import Sampler, SamplerSpec
 
 _log = logging.getLogger(__name__)
@@ -32,11 +35,12 @@ _CHECK_TOKENS = 32
 _CHECK_OPTIMIZER = OptimizerParams(learning_rate=2e-3)
 _MODEL, _SAMPLER, _REQUEST = ModelId("start-check"), SamplerId("start-check"), RequestId("start-check")
 _OMITTED_TARGETS: tuple[frozenset[str], ...] = (frozenset(), frozenset({"unembed"}), frozenset({"mlp", "unembed"}))
-"""Layers whose adapters the sampler may lack, in the order in which they are left out."""
+"""Layers that a sampler may have no adapters for.
+The start tries these sets in order until the sampler accepts."""
 
 
 class ComposedConfig(BaseModel):
-    """The two parts and their settings."""
+    """The settings of a composed backend: its two parts, and the settings of each."""
 
     model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
 
@@ -45,9 +49,9 @@ class ComposedConfig(BaseModel):
     sampler: SamplerSpec
     sampler_config: BaseModel
     check_share: float = 0.0
-    """The share of samples that are compared with the trainer."""
+    """Share of the samples that the trainer scores for comparison, for example 0.01."""
     falls_back: bool = False
-    """Whether the trainer draws samples while the sampler is away."""
+    """Whether the trainer draws samples while the sampling servers are unreachable."""
 
 
 def _load() -> type[AbstractBackend]:
@@ -63,7 +67,7 @@ def compose(
     check_share: float = 0.0,
     falls_back: bool = False,
 ) -> tuple[BackendSpec, BaseModel]:
-    """Return the spec and the settings of a backend made of a trainer and a sampler."""
+    """Return the spec and the settings of a backend that consists of `trainer` and `sampler`."""
     config = ComposedConfig(
         trainer=trainer,
         trainer_config=trainer_config,
@@ -77,30 +81,45 @@ def compose(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """How far the log-probabilities of the sampler are from the trainer's, in nats, as means of absolute values."""
+    """Mean absolute differences of log-probabilities, in nats, that the start measures."""
 
     base: float
-    """The difference for the base model."""
+    """Sampler against trainer, for the base model."""
     adapted: float
-    """The difference for a model that was trained for one step."""
+    """Sampler against trainer, for a model that was trained for one optimizer step."""
     effect: float
-    """The change by that step."""
+    """Trained model against base model, both on the trainer: the effect of the adapter."""
 
     def check(self) -> None:
-        """Raise UserError if the sampler cannot have the same adapter."""
+        """Raise UserError if the sampler does not apply the adapter of the trained model."""
         if not self.adapted <= MAX_GAP or self.adapted > self.base + self.effect / 2:
             raise UserError(
-                f"the sampler's log-probabilities of an adapter differ from the trainer's by {self.adapted:.3g} on "
-                f"average, those of the base model by {self.base:.3g}: it does not apply adapters as trained"
+                f"the sampler does not apply adapters as the trainer does: its log-probabilities differ from the "
+                f"trainer's by {self.adapted:.3g} nats on average with an adapter, and by {self.base:.3g} for the "
+                "base model. Its samples would not come from the trained weights: check the LoRA settings of the "
+                "sampling servers"
             )
 
 
 class _AdapterRefused(Exception):
-    """The sampler does not load the adapter of the check."""
+    """The sampler rejected the adapter of the check at the start."""
+
+
+def _make_trainer_method(name: str) -> Callable[..., Any]:
+    """Return a method of `AbstractBackend` that calls the same method of the trainer."""
+
+    def method(self: "ComposedBackend", *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._trainer, name)(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
+
+    method.__name__, method.__doc__ = name, f"Call `AbstractBackend.{name}` of the trainer."
+    return method
 
 
 class ComposedBackend(AbstractBackend):
-    """See AbstractBackend. Training is the trainer's, and so are tokenizer and files; samples are the sampler's."""
+    """A backend that trains on one part and samples on the other.
+
+    The trainer also decodes tokens, and reads and writes snapshots.
+    """
 
     def __init__(self, base_model: str, config: BaseModel) -> None:
         assert isinstance(config, ComposedConfig)
@@ -113,150 +132,136 @@ class ComposedBackend(AbstractBackend):
 
     # Life cycle
 
+    @override
     def start(self) -> Capabilities:
-        """See AbstractBackend. Raises UserError if the sampler does not agree with the trainer."""
+        """Start both parts and compare them.
+
+        Raises UserError if the log-probabilities of trainer and sampler differ too much.
+        """
         trainer = self._trainer.start()
-        both = self._on_trainer.limit_capabilities(trainer, self._sampler.start(trainer))
+        capabilities = self._on_trainer.limit_capabilities(trainer, self._sampler.start(trainer))
+
+        # Find the most layers whose adapters the sampler accepts.
         reason = ""
-        for missing in _OMITTED_TARGETS:
-            targets = both.lora_targets - missing
+        for omitted in _OMITTED_TARGETS:
+            targets = capabilities.lora_targets - omitted
             if not targets:
                 break
             try:
-                agreement = self._compare_logprobs(both, targets)
+                agreement = self._compare_logprobs(capabilities, targets)
             except _AdapterRefused as error:
                 reason = reason or str(error)
                 continue
+
             agreement.check()
-            if missing & both.lora_targets:
-                names = ", ".join(sorted(missing & both.lora_targets))
-                _log.warning("models with adapters of %s are refused, because the sampler has none: %s", names, reason)
+            if omitted & capabilities.lora_targets:
+                names = ", ".join(sorted(omitted & capabilities.lora_targets))
+                _log.warning(
+                    "the sampler does not support adapters of %s, so the server refuses models that train them: %s",
+                    names,
+                    reason,
+                )
+
             _log.info(
-                "log-probabilities of trainer and sampler differ by %.2g on average, with an adapter by %.2g",
+                "log-probabilities of sampler and trainer differ by %.2g nats on average for the base model, "
+                "and by %.2g with an adapter",
                 agreement.base,
                 agreement.adapted,
             )
-            return replace(both, lora_targets=targets)
-        raise UserError(f"the sampler cannot sample from adapters of this model: {reason}")
+            return replace(capabilities, lora_targets=targets)
+        raise UserError(f"the sampler does not load adapters of this model: {reason}")
 
+    @override
     def close(self) -> None:
-        """See AbstractBackend."""
         try:
             self._sampler.close()
         finally:
             self._trainer.close()
 
-    def check_devices(self) -> None:
-        """See AbstractBackend. A lost server is not a lost device: its samples wait for it, and training goes on."""
-        self._trainer.check_devices()
+    # A sampling server that is lost is not a lost device: its samples wait for it, and training
+    # continues.
+    check_devices: Any = _make_trainer_method("check_devices")
+    is_compiling: Any = _make_trainer_method("is_compiling")
+    fingerprint_changes: Any = _make_trainer_method("fingerprint_changes")
+    text_of: Any = _make_trainer_method("text_of")
 
-    def is_compiling(self) -> bool:
-        """See AbstractBackend."""
-        return self._trainer.is_compiling()
-
+    @override
     def meters(self) -> Meters:
-        """See AbstractBackend."""
-        held = self._checks.meters(self._sampler.meters(self._trainer.meters()))
+        meters = self._checks.meters(self._sampler.meters(self._trainer.meters()))
         if self._fallback is not None:
-            held = replace(held, fallback_samples=self._fallback.num_samples)
+            meters = replace(meters, fallback_samples=self._fallback.num_samples)
         if self._sampler.is_away:
             meanwhile = "samples wait" if self._fallback is None else "the trainer draws samples"
-            held = replace(held, outage=f"{held.outage}; {meanwhile}")
-        return held
-
-    def fingerprint_changes(self) -> Mapping[str, str]:
-        """See AbstractBackend."""
-        return self._trainer.fingerprint_changes()
-
-    def text_of(self, tokens: list[int]) -> str:
-        """See AbstractBackend."""
-        return self._trainer.text_of(tokens)
+            meters = replace(meters, outage=f"{meters.outage}; {meanwhile}")
+        return meters
 
     # Training
 
-    def create_model(self, model_id: ModelId, spec: ModelSpec) -> None:
-        """See AbstractBackend."""
-        self._trainer.create_model(model_id, spec)
-
-    def delete_model(self, model_id: ModelId) -> None:
-        """See AbstractBackend."""
-        self._trainer.delete_model(model_id)
-
-    def begin_pass(self, batch: PreparedModelPassBatch, *, backward: bool) -> Pass:
-        """See AbstractBackend."""
-        return self._trainer.begin_pass(batch, backward=backward)
-
-    def optim_step(self, model_id: ModelId, params: OptimizerParams) -> Metrics:
-        """See AbstractBackend."""
-        return self._trainer.optim_step(model_id, params)
-
-    def gradient_norm(self, model_id: ModelId) -> float | None:
-        """See AbstractBackend."""
-        return self._trainer.gradient_norm(model_id)
-
-    def clear_gradient(self, model_id: ModelId) -> None:
-        """See AbstractBackend."""
-        self._trainer.clear_gradient(model_id)
-
-    def capture(self, model_id: ModelId, parts: Collection[StatePart]) -> Snapshot:
-        """See AbstractBackend."""
-        return self._trainer.capture(model_id, parts)
-
-    def open_snapshot(self, directory: Path) -> Snapshot:
-        """See AbstractBackend."""
-        return self._trainer.open_snapshot(directory)
-
-    def restore(self, model_id: ModelId, spec: ModelSpec, source: Snapshot, parts: Collection[StatePart]) -> None:
-        """See AbstractBackend."""
-        self._trainer.restore(model_id, spec, source, parts)
+    create_model: Any = _make_trainer_method("create_model")
+    delete_model: Any = _make_trainer_method("delete_model")
+    begin_pass: Any = _make_trainer_method("begin_pass")
+    optim_step: Any = _make_trainer_method("optim_step")
+    gradient_norm: Any = _make_trainer_method("gradient_norm")
+    clear_gradient: Any = _make_trainer_method("clear_gradient")
+    capture: Any = _make_trainer_method("capture")
+    open_snapshot: Any = _make_trainer_method("open_snapshot")
+    restore: Any = _make_trainer_method("restore")
 
     # Sampling
 
+    @override
     def load_sampler(self, sampler: SamplerId, source: Snapshot) -> None:
-        """See AbstractBackend."""
         self._sampler.load_sampler(sampler, source)
         self._on_trainer.load(sampler, source)
 
+    @override
     def drop_sampler(self, sampler: SamplerId) -> None:
-        """See AbstractBackend."""
         self._checks.drop(sampler)
         self._on_trainer.drop(sampler)
         self._sampler.drop_sampler(sampler)
 
+    @override
     def begin_sample(self, batch: PreparedSampleBatch) -> None:
-        """See AbstractBackend. What the sampler refuses is refused also while it is away."""
+        # First the sampler, which may refuse a request. It does so even while its servers are
+        # unreachable.
         self._sampler.begin_sample(batch)
         self._checks.begin(batch)
         if self._fallback is not None:
             self._fallback.begin(batch)
 
+    @override
     def step_sample(self) -> list[SampleDelta]:
-        """See AbstractBackend."""
         deltas = self._step_trainer()
         drawn = self._sampler.step_sample()
+
         if self._fallback is not None:
             self._fallback.record_progress(drawn)
             if self._sampler.is_away:
                 self._move_to_trainer(self._fallback)
+
+        # Deltas without tokens tell the engine that samples still wait for their comparison.
         deltas += self._checks.watch(drawn)
         return deltas or self._checks.get_waiting_deltas()
 
+    @override
     def cancel_sample(self, request_ids: Collection[RequestId]) -> None:
-        """See AbstractBackend."""
         self._checks.cancel(request_ids)
         if self._fallback is not None:
             self._fallback.cancel(request_ids)
         self._sampler.cancel_sample(request_ids)
 
+    @override
     def end_sample(self, request_id: RequestId, index: int) -> None:
-        """See AbstractBackend."""
         self._sampler.end_sample(request_id, index)
         self._checks.end_sample(request_id, index)
         if self._fallback is not None:
             self._fallback.end_sample(request_id, index)
 
     def _step_trainer(self) -> list[SampleDelta]:
-        """Let the trainer score and draw samples for one slice. A failure to score is none of the samples."""
+        """Run one decode slice of the trainer if it scores or draws samples.
+
+        If the trainer only scores, an error ends the comparisons, but no sample fails.
+        """
         fallback = self._fallback
         is_drawing = fallback is not None and fallback.is_drawing
         if not is_drawing and not self._checks.is_running:
@@ -269,12 +274,12 @@ class ComposedBackend(AbstractBackend):
             if is_drawing:
                 raise
             self._trainer.check_devices()
-            _log.error("samples could not be compared with the trainer", exc_info=error)
+            _log.error("the trainer could not score samples; the running comparisons are dropped", exc_info=error)
             return self._checks.give_up()
         return self._checks.read(deltas) + ([] if fallback is None else fallback.read(deltas))
 
     def _move_to_trainer(self, fallback: TrainerFallback) -> None:
-        """Move samples that have no tokens from the sampler, which is away, to the trainer."""
+        """Move samples without tokens from the unreachable sampler to the trainer."""
         for key in fallback.move_unstarted():
             self._checks.forget(key)
             self._sampler.end_sample(*key)
@@ -282,9 +287,11 @@ class ComposedBackend(AbstractBackend):
     # The comparison at the start
 
     def _compare_logprobs(self, capabilities: Capabilities, targets: Collection[str]) -> Agreement:
-        """Compare both on one row of tokens.
+        """Compare the log-probabilities of trainer and sampler on one row of random tokens.
 
-        Raises _AdapterRefused if the sampler takes no adapter of `targets`, UserError if it has another base model.
+        Raises:
+            _AdapterRefused: If the sampler does not accept an adapter of the layers `targets`.
+            UserError: If the sampler serves another base model.
         """
         num_tokens = min(_CHECK_TOKENS, capabilities.max_context_length - 1)
         row = np.random.default_rng(0).integers(0, capabilities.vocab_size, num_tokens, dtype=np.int32)
@@ -295,19 +302,23 @@ class ComposedBackend(AbstractBackend):
             train_mlp="mlp" in targets,
             train_unembed="unembed" in targets,
         )
-        trainer, spec = self._trainer, ModelSpec(lora=lora)
-        trainer.create_model(_MODEL, spec)
+        trainer, batch = self._trainer, _make_scoring_batch(row)
+        trainer.create_model(_MODEL, ModelSpec(lora=lora))
         try:
-            fresh = trainer.forward(_make_scoring_batch(row))[0].logprobs
+            # The base model: the adapter of a new model has no effect.
+            fresh = trainer.forward(batch)[0].logprobs
             base = _mean_abs(self._score_with_sampler(None, row) - fresh)
-            if not base <= MAX_GAP:  # NaN as well
+            if not base <= MAX_GAP:  # also true for NaN
                 raise UserError(
-                    f"the sampler's log-probabilities of the base model differ from the trainer's by {base:.3g} on "
-                    f"average, where rounding gives {MAX_GAP} at most: does it serve the same base model?"
+                    f"the sampler's log-probabilities of the base model differ from the trainer's by {base:.3g} nats "
+                    f"on average, and rounding explains at most {MAX_GAP}. Check that the sampling servers serve the "
+                    "same base model as this server"
                 )
-            trainer.forward_backward(_make_scoring_batch(row))
+
+            # The same model after one optimizer step.
+            trainer.forward_backward(batch)
             trainer.optim_step(_MODEL, _CHECK_OPTIMIZER)
-            trained = trainer.forward(_make_scoring_batch(row))[0].logprobs
+            trained = trainer.forward(batch)[0].logprobs
             self._sampler.load_sampler(_SAMPLER, trainer.capture(_MODEL, {StatePart.WEIGHTS}))
             try:
                 adapted = self._score_with_sampler(_SAMPLER, row)
@@ -318,25 +329,20 @@ class ComposedBackend(AbstractBackend):
         return Agreement(base=base, adapted=_mean_abs(adapted - trained), effect=_mean_abs(trained - fresh))
 
     def _score_with_sampler(self, sampler: SamplerId | None, row: Int32Array) -> Float32Array:
-        """Return the sampler's log-probabilities of a row's tokens, except the first."""
-        request = SampleRequest(
-            request_id=_REQUEST,
-            sampler=sampler,
-            prompt=row,
-            num_samples=1,
-            params=SamplingParams(seed=0, max_tokens=1, temperature=0.0),
-            options=PromptOptions(logprobs=True),
-        )
+        """Return the sampler's log-probabilities of all tokens of a row but the first."""
+        request = make_scoring_request(_REQUEST, sampler, row)
         deltas = self._sampler.sample(PreparedSampleBatch(requests=(request,)))
         if (error := deltas[-1].error) is not None:
-            raise UserError(f"the sampler does not sample: {error}") if sampler is None else _AdapterRefused(error)
+            if sampler is not None:
+                raise _AdapterRefused(error)
+            raise UserError(f"the sampler cannot sample from the base model: {error}")
         [prompt] = [delta.prompt for delta in deltas if delta.prompt is not None]
         assert prompt.logprobs is not None
         return prompt.logprobs[1:]
 
 
 def _make_scoring_batch(row: Int32Array) -> PreparedModelPassBatch:
-    """Return a batch that computes the log-probabilities of a row's tokens, except the first."""
+    """Return a batch that computes the log-probabilities of all tokens of a row but the first."""
     inputs = {"target_tokens": row[1:], "weights": np.ones(row.size - 1, np.float32)}
     example = PassExample(
         request_id=_REQUEST,

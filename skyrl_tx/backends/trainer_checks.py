@@ -1,7 +1,10 @@
-"""Compares some samples of a sampler with the trainer, which scores their tokens with the same weights.
+"""Compare some of the sampler's log-probabilities with the trainer's, while the server runs.
 
-The trainer computes the log-probabilities of a sample as those of a prompt. Those are at temperature 1, so samples at
-another temperature cannot be compared, nor can samples whose log-probabilities may be those after a filter.
+The trainer gets prompt and sample as one prompt, and returns the log-probabilities of the sample's
+tokens under the same weights. The mean absolute difference is the sample's *gap*.
+
+Log-probabilities of prompts are computed at temperature 1 and without filters. So only samples at
+temperature 0, or at temperature 1 without top-k and top-p, are compared.
 """
 
 import logging
@@ -25,13 +28,15 @@ from skyrl_tx.contract.results import SampleDelta, TrainerGap
 
 _log = logging.getLogger(__name__)
 _MIN_WARNED_TOKENS = 16
+"""Shorter samples cause no warning, because one token can dominate their mean."""
 MAX_GAP = 0.25
-"""The largest mean difference of right log-probabilities: bfloat16 gives some hundredths, other weights 1."""
+"""The largest gap, in nats, that rounding explains.
+Rounding in bfloat16 causes a few hundredths, different weights cause about 1."""
 
 
 @dataclass(slots=True)
 class _WatchedSample:
-    """A chosen sample that has not ended, and what came of it."""
+    """A sample that is chosen for comparison and still running, with its tokens so far."""
 
     request: SampleRequest
     index: int
@@ -45,22 +50,33 @@ class _WatchedSample:
 
 @dataclass(slots=True)
 class _Check:
-    """A sample whose tokens the trainer scores."""
+    """The comparison of one sample, which the trainer is scoring."""
 
     key: SampleKey
     sampler: SamplerId | None
     logprobs: Float32Array
-    """The sampler's, of the first tokens of the sample."""
+    """The sampler's log-probabilities of the first tokens of the sample, which the trainer scores.
+    """
     final_delta: SampleDelta | None
-    """The end of the sample, which waits for the gap. None: the engine has ended the sample itself."""
+    """The sample's last delta, held back until the gap is known.
+    None if the engine has ended the sample."""
     scored: Float32Array | None = None
+    """The trainer's log-probabilities of the row. The last ones are of the sample's tokens."""
 
 
 class TrainerChecks:
-    """The comparisons of a composed backend. Those of one sample end with the sample or soon after."""
+    """The comparisons of a composed backend.
+
+    A chosen sample is watched until it ends. Then the trainer scores it, and the sample's last
+    delta waits for the result.
+    """
 
     def __init__(self, trainer: AbstractBackend, samplers: TrainerSamplers, share: float) -> None:
-        """`share` of all samples is chosen, from 0 to 1: by their ids, so that a replay chooses the same."""
+        """Compare a `share` of all samples, from 0 to 1.
+
+        The request id and the index decide which, so that a replay after a crash chooses the same
+        samples.
+        """
         self._trainer = trainer
         self._samplers = samplers
         self._share = share
@@ -73,16 +89,16 @@ class TrainerChecks:
 
     @property
     def is_running(self) -> bool:
-        """Whether the trainer has samples to score."""
+        """Whether the trainer is scoring samples."""
         return bool(self._running)
 
     def drop(self, sampler: SamplerId) -> None:
-        """End the comparisons that need a sampler."""
+        """End the comparisons that use the weights of a sampler."""
         self._cancel_checks(request_id for request_id, check in self._running.items() if check.sampler == sampler)
         self._warned.discard(sampler)
 
     def begin(self, batch: PreparedSampleBatch) -> None:
-        """Choose among the samples of requests that begin."""
+        """Choose samples of new requests for comparison."""
         for request in batch.requests:
             if not self._samplers.has_weights(request) or not _is_comparable(request):
                 continue
@@ -91,9 +107,14 @@ class TrainerChecks:
                     self._watched[request.request_id, index] = _WatchedSample(request, index)
 
     def watch(self, deltas: Sequence[SampleDelta]) -> list[SampleDelta]:
-        """Return the sampler's deltas without the ends of chosen samples: those wait for their gap."""
+        """Record the tokens of chosen samples, and start to score the samples that have ended.
+
+        Returns the deltas that the engine gets now. The end of a sample that the trainer scores is
+        missing: `read` returns it with the gap.
+        """
         if not self._watched:
             return list(deltas)
+
         passed: list[SampleDelta] = []
         for delta in deltas:
             key = delta.request_id, delta.index
@@ -104,6 +125,9 @@ class TrainerChecks:
             if delta.stop_reason is None and delta.error is None:
                 passed.append(delta)
                 continue
+
+            # The sample has ended. Pass on its last tokens, but not its end, if the trainer scores
+            # it.
             del self._watched[key]
             if delta.error is not None or not self._start_check(watched, _strip_tokens(delta)):
                 passed.append(delta)
@@ -112,7 +136,10 @@ class TrainerChecks:
         return passed
 
     def read(self, deltas: Sequence[SampleDelta]) -> list[SampleDelta]:
-        """Take what the trainer has scored, and return the ends of samples that waited for it."""
+        """Read the trainer's scores.
+
+        Returns the ends of the samples that waited for them, with their gaps.
+        """
         ended: list[SampleDelta] = []
         for delta in deltas:
             if (check := self._running.get(delta.request_id)) is None:
@@ -121,27 +148,34 @@ class TrainerChecks:
                 check.scored = delta.prompt.logprobs
             if delta.stop_reason is None and delta.error is None:
                 continue
+
             del self._running[delta.request_id]
             if delta.error is not None:
-                _log.warning("a sample could not be compared with the trainer: %s", delta.error)
+                _log.warning("the trainer could not score a sample, which is not compared: %s", delta.error)
             gap = None if delta.error is not None or check.scored is None else self._measure_gap(check, check.scored)
             if check.final_delta is not None:
                 ended.append(structs.replace(check.final_delta, trainer_gap=gap))
         return ended
 
     def get_waiting_deltas(self) -> list[SampleDelta]:
-        """Return a delta without tokens if the end of any sample waits."""
-        held = next((check.final_delta for check in self._running.values() if check.final_delta is not None), None)
-        return [] if held is None else [structs.replace(held, stop_reason=None)]
+        """Return one delta without tokens if the end of any sample waits for its gap."""
+        waiting = next((check.final_delta for check in self._running.values() if check.final_delta is not None), None)
+        return [] if waiting is None else [structs.replace(waiting, stop_reason=None)]
 
     def give_up(self) -> list[SampleDelta]:
-        """End all comparisons, and return the ends of samples that waited for them, without gaps."""
-        held = [check.final_delta for check in self._running.values() if check.final_delta is not None]
+        """End all comparisons.
+
+        Returns the ends of the samples that waited for them, without gaps.
+        """
+        waiting = [check.final_delta for check in self._running.values() if check.final_delta is not None]
         self._cancel_checks(self._running)
-        return held
+        return waiting
 
     def cancel(self, request_ids: Collection[RequestId]) -> None:
-        """Forget the samples of requests. The comparison of one that the engine ended itself goes on."""
+        """Forget the samples of requests.
+
+        If the engine has ended a sample, its comparison continues.
+        """
         for key in [key for key in self._watched if key[0] in request_ids]:
             del self._watched[key]
         self._cancel_checks(
@@ -151,7 +185,10 @@ class TrainerChecks:
         )
 
     def end_sample(self, request_id: RequestId, index: int) -> None:
-        """Compare a sample that the engine has ended, for the meters only: no delta of it may follow."""
+        """Compare a sample that the engine has ended.
+
+        Its gap counts in the meters, but no delta reports it.
+        """
         key = request_id, index
         if (watched := self._watched.pop(key, None)) is not None:
             self._start_check(watched, None)
@@ -160,15 +197,15 @@ class TrainerChecks:
                 check.final_delta = None
 
     def forget(self, key: SampleKey) -> None:
-        """Do not compare a sample that the trainer draws itself."""
+        """Do not compare a sample. The trainer is about to draw it."""
         self._watched.pop(key, None)
 
-    def meters(self, held: Meters) -> Meters:
-        """Return meters with what the comparisons have found."""
+    def meters(self, meters: Meters) -> Meters:
+        """Add the results of the comparisons to `meters`."""
         if not self._share:
-            return held
+            return meters
         return replace(
-            held,
+            meters,
             compared_samples=self._num_samples,
             compared_tokens=self._num_tokens,
             trainer_gap_nats=self._sum,
@@ -179,47 +216,52 @@ class TrainerChecks:
         digest = blake2b(f"{request_id}:{index}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") < self._share * 2**64
 
-    def _start_check(self, watched: _WatchedSample, held: SampleDelta | None) -> bool:
-        """Let the trainer score a sample, as far as it has room. Returns whether it does."""
+    def _start_check(self, watched: _WatchedSample, final_delta: SampleDelta | None) -> bool:
+        """Start to score a sample on the trainer. Returns False if the trainer cannot score it.
+
+        If prompt and sample are longer than the trainer's limit, only the first tokens are scored.
+        """
         request = watched.request
         row = np.concatenate([request.prompt, *watched.tokens])[: self._samplers.max_tokens - 1]
         num_tokens = row.size - request.prompt.size
         if num_tokens < 1:
             return False
-        scoring = SampleRequest(
-            request_id=RequestId(f"check-{next(self._numbers)}"),
-            sampler=request.sampler,
-            prompt=row,
-            num_samples=1,
-            params=SamplingParams(seed=0, max_tokens=1, temperature=0.0),
-            options=PromptOptions(logprobs=True, last_n=num_tokens),
-            cache_scope=request.cache_scope,
+
+        scoring = make_scoring_request(
+            RequestId(f"check-{next(self._numbers)}"), request.sampler, row, num_tokens, request.cache_scope
         )
         try:
             self._trainer.begin_sample(PreparedSampleBatch(requests=(scoring,)))
         except RequestError as error:
-            _log.warning("a sample cannot be compared with the trainer: %s", error)
+            _log.warning("the trainer cannot score a sample, which is not compared: %s", error)
             return False
         self._running[scoring.request_id] = _Check(
             key=(request.request_id, watched.index),
             sampler=request.sampler,
             logprobs=np.concatenate(watched.logprobs)[:num_tokens],
-            final_delta=held,
+            final_delta=final_delta,
         )
         return True
 
     def _measure_gap(self, check: _Check, scored: Float32Array) -> TrainerGap | None:
-        """Return the gap of a sample; None if a log-probability is not finite, as those of a diverged model."""
+        """Return the gap of a sample, add it to the meters and log it.
+
+        Returns None if a log-probability is not finite, which happens when a model has diverged.
+        """
         size, (request_id, index) = check.logprobs.size, check.key
         differences = np.abs(check.logprobs.astype(np.float64) - scored[-size:])
         if not np.isfinite(differences).all():
-            _log.info("sample %d of %s has log-probabilities that are not finite", index, request_id)
+            _log.info(
+                "sample %d of %s has log-probabilities that are not finite and is not compared", index, request_id
+            )
             return None
+
         gap = TrainerGap(mean=float(differences.mean()), largest=float(differences.max()), num_tokens=size)
         self._num_samples += 1
         self._num_tokens += size
         self._sum += float(differences.sum())
         self._largest = max(self._largest, gap.largest)
+
         _log.info(
             "sample %d of %s: log-probabilities differ from the trainer's by %.2g nats on average, %.2g at most, "
             "in %d tokens",
@@ -229,23 +271,48 @@ class TrainerChecks:
             gap.largest,
             size,
         )
+
+        # Warn once for each sampler.
         if gap.mean > MAX_GAP and size >= _MIN_WARNED_TOKENS and check.sampler not in self._warned:
             self._warned.add(check.sampler)
             _log.warning(
-                "sampler %s: the log-probabilities of a sample differ from the trainer's by %.2g nats on average, "
-                "where rounding gives %.2g at most: its samples are not those of the trained weights",
-                check.sampler or "of the base model",
+                "%s: the log-probabilities of a sample differ from the trainer's by %.2g nats on average, and rounding "
+                "explains at most %.2g. The sampling servers do not sample from the trained weights; training on "
+                "these samples may diverge",
+                "base model" if check.sampler is None else f"sampler {check.sampler}",
                 gap.mean,
                 MAX_GAP,
             )
         return gap
 
     def _cancel_checks(self, request_ids: Iterable[RequestId]) -> None:
-        gone = list(request_ids)
-        if gone:
-            self._trainer.cancel_sample(gone)
-            for request_id in gone:
+        cancelled = list(request_ids)
+        if cancelled:
+            self._trainer.cancel_sample(cancelled)
+            for request_id in cancelled:
                 del self._running[request_id]
+
+
+def make_scoring_request(
+    request_id: RequestId,
+    sampler: SamplerId | None,
+    row: Int32Array,
+    last_n: int | None = None,
+    cache_scope: str = "",
+) -> SampleRequest:
+    """Return a request for the log-probabilities of a row of tokens, or of its `last_n` tokens.
+
+    The row is the prompt. The one token that the request samples is not used.
+    """
+    return SampleRequest(
+        request_id=request_id,
+        sampler=sampler,
+        prompt=row,
+        num_samples=1,
+        params=SamplingParams(seed=0, max_tokens=1, temperature=0.0),
+        options=PromptOptions(logprobs=True, last_n=last_n),
+        cache_scope=cache_scope,
+    )
 
 
 def _is_comparable(request: SampleRequest) -> bool:
@@ -254,7 +321,7 @@ def _is_comparable(request: SampleRequest) -> bool:
 
 
 def _strip_tokens(delta: SampleDelta) -> SampleDelta:
-    """Return the end of a sample without the tokens that come with it."""
+    """Return a sample's last delta without its tokens."""
     return SampleDelta(
         request_id=delta.request_id,
         index=delta.index,

@@ -1,7 +1,8 @@
-"""Array types of the contract, and the largest matrix of targets that a request may hold.
+"""Array types of the contract, and the maximum size of a matrix of targets.
 
-All arrays are numpy arrays, contiguous, in the machine's (little-endian) byte order. Those that the engine hands to a
-backend are read-only: they are views of the bytes of stored requests, and `torch.from_numpy` needs a copy of them.
+All arrays are contiguous numpy arrays in little-endian byte order. Arrays that the engine passes to
+a backend are read-only, because they are views of the bytes of stored requests. `torch.from_numpy`
+needs a copy of such an array.
 """
 
 from dataclasses import dataclass
@@ -14,30 +15,43 @@ Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 Float32Array = NDArray[np.float32]
 NumberArray = NDArray[Any]
-"""An array of any number type of the wire: int32, int64 or float32 (the API widens bfloat16)."""
+"""An array of a number type that the protocol transmits: int32, int64 or float32.
+
+The API widens bfloat16.
+"""
 
 MAX_CELLS = 2**24
-"""The most cells of one matrix of targets [T, K], or of those that a backend computes at once.
+"""Maximum number of cells of a matrix of targets [T, K].
 
-A float32 array of this size takes 64 MiB. API and engine refuse larger ones before they allocate memory.
+It is also the maximum number of target cells that a backend computes at once.
+
+A float32 array of this size takes 64 MiB. The API and the engine refuse larger matrices before they
+allocate memory.
 """
 _MIN_POSITIONS = 32
-"""Backends pad shorter sequences to this length, so that they take the memory of it."""
+"""Backends pad shorter sequences to this length, so they count as long as this."""
 
 
 def max_targets(num_positions: int) -> int:
-    """Return the most targets per position of a sequence: a power of two, because backends pad to powers of two."""
+    """Return the maximum number of targets per position for a sequence of `num_positions` tokens.
+
+    The result is a power of two, because backends pad the number of targets to a power of two.
+    """
     limit = max(MAX_CELLS // max(num_positions, _MIN_POSITIONS), 1)
     return 1 << limit.bit_length() - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cells:
-    """Selected cells of a matrix as compressed sparse rows: row i has `columns[crow[i]:crow[i + 1]]`."""
+    """Selected cells of a matrix, as compressed sparse rows.
+
+    Row i has the columns `columns[crow[i]:crow[i + 1]]`. For example, crow [0, 2, 2, 3] and columns
+    [4, 7, 1] select the cells (0, 4), (0, 7) and (2, 1).
+    """
 
     crow: Int64Array
     columns: Int64Array
 
     def of(self, matrix: NumberArray) -> NumberArray:
-        """Return the values of these cells, row by row, [number of cells]."""
+        """Return the values of the selected cells of `matrix`, row by row: [number of cells]."""
         return matrix[np.repeat(np.arange(len(self.crow) - 1), np.diff(self.crow)), self.columns]

@@ -1,8 +1,11 @@
-"""The interface between the engine and a backend: the only way in which the engine uses devices.
+"""The interface between the engine and a backend. The engine uses devices only through a backend.
 
-A backend subclasses `AbstractBackend`, or `BlockingBackend` if it computes whole batches in one call. Its verbs of
-sampling are those of `SamplingBackend`, which a sampler next to a trainer has too (`skyrl_tx.contract.sampler`).
-`skyrl_tx.testing.backend_suite` tests the guarantees stated here, see docs/internals/adding_a_backend.md.
+A backend subclasses `AbstractBackend`, or `BlockingBackend` if it computes whole batches in one
+call. The sampling methods are declared in `SamplingBackend`, because a separate sampler has them
+too, for example a sampler on vLLM servers (see `skyrl_tx.contract.sampler`).
+
+`skyrl_tx.testing.backend_suite` tests the guarantees that are stated here.
+docs/internals/adding_a_backend.md explains how to write a backend.
 """
 
 from abc import ABC, abstractmethod
@@ -12,6 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from pydantic import BaseModel
+from typing_extensions import override
 
 from skyrl_tx.contract.batches import PreparedModelPassBatch, PreparedSampleBatch, SampleRequest
 from skyrl_tx.contract.capabilities import Capabilities
@@ -23,7 +27,10 @@ from skyrl_tx.contract.results import Metrics, PassResult, SampleDelta
 
 
 class StatePart(StrEnum):
-    """The parts of a model's state; base weights are shared and not part of it."""
+    """The parts of a model's state.
+
+    The base weights are shared by all models and are not part of it.
+    """
 
     WEIGHTS = "weights"
     """The adapter."""
@@ -37,43 +44,51 @@ ALL_PARTS = frozenset(StatePart)
 
 
 class Snapshot(ABC):
-    """The captured parts of one model's state. It is immutable: later training does not change it."""
+    """Captured parts of the state of one model. Later training does not change a snapshot."""
 
     @abstractmethod
     def write(self, directory: Path) -> None:
         """Write the snapshot into an existing empty directory.
 
-        The files are those of `skyrl_tx.contract.state_files`, at least of the captured parts. The engine calls this
-        from any thread, while its own thread uses the backend, so it must not start a computation on a device.
+        Write at least the captured parts, as the files described in
+        `skyrl_tx.contract.state_files`. The engine calls this method from any thread while its own
+        thread uses the backend, so it must not start a computation on a device.
         """
 
 
 class Pass(ABC):
-    """One batch of forward or forward-backward computation, in micro-batches.
+    """A forward or forward-backward computation of one batch, split into micro-batches.
 
-    A pass is atomic: it adds either its whole gradient, in `results`, or nothing. Several passes over different models
-    may be running at once, and the engine may call any other method of the backend between the steps of a pass,
-    except methods that change one of its models.
+    A pass is atomic: `results` adds the whole gradient, and until then nothing is added. Multiple
+    passes over different models may run at the same time. Between two calls of `step` the engine
+    may call any other method of the backend, except methods that change a model of this pass.
     """
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the next step waits for the compiler. The engine prefers passes that do not wait, then samples.
+        """Whether the next micro-batch must wait for the compiler. The default is False.
 
-        The step of a pass that waits may return False after a short time without dispatching. The default is False.
+        The engine first runs passes that do not wait, then samples. While a pass waits, `step` may
+        return False after a short time without dispatching a micro-batch.
         """
         return False
 
     @abstractmethod
     def step(self) -> bool:
-        """Dispatch one micro-batch, and return True if it was the last one. A further call does nothing.
+        """Dispatch one micro-batch and return True if it was the last one.
 
-        Wait for earlier micro-batches only to bound the work that is queued on the device.
+        Further calls do nothing.
+
+        Do not wait for earlier micro-batches, except to limit how much work is queued on the
+        device.
         """
 
     @abstractmethod
     def results(self) -> list[PassResult]:
-        """Run the remaining steps, add the gradients, and return one result per example in batch order."""
+        """Run the remaining micro-batches, add the gradients, and return one result per example.
+
+        Results are in batch order.
+        """
 
     @abstractmethod
     def abort(self) -> None:
@@ -82,53 +97,71 @@ class Pass(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRank:
-    """This host among several that compute one backend together, each a process."""
+    """The place of this host in a group of hosts that compute one backend together.
+
+    Each host runs one process.
+    """
 
     rank: int
-    """From 0 to size - 1; the engine runs on the host of rank 0."""
+    """A number from 0 to size - 1. The engine runs on the host with rank 0."""
     size: int
     coordinator: str
-    """Host and port of rank 0 at which backends may find each other, for their own use."""
+    """Host and port of rank 0, for example "10.0.0.1:9000".
+
+    A backend may use it to connect its hosts.
+    """
 
 
 class SamplingBackend(ABC):
-    """Draws samples from the base model and from frozen weights: the half of a backend that trains nothing.
+    """The part of a backend that draws samples, from the base model or from frozen weights.
 
-    All methods are called from one thread. See `AbstractBackend` for errors, batch invariance and isolation.
+    All methods are called from one thread. `AbstractBackend` states the rules for errors, batch
+    invariance and isolation.
     """
 
     @abstractmethod
     def load_sampler(self, sampler: SamplerId, source: Snapshot) -> None:
-        """Load the weights of a snapshot for sampling. Does nothing if the sampler is loaded."""
+        """Load the weights of a snapshot for sampling.
+
+        Does nothing if the sampler is already loaded.
+        """
 
     @abstractmethod
     def drop_sampler(self, sampler: SamplerId) -> None:
-        """Free a sampler. Idempotent; the engine never drops a sampler with running samples."""
+        """Free a sampler. Idempotent. The engine never drops a sampler that has running samples."""
 
     @abstractmethod
     def begin_sample(self, batch: PreparedSampleBatch) -> None:
-        """Queue requests. `step_sample` computes them, as soon as there is memory for each."""
+        """Queue requests. `step_sample` starts each request as soon as there is memory for it."""
 
     @abstractmethod
     def step_sample(self) -> list[SampleDelta]:
-        """Run one decode slice of all running samples and return the new tokens; an empty list if nothing is queued.
+        """Run one decode slice of all running samples and return the new tokens.
 
-        While samples are queued and nothing is new, return a delta without tokens, after a short wait.
+        Return an empty list only if nothing is queued. If samples are queued and there is no new
+        token, wait a short time and return a delta without tokens.
         """
 
     @abstractmethod
     def cancel_sample(self, request_ids: Collection[RequestId]) -> None:
-        """Discard all samples of requests; no delta of them follows. Unknown ids are ignored."""
+        """Discard all samples of these requests and return no more deltas for them.
+
+        Unknown ids are ignored.
+        """
 
     @abstractmethod
     def end_sample(self, request_id: RequestId, index: int) -> None:
-        """End one sample of a request, which has produced a stop string; no delta of it follows.
+        """End one sample because the engine found a stop string in it.
 
-        Called between decode slices. A sample that has ended or is unknown is ignored.
+        The engine calls this between decode slices. The backend returns no more deltas for the
+        sample. A sample that has already ended, or that is unknown, is ignored.
         """
 
     def sample(self, batch: PreparedSampleBatch) -> list[SampleDelta]:
-        """Sample to the end and return all deltas, those of each sample in order. Nothing else may be queued."""
+        """Draw all samples to their end and return all deltas, in order within each sample.
+
+        No other request may be queued.
+        """
         self.begin_sample(batch)
         deltas: list[SampleDelta] = []
         while new := self.step_sample():
@@ -137,96 +170,129 @@ class SamplingBackend(ABC):
 
 
 class AbstractBackend(SamplingBackend):
-    """Owns the devices, the base weights, and every model's adapter, accumulated gradient and optimizer state.
+    """Owns the devices, the base weights, and the adapter, gradient and optimizer of each model.
 
-    The engine calls all methods from one thread. It validates arguments against `Capabilities` and `LossSpec` first, so
-    a backend may assert what they state.
+    The engine calls all methods from one thread. It checks arguments against `Capabilities` and
+    `LossSpec` before each call, so a backend may assert these limits.
 
-    **Errors.** Raise UserError for a mistake of the caller, CapacityError if memory or slots are exhausted, and
-    BackendLost if the state on the device is lost. After BackendLost the engine process exits, and a new one rebuilds
-    every model by replay. After any other exception the engine calls `check_devices`, and fails the request if that
-    returns. A call that raises must leave the state unchanged.
+    **Errors.** Raise UserError if the caller made a mistake, CapacityError if memory or slots are
+    exhausted, and BackendLost if the state on the device is lost. After BackendLost the engine
+    process exits, and a new engine rebuilds every model by replaying its requests. After any other
+    exception the engine calls `check_devices`; if that returns, only the request fails. A call that
+    raises must leave the state unchanged.
 
-    **Batch invariance.** The numbers of a request must not depend on other requests in the batch or on the device:
-    results, gradients and samples are equal to the last bit. Replay after a crash depends on it.
+    **Batch invariance.** The numbers of a request must not depend on other requests in the batch or
+    on the device. Results, gradients and samples are bit-identical, because crash recovery replays
+    requests in other batches.
 
-    **Isolation.** A call for one model must not change another model's state, whatever numbers it holds (NaN as well).
+    **Isolation.** A call for one model must not change the state of another model, even if it
+    computes NaN.
     """
 
     @abstractmethod
     def __init__(self, base_model: str, config: BaseModel) -> None:
-        """Store the arguments; do not touch a device. `config` is an instance of `BackendSpec.config`."""
+        """Store the arguments and do not touch a device.
+
+        `config` is an instance of `BackendSpec.config`.
+        """
 
     # Life cycle
 
     @abstractmethod
     def start(self) -> Capabilities:
-        """Load the base model, compile what is needed often, and return what this backend can do. Called once."""
+        """Load the base model, compile common programs, and return the capabilities.
+
+        Called once.
+        """
 
     def join_hosts(self, rank: HostRank) -> None:
-        """Become one of several hosts that make the same calls in the same order. Called once, before `start`.
+        """Join a group of hosts that make the same calls in the same order.
 
-        A backend that overrides this returns the same results on every host, and raises the same error on all or
-        BackendLost: memory, clocks and the order of sets may differ between hosts and must decide nothing. A pass that
-        could go on with less memory does not decide that either: its `step` and `results` raise MemoryExhausted, when
-        nothing that it dispatched is running, and go on when they are called again. The default refuses.
+        Called once, before `start`.
+
+        The default raises UserError. A backend that overrides this method returns the same results
+        on every host. It raises either the same error on all hosts or BackendLost. Free memory,
+        clocks and the order of sets may differ between hosts, so they must not influence a
+        decision.
+
+        A pass that runs out of memory on one host must not decide alone to use smaller parts.
+        Instead, `step` or `results` raises MemoryExhausted as soon as no computation that it
+        dispatched is running. The engine calls the method again, and the pass then continues with
+        less memory.
         """
         raise UserError(f"--hosts.size {rank.size}: this backend computes on one host")
 
     @abstractmethod
     def close(self) -> None:
-        """Free all resources. Idempotent; also called before `start`."""
+        """Free all resources. Idempotent. May be called before `start`."""
 
     # Training
 
     @abstractmethod
     def create_model(self, model_id: ModelId, spec: ModelSpec) -> None:
-        """Create a model with a fresh adapter: A from `spec.lora.seed`, B zero, no gradient, no optimizer step."""
+        """Create a model. A is drawn from `spec.lora.seed`, B is zero, and there is no gradient."""
 
     @abstractmethod
     def delete_model(self, model_id: ModelId) -> None:
-        """Free a model's state. Idempotent; does nothing for an unknown model."""
+        """Free the state of a model. Idempotent. An unknown model is ignored."""
 
     @abstractmethod
     def begin_pass(self, batch: PreparedModelPassBatch, *, backward: bool) -> Pass:
-        """Start a pass.
+        """Start a pass over a batch.
 
-        With `backward`, the gradient of the summed loss is added to the accumulated gradient of each model. To be
-        batch-invariant, sum the gradient of each request by itself, then add the requests in batch order.
+        With `backward`, the gradient of the summed loss is added to the accumulated gradient of
+        each model. For batch invariance, sum the gradient of each request separately, then add the
+        requests in batch order.
         """
 
     @abstractmethod
     def optim_step(self, model_id: ModelId, params: OptimizerParams) -> Metrics:
-        """Apply the accumulated gradient, clear it, and return metrics. Without a gradient, apply zeros.
+        """Apply the accumulated gradient, clear it, and return metrics.
 
-        The metrics include at least "unclipped_grad_l2:mean", "learning_rate:mean" and "step:max" (the number of
-        steps). Every name has a reduction after a colon, because clients log names without one themselves.
+        Without a gradient, apply zeros.
+
+        The metrics include at least "unclipped_grad_l2:mean", "learning_rate:mean" and "step:max"
+        (the number of optimizer steps so far). Every name ends in a colon and a reduction, because
+        names without a colon are reserved for metrics that clients log.
         """
 
     def gradient_norm(self, model_id: ModelId) -> float | None:
-        """Return the global L2 norm of the accumulated gradient, 0 without one; None if the backend does not tell.
+        """Return the global L2 norm of the accumulated gradient, or 0 if there is no gradient.
 
-        The engine refuses an optimizer step whose gradient norm is not finite. Changes nothing.
+        The engine refuses an optimizer step if the norm is not finite. The default returns None,
+        which switches this check off. The call must not change the state.
         """
         return None
 
     @abstractmethod
     def clear_gradient(self, model_id: ModelId) -> None:
-        """Discard the accumulated gradient, which is incomplete (a pass has failed) or not finite."""
+        """Discard the accumulated gradient.
+
+        The engine calls this if a pass failed, so that the gradient is incomplete, or if it is not
+        finite.
+        """
 
     # State
 
     @abstractmethod
     def capture(self, model_id: ModelId, parts: Collection[StatePart]) -> Snapshot:
-        """Return the current state of a model. This is fast: copies to the host finish in `Snapshot.write`."""
+        """Return the current state of a model.
+
+        Must be fast: `Snapshot.write` finishes the copies to the host.
+        """
 
     @abstractmethod
     def open_snapshot(self, directory: Path) -> Snapshot:
-        """Read the files that `Snapshot.write` wrote. Raises UserError if they do not fit the base model."""
+        """Open files that `Snapshot.write` wrote.
+
+        Raises UserError if they do not fit the base model.
+        """
 
     @abstractmethod
     def restore(self, model_id: ModelId, spec: ModelSpec, source: Snapshot, parts: Collection[StatePart]) -> None:
-        """Create or overwrite a model from `parts` of a snapshot; other parts are those of a fresh model.
+        """Create or overwrite a model from `parts` of a snapshot.
+
+        The other parts are as in a fresh model.
 
         Raises UserError if the snapshot lacks a part or does not fit `spec`.
         """
@@ -234,97 +300,108 @@ class AbstractBackend(SamplingBackend):
     # Methods with an implementation
 
     def check_devices(self) -> None:
-        """Run a small operation on every device. Raises BackendLost if one does not compute any more.
+        """Run a small operation on every device. Raises BackendLost if a device no longer computes.
 
-        The engine calls this after a call that raised an unexpected error, and after a sample that failed. If it
-        returns, that request fails; if it raises, no request fails and the engine starts again. The default does
-        nothing: without this method every request fails until the backend itself raises BackendLost.
+        The engine calls this after an unexpected exception and after a sample that failed. If the
+        method returns, that request fails. If it raises, no request fails and the engine restarts.
+        The default does nothing, so a lost device makes every request fail until the backend itself
+        raises BackendLost.
         """
         return
 
     def is_compiling(self) -> bool:
-        """Return whether the running call waits for a compiler. Called from any thread.
+        """Return whether the running call waits for a compiler.
 
-        Compilation may take much longer than a computation and has a time limit of its own. The default is False.
+        Called from any thread. The default is False.
+
+        Compilation may take much longer than a computation, so the engine applies a separate time
+        limit to it.
         """
         return False
 
     def meters(self) -> Meters:
-        """Return what this backend holds and did, for people.
+        """Return metrics for the status screen and dashboards. The default reports none.
 
-        The engine calls this about once a second between other calls, so it must be fast and must not wait for a
-        device. The default tells nothing.
+        The engine calls this about once a second between other calls, so it must be fast and must
+        not wait for a device.
         """
         return Meters()
 
     def forward(self, batch: PreparedModelPassBatch) -> list[PassResult]:
-        """Compute one result per example, in batch order, and no gradient."""
+        """Compute one result per example, in batch order, without gradients."""
         return self.begin_pass(batch, backward=False).results()
 
     def forward_backward(self, batch: PreparedModelPassBatch) -> list[PassResult]:
-        """As `forward`, and accumulate gradients, see `begin_pass`."""
+        """Compute one result per example and accumulate gradients, see `begin_pass`."""
         return self.begin_pass(batch, backward=True).results()
 
     def fingerprint_changes(self) -> Mapping[str, str]:
-        """Return entries of `Capabilities.fingerprint` as they are now, if they may have changed since `start`.
+        """Return entries of `Capabilities.fingerprint` that may have changed since `start`.
 
-        The engine stores them with weights, so that a later start reports that results are not bit-equal. Called from
-        any thread. The default returns none.
+        The engine stores them with weights. A later start compares them and warns if results may
+        not be bit-identical. Called from any thread. The default returns no entries.
         """
         return {}
 
     def text_of(self, tokens: list[int]) -> str:
-        """Decode tokens, to find stop strings. Raises UserError if there is no tokenizer."""
+        """Decode tokens to text, so that the engine can find stop strings.
+
+        Raises UserError without a tokenizer.
+        """
         raise UserError("stop: this backend has no tokenizer, so stop strings cannot be found; pass token ids")
 
 
 class BlockingBackend(AbstractBackend):
-    """Base class of backends that compute whole batches in one call.
+    """Base class of backends that compute a whole batch in one call.
 
-    Training and sampling do not take turns on the device then, and a sample occupies it until it ends.
+    Subclasses implement `forward`, `forward_backward` and `sample` instead of passes and decode
+    slices. With such a backend, training and sampling do not alternate on the device: a batch of
+    samples occupies it until all samples have ended.
     """
 
+    @override
     def __init__(self, base_model: str, config: BaseModel) -> None:
-        """See AbstractBackend. Subclasses call this constructor."""
+        """Create the queue of requests. Subclasses must call this constructor."""
         self._queued_requests: list[SampleRequest] = []
 
+    @override
     @abstractmethod
-    def forward(self, batch: PreparedModelPassBatch) -> list[PassResult]:
-        """See AbstractBackend."""
+    def forward(self, batch: PreparedModelPassBatch) -> list[PassResult]: ...
 
+    @override
     @abstractmethod
-    def forward_backward(self, batch: PreparedModelPassBatch) -> list[PassResult]:
-        """See AbstractBackend."""
+    def forward_backward(self, batch: PreparedModelPassBatch) -> list[PassResult]: ...
 
+    @override
     @abstractmethod
-    def sample(self, batch: PreparedSampleBatch) -> list[SampleDelta]:
-        """See AbstractBackend."""
+    def sample(self, batch: PreparedSampleBatch) -> list[SampleDelta]: ...
 
+    @override
     def begin_pass(self, batch: PreparedModelPassBatch, *, backward: bool) -> Pass:
-        """See AbstractBackend."""
         return _BlockingPass(self.forward_backward if backward else self.forward, batch)
 
+    @override
     def begin_sample(self, batch: PreparedSampleBatch) -> None:
-        """See AbstractBackend."""
         self._queued_requests.extend(batch.requests)
 
+    @override
     def step_sample(self) -> list[SampleDelta]:
-        """See AbstractBackend."""
         if not self._queued_requests:
             return []
         requests, self._queued_requests = tuple(self._queued_requests), []
         return self.sample(PreparedSampleBatch(requests=requests))
 
+    @override
     def cancel_sample(self, request_ids: Collection[RequestId]) -> None:
-        """See AbstractBackend."""
-        self._queued_requests = [each for each in self._queued_requests if each.request_id not in request_ids]
+        self._queued_requests = [request for request in self._queued_requests if request.request_id not in request_ids]
 
+    @override
     def end_sample(self, request_id: RequestId, index: int) -> None:
-        """See AbstractBackend. Between slices no sample is running, so there is nothing to end."""
+        """Do nothing, because no sample is running between two calls of `step_sample`."""
 
 
 class _BlockingPass(Pass):
-    """A whole pass as one step. It runs in `results`, so that `abort` has nothing to undo."""
+    """A pass with one micro-batch. It runs in `results`, so `abort` has nothing to undo."""
 
     def __init__(
         self, run: Callable[[PreparedModelPassBatch], list[PassResult]], batch: PreparedModelPassBatch
@@ -344,11 +421,20 @@ class _BlockingPass(Pass):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendSpec:
-    """The object that an entry point of the group `skyrl_tx.backends` refers to; importing it must be fast."""
+    """The object behind an entry point of the group `skyrl_tx.backends`.
+
+    Importing it must be fast.
+    """
 
     config: type[BaseModel]
-    """Its fields become flags, each with a description and a default."""
+    """The settings class.
+
+    Its fields become command-line flags, so each needs a description and a default.
+    """
     load: Callable[[], type[AbstractBackend]]
-    """Imports and returns the backend's class."""
+    """Imports the backend's class and returns it."""
     flags: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Short names of fields of `config`. For example {"load_format": "load_format"} makes `--load-format` set it."""
+    """Short flags for fields of `config`.
+
+    For example {"load_format": "load_format"} adds `--load-format`.
+    """

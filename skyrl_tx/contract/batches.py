@@ -1,4 +1,4 @@
-"""The input of a backend: one record per training sequence or prompt, validated and complete."""
+"""The input of a backend: one validated, complete record per training sequence or prompt."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from skyrl_tx.contract.ids import ModelId, RequestId, SamplerId
 from skyrl_tx.contract.requests import LossConfigValue, PromptOptions, SamplingParams
 
 STARVATION_BOUND = 64
-"""How many other samples may start before one that waits for memory, at most.
+"""Maximum number of other samples that may overtake a sample that waits for memory.
 
-The engine applies it to samples whose sampler waits for an adapter slot, a backend to samples that wait for a longer
-KV cache slot.
+The engine applies the bound to samples that wait for an adapter slot of their sampler. A backend
+applies it to samples that wait for a longer KV cache slot.
 """
 
 
@@ -20,12 +20,14 @@ KV cache slot.
 class PassExample:
     """One training sequence of one request.
 
-    `tokens` is int32 [T]. `loss_inputs` has exactly the inputs of the loss's `LossSpec`, with absent ones filled in:
-    float32 or, if they hold token ids, int32, each [T], or all [T, K]. `loss_config` has exactly the numbers of the
-    loss's config, with defaults filled in.
+    `tokens` is int32 [T]. `loss_inputs` contains exactly the inputs of the loss's `LossSpec`; the
+    engine has filled in absent inputs. They are int32 if they hold token ids, else float32. All of
+    them have the shape [T], or all have the shape [T, K]. `loss_config` contains exactly the config
+    values of the loss, with defaults filled in.
 
-    With `custom`, the loss is that one, `loss` is "custom", and `loss_inputs` has the targets and the inputs that it
-    declares other than `logprobs`, as float32 of their ranks. The examples of a request share it.
+    If `custom` is set, it is the loss and `loss` is "custom". Then `loss_inputs` contains the
+    targets, and as float32 the inputs that the custom loss declares besides `logprobs`. All
+    examples of a request have the same `custom`.
     """
 
     request_id: RequestId
@@ -43,24 +45,29 @@ class PassExample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedModelPassBatch:
-    """The examples of whole requests. Those of a request are adjacent; requests of one model are in `seq_id` order."""
+    """The examples of whole requests.
+
+    Examples of one request are adjacent, and requests of one model are in `seq_id` order.
+    """
 
     examples: tuple[PassExample, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """`num_samples` continuations of one prompt, int32 [T], numbered from `first_index`.
+    """A request for `num_samples` samples that continue one prompt, int32 [T].
 
-    `sampler` is loaded, or None for the base model. `params.max_tokens` is an int, and prompt + `max_tokens` fits the
-    context. The engine finds `params.stop_strings`; a backend ignores them.
+    The samples are numbered from `first_index`. `sampler` is loaded, or None for the base model.
+    `params.max_tokens` is set, and the prompt and `max_tokens` together fit into the context. The
+    engine finds `params.stop_strings`, so a backend ignores them.
 
-    The engine may split the samples of a request into parts with the same `request_id`, lowest indices first. A part
-    may arrive while earlier parts are running. Only the first part asks for results about the prompt. A sample's tokens
-    depend on its index, not on the part.
+    The engine may split the samples of a request into parts with the same `request_id`, lowest
+    indices first. A part may arrive while earlier parts are running. Only the first part asks for
+    results about the prompt. The tokens of a sample depend on its index, not on the part that it is
+    in.
 
-    A backend that keeps computed prompts uses them only for requests of the same `cache_scope`: a hit would tell one
-    owner what another one asked.
+    A backend with a prefix cache shares cached prompts only between requests with the same
+    `cache_scope`. Otherwise a cache hit would reveal to one tenant what another tenant asked.
     """
 
     request_id: RequestId
@@ -79,6 +86,6 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedSampleBatch:
-    """Prompts to sample from, with any mix of samplers and parameters."""
+    """Requests to start together, with any mix of samplers and parameters."""
 
     requests: tuple[SampleRequest, ...]

@@ -1,4 +1,7 @@
-"""The properties of a started backend: all that the engine knows about it. Part of them is served to clients."""
+"""Abilities and limits that a started backend reports.
+
+The engine also serves a part of them to clients.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,68 +11,83 @@ from skyrl_tx.contract.losses import LossSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """The abilities and limits of a started backend. The engine refuses requests that exceed them."""
+    """Abilities and limits of a started backend. The engine refuses requests that exceed them."""
 
     max_context_length: int
-    """The most tokens of one sequence, prompt and new tokens together."""
+    """Maximum length of a sequence in tokens, prompt and new tokens together."""
     max_training_length: int | None = None
-    """The most tokens of one example in training, which needs no cache. None: `max_context_length`."""
+    """Maximum length of a training example, which needs no KV cache.
+
+    None means `max_context_length`.
+    """
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     num_parameters: int
     devices: tuple[str, ...]
-    """A name per device, for the log and for operators."""
+    """One name per device, shown in the log and to operators."""
     max_models: int
-    """The most models in training at once. The engine evicts others."""
-    max_samplers: int
-    """The most samplers loaded at once, in addition to the base model."""
-    max_sample_tokens: int
-    """The most tokens of all running samples together, prompts and new tokens. No request may need more by itself.
+    """Maximum number of models in training at once.
 
-    Without `sample_slots`, the engine hands over requests until their prompts and `max_tokens` reach this number, so
-    that the last one may exceed it. With `sample_slots`, it counts samples instead, and the backend queues those that
-    do not fit yet: few samples reach their `max_tokens`.
+    The engine evicts idle models to stay below it.
+    """
+    max_samplers: int
+    """Maximum number of loaded samplers, in addition to the base model."""
+    max_sample_tokens: int
+    """Maximum number of tokens of all running samples, including their prompts.
+
+    A request that needs more than this is refused. Without `sample_slots`, the engine passes on
+    requests until their prompts and `max_tokens` reach this number, so the last request may exceed
+    it. With `sample_slots`, the engine counts samples instead, because few samples reach their
+    `max_tokens`. The backend then queues samples that do not fit yet.
     """
     max_pass_tokens: int
-    """The number of tokens up to which requests are put into one batch of a pass. One request may exceed it."""
-    micro_batch_tokens: int = 0
-    """The usual number of tokens of one step of a pass. 0: unknown; the engine then fills batches to `max_pass_tokens`.
+    """Number of tokens up to which requests are combined into one batch.
 
-    Otherwise it makes batches of a few steps, so that passes of other models need not wait long.
+    A single request may exceed it.
+    """
+    micro_batch_tokens: int = 0
+    """Usual number of tokens in one micro-batch of a pass.
+
+    The engine then makes batches of a few micro-batches, so that passes of other models do not wait
+    long. 0 means unknown: the engine fills batches up to `max_pass_tokens`.
     """
     sample_slots: int = 0
-    """The most samples that decode at once. 0: unknown.
+    """Maximum number of samples that decode at once. 0 means unknown.
 
-    Otherwise the engine hands over an eighth more samples than this number, so that freed slots are filled at once and
-    sessions take turns. The backend queues those that find no slot.
+    The engine passes on an eighth more samples than this, so that a free slot is filled at once and
+    sessions can take turns. The backend queues the samples that have no slot yet.
     """
     max_lora_rank: int
     lora_targets: frozenset[str]
-    """The layers that can have adapters, a subset of {"attn", "mlp", "unembed"}."""
+    """Layers that can have adapters: a subset of {"attn", "mlp", "unembed"}."""
     losses: Mapping[str, LossSpec]
-    """The losses by name, usually from `skyrl_tx.contract.losses.LOSS_SPECS`."""
+    """Losses by name, usually `skyrl_tx.contract.losses.LOSS_SPECS`."""
     optimizers: frozenset[str] = frozenset({"adamw"})
     max_topk_logprobs: int = 0
-    """The largest k of top-k log-probabilities, of prompts and of samples. 0: not supported."""
+    """Largest k of top-k log-probabilities, for prompts and samples. 0 means not supported."""
     max_alt_tokens: int = 0
-    """The largest `prompt_alt_tokens_k`. 0: not supported."""
+    """Largest `prompt_alt_tokens_k`. 0 means not supported."""
     offers_custom_losses: bool = False
-    """Whether passes may have a loss of the client, see `contract.custom_loss`."""
+    """Whether a pass may use a loss that the client defined, see `contract.custom_loss`."""
     offers_target_logprobs: bool = False
-    """Whether `target_prompt_logprobs` is supported."""
+    """Whether requests may ask for `target_prompt_logprobs`."""
     chunk_types: frozenset[str] = frozenset({"text"})
+    """Kinds of prompt chunks that the backend accepts. Only text is used so far."""
     fingerprint: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Everything but the inputs that numbers depend on: dtype, versions, mesh. Equal fingerprints give equal bits.
+    """Everything besides the request that influences numbers, for example dtype, versions and mesh.
 
-    The engine stores it with weights. Values become plain `str`: `torch.__version__`, for one, is a subclass.
+    Two backends with equal fingerprints give bit-identical results. The engine stores the
+    fingerprint with weights. Values are converted to plain `str`, because some libraries use a
+    subclass, for example `torch.__version__`.
     """
     base_model_hash: str = ""
-    """A hash of the base weights, see `state_files.hash_of_base_model`. "": unknown.
+    """Hash of the base weights, see `state_files.hash_of_base_model`. "" means unknown.
 
-    The engine refuses adapters of another base model.
+    The engine refuses adapters that were trained on another base model.
 
-    Where a setting changes the form of adapters, it follows a `+`, as in `0123abcd+expert_lora=shared`; without it the
-    form is FIRST_FORM. Adapters of another form are refused too.
+    If a setting changes the form of adapters, the setting follows a `+`, for example
+    `0123abcd+expert_lora=shared`. Without it, adapters have the form FIRST_FORM. The engine also
+    refuses adapters of another form.
     """
 
     def __post_init__(self) -> None:
@@ -77,7 +95,10 @@ class Capabilities:
 
 
 def plain_text(fingerprint: Mapping[str, str]) -> dict[str, str]:
-    """Return a fingerprint without subclasses of str, which no encoder of ours knows. Asserts that all is text."""
+    """Return a fingerprint with plain `str` values, which our encoders need.
+
+    Asserts that all values are text.
+    """
     assert all(isinstance(text, str) for pair in fingerprint.items() for text in pair), fingerprint
     return {str(name): str(value) for name, value in fingerprint.items()}
 
@@ -87,6 +108,6 @@ FIRST_FORM = "expert_lora=own"
 
 
 def split_hash(base_model_hash: str) -> tuple[str, str]:
-    """Return the hash of the base weights alone, and the setting that makes adapters of this form."""
+    """Split a `base_model_hash` into the hash of the weights and the form of adapters."""
     weights, _, form = base_model_hash.partition("+")
     return weights, form or FIRST_FORM

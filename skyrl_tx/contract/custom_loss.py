@@ -1,11 +1,11 @@
-"""Losses that a client defines, as data: a list of array operations from a closed vocabulary.
+"""Losses that a client defines, as data: a list of array operations from a fixed vocabulary.
 
-The API compiles what a client uploads to this form, requests carry it, and backends evaluate it. A loss is evaluated
-once per datum; the values are summed. All numbers are float32 or bool.
+The API compiles the client's loss to this form, requests carry it, and backends evaluate it. A loss
+is evaluated once per datum, and the values are summed. All numbers are float32 or bool.
 
-Every dimension of a value is one of three: "T" is the number of positions of the datum, less what slices have cut off;
-"K" is its number of targets per position, less the same; "1" is one. A value has each of "T" and "K" at most once, so
-that no value has more elements than an input [T, K].
+Every dimension of a value has one of three symbols: "T" is the number of positions of the datum,
+"K" is the number of targets per position, and "1" is one. "T" and "K" may be shortened by slices. A
+value has "T" and "K" at most once each, so no value has more elements than an input [T, K].
 """
 
 from collections import Counter
@@ -14,14 +14,17 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 CUSTOM = "custom"
-"""The name of these losses in requests."""
+"""The name of a custom loss in requests."""
 LOGPROBS = "logprobs"
-"""The first input of every custom loss: the model's log-probabilities, in the shape of the targets."""
+"""The first input of every custom loss: the model's log-probabilities of the targets."""
 
 MAX_OPERATIONS = 256
-"""The most operations of one loss. Compiling as many takes 3 to 10 s on a CPU, for which others wait; 1,024 take 40."""
+"""Maximum number of operations.
+
+Compiling 256 takes 3 to 10 s on a CPU and blocks other requests; 1,024 take 40 s.
+"""
 MAX_ELEMENTS = 2**26
-"""The most elements of all values of a loss on one datum: 256 MiB."""
+"""Maximum number of elements of all values of a loss on one datum: 256 MiB."""
 MAX_EXACT = 2**24
 """Whole numbers up to this one are exact in float32."""
 
@@ -30,7 +33,7 @@ Symbol = Literal["T", "K", "1"]
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """A dimension: its symbol, and how many elements slices have cut off."""
+    """A dimension: its symbol, and how many elements slices have removed from it."""
 
     symbol: Symbol
     cut: int = 0
@@ -44,12 +47,12 @@ Shape = tuple[Dim, ...]
 
 
 class ShapeError(ValueError):
-    """Shapes that do not fit an operation."""
+    """The shapes of the values do not fit an operation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomLossInput:
-    """An input of a loss: a scalar (rank 0), or an array [T] or [T, K]."""
+    """An input of a loss: a scalar (rank 0), or an array [T] (rank 1) or [T, K] (rank 2)."""
 
     name: str
     rank: int
@@ -62,7 +65,7 @@ class CustomLossInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One operation: its name, the numbers of the values that it reads, and its options, see `OPERATIONS`."""
+    """One operation: its name, the numbers of its input values, and its options."""
 
     name: str
     values: tuple[int, ...]
@@ -73,9 +76,10 @@ class Operation:
 class CustomLoss:
     """A loss of one datum.
 
-    Values are numbered: first the inputs, then the constants, which are scalars, then the result of each operation,
-    which reads earlier values only. `loss` is the number of the scalar to minimise. `metrics` are numbers of scalars by
-    a name with the suffix `:sum` or `:mean`, which says how they combine over datums.
+    Values are numbered in this order: the inputs, the constants (which are scalars), and the result
+    of each operation. An operation reads earlier values only. `loss` is the number of the scalar to
+    minimise. `metrics` maps names to numbers of scalars. A name ends in `:sum` or `:mean`, which
+    says how the metric is combined over datums.
     """
 
     name: str
@@ -87,40 +91,51 @@ class CustomLoss:
 
     @property
     def num_leaves(self) -> int:
-        """The number of values that no operation computes."""
+        """Number of values that are not computed by an operation."""
         return len(self.inputs) + len(self.constants)
 
     def shapes(self) -> list[Shape]:
-        """Return the shape of every value. Raises ShapeError if the operations do not fit together."""
-        shapes: list[Shape] = [*(each.shape for each in self.inputs), *((),) * len(self.constants)]
+        """Return the shape of every value.
+
+        Raises ShapeError if the operations do not fit together.
+        """
+        shapes: list[Shape] = [*(source.shape for source in self.inputs), *((),) * len(self.constants)]
         for operation in self.operations:
             shapes.append(result_shape(operation, [shapes[value] for value in operation.values]))
         return shapes
 
     def needs(self) -> "Needs":
-        """Return what the loss needs of a datum. Computed once per request: it takes time for each operation."""
-        fewest: dict[Symbol, int] = {"T": 1, "K": 1, "1": 1}
+        """Return what a datum needs for this loss.
+
+        Call it once per request, because it visits every operation.
+        """
+        # A slice must leave at least one element.
+        minimum: dict[Symbol, int] = {"T": 1, "K": 1, "1": 1}
         shapes = self.shapes()
         for dim in (dim for shape in shapes for dim in shape):
-            fewest[dim.symbol] = max(fewest[dim.symbol], dim.cut + 1)
+            minimum[dim.symbol] = max(minimum[dim.symbol], dim.cut + 1)
+
+        # An index of "select" must exist.
         for operation in self.operations:
             if operation.name == "select":
                 axis, index = operation.options
                 dim = shapes[operation.values[0]][axis]
-                fewest[dim.symbol] = max(fewest[dim.symbol], dim.cut + (index + 1 if index >= 0 else -index))
+                minimum[dim.symbol] = max(minimum[dim.symbol], dim.cut + (index + 1 if index >= 0 else -index))
+
         kinds = Counter(frozenset(dim.symbol for dim in shape) - {"1"} for shape in shapes)
         return Needs(
-            positions=fewest["T"],
-            targets=fewest["K"],
-            elements=tuple(kinds[frozenset(each)] for each in ((), ("T",), ("K",), ("T", "K"))),
+            positions=minimum["T"],
+            targets=minimum["K"],
+            elements=tuple(kinds[frozenset(symbols)] for symbols in ((), ("T",), ("K",), ("T", "K"))),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """The fewest positions and targets per position that leave no value of a loss empty, and its memory.
+    """The requirements of a loss: minimum positions and targets of a datum, and memory.
 
-    `elements` are the numbers of its values that are scalars, [T], [K] and [T, K].
+    A smaller datum would leave a value of the loss empty. `elements` counts the values that are
+    scalars, [T], [K] and [T, K], in this order.
     """
 
     positions: int
@@ -128,7 +143,7 @@ class Needs:
     elements: tuple[int, ...]
 
     def num_elements(self, num_positions: int, num_targets: int) -> int:
-        """Return the number of elements of all values on one datum, at most."""
+        """Return the maximum number of elements of all values on one datum."""
         sizes = (1, num_positions, num_targets, num_positions * num_targets)
         return sum(count * size for count, size in zip(self.elements, sizes, strict=True))
 
@@ -147,30 +162,36 @@ BINARY = frozenset(
     }
 )
 REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "logsumexp"})
-"""Options: 1 if the reduced axes stay with size 1, or 0, then the axes."""
+"""Options: 1 to keep the reduced axes with size 1 or 0 to drop them, then the axes."""
 ALONG_AXIS = frozenset({"cumsum"})
 """Options: the axis."""
 OTHERS = frozenset(
     {
-        "where",  # condition, value where it holds, value elsewhere
+        "where",  # values: condition, value where it holds, value elsewhere
         "unsqueeze",  # options: the axis of size 1 in the result
-        "squeeze",  # options: an axis of size 1
-        "slice",  # options: axis, elements cut off at its start, elements cut off at its end
-        "select",  # options: axis, index, which is counted from the end if negative
-        "size",  # options: an axis, whose size is the result, a scalar
-        "broadcast",  # the first value in the shape of both
+        "squeeze",  # options: the axis of size 1 to remove
+        "slice",  # options: axis, number of elements removed at its start, number removed at its end
+        "select",  # options: axis, index; a negative index counts from the end
+        "size",  # options: an axis; the result is its size, a scalar
+        "broadcast",  # the first value, broadcast to the common shape of both
     }
 )
 OPERATIONS = UNARY | BINARY | REDUCTIONS | ALONG_AXIS | OTHERS
-"""The vocabulary. Its functions are those of numpy; their derivatives are those of torch."""
+"""The vocabulary. The functions behave as in numpy, and their derivatives as in torch."""
 GIVES_BOOL = frozenset(
     {*("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor"), "logical_not", "is_nan"}
 )
-"""Operations whose result is bool. Others give float32, or the type of what they read."""
+"""Operations with a bool result.
+
+All other operations return float32, or the type of the values that they read.
+"""
 
 
 def result_shape(operation: Operation, shapes: Sequence[Shape]) -> Shape:
-    """Return the shape of an operation's result. Raises ShapeError if the shapes of what it reads do not fit."""
+    """Return the shape of an operation's result.
+
+    Raises ShapeError if the shapes of its values do not fit.
+    """
     name, options = operation.name, operation.options
     if name in UNARY:
         return shapes[0]
@@ -178,11 +199,13 @@ def result_shape(operation: Operation, shapes: Sequence[Shape]) -> Shape:
         return broadcast(shapes)
     if name == "size":
         return ()
+
     shape = shapes[0]
     if name in REDUCTIONS:
         keeps, axes = bool(options[0]), options[1:]
         kept = ((ONE if axis in axes else dim) for axis, dim in enumerate(shape) if keeps or axis not in axes)
         return tuple(kept)
+
     axis = options[0]
     if name == "unsqueeze":
         return (*shape[:axis], ONE, *shape[axis:])
@@ -196,7 +219,10 @@ def result_shape(operation: Operation, shapes: Sequence[Shape]) -> Shape:
 
 
 def broadcast(shapes: Sequence[Shape]) -> Shape:
-    """Return the common shape. Raises ShapeError for dimensions that differ, or that a value may not have together."""
+    """Return the common shape.
+
+    Raises ShapeError if dimensions differ, or if no value may have the common shape.
+    """
     rank = max(map(len, shapes))
     result: list[Dim] = []
     for axis in range(-rank, 0):
@@ -212,9 +238,9 @@ def check_shape(shape: Shape) -> None:
     """Raise ShapeError unless a value may have this shape."""
     symbols = [dim.symbol for dim in shape if dim.symbol != "1"]
     if len(set(symbols)) < len(symbols):
-        raise ShapeError(f"shape {shape_text(shape)} grows with the square of the length, which is not offered")
+        raise ShapeError(f"shape {shape_text(shape)} grows with the square of the length, which is not supported")
 
 
 def shape_text(shape: Shape) -> str:
-    """Return a shape as error messages show it."""
+    """Return a shape as error messages show it, for example "[T-1, K]"."""
     return f"[{', '.join(map(str, shape))}]"

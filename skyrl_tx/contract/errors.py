@@ -1,10 +1,10 @@
-"""Exceptions with which requests fail, and their categories."""
+"""Exceptions that make a request fail, and their categories."""
 
 from enum import StrEnum
 
 
 class ErrorCategory(StrEnum):
-    """The side that has to act on an error (tinker/types/request_error_category.py)."""
+    """The side that has to fix an error (see tinker/types/request_error_category.py)."""
 
     USER = "user"
     SERVER = "server"
@@ -12,7 +12,7 @@ class ErrorCategory(StrEnum):
 
 
 class RequestError(Exception):
-    """A failure of one request, whose message the client receives."""
+    """One request failed. The client receives the message."""
 
     category = ErrorCategory.UNKNOWN
 
@@ -34,17 +34,20 @@ class ServerError(RequestError):
 
 
 class CapacityError(ServerError):
-    """Memory or slots are exhausted. The request may succeed later, when others have ended."""
+    """Memory or slots are exhausted.
+
+    The request may succeed later, when other requests have ended.
+    """
 
 
 class MemoryExhausted(CapacityError):
-    """A pass had too little memory on this host among several, and goes on in smaller parts when it is called again.
+    """A pass ran out of memory on one of multiple hosts and must continue in smaller parts.
 
-    Rank 0 calls it again if all hosts have raised this in the same call, with the same plan.
+    If all hosts raise this in the same call with the same plan, rank 0 calls the pass again.
     """
 
     def __init__(self, message: str, *, plan: str) -> None:
-        """`plan` says what the pass computes next, in any form that is the same on every host."""
+        """`plan` describes the next computation, as text that is the same on every host."""
         super().__init__(message)
         self.plan = plan
 

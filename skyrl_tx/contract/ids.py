@@ -1,4 +1,7 @@
-"""Identifiers, and the only functions that format and parse them."""
+"""Identifiers, and the functions that format and parse them.
+
+No other module builds or splits ids.
+"""
 
 import re
 from dataclasses import dataclass
@@ -8,23 +11,29 @@ from typing import NewType, Self
 from skyrl_tx.contract.errors import UserError
 
 RequestId = NewType("RequestId", str)
-"""Identifies a request and its future. It is derived from the idempotency key of the request."""
+"""Identifies a request and its future. Derived from the idempotency key of the request."""
 SessionId = NewType("SessionId", str)
 ModelId = NewType("ModelId", str)
-"""Identifies a training run: `{session_id}:train:{model_seq_id}`. The SDK builds the same text."""
+"""Identifies a training run, as `{session_id}:train:{model_seq_id}`.
+
+The SDK builds the same text.
+"""
 SamplingSessionId = NewType("SamplingSessionId", str)
-"""Identifies the weights that a client samples from: `{session_id}:sample:{sampling_session_seq_id}`."""
+"""Identifies a client's sampling session, as `{session_id}:sample:{sampling_session_seq_id}`."""
 ArtifactId = NewType("ArtifactId", str)
 """Identifies an immutable directory of weight files."""
 SamplerId = NewType("SamplerId", str)
-"""Identifies frozen weights to sample from. It equals the id of the artifact that holds them."""
+"""Identifies frozen weights to sample from.
+
+It equals the id of the artifact that holds the weights.
+"""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _SCHEME = "tinker://"
 
 
 def model_id(session_id: SessionId, model_seq_id: int) -> ModelId:
-    """Return the id of a session's model, as SDK 0.38 builds it (`TrainingClient`, from `load_weights`)."""
+    """Return the id of a training run, as SDK 0.38 builds it in `TrainingClient.load_weights`."""
     return ModelId(f"{session_id}:train:{model_seq_id}")
 
 
@@ -34,12 +43,12 @@ def sampling_session_id(session_id: SessionId, sampling_session_seq_id: int) -> 
 
 
 def custom_loss_id(session_id: SessionId, custom_loss_seq_id: int) -> str:
-    """Return the id of a session's custom loss."""
+    """Return the id of a custom loss."""
     return f"{session_id}:loss:{custom_loss_seq_id}"
 
 
 class CheckpointKind(StrEnum):
-    """The kind of a checkpoint, which is the middle part of its `tinker://` path."""
+    """The kind of a checkpoint: the middle part of its `tinker://` path."""
 
     TRAINING = "weights"
     SAMPLER = "sampler_weights"
@@ -59,12 +68,15 @@ class CheckpointPath:
 
     @property
     def checkpoint_id(self) -> str:
-        """The path within its run, `{kind}/{name}`, the SDK's `Checkpoint.checkpoint_id`."""
+        """The path within its training run, `{kind}/{name}`.
+
+        The SDK calls it `Checkpoint.checkpoint_id`.
+        """
         return f"{self.kind.value}/{self.name}"
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse a path. Raises UserError that names the invalid part."""
+        """Parse a path. Raises UserError that quotes the path."""
         parts = text.removeprefix(_SCHEME).split("/")
         if not text.startswith(_SCHEME) or len(parts) != 3 or not parts[0]:
             raise UserError(f"path {text[:200]!r} is not of the form tinker://<run>/<kind>/<name>")
@@ -72,7 +84,10 @@ class CheckpointPath:
 
     @classmethod
     def of_parts(cls, model_id: str, kind: str, name: str) -> Self:
-        """Parse the parts of a path, as URLs have them. Raises UserError for an unknown kind or an invalid name."""
+        """Build a path from the parts of a URL.
+
+        Raises UserError for an unknown kind or an invalid name.
+        """
         if kind not in list(CheckpointKind):
             text = f"{_SCHEME}{model_id}/{kind}/{name}"
             raise UserError(f"path {text[:200]!r}: kind {kind[:80]!r} is not one of {', '.join(CheckpointKind)}")

@@ -1,12 +1,14 @@
-"""Every loss of `LOSS_SPECS` in float64 numpy: value, derivative and means of one example.
+"""Every loss of `LOSS_SPECS` in float64 numpy: value, derivative and reported means of one example.
 
-A backend may compute its losses here, or write its own and be tested against these by `BackendSuite`. Only the product
-of `slope` with the model's own derivatives is left to the device, as torch's `logprobs.backward(slope)` computes it.
+A backend may compute its losses with these functions. Or it implements the losses itself, and
+`BackendSuite` compares them with these. The device then only has to multiply `slope` by the
+derivatives of the model, which is what torch's `logprobs.backward(slope)` does.
 
-Arrays of one example are [T], those of cross_entropy may be [T, K]: T positions, K targets per position. In the
-docstrings of the functions, l is the model's log-probability, q the sampler's, A the advantage, r = exp(l - q). A
-position counts if its advantage and its weight are not 0. Numbers of positions that do not count are never read where
-they could overflow: the prompt has A = 0 and q = 0 at any l.
+Arrays of one example have the shape [T], or [T, K] for cross_entropy: T positions, K targets per
+position. In the docstrings below, l is the model's log-probability, q the sampler's, A the
+advantage, and r = exp(l - q). A position counts if its advantage and its weight are not 0.
+Positions that do not count are masked before they could overflow: a prompt token has A = 0 and q =
+0, but l may have any value.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,16 +26,17 @@ Floats = NDArray[np.float64]
 Config = Mapping[str, float]
 
 MAX_LOG_RATIO = 60.0
-"""The bound of a log-ratio that is exponentiated: exp(60) = 1e26, and products with it stay finite in float32."""
+"""Bound of a log-ratio before exp. exp(60) is 1e26, so products with it stay finite in float32."""
 MAX_DIFFERENCE = 1e18
-"""The bound of l - q where it is squared: 1e36 is finite in float32."""
+"""Bound of l - q before it is squared. Its square, 1e36, is finite in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossValue:
-    """The loss of one example at each position, and its derivative by each log-probability, in the same shape.
+    """The loss of one example at each position, and its derivative by the log-probability.
 
-    `PassResult.sums["loss"]` is the sum of `loss`, and `PassResult.means` is `means`, empty for cross_entropy.
+    `PassResult.sums["loss"]` is the sum of `loss`. `PassResult.means` is `means`, which is empty if
+    the loss is not a policy gradient.
     """
 
     loss: Floats
@@ -47,16 +50,16 @@ def evaluate(
     inputs: Mapping[str, NumberArray],
     config: Mapping[str, LossConfigValue],
 ) -> LossValue:
-    """Return the loss `name` of one example.
+    """Evaluate the loss `name` on one example.
 
     Args:
         name: a key of `LOSS_SPECS`.
         logprobs: the model's log-probabilities, in the shape of the targets.
-        inputs: `PassExample.loss_inputs`. They are not changed.
+        inputs: `PassExample.loss_inputs`. The arrays are not changed.
         config: `PassExample.loss_config`.
     """
     given = {key: np.asarray(array, np.float64) for key, array in inputs.items() if key != TARGET_TOKENS}
-    with np.errstate(all="ignore"):  # a diverged model is no reason to warn
+    with np.errstate(all="ignore"):  # no warnings for a model that has diverged
         x = LossInputs(np.asarray(logprobs, np.float64), given)
         numbers = {key: float(value) for key, value in config.items()}
         value, clipped_ratio = LOSS_FUNCTIONS[name](x, numbers)
@@ -68,7 +71,10 @@ def evaluate(
 
 
 class LossInputs:
-    """The arrays of one example; the advantage is 0 where the weight is, so that no product of both is NaN."""
+    """The arrays of one example.
+
+    Where the weight is 0 the advantage is set to 0, so that no product is NaN.
+    """
 
     def __init__(self, logprobs: Floats, inputs: Mapping[str, Floats]) -> None:
         self.l, self.w = logprobs, inputs["weights"]
@@ -80,16 +86,19 @@ class LossInputs:
         self.counts = (self.a != 0) & (self.w != 0)
 
     def difference(self, where: NDArray[np.bool_], bound: float = MAX_DIFFERENCE) -> Floats:
-        """Return l - q, bounded by ±`bound`, and 0 where `where` is False."""
+        """Return l - q, limited to ±`bound`, and 0 where `where` is False."""
         return np.clip(np.where(where, self.l - self.q, 0.0), -bound, bound)
 
     def ratio(self, where: NDArray[np.bool_]) -> Floats:
-        """Return r with its bound, and 1 where `where` is False."""
+        """Return r with l - q limited to ±`MAX_LOG_RATIO`, and 1 where `where` is False."""
         return np.exp(self.difference(where, MAX_LOG_RATIO))
 
 
 LossFunction = Callable[[LossInputs, Config], tuple[LossValue, Floats | None]]
-"""A loss and the ratio that its thresholds bound, if that is not the ratio of the token."""
+"""A loss function.
+
+It also returns the ratio that the thresholds bound, if this is not the ratio of each token.
+"""
 
 
 def cross_entropy(x: LossInputs, config: Config) -> tuple[LossValue, None]:
@@ -123,9 +132,12 @@ def dro(x: LossInputs, config: Config) -> tuple[LossValue, None]:
 
 
 def gspo(x: LossInputs, config: Config) -> tuple[LossValue, Floats]:
-    """-min(s * A, clip(s) * A) with the ratio s of the whole sequence: Zheng et al. 2025, arXiv:2507.18071, eq. 14.
+    """-min(s * A, clip(s) * A) with the ratio s of the sequence: GSPO-token, arXiv:2507.18071, eq.
 
-    log s is the mean of l - q over `sequence_ratio_mask`, 0 if that is empty. Each token has the derivative of its own.
+    14.
+
+    Source: Zheng et al. 2025. log s is the mean of l - q over `sequence_ratio_mask`, or 0 if the
+    mask is empty. Every token has a derivative, as if s were its ratio.
     """
     total, count = (x.difference(x.mask != 0) * x.mask).sum(), x.mask.sum()
     mean = np.clip(total / count if count != 0 else 0.0, -MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -134,7 +146,10 @@ def gspo(x: LossInputs, config: Config) -> tuple[LossValue, Floats]:
 
 
 def stable_reinforce(x: LossInputs, config: Config) -> tuple[LossValue, None]:
-    """-stopgrad(min(r, threshold)) * l * A + kl_coeff / 2 * (l - q)^2 at sampled positions: our own definition."""
+    """-stopgrad(min(r, threshold)) * l * A + kl_coeff / 2 * (l - q)^2 at sampled positions.
+
+    Defined by this project.
+    """
     has_gain = x.sampled & x.counts
     gain = np.where(has_gain, x.w * x.a * np.minimum(x.ratio(has_gain), config["clip_high_threshold"]), 0.0)
     coefficient = config["kl_coeff"] * x.w
@@ -151,7 +166,7 @@ LOSS_FUNCTIONS: Mapping[str, LossFunction] = {
 
 
 def _compute_means(x: LossInputs, config: Config, clipped_ratio: Floats) -> Mapping[str, MeanTerm]:
-    """Return what a policy gradient reports, see `PassResult`."""
+    """Return the means that a policy gradient reports, see `PassResult`."""
     low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", np.inf)
     positions = {
         "ratio": x.ratio(x.counts),
@@ -171,10 +186,10 @@ def _evaluate_clipped(x: LossInputs, ratio: Floats, config: Config) -> LossValue
 
 
 def _has_derivative(x: LossInputs) -> NDArray[np.bool_]:
-    """Return where the ratio is not at its bound, and so has a derivative."""
+    """Return where the ratio is within its bound and therefore has a derivative."""
     return np.abs(x.difference(x.counts)) <= MAX_LOG_RATIO
 
 
 def _differentiate_square(difference: Floats) -> Floats:
-    """Return half the derivative of the square of a bounded difference."""
+    """Return half the derivative of the squared difference, which is 0 at the bound."""
     return np.where(np.abs(difference) < MAX_DIFFERENCE, difference, 0.0)

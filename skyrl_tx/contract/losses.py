@@ -1,11 +1,11 @@
-"""The losses of the protocol as data: their inputs and config. Backends attach the functions.
+"""The losses of the protocol as data: names, inputs and config. Backends attach the functions.
 
-To add a loss, see docs/internals/adding_a_loss.md. A backend offers the losses in `Capabilities.losses`, a subset of
-these or others of its own.
+A backend lists the losses it offers in `Capabilities.losses`: a subset of `LOSS_SPECS`, or
+additional losses. To add a loss, see docs/internals/adding_a_loss.md.
 
-`loss_reference` has the value, the derivative and the means of each loss in numpy; docs/reference/losses.md describes
-them.
-Every loss is a plain sum over positions: no mean, no division.
+Every loss is a plain sum over positions, without a mean or a division.
+`skyrl_tx.contract.loss_reference` computes the value, the derivative and the reported means of each
+loss in numpy, and docs/reference/losses.md describes them.
 """
 
 from collections.abc import Mapping
@@ -14,10 +14,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInput:
-    """One array that a loss reads in addition to the tokens, of shape [T], or [T, K] where `max_ndim` is 2.
+    """An array that a loss reads in addition to the tokens.
 
-    The engine replaces an absent array by one filled with `fill`. If `fill` is None, the array is required. An integer
-    array holds token ids, which the engine checks against the vocabulary.
+    Its shape is [T], or [T, K] where `max_ndim` is 2.
+
+    If the client does not send the array, the engine creates one filled with `fill`. With
+    `fill=None` the array is required. An integer array holds token ids, which the engine checks
+    against the vocabulary.
     """
 
     fill: float | None = None
@@ -27,10 +30,11 @@ class LossInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpec:
-    """The name of a loss, its inputs, and its numeric config with defaults.
+    """The name of a loss, its inputs, and its numeric config with default values.
 
-    With `needs_provenance` the client sends provenance spans instead of `logprobs` and `sampled`. The API fills in
-    these two inputs from what was recorded when the tokens were sampled.
+    If `needs_provenance` is set, the client sends provenance spans instead of `logprobs` and
+    `sampled`. The API fills in these two inputs from the log-probabilities that it recorded when
+    the tokens were sampled.
     """
 
     name: str
@@ -40,12 +44,12 @@ class LossSpec:
 
     @property
     def is_policy_gradient(self) -> bool:
-        """Whether results report the means `ratio`, `kl_to_sampler` and `clip_fraction`, see `PassResult`."""
+        """Whether results report the means of policy gradients, see `PassResult`."""
         return "advantages" in self.inputs
 
 
 TARGET_TOKENS = "target_tokens"
-"""The input that every loss has: the token whose log-probability counts at each position."""
+"""The input that every loss has: at each position, the token whose log-probability counts."""
 
 _POLICY_INPUTS: Mapping[str, LossInput] = {
     TARGET_TOKENS: LossInput(is_integer=True),

@@ -1,8 +1,13 @@
-"""A pass whose gradients wait in scratch memory, for backends to subclass: the half that needs no device."""
+"""A base class for passes that keep their gradients in scratch memory until the end.
+
+It uses no device.
+"""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
+
+from typing_extensions import override
 
 from skyrl_tx.contract.backend import Pass
 from skyrl_tx.contract.batches import PassExample, PreparedModelPassBatch
@@ -10,13 +15,14 @@ from skyrl_tx.contract.ids import ModelId, RequestId
 from skyrl_tx.contract.results import PassResult
 
 Gradient = TypeVar("Gradient", bound=Any)
-"""Any type with `+`, such as a tree of arrays of a backend."""
+"""Any type that supports `+`, for example a backend's tree of arrays."""
 
 
 class ScratchPass(Pass, Generic[Gradient]):
-    """Computes the micro-batches of each request in order, and adds up their gradients by request.
+    """Computes the micro-batches of each request in order and sums their gradients per request.
 
-    So the numbers of a request follow from its own examples, and `abort` has only scratch memory to discard.
+    The numbers of a request therefore depend only on its own examples, and `abort` only discards
+    scratch memory.
     """
 
     def __init__(self, batch: PreparedModelPassBatch, *, micro_batch_tokens: int) -> None:
@@ -26,17 +32,21 @@ class ScratchPass(Pass, Generic[Gradient]):
 
     @abstractmethod
     def compute(self, examples: Sequence[PassExample]) -> tuple[list[PassResult], Gradient | None]:
-        """Return one result for each of some examples of one request, and the sum of their gradients.
+        """Compute a micro-batch: return one result per example and the sum of their gradients.
 
-        The gradient is None in a forward pass. Changes no model.
+        All examples belong to one request. The gradient is None in a forward pass. The call changes
+        no model.
         """
 
     @abstractmethod
     def commit(self, model_id: ModelId, gradient: Gradient) -> None:
-        """Add the gradient of one request to that of its model. Called for requests in batch order; must not fail."""
+        """Add the gradient of one request to the gradient of its model.
 
+        Called in batch order; must not fail.
+        """
+
+    @override
     def step(self) -> bool:
-        """See Pass."""
         if self._todo:
             examples = self._todo[-1]
             results, gradient = self.compute(examples)
@@ -47,8 +57,8 @@ class ScratchPass(Pass, Generic[Gradient]):
                 self._gradients[key] = self._gradients[key] + gradient if key in self._gradients else gradient
         return not self._todo
 
+    @override
     def results(self) -> list[PassResult]:
-        """See Pass."""
         while not self.step():
             pass
         for (model_id, _), gradient in self._gradients.items():
@@ -56,22 +66,23 @@ class ScratchPass(Pass, Generic[Gradient]):
         self._gradients = {}
         return self._results
 
+    @override
     def abort(self) -> None:
-        """See Pass."""
         self._todo, self._gradients = [], {}
 
 
 def micro_batches(examples: Sequence[PassExample], num_tokens: int) -> Iterator[Sequence[PassExample]]:
-    """Yield examples of one request up to a number of tokens, at least one, in order.
+    """Split examples into micro-batches of at most `num_tokens` tokens, in order.
 
-    What is computed together depends on the request alone, which batch invariance needs.
+    A micro-batch has examples of one request only, and at least one example. So the examples that
+    are computed together depend on the request alone, as batch invariance requires.
     """
-    own: list[PassExample] = []
+    micro_batch: list[PassExample] = []
     for example in examples:
-        size = sum(each.tokens.size for each in own) + example.tokens.size
-        if own and (example.request_id != own[0].request_id or size > num_tokens):
-            yield own
-            own = []
-        own.append(example)
-    if own:
-        yield own
+        size = sum(member.tokens.size for member in micro_batch) + example.tokens.size
+        if micro_batch and (example.request_id != micro_batch[0].request_id or size > num_tokens):
+            yield micro_batch
+            micro_batch = []
+        micro_batch.append(example)
+    if micro_batch:
+        yield micro_batch

@@ -1,9 +1,11 @@
 """Requests as the API stores them and the engine executes them.
 
-The API has validated their form; the engine validates their values against the backend's capabilities. Records are
-stored, see `codec`: names of fields and types must not change.
+The API has validated the form of each request. The engine validates the values against the
+backend's capabilities. Records are stored (see `skyrl_tx.contract.codec`), so the names of fields
+and types must not change.
 
-A request with `is_barrier` is one that the client sends only after all earlier requests of the model were acknowledged.
+If a request class has `is_barrier`, the client sends the request only after the server acknowledged
+all earlier requests of the model.
 """
 
 from collections.abc import Mapping
@@ -21,7 +23,7 @@ LossConfigValue = float | str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSpec:
-    """The LoRA adapter to train (SDK: `lora_config`). The API draws `seed` if the client sends none."""
+    """The adapter to train (SDK: `lora_config`). The API draws `seed` if the client sends none."""
 
     rank: int
     seed: int
@@ -32,7 +34,7 @@ class LoraSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A model in addition to the base weights: its adapter and its optimizer."""
+    """Everything that a training run adds to the base model: its adapter and its optimizer."""
 
     lora: LoraSpec
     optimizer: str = "adamw"
@@ -40,9 +42,10 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerParams:
-    """AdamW as in torch: decoupled weight decay, bias correction (Loshchilov & Hutter 2019, arXiv:1711.05101).
+    """Parameters of AdamW as in torch: decoupled weight decay and bias correction.
 
-    Defaults are the SDK's (tinker/types/optimizer.py). `grad_clip_norm` bounds the global L2 norm of the accumulated
+    Source: Loshchilov & Hutter 2019, arXiv:1711.05101. The defaults are the SDK's
+    (tinker/types/optimizer.py). `grad_clip_norm` limits the global L2 norm of the accumulated
     gradient; 0 turns clipping off.
     """
 
@@ -56,7 +59,7 @@ class OptimizerParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreateModel:
-    """Create a model with a fresh adapter on the base model."""
+    """Create a model with a fresh adapter."""
 
     base_model: str
     spec: ModelSpec
@@ -64,7 +67,7 @@ class CreateModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datum:
-    """One training sequence as sent: tokens [T], and loss inputs, each [T] or [T, K]."""
+    """One training sequence as the client sent it: tokens [T], and loss inputs [T] or [T, K]."""
 
     tokens: Int32Array
     loss_inputs: Mapping[str, NumberArray]
@@ -72,7 +75,7 @@ class Datum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledSpan:
-    """Targets [first, first + length) of a datum that are tokens of one sampled sequence."""
+    """Marks targets [first, first + length) of a datum as tokens of one sampled sequence."""
 
     datum: int
     first: int
@@ -82,12 +85,14 @@ class SampledSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPass:
-    """A `forward` request, or with `backward` a `forward_backward` request.
+    """A `forward` request, or a `forward_backward` request if `backward` is set.
 
-    `sampled` says which targets the client sampled here; it is for people to read and changes no number. Unset it takes
-    no byte, so that a pass without it has the same bytes and the same idempotency digest as in earlier releases.
+    `sampled` says which targets were sampled on this server. It is only shown to users and changes
+    no number. An unset field takes no bytes, so a pass without it has the same bytes and the same
+    idempotency digest as in earlier releases.
 
-    `custom` is the loss itself if `loss` is "custom": the API fills it in, so that a replay needs nothing else.
+    If `loss` is "custom", the API copies the loss into `custom`, so that a replay needs nothing
+    else.
     """
 
     data: tuple[Datum, ...]
@@ -100,7 +105,7 @@ class ModelPass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreateCustomLoss:
-    """Store a loss for the passes of a session. The API executes it."""
+    """Store a custom loss for the passes of a session. The API executes this request."""
 
     loss: CustomLoss
 
@@ -115,11 +120,12 @@ class OptimStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveWeights:
-    """Save a model's weights as of this position in its log.
+    """Save the weights of a model, including the effect of all earlier requests.
 
-    The kind "weights" includes the optimizer state. The kind "external_weights" is for download; each file is encrypted
-    to `age_recipients`, if there are any. Without a `name`, create an ephemeral sampler for `sampling_session_id`. With
-    `is_inflight`, later saves of this type replace the weights of that sampling session.
+    The kind "weights" includes the optimizer state. The kind "external_weights" is for download:
+    each file is encrypted to `age_recipients` if there are any. Without a `name`, the request
+    creates an ephemeral sampler for `sampling_session_id`. With `is_inflight`, later saves of this
+    type replace the weights of that sampling session.
     """
 
     is_barrier: ClassVar[bool] = True
@@ -135,10 +141,10 @@ class SaveWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadWeights:
-    """Load a training checkpoint into a model, which `create` creates first.
+    """Load a training checkpoint into a model. With `create`, create the model first.
 
-    The API resolves `path` to `artifact_id` and fills in `spec` of the checkpoint; its seed has no effect.
-    Without `optimizer`, the optimizer state is that of a fresh model.
+    The API resolves `path` to `artifact_id` and fills in the `spec` of the checkpoint; the seed in
+    it has no effect. Without `optimizer`, the model gets the optimizer state of a fresh model.
     """
 
     is_barrier: ClassVar[bool] = True
@@ -158,23 +164,35 @@ class UnloadModel:
 
 
 MAX_STOP_STRINGS = 64
-"""The most stop strings of a sample: each is looked for in every step."""
+"""Maximum number of stop strings of a sample.
+
+The engine looks for each of them in every decode slice.
+"""
 MAX_STOP_TOKENS = 4096
 MAX_STOP_CHARS = 1000
-"""The longest stop string: the engine decodes that much text again in every step."""
+"""Maximum length of a stop string.
+
+The engine decodes that much text again in every decode slice.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn (SDK: `sampling_params`). The API draws `seed` if the client sends none.
+    """How tokens are drawn (SDK: `sampling_params`).
 
-    Logits are divided by `temperature`; 0 selects the likeliest token, of equal ones that of the lowest id. Then
-    `top_k` keeps the likeliest k tokens (at most 0: all of them), and `top_p` of those the likeliest ones until their
-    sum reaches `top_p` of the sum of what `top_k` has kept; at least one. The token is drawn from the kept ones by
-    their probabilities. A draw depends on (`seed`, index of the sample, position) and on nothing else.
+    If the client sends no `seed`, the API draws one.
 
-    `max_tokens` None means up to the context limit. A sample ends after the first match of `stop_strings`, or after a
-    token of `stop_token_ids`, which it includes. `eos_stops` is False only for `stop=[]`.
+    First, the logits are divided by `temperature`. At temperature 0 the likeliest token is chosen;
+    of equally likely tokens, the one with the lowest id. Then `top_k` keeps the k likeliest tokens;
+    a value of 0 or less keeps all. Of these, `top_p` keeps the likeliest tokens until their
+    probabilities sum to `top_p` of the total that `top_k` kept, but at least one token. Finally, a
+    token is drawn from the remaining tokens by probability. For example, top_k=2 and top_p=0.5
+    leave one token of the probabilities 0.5, 0.3 and 0.2, because 0.5 is at least half of 0.8. The
+    draw depends only on `seed`, the index of the sample, and the position.
+
+    `max_tokens=None` means up to the context limit. A sample ends after the first match of a stop
+    string or after a stop token, which is part of the sample. `eos_stops` is False only if the
+    client sent `stop=[]`.
     """
 
     seed: int
@@ -191,13 +209,15 @@ class SamplingParams:
 class PromptOptions:
     """Results to report in addition to the samples.
 
-    `logprobs` asks for the log-probability of each prompt token after the first, `topk` for the likeliest tokens at its
-    place, both for the last `last_n` tokens of the prompt only (None: for all). `sample_topk` is the number of
-    likeliest tokens at each sampled position. `alt_tokens_k` independent tokens are drawn at each prompt position, at
-    the request's temperature and without `top_k` and `top_p`.
+    `logprobs` asks for the log-probability of each prompt token after the first. `topk` asks for
+    the likeliest tokens at the same positions. Both cover only the last `last_n` tokens of the
+    prompt, or all tokens if it is None. `sample_topk` is the number of likeliest tokens to report
+    at each sampled position. `alt_tokens_k` is the number of independent tokens to draw at each
+    prompt position, at the request's temperature, without `top_k` and `top_p`.
 
-    For the prompt's T tokens, `target_tokens` is int64 [T-1, K], where -1 skips a cell: row i has tokens for position
-    i + 1. `target_cells` are the cells that the response contains; None means all.
+    For a prompt of T tokens, `target_tokens` is int64 [T-1, K]: row i has tokens for position i +
+    1, and -1 skips a cell. `target_cells` selects the cells that the response contains; None means
+    all.
     """
 
     logprobs: bool = False
@@ -210,16 +230,20 @@ class PromptOptions:
 
     @property
     def wants_prompt(self) -> bool:
-        """Whether any result about prompt positions is requested."""
+        """Whether a result about prompt positions is requested."""
         return self.logprobs or self.topk > 0 or self.target_tokens is not None or self.alt_tokens_k > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Draw `num_samples` continuations of one prompt [T] from a sampler, or from the base model if it is None.
+    """Draw `num_samples` continuations of one prompt [T].
 
-    With `is_recorded`, the log-probabilities of the samples are stored by `sequence_ids`, for later training on them.
-    With `is_private`, the samples are not kept for people to read. Unset it takes no byte, as `ModelPass.sampled`.
+    If `sampler` is None, the base model is sampled.
+
+    With `is_recorded`, the server stores the log-probabilities under `sequence_ids`, so that
+    clients can train on the samples later. With `is_private`, the server does not keep the samples
+    for users to read in the console. An unset `is_private` takes no bytes, like
+    `ModelPass.sampled`.
     """
 
     prompt: Int32Array
@@ -234,9 +258,12 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """A request that failed validation in the API. It keeps its sequence number and fails with `message`.
+    """A request that failed validation in the API.
 
-    `kind` is the kind of the invalid request. With `backward` it makes the accumulated gradient incomplete.
+    It keeps its sequence number and fails with `message`.
+
+    `kind` is the kind of the invalid request. `backward` means that the invalid request was a
+    forward-backward pass, so the accumulated gradient is incomplete.
     """
 
     kind: str

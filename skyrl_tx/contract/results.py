@@ -1,4 +1,7 @@
-"""Results: those that backends return, and those that the engine makes of them and stores, see `codec`."""
+"""Results of backends, and the results that the engine makes of them and stores.
+
+`skyrl_tx.contract.codec` encodes the stored results.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,14 +15,23 @@ from skyrl_tx.contract.ids import ModelId, RequestId, SamplingSessionId
 
 StopReason = Literal["stop", "length"]
 Metrics = Mapping[str, float]
-"""Numbers by name. A name has one colon, followed by one of `REDUCTIONS`."""
+"""Numbers by name.
+
+A name has one colon, followed by one of `REDUCTIONS`, for example "loss:sum".
+"""
 REDUCTIONS = frozenset({"mean", "sum", "min", "max", "slack", "hash2", "unique"})
-"""How the SDK combines the metrics of the requests of one call (`tinker.lib.chunked_fwdbwd_helpers`)."""
+"""How the SDK combines the metrics of the requests that it splits a call into.
+
+See `tinker.lib.chunked_fwdbwd_helpers`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class MeanTerm:
-    """The share of one example in a mean: the engine divides the sum of totals by the sum of counts."""
+    """The contribution of one example to a mean.
+
+    The engine divides the sum of totals by the sum of counts.
+    """
 
     total: float
     count: float
@@ -29,12 +41,15 @@ class MeanTerm:
 class PassResult:
     """The result of one example.
 
-    `logprobs` is float32, in the shape of the example's `target_tokens`. Names in `sums` and `means` have no reduction;
-    `sums` has at least "loss". A policy-gradient loss reports three means over the positions whose advantage and weight
-    are not 0: "ratio" exp(l - q), "kl_to_sampler" q - l, and "clip_fraction", the share of ratios outside the clip
-    thresholds. l is the model's log-probability and q the sampler's.
+    `logprobs` is float32 and has the shape of the example's `target_tokens`. Names in `sums` and
+    `means` have no reduction suffix. `sums` contains at least "loss".
 
-    `metrics` are those of a custom loss, by their full names: `:sum` or `:mean` over examples.
+    A policy-gradient loss reports three means over the positions whose advantage and weight are not
+    0. "ratio" is exp(l - q), "kl_to_sampler" is q - l, and "clip_fraction" is the share of ratios
+    outside the clip thresholds. Here l is the model's log-probability and q is the sampler's.
+
+    `metrics` are the metrics of a custom loss under their full names, which end in `:sum` or
+    `:mean` over examples.
     """
 
     logprobs: Float32Array
@@ -45,7 +60,10 @@ class PassResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopK:
-    """The k likeliest tokens of N positions, likeliest first: `token_ids` int32 [N, K], `logprobs` float32 [N, K]."""
+    """The K likeliest tokens at each of N positions, likeliest first.
+
+    `token_ids` is int32 [N, K] and `logprobs` is float32 [N, K].
+    """
 
     token_ids: Int32Array
     logprobs: Float32Array
@@ -53,14 +71,15 @@ class TopK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptResult:
-    """The results about a prompt of T tokens that `PromptOptions` requests.
+    """The results about a prompt of T tokens that `PromptOptions` asks for.
 
-    Log-probabilities of the prompt are at temperature 1, whatever the request's; those of `alt_tokens` are as a
-    sample's, see `SampleDelta`.
+    Log-probabilities of the prompt are at temperature 1, regardless of the request's temperature.
+    Log-probabilities of `alt_tokens` are computed as for samples, see `SampleDelta`.
 
-    `logprobs` is float32 [T], NaN where it was not computed, which includes position 0. `topk` has T rows, with id 0
-    and -99999.0 where it was not computed. `targets` is float32 [T-1, K], 0.0 in skipped cells. `alt_tokens` has T-1
-    rows of independent draws. `cache_hit_tokens` is the number of tokens copied from the prefix cache.
+    `logprobs` is float32 [T]; it is NaN at position 0 and where it was not computed. `topk` has T
+    rows, with id 0 and -99999.0 where it was not computed. `targets` is float32 [T-1, K], with 0.0
+    in skipped cells. `alt_tokens` has T-1 rows of independent draws. `cache_hit_tokens` is the
+    number of prompt tokens found in the prefix cache.
     """
 
     logprobs: Float32Array | None = None
@@ -72,26 +91,31 @@ class PromptResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerGap:
-    """How far the log-probabilities of one sample are from the trainer's with the same weights, in nats."""
+    """How far a sampler's log-probabilities of one sample are from the trainer's, in nats.
+
+    Both compute them with the same weights.
+    """
 
     mean: float
-    """The mean of the absolute differences."""
+    """Mean of the absolute differences."""
     largest: float
     num_tokens: int
-    """The first tokens of the sample, which were compared."""
+    """Number of tokens compared, from the start of the sample."""
 
 
 class SampleDelta(Struct, frozen=True, kw_only=True):
-    """New tokens of one sample from one decode slice: tokens int32 [n], logprobs float32 [n].
+    """New tokens of one sample from one decode slice: tokens int32 [n] and logprobs float32 [n].
 
-    Log-probabilities, those of `topk` as well, are of the logits divided by the temperature, over the whole vocabulary:
-    before `top_k` and `top_p`. At temperature 0 they are those of temperature 1.
+    `logprobs` and `topk` refer to the full vocabulary with logits divided by the temperature,
+    before `top_k` and `top_p`. At temperature 0 they are the log-probabilities of temperature 1.
 
-    `stop_reason` is None until the sample ends. A delta without tokens means that there is no new one yet.
-    `prompt` comes with the first tokens of index 0. `error` fails the whole request; no delta of it follows.
-    `trainer_gap` comes with the stop reason if the sample was drawn elsewhere and compared with the trainer.
+    `stop_reason` is None until the sample ends. A delta without tokens means that there is no new
+    token yet. `prompt` comes with the first tokens of the sample with index 0. If `error` is set,
+    the whole request fails and no more deltas of it follow. `trainer_gap` comes with the stop
+    reason if a separate sampler drew the sample and the trainer checked it.
 
-    There is one for each sample and slice, and a dataclass would take several times as long to make.
+    This is a msgspec Struct because one is created per sample and slice, and a dataclass is
+    multiple times slower.
     """
 
     request_id: RequestId
@@ -114,7 +138,7 @@ class CreateModelOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBackwardOutput:
-    """One float32 array of log-probabilities per datum, in input order, and metrics such as "loss:sum"."""
+    """One float32 array of log-probabilities per datum, in input order, and metrics."""
 
     logprobs: tuple[Float32Array, ...]
     metrics: Metrics
@@ -122,14 +146,14 @@ class ForwardBackwardOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimStepOutput:
-    """The metrics of one step."""
+    """The metrics of one optimizer step."""
 
     metrics: Metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveWeightsOutput:
-    """The saved weights: either `path`, or `sampling_session_id` of an ephemeral sampler."""
+    """The saved weights: either `path`, or the `sampling_session_id` of an ephemeral sampler."""
 
     kind: Literal["weights", "sampler_weights", "external_weights"]
     path: str | None = None
@@ -139,7 +163,7 @@ class SaveWeightsOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadWeightsOutput:
-    """The checkpoint that was loaded, and its model."""
+    """The checkpoint that was loaded, and the model that it was loaded into."""
 
     path: str
     model_id: ModelId
@@ -147,7 +171,7 @@ class LoadWeightsOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreateCustomLossOutput:
-    """The stored loss."""
+    """The custom loss was stored."""
 
     loss_id: str
 
@@ -161,7 +185,7 @@ class UnloadModelOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledSequence:
-    """One complete sample. Unset, `trainer_gap` takes no byte, as `ModelPass.sampled`."""
+    """One complete sample. An unset `trainer_gap` takes no bytes, like `ModelPass.sampled`."""
 
     tokens: Int32Array
     logprobs: Float32Array
@@ -172,7 +196,11 @@ class SampledSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleOutput:
-    """All samples of one prompt, in index order. `target_cells` is that of PromptOptions, for `prompt.targets`."""
+    """All samples of one prompt, in index order.
+
+    `target_cells` is copied from `PromptOptions` and selects the cells of `prompt.targets` in the
+    response.
+    """
 
     sequences: tuple[SampledSequence, ...]
     prompt: PromptResult = field(default_factory=PromptResult)
@@ -181,7 +209,7 @@ class SampleOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """The error with which a request failed."""
+    """The request failed with this error."""
 
     message: str
     category: ErrorCategory

@@ -1,7 +1,8 @@
-"""The interface of a sampler that stands next to a trainer and draws the samples in its place.
+"""The interface of a separate sampler, which draws the samples instead of the trainer's backend.
 
-A sampler gets frozen weights as a `Snapshot` of the trainer, which `Snapshot.write` turns into files of
-`skyrl_tx.contract.state_files`. `skyrl_tx.backends.composed` makes one backend of both.
+A sampler receives frozen weights as a `Snapshot` of the trainer. `Snapshot.write` turns it into
+files, see `skyrl_tx.contract.state_files`. `skyrl_tx.backends.composed` combines a trainer and a
+sampler into one backend.
 """
 
 from abc import abstractmethod
@@ -17,47 +18,68 @@ from skyrl_tx.contract.meters import Meters
 
 
 class Sampler(SamplingBackend):
-    """Draws samples elsewhere, such as on servers of an inference engine.
+    """Draws samples outside the trainer, for example on vLLM servers.
 
-    A request that it cannot draw as the contract says is refused by `begin_sample`, with a UserError that names the
-    field. A failure of one sample is its `SampleDelta.error`; others continue. `load_sampler` and `begin_sample` return
-    soon, and `step_sample` waits a short time only: training goes on meanwhile.
+    If the sampler cannot draw a request as the contract says, `begin_sample` raises a UserError
+    that names the field. A failure of one sample is reported in `SampleDelta.error`, and other
+    requests continue. Training runs while the sampler works, so `load_sampler` and `begin_sample`
+    must return soon and `step_sample` may wait only a short time.
     """
 
     @abstractmethod
     def __init__(self, base_model: str, config: BaseModel) -> None:
-        """Store the arguments; connect to nothing. `config` is an instance of `SamplerSpec.config`."""
+        """Store the arguments and do not connect.
+
+        `config` is an instance of `SamplerSpec.config`.
+        """
 
     @abstractmethod
     def start(self, trainer: Capabilities) -> Capabilities:
-        """Connect, check that sampling will be right, and return the capabilities of both together.
+        """Connect, check that samples will be correct, and return the common capabilities.
 
-        These are the trainer's with what sampling limits. Called once. Raises UserError that says what to change.
+        Start from the capabilities of the trainer and reduce the limits that the sampler cannot
+        reach. Called once. Raises UserError that says what the operator has to change.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Free all resources. Idempotent; also called before `start`."""
+        """Free all resources. Idempotent. May be called before `start`."""
 
     @property
     def is_away(self) -> bool:
-        """Whether nothing can be drawn now, because every server is lost. Its samples wait, and fail in the end."""
+        """Whether sampling is interrupted because all servers are lost.
+
+        Its samples wait and finally fail.
+        """
         return False
 
     def meters(self, trainer: Meters) -> Meters:
-        """Return the trainer's meters with what this sampler holds. See `AbstractBackend.meters`."""
+        """Return the trainer's meters with the sampler's numbers filled in.
+
+        See `AbstractBackend.meters`.
+        """
         return trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSpec:
-    """The object that an entry point of the group `skyrl_tx.samplers` refers to; importing it must be fast."""
+    """The object behind an entry point of the group `skyrl_tx.samplers`.
+
+    Importing it must be fast.
+    """
 
     config: type[BaseModel]
-    """Its fields become flags, each with a description."""
+    """The settings class. Its fields become command-line flags, so each needs a description."""
     load: Callable[[], type[Sampler]]
-    """Imports and returns the sampler's class."""
+    """Imports the sampler's class and returns it."""
     flags: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Short names of fields of `config`. For example {"vllm_url": "url"} makes `--vllm-url` set the field `url`."""
+    """Short flags for fields of `config`.
+
+    For example {"vllm_url": "url"} makes `--vllm-url` set the field `url`.
+    """
     with_launcher: Callable[[str, Mapping[str, Any]], Mapping[str, Any]] = lambda _, given: given
-    """Receives the name of the launcher and the given fields of `config`, and returns them with those that follow."""
+    """Completes the settings for a launcher.
+
+    Receives the launcher's name and the fields of `config` that were given. Returns these fields,
+    together with the fields whose values follow from the launcher.
+    """

@@ -1,4 +1,4 @@
-"""The samples of a backend that have not ended, for backends to use: the half that needs no device."""
+"""Bookkeeping for running samples, for backends to use. It uses no device."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -20,44 +20,48 @@ class OpenSample:
     request: SampleRequest
     index: int
     stops: frozenset[int]
-    """The tokens that end it."""
+    """Tokens that end the sample."""
     drawn: list[Int32Array] = field(default_factory=list[Int32Array])
     num_drawn: int = 0
     stop_reason: StopReason | None = None
     state: Any = None
-    """Belongs to the backend, such as the keys and values of the sample."""
+    """Free for the backend to use, for example for the keys and values of the sample."""
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens that the sample may have."""
+        """Maximum number of tokens of the sample."""
         assert self.request.params.max_tokens is not None
         return self.request.params.max_tokens
 
     @property
     def num_left(self) -> int:
-        """How many more tokens the sample may have."""
+        """Number of tokens that the sample may still get."""
         return self.max_tokens - self.num_drawn
 
     @property
     def last_token(self) -> int:
-        """The token from which the next one is computed."""
+        """The token that the next token is computed from."""
         return int(self.drawn[-1][-1] if self.drawn else self.request.prompt[-1])
 
     def uniform(self, position: int | None = None) -> float:
-        """Return a number in [0, 1) for the next token: of seed, index and position, and of nothing else."""
-        place = self.num_drawn if position is None else position
-        return np.random.default_rng([self.request.params.seed % 2**64, self.index, place]).random()
+        """Return a random number in [0, 1) for a token, by default the next one.
+
+        It depends only on the seed, the index of the sample and the position.
+        """
+        index = self.num_drawn if position is None else position
+        return np.random.default_rng([self.request.params.seed % 2**64, self.index, index]).random()
 
     def take(
         self, tokens: Int32Array, logprobs: Float32Array, topk: TopK | None = None, prompt: PromptResult | None = None
     ) -> SampleDelta:
-        """Append new tokens up to the sample's end and return them as a delta.
+        """Append new tokens up to the end of the sample and return them as a delta.
 
         Args:
-            tokens: at least one, in order; those after a stop token or `max_tokens` are dropped.
-            logprobs: of these tokens.
+            tokens: at least one token, in order. Tokens after a stop token or after `max_tokens`
+                are dropped.
+            logprobs: the log-probabilities of these tokens.
             topk: the likeliest tokens at the same positions, as many as the request asks for.
-            prompt: the results about the prompt, with the first tokens of index 0.
+            prompt: results about the prompt, to be passed with the first tokens of index 0.
         """
         num = min(self.num_left, tokens.size)
         stop = next((n for n, token in enumerate(tokens[:num].tolist()) if token in self.stops), None)
@@ -75,14 +79,14 @@ class OpenSample:
         topk: TopK | None = None,
         prompt: PromptResult | None = None,
     ) -> SampleDelta:
-        """Append new tokens, none of which is after the sample's end, and return them as a delta.
+        """Append new tokens, all before the end of the sample or at it, and return them as a delta.
 
         Args:
-            tokens: at least one, in order.
-            logprobs: of these tokens.
-            is_stopped: whether the last of them is a stop token.
+            tokens: at least one token, in order.
+            logprobs: the log-probabilities of these tokens.
+            is_stopped: whether the last token is a stop token.
             topk: the likeliest tokens at the same positions, as many as the request asks for.
-            prompt: the results about the prompt, with the first tokens of index 0.
+            prompt: results about the prompt, to be passed with the first tokens of index 0.
         """
         self.drawn.append(tokens)
         self.num_drawn += tokens.size
@@ -102,7 +106,7 @@ class OpenSample:
 
 
 class OpenSamples:
-    """The open samples of all requests, in order of arrival."""
+    """The running samples of all requests, in order of arrival."""
 
     def __init__(self, eos_token_ids: Collection[int]) -> None:
         self._eos = frozenset(eos_token_ids)
@@ -112,7 +116,7 @@ class OpenSamples:
         return len(self._samples)
 
     def begin(self, batch: PreparedSampleBatch) -> None:
-        """Add the samples of requests, or of further parts of them."""
+        """Add the samples of a batch. A request may arrive in multiple parts."""
         for request in batch.requests:
             stops = frozenset(request.params.stop_token_ids)
             if request.params.eos_stops:
@@ -122,21 +126,24 @@ class OpenSamples:
                 self._samples[request.request_id, index] = sample
 
     def first(self, most: int) -> list[OpenSample]:
-        """Return the samples to decode now: the earliest ones, at most `most`. Later ones wait for their end."""
+        """Return the `most` earliest samples, which decode now.
+
+        Later samples wait until these have ended.
+        """
         return list(self._samples.values())[:most]
 
     def by_request(self) -> Counter[RequestId]:
-        """Return the number of open samples of each request that has any."""
+        """Return the number of running samples per request."""
         return Counter(request_id for request_id, _ in self._samples)
 
     def drop_ended(self) -> None:
-        """Remove samples that have a stop reason, and with them their state."""
-        self._samples = {key: each for key, each in self._samples.items() if each.stop_reason is None}
+        """Remove samples that have a stop reason, together with their state."""
+        self._samples = {key: sample for key, sample in self._samples.items() if sample.stop_reason is None}
 
     def cancel(self, request_ids: Collection[RequestId]) -> None:
-        """Remove all samples of requests. Unknown ids are ignored."""
-        self._samples = {key: each for key, each in self._samples.items() if key[0] not in request_ids}
+        """Remove all samples of these requests. Unknown ids are ignored."""
+        self._samples = {key: sample for key, sample in self._samples.items() if key[0] not in request_ids}
 
     def end(self, request_id: RequestId, index: int) -> None:
-        """Remove one sample, if it is open."""
+        """Remove one sample. Does nothing if it is not running."""
         self._samples.pop((request_id, index), None)

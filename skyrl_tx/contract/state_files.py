@@ -1,17 +1,20 @@
-"""The files of a model's state: PEFT's adapter layout, and two files for optimizer and gradient.
+"""The files of a model's state: an adapter in PEFT's layout, optimizer moments and a gradient.
 
     adapter_config.json           always
     adapter_model.safetensors     weights
     gradient.safetensors          the same names; no tensors if there is no accumulated gradient
     optimizer.safetensors         the same names with the prefixes first_moment. and second_moment., and step, int32 []
 
-The weights of a linear map are `base_model.model.<module>.lora_A.weight` [R, I] and `.lora_B.weight` [O, R], float32,
-where `<module>` is its name in the Hugging Face model. The update of the map is B A times `lora_alpha` / R. A new A is
-uniform in ±1/sqrt(I), a new B zero. The adapter of an unembedding that is tied to the embedding has the name
+The adapter of a linear map has the tensors `base_model.model.<module>.lora_A.weight` [R, I] and
+`.lora_B.weight` [O, R], float32, where `<module>` is the name of the map in the Hugging Face model.
+The update of the map is B A times `lora_alpha` / R. A new A is uniform in ±1/sqrt(I), and a new B
+is zero. If the unembedding is tied to the embedding, its adapter has the name
 `TIED_UNEMBED_MODULE`.
 
-A backend that writes these files, and whose `base_model_hash` is that of `hash_of_base_model`, opens the checkpoints of
-all others that do. Its own layout it may have, with another hash. The files need safetensors and nothing else of ours.
+A backend that writes these files and reports the hash from `hash_of_base_model` as its
+`base_model_hash` can open the checkpoints of all other backends that do so. A backend may use
+another layout, with another hash. Reading and writing the files requires only the safetensors
+library.
 """
 
 import hashlib
@@ -34,10 +37,13 @@ PREFIX = "base_model.model."
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 FIRST_MOMENT, SECOND_MOMENT, STEP = "first_moment.", "second_moment.", "step"
 TIED_UNEMBED_MODULE = "model.unembed_tokens"
-"""How an adapter names the unembedding of a model that has no lm_head of its own."""
+"""The name of the unembedding in an adapter if it is tied to the embedding."""
 
 ALPHA = 32.0
-"""LoRA's alpha. It is not part of the protocol; hosted adapters have 32 for every rank."""
+"""LoRA's alpha.
+
+The protocol does not specify it; adapters of the hosted service have 32 for every rank.
+"""
 
 _SAMPLE_BYTES = 1 << 16
 _SAMPLES = 64
@@ -47,10 +53,10 @@ def adapter_config(base_model: str, rank: int, leaves: Iterable[str], alpha: flo
     """Return the content of adapter_config.json.
 
     Args:
-        base_model: its path or its id on the hub, as the server was started with.
-        rank: of all factors.
-        leaves: the last parts of the names of the adapted modules, such as "q_proj".
-        alpha: `lora_alpha`.
+        base_model: path or hub id of the base model, as given to the server.
+        rank: the rank of all factors.
+        leaves: the last parts of the names of the adapted modules, for example "q_proj".
+        alpha: the value of `lora_alpha`.
     """
     return {
         "peft_type": "LORA",
@@ -60,6 +66,7 @@ def adapter_config(base_model: str, rank: int, leaves: Iterable[str], alpha: flo
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": 0.0,
         "target_modules": list(dict.fromkeys(leaves)),
+        # Features that are not used.
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -73,11 +80,11 @@ def adapter_config(base_model: str, rank: int, leaves: Iterable[str], alpha: flo
 
 
 def hash_of_base_model(directory: Path, *, with_weights: bool = True) -> str:
-    """Return `Capabilities.base_model_hash` of a Hugging Face checkpoint in a directory.
+    """Return the `Capabilities.base_model_hash` of a Hugging Face checkpoint in a directory.
 
-    It is a hash of config.json and of the weights, these by their headers and samples spread over each file: a few MB
-    of any model. Training changes all of a file, so samples tell two models apart. Raises OSError or ValueError if
-    config.json cannot be read.
+    The hash covers config.json and, of the weights, the name, the size and samples spread over each
+    file: a few MB for a model of any size. This tells models apart, because training changes a file
+    everywhere. Raises OSError or ValueError if config.json cannot be read.
     """
     content = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())

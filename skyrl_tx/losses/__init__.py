@@ -1,4 +1,4 @@
-"""The losses of `contract.losses.LOSS_SPECS` as JAX functions: each is in the module of its name, as `LOSS`."""
+"""The losses of `contract.losses.LOSS_SPECS` in JAX. Each is `LOSS` in the module of its name."""
 
 from collections.abc import Mapping
 from importlib import import_module

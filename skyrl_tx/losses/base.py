@@ -1,16 +1,18 @@
-"""The form of a loss function, and one way to evaluate it.
+"""The interface of loss functions, and their evaluation on a batch.
 
-Legend: B rows, T positions, K targets per position, C config columns. A row is one sequence, or several sequences one
-after another; a sequence is one datum.
+Every loss is a plain sum over positions, without a mean or a division by tokens, rows or weights. A
+loss function returns the loss of each position. `Loss.evaluate` multiplies it by the weights, and
+the caller adds it up. `skyrl_tx.contract.loss_reference` has the same losses in numpy, and a test
+compares them.
 
-Every loss is a plain sum over positions: no mean, no division by tokens, rows or weights. A function returns the loss
-of each position and `Loss.evaluate` multiplies it by the weights; the caller adds up. In the docstrings of the
-functions, l is the trained model's log-probability, q the sampler's, A the advantage, and r = exp(l - q).
+A row has one sequence or multiple sequences one after another. A sequence is one datum. In the
+docstrings of the loss functions, l is the trained model's log-probability, q the sampler's, A the
+advantage, and r = exp(l - q).
 
-`skyrl_tx.contract.loss_reference` has the same losses in numpy; a test compares them.
+Legend: B rows, T positions, K targets per position, C config columns.
 
-To add a loss, see docs/internals/adding_a_loss.md. A new input array also needs a field of `LossInputs` and its neutral
-value in `Loss.evaluate`.
+To add a loss, see docs/internals/adding_a_loss.md. A new input array also needs a field of
+`LossArrays`, and a neutral value in `Loss.evaluate`.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,24 +27,28 @@ from skyrl_tx.contract.losses import LossSpec
 
 
 def clip(x: jax.Array, low: jax.Array | float, high: jax.Array | float) -> jax.Array:
-    """Return `x` within bounds. The gradient is 1 at the bounds too, as that of torch, and 0 outside; that of NaN is 1.
+    """Clip `x` to bounds.
 
-    Gradients of `jnp.clip` divide by the number of equal operands, each division a kernel of its own on CPU.
+    The gradient is 0 outside, and 1 inside, at the bounds (as in torch) and at NaN.
+
+    `jnp.clip` is slower on CPU: its gradient divides by the number of equal operands, and each
+    division is a separate kernel.
     """
     return jnp.where(x < low, low, jnp.where(x > high, high, x))
 
 
 def minimum(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return the smaller of two, or NaN if one is. The gradient is that of `x` where both are equal."""
+    """Return the smaller value, or NaN if either is NaN. Equal values get the gradient of `x`."""
     return jnp.where((x <= y) | jnp.isnan(x), x, y)
 
 
 @struct.dataclass
 class LossArrays:
-    """The arrays of one batch, float32 [B, T]; those of cross_entropy may be [B, T, K].
+    """The arrays of one batch, float32 [B, T], or [B, T, K] for cross_entropy.
 
-    `start_BT` is the position in its row at which the sequence of each position starts; None if each row is one
-    sequence. Padding has weight, advantage and masks 0. Arrays that a loss does not read hold neutral values.
+    `start_BT[b, t]` is the index in row b at which the sequence of position t begins. None means
+    that each row is one sequence. At padding, weights, advantages and masks are 0. Arrays that a
+    loss does not read have neutral values.
     """
 
     target_logprobs: jax.Array
@@ -55,29 +61,36 @@ class LossArrays:
 
     @property
     def counts(self) -> jax.Array:
-        """Whether advantage and weight are not 0: elsewhere the policy gradient is 0, and metrics skip the position."""
+        """Whether a position counts: its advantage and its weight are not 0.
+
+        At other positions the policy gradient is 0, and metrics skip them.
+        """
         return (self.advantages != 0) & (self.weights != 0)
 
     def log_ratio(self, where: jax.Array | None = None) -> jax.Array:
-        """Return l - q, bounded by ±`MAX_LOG_RATIO`, and 0 where `where` is False: by default, does not count.
+        """Return l - q, limited to ±`MAX_LOG_RATIO`, and 0 where `where` is False.
 
-        Prompt positions have q = 0 and A = 0, so that r may overflow and inf * 0 be NaN. The selection comes before
-        the exponential, because otherwise the gradient would be NaN.
+        `where` defaults to `counts`. Prompt positions have q = 0 and A = 0, so r could overflow
+        there and inf * 0 would be NaN. They are masked before the exponential, because otherwise
+        the gradient would be NaN.
         """
         return self.difference(self.counts if where is None else where, MAX_LOG_RATIO)
 
     def difference(self, where: jax.Array, bound: float = MAX_DIFFERENCE) -> jax.Array:
-        """Return l - q, bounded by ±`bound`, and 0 where `where` is False."""
+        """Return l - q, limited to ±`bound`, and 0 where `where` is False."""
         difference = jnp.where(where, self.target_logprobs, 0.0) - jnp.where(where, self.sampling_logprobs, 0.0)
         return clip(difference, -bound, bound)
 
     def sum_sequences(self, x_BT: jax.Array) -> jax.Array:
-        """Return, at each position, the sum of `x_BT` over its sequence: [B, T], or [B, 1] if rows are sequences."""
+        """Return the sum of `x_BT` over the sequence of each position.
+
+        The result is [B, T], or [B, 1] if each row is one sequence.
+        """
         if (start_BT := self.start_BT) is None:
             return x_BT.sum(axis=1, keepdims=True)
-        # Prefix sums by doubling: each position adds the sum that ends 1, then 2, then 4 positions before it. This
-        # needs no [T, T] mask, has a fixed order of additions (a scatter on a GPU has none), and adds nothing from
-        # another sequence, so that a NaN stays in its own.
+        # Prefix sums by doubling: each position adds the sum that ends 1, then 2, then 4 positions
+        # before it. This needs no [T, T] mask. It adds in a fixed order, unlike a scatter on a GPU.
+        # And it adds nothing from another sequence, so a NaN stays in its sequence.
         position_T = jnp.arange(x_BT.shape[1])
 
         def double(power: jax.Array, sum_BT: jax.Array) -> jax.Array:
@@ -90,15 +103,16 @@ class LossArrays:
 
 
 MEANS = ("ratio", "kl_to_sampler", "clip_fraction")
-"""The means that a policy gradient reports."""
+"""The means that a policy-gradient loss reports."""
 
 
 @struct.dataclass
 class LossOutput:
-    """The loss of each position, float32 [B, T], the sum of which is minimised, and what policy gradients report.
+    """The loss of each position, float32 [B, T], and the means that policy gradients report.
 
-    A mean is the sum of its totals [B, T] divided by the sum of `count_BT`, which is 1 at positions that count. Both
-    are zero at others, and for losses that are no policy gradient.
+    The sum of the loss is minimised. A mean is the sum of its totals [B, T] divided by the sum of
+    `count_BT`, which is 1 at positions that count. Totals and counts are 0 at all other positions,
+    and for losses that are not policy gradients.
     """
 
     loss_BT: jax.Array
@@ -107,7 +121,7 @@ class LossOutput:
 
 
 LossConfig = Mapping[str, jax.Array]
-"""Config values by name, [B, 1]. Only the names are static: new values need no compilation."""
+"""Config values [B, 1] by name. The values are not static, so new values need no compilation."""
 LossFunction = Callable[[LossArrays, LossConfig], jax.Array]
 LogRatio = Callable[[LossArrays], jax.Array]
 
@@ -119,9 +133,9 @@ class Loss:
     spec: LossSpec
     function: LossFunction
     is_local: bool = True
-    """Whether a position's loss follows from that position's log-probability and inputs alone."""
+    """Whether the loss of a position depends only on the arrays at that position."""
     clipped_log_ratio: LogRatio = LossArrays.log_ratio
-    """The logarithm of the ratio that the thresholds bound, if there are any: of tokens or of sequences."""
+    """Computes the logarithm of the ratio that the thresholds bound, per token or per sequence."""
 
     columns: tuple[str, ...] = field(init=False)
     """The names of `config_BC`'s columns, in order."""
@@ -136,14 +150,14 @@ class Loss:
         config_BC: jax.Array,
         start_BT: jax.Array | None = None,
     ) -> LossOutput:
-        """Return each position's loss and metrics.
+        """Return the loss and the reported means of each position.
 
         Args:
             target_logprobs: [B, T] or [B, T, K], the array that gradients flow through.
-            inputs: the arrays of `spec.inputs` in the shape of `target_logprobs`; others are not read, nor is
-                `target_tokens`.
-            config_BC: the values of `columns`; further columns are not read.
-            start_BT: see LossInputs.
+            inputs: the arrays of `spec.inputs`, in the shape of `target_logprobs`. `target_tokens`
+                is not read.
+            config_BC: the values of `columns`. Additional columns are not read.
+            start_BT: see LossArrays.
         """
 
         def read(name: str, neutral: float = 0.0) -> jax.Array:
@@ -153,14 +167,15 @@ class Loss:
         x = LossArrays(
             target_logprobs=target_logprobs,
             sampling_logprobs=read("logprobs"),
-            # Zero where the weight is 0: multiplied by a ratio or a threshold, the advantage may become infinite, and
-            # inf * 0 is NaN.
+            # Zero where the weight is 0. Otherwise the product with a ratio or a threshold could be
+            # infinite, and inf * 0 is NaN.
             advantages=jnp.where(weights != 0, read("advantages", 1.0), 0.0),
             weights=weights,
             sequence_ratio_mask=read("sequence_ratio_mask"),
             sampled=read("sampled"),
             start_BT=start_BT,
         )
+
         config = {name: config_BC[:, column, None] for column, name in enumerate(self.columns)}
         loss = self.function(x, config) * weights
         loss_BT = loss if loss.ndim == 2 else loss.sum(axis=2)
@@ -170,7 +185,7 @@ class Loss:
         return LossOutput(loss_BT, dict.fromkeys(MEANS, zeros_BT), zeros_BT)
 
     def _compute_totals(self, x: LossArrays, config: LossConfig) -> dict[str, jax.Array]:
-        """Return ratio, whether it is clipped, and distance to the sampler, at the positions that count."""
+        """Return the totals of MEANS: ratio, distance to the sampler, whether it is clipped."""
         x = jax.lax.stop_gradient(x)
         bounded = jnp.exp(self.clipped_log_ratio(x))
         is_clipped = (bounded < config.get("clip_low_threshold", 0.0)) | (

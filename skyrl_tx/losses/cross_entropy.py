@@ -1,4 +1,7 @@
-"""Weighted negative log-likelihood: -w * l; targets and weights may be [T, K]. Source: Tinker's losses page."""
+"""Weighted negative log-likelihood: -w * l; targets and weights may be [T, K].
+
+Source: Tinker's losses page.
+"""
 
 import jax
 import jax.numpy as jnp

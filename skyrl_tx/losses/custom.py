@@ -2,9 +2,9 @@
 
 Legend: T positions, K targets per position.
 
-Arrays are padded along T, so that one compiled program serves many lengths. Padding repeats the last element, and every
-operation keeps that: what is computed of padding is what was computed of the last element, so it is never a NaN that
-the datum itself does not have. Sums, means and the like leave padding out.
+Arrays are padded along T, so that one compiled program serves many lengths. Padding repeats the
+last element, and so do the results of every operation. Padding therefore contains a NaN only if the
+datum itself does. Reductions such as sums and means skip padding.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -54,7 +54,7 @@ _FUNCTIONS: Mapping[str, Callable[..., jax.Array]] = {
     "logical_xor": jnp.logical_xor,
     "where": jnp.where,
 }
-"""The operations that compute each element by itself."""
+"""Elementwise operations."""
 _REDUCTIONS: Mapping[str, tuple[Callable[..., jax.Array], float]] = {
     "sum": (jnp.sum, 0.0),
     "mean": (jnp.sum, 0.0),
@@ -62,7 +62,10 @@ _REDUCTIONS: Mapping[str, tuple[Callable[..., jax.Array], float]] = {
     "amin": (jnp.min, jnp.inf),
     "logsumexp": (jax.nn.logsumexp, -jnp.inf),
 }
-"""Reductions, each with the value that padding has in it. A mean is divided by the true count."""
+"""Reductions, each with the value that replaces padding.
+
+A mean is divided by the count without padding.
+"""
 
 
 def evaluate(
@@ -71,8 +74,8 @@ def evaluate(
     """Return the loss of one datum and its metrics, float32 scalars.
 
     Args:
-        loss: its constants are not read.
-        inputs: float32, by `loss.inputs`, of their ranks; padded along T with their last element.
+        loss: the custom loss, whose constants are not read.
+        inputs: one float32 array per entry of `loss.inputs`, padded along T with its last element.
         constants: float32 [number of constants].
         length: int32, the number of positions before padding.
     """
@@ -87,7 +90,10 @@ def evaluate(
 def value_and_gradient(
     loss: CustomLoss, inputs: Sequence[jax.Array], constants: jax.Array, length: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
-    """Return loss and metrics, see `evaluate`, and d loss / d logprob in the shape of the first input, 0 in padding."""
+    """Return the loss and metrics of `evaluate`, and d loss / d logprob.
+
+    The gradient has the shape of the first input and is 0 in padding.
+    """
 
     def evaluate_logprobs(logprobs: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         return evaluate(loss, [logprobs, *inputs[1:]], constants, length)
@@ -100,6 +106,8 @@ def _compute(
     operation: Operation, read: Sequence[jax.Array], shapes: Sequence[Shape], shape: Shape, length: jax.Array
 ) -> jax.Array:
     name, options, x = operation.name, operation.options, read[0]
+
+    # Operations without an axis.
     if name in _FUNCTIONS:
         return _FUNCTIONS[name](*read)
     if name in _REDUCTIONS:
@@ -110,6 +118,8 @@ def _compute(
         return jnp.broadcast_arrays(*read)[0]
     if name == "unsqueeze":
         return jnp.expand_dims(x, options[0])
+
+    # Operations on one axis.
     axis = options[0]
     if name == "squeeze":
         return jnp.squeeze(x, axis)
@@ -119,6 +129,8 @@ def _compute(
     if name == "select":
         index = options[1]
         return jnp.take(x, jnp.asarray(index) if index >= 0 else size + index, axis=axis, mode="clip")
+
+    # A slice along T repeats the last element of the result in its padding.
     assert name == "slice", name
     if shape[axis].symbol == "K":
         return jax.lax.slice_in_dim(x, options[1], x.shape[axis] - options[2], axis=axis)
@@ -127,16 +139,16 @@ def _compute(
 
 
 def _count_elements(dim: Dim, padded: int, length: jax.Array) -> jax.Array:
-    """Return the number of elements before padding. Targets per position are not padded."""
+    """Return the number of elements before padding. Only T is padded."""
     return length - dim.cut if dim.symbol == "T" else jnp.asarray(padded, jnp.int32)
 
 
 def _mask_padding(x: jax.Array, shape: Shape, axes: Sequence[int], neutral: float, length: jax.Array) -> jax.Array:
-    """Return `x` with padding along `axes` replaced."""
+    """Replace the padding of `x` along `axes` by a neutral value."""
     for axis in axes:
         if shape[axis].symbol == "T":
             mask = jnp.arange(x.shape[axis]) < _count_elements(shape[axis], x.shape[axis], length)
-            x = jnp.where(jnp.expand_dims(mask, [each for each in range(x.ndim) if each != axis]), x, neutral)
+            x = jnp.where(jnp.expand_dims(mask, [other for other in range(x.ndim) if other != axis]), x, neutral)
     return x
 
 

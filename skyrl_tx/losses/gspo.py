@@ -1,6 +1,7 @@
-"""Clipped policy gradient on the ratio of whole sequences: Zheng et al. 2025, arXiv:2507.18071, GSPO-token, eq. 14.
+"""Clipped policy gradient with the ratio of whole sequences.
 
-Source of the inputs: Tinker's losses page, which gives no defaults for the thresholds; ours are those of ppo.
+Source: GSPO-token, Zheng et al. 2025, arXiv:2507.18071, eq. 14. The inputs follow Tinker's losses
+page, which gives no default thresholds. The defaults are the same as for ppo.
 """
 
 import jax
@@ -12,9 +13,10 @@ from skyrl_tx.losses.base import Loss, LossArrays, LossConfig, clip, minimum
 
 
 def sequence_log_ratio(x: LossArrays) -> jax.Array:
-    """Return the sequence's mean of l - q over its masked positions, without gradient; 0 for an empty mask.
+    """Return the mean of l - q over the masked positions of a sequence, or 0 for an empty mask.
 
-    Only the mean is bounded, because only the mean is an exponent: a token with a large l - q counts in full.
+    The result has no gradient. Only the mean is limited, because only the mean is exponentiated. A
+    single token with a large l - q counts in full.
     """
     mask = x.sequence_ratio_mask
     total = x.sum_sequences(x.difference(mask != 0) * mask)
@@ -24,7 +26,7 @@ def sequence_log_ratio(x: LossArrays) -> jax.Array:
 
 
 def gspo(x: LossArrays, config: LossConfig) -> jax.Array:
-    """Return -min(s * A, clip(s) * A), where s has the sequence's value and each token's own gradient."""
+    """Return -min(s * A, clip(s) * A). s has the sequence's value and the token's gradient."""
     target = jnp.where(x.counts, x.target_logprobs, 0.0)
     ratio = jnp.exp(sequence_log_ratio(x)) * jnp.exp(target - jax.lax.stop_gradient(target))
     clipped = clip(ratio, config["clip_low_threshold"], config["clip_high_threshold"])

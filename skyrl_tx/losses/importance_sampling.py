@@ -1,4 +1,7 @@
-"""Policy gradient with importance weights: -r * A. Source: Tinker's losses page; Williams 1992, REINFORCE."""
+"""Policy gradient with importance weights: -r * A.
+
+Source: Tinker's losses page; Williams 1992, REINFORCE.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,7 @@
 """Clipped policy gradient: Schulman et al. 2017, arXiv:1707.06347, eq. 7.
 
-The thresholds bound the ratio itself (0.8 and 1.2), not its distance from 1. Source: Tinker's losses page.
+The thresholds bound the ratio itself (0.8 and 1.2), not its distance from 1. Source: Tinker's
+losses page.
 """
 
 import jax

@@ -1,9 +1,11 @@
-"""Policy gradient with truncated importance weights and a penalty on the distance to the sampler: our own definition.
+"""Policy gradient with truncated importance weights and a penalty on the distance to the sampler.
 
-Tinker offers a loss of this name and has not published its formula. Ours joins two parts from the literature: weights
-truncated at a threshold, as rho in IMPALA (Espeholt et al. 2018, arXiv:1802.01561, section 4.1), which pass no
-gradient; and the quadratic estimator of the KL divergence, (l - q)^2 / 2 (k2 in Schulman 2020, "Approximating KL
-divergence"). It is summed over sampled positions, where q was recorded when the tokens were sampled.
+Tinker offers a loss of this name but has not published its formula. This project's definition
+combines two parts from the literature. The importance weights are truncated at a threshold and have
+no gradient, like rho in IMPALA (Espeholt et al. 2018, arXiv:1802.01561, section 4.1). The penalty
+is the quadratic estimator of the KL divergence, (l - q)^2 / 2 (k2 in Schulman 2020, "Approximating
+KL divergence"). Both are summed over sampled positions, where q was recorded when the tokens were
+sampled.
 """
 
 import jax
@@ -14,7 +16,10 @@ from skyrl_tx.losses.base import Loss, LossArrays, LossConfig
 
 
 def stable_reinforce(x: LossArrays, config: LossConfig) -> jax.Array:
-    """Return -stopgrad(min(r, threshold)) * l * A + kl_coeff / 2 * (l - q)^2, the penalty also where A = 0."""
+    """Return -stopgrad(min(r, threshold)) * l * A + kl_coeff / 2 * (l - q)^2.
+
+    The penalty also applies where A = 0.
+    """
     is_sampled = x.sampled != 0
     has_gain = is_sampled & x.counts
     ratio = jnp.minimum(jnp.exp(x.log_ratio(has_gain)), config["clip_high_threshold"])

@@ -1,4 +1,4 @@
-"""Model families by the architecture name in a Hugging Face config, and the functions that run their models."""
+"""All model families by architecture name, and the functions that run their models."""
 
 from collections.abc import Mapping
 
@@ -57,7 +57,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
 
 
 def find_family(hf: HfConfig) -> ModelFamily:
-    """Return the family that a `config.json` names; raises UnsupportedModel if none is supported."""
+    """Return the family of a `config.json`. Raises UnsupportedModel for an unknown architecture."""
     names = hf.get("architectures") or []
     for name in names:
         if name in FAMILIES:

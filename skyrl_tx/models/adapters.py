@@ -1,6 +1,7 @@
 """The adapters of a model: the linear maps they change, their shapes, and their initial values.
 
-A *target* is a linear map that adapters can change, by our name of it.
+A *target* is a linear map that adapters can change. Its name is the name of the parameter, for
+example "q_proj".
 
 Legend: L layers, E experts, I inputs and O outputs of a linear map, R rank, V vocab, D embed.
 """
@@ -35,27 +36,34 @@ from skyrl_tx.weights.weight_map import (
 )
 
 UNEMBED = "unembed"
-"""The target that is no part of a block."""
+"""The target that does not belong to a block."""
 
 
 def get_targets(config: ModelConfig) -> dict[str, Target]:
-    """Return every linear map that adapters change: those of dense blocks, of experts, and the unembedding."""
-    found: dict[str, Target] = {}
+    """Return all targets: maps of dense blocks, then maps of experts, then the unembedding."""
+    targets: dict[str, Target] = {}
     for stack in config.stacks:
-        found |= stack.block.targets()
-    found = dict(sorted(found.items(), key=lambda item: item[1].num_experts is not None))
+        targets |= stack.block.targets()
+    targets = dict(sorted(targets.items(), key=lambda item: item[1].num_experts is not None))
     axes: tuple[Axis, Axis] = ("embed", "vocab")
-    return found | {UNEMBED: Target(inputs=config.hidden_size, outputs=config.vocab_size, axes=axes, group="unembed")}
+    unembed = Target(inputs=config.hidden_size, outputs=config.vocab_size, axes=axes, group="unembed")
+    return targets | {UNEMBED: unembed}
 
 
 def get_trained_targets(config: ModelConfig, lora: LoraSpec) -> tuple[str, ...]:
-    """Return the targets that are trained. The pairs of others are zero and stay zero."""
+    """Return the targets that are trained.
+
+    The factors of all other targets are zero and stay zero.
+    """
     trained = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
     return tuple(name for name, target in get_targets(config).items() if trained[target.group])
 
 
 def get_adapter_axes(config: ModelConfig) -> dict[str, tuple[tuple[Axis | None, ...], tuple[Axis | None, ...]]]:
-    """Return the logical axes of A and B of each target: those of the map that it changes; ranks are not sharded."""
+    """Return the logical axes of A and B of each target.
+
+    They equal the axes of the map; ranks are not sharded.
+    """
     stacks: tuple[Axis, ...] = ("layers", "expert")
     return {
         name: ((*stack, target.axes[0], None), (*stack, None, target.axes[1]))
@@ -65,15 +73,16 @@ def get_adapter_axes(config: ModelConfig) -> dict[str, tuple[tuple[Axis | None, 
 
 
 def get_target_layers(config: ModelConfig, name: str) -> tuple[int, ...]:
-    """Return the layers that have a target; none for the unembedding."""
+    """Return the layers that have this target. The unembedding belongs to no layer."""
     layers = (stack.layers for stack in config.stacks if name in stack.block.targets())
     return tuple(sorted(itertools.chain.from_iterable(layers)))
 
 
 def get_target_dims(config: ModelConfig, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the leading dimensions of A and of B: [L], [L, E] for experts, none for the unembedding.
+    """Return the leading dimensions of A and of B.
 
-    E is 1 of a factor that all experts share.
+    They are [L], or [L, E] for experts. The unembedding has none. If all experts share a factor,
+    its E is 1.
     """
     target = get_targets(config)[name]
     if name == UNEMBED:
@@ -89,24 +98,26 @@ def get_target_dims(config: ModelConfig, name: str) -> tuple[tuple[int, ...], tu
 
 
 def describe_adapter(config: ModelConfig, rank: int) -> Adapter:
-    """Return the tree of one adapter, without a slot axis, as float32 `jax.ShapeDtypeStruct`s."""
+    """Return the shapes of one adapter, without a slot axis, as `jax.ShapeDtypeStruct`s."""
 
     def make_shape(*dims: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, np.float32)
 
     weights: dict[str, LoraPair] = {}
     for name, target in get_targets(config).items():
-        stack_of_a, stack_of_b = get_target_dims(config, name)
-        a, b = make_shape(*stack_of_a, target.inputs, rank), make_shape(*stack_of_b, rank, target.outputs)
+        dims_a, dims_b = get_target_dims(config, name)
+        a, b = make_shape(*dims_a, target.inputs, rank), make_shape(*dims_b, rank, target.outputs)
         weights[name] = LoraPair(a=a, b=b)  # type: ignore[arg-type]
     return Adapter(weights=weights, scale=make_shape())  # type: ignore[arg-type]
 
 
 def init_adapter(config: ModelConfig, lora: LoraSpec, max_rank: int | None = None) -> Adapter:
-    """Return a new adapter as numpy arrays: A drawn from the seed, B zero, both padded with zeros to `max_rank`.
+    """Return a new adapter as numpy arrays. A is drawn from the seed and B is zero.
 
-    A is uniform on ±1/sqrt(I), as PEFT's kaiming-uniform with a = sqrt(5). Each target draws on the host from its own
-    generator, keyed by seed and name. So its values do not depend on devices, `max_rank` or other targets.
+    Both are padded with zeros to `max_rank`. A is uniform on ±1/sqrt(I), like PEFT's
+    kaiming-uniform with a = sqrt(5). Each target is drawn on the host by its own generator, whose
+    key is a hash of seed and name. So the values do not depend on devices, on `max_rank` or on
+    other targets.
     """
     assert 1 <= lora.rank <= (max_rank or lora.rank), f"rank {lora.rank}, padded to {max_rank}"
     shapes = describe_adapter(config, max_rank or lora.rank)
@@ -121,7 +132,7 @@ def init_adapter(config: ModelConfig, lora: LoraSpec, max_rank: int | None = Non
 
 
 def make_adapter_format(config: ModelConfig, weights: WeightMap, base_model: str) -> AdapterFormat:
-    """Return the format of this model's adapter files."""
+    """Return the format of the adapter files of this model."""
     names = name_adapter_modules(weights, tied_embeddings=config.tied_embeddings)
     modules = {
         name: TargetModule(
@@ -138,22 +149,25 @@ def make_adapter_format(config: ModelConfig, weights: WeightMap, base_model: str
 
 
 def choose_expert_lora(config: ModelConfig, adapter: AdapterFiles) -> ExpertLora:
-    """Return the form that has room for an adapter's factors of experts: "shared", if these are equal."""
+    """Return the form of an adapter's experts: "shared" if they share factors, else "own"."""
     numbers = {target.num_experts for target in get_targets(config).values()} - {None}
     return "shared" if all(adapter.has_shared_factors(number or 0) for number in numbers) else "own"
 
 
 def fit_adapter(config: ModelConfig, format: AdapterFormat, adapter: AdapterFiles) -> tuple[LoraSpec, AdapterWeights]:
-    """Return an adapter as one that this server trains: whole groups of modules, with our alpha.
+    """Convert an adapter to the form that this server trains: whole groups of modules, alpha 32.
 
-    The update of each module stays the same. Modules of a trained group that the adapter lacks get the values of a
-    fresh model, whose update is zero. Raises AdapterError if the adapter does not fit the model.
+    The update of each module stays the same. If the adapter lacks a module of a trained group, the
+    module gets the factors of a fresh model, whose update is zero. Raises AdapterError if the
+    adapter does not fit the model.
     """
     factors = split_modules(adapter.factors, format.fused, adapter.rank)
     if config.tied_embeddings and "lm_head" in factors:
         factors[TIED_UNEMBED_MODULE] = factors.pop("lm_head")
     leaves = {find_stack(module)[0].rpartition(".")[2] for module in factors}
     changed = {get_targets(config)[name].group for name, module in format.modules.items() if module.leaf in leaves}
+
+    # Train every group that has a changed module.
     lora = LoraSpec(
         rank=adapter.rank,
         seed=0,
@@ -168,26 +182,30 @@ def fit_adapter(config: ModelConfig, format: AdapterFormat, adapter: AdapterFile
 
 @dataclass(frozen=True, slots=True)
 class _TargetLayers:
-    """The place of a group's layers among all layers that have a map."""
+    """The layers of a group that have a target, as a part of all layers that have it."""
 
     first: int
-    cycle_positions: tuple[int, ...]  # in the cycle, of the layers that have the map
+    cycle_positions: tuple[int, ...]  # of the layers in the cycle that have the target
 
-    def get_index(self, place: int, repeat: Any) -> Any:
-        """Return which of the map's layers in this group one layer is."""
+    def get_index(self, position: int, repeat: Any) -> Any:
+        """Return the index of a layer among the layers of this group that have the target."""
         num = len(self.cycle_positions)
-        return repeat if num == 1 else repeat * num + self.cycle_positions.index(place)
+        return repeat if num == 1 else repeat * num + self.cycle_positions.index(position)
 
 
 GroupPairs = dict[str, tuple[LoraPair, ...]]
-"""The arrays of a shared adapter that the loop over a group slices: by map, a pair [n, ...] of each of its layers."""
+"""The factors of a shared adapter that the loop over a group slices.
+
+For each target, there is a pair [n, ...] per layer of the cycle.
+"""
 
 
 @struct.dataclass
 class CutAdapter:
-    """One adapter for all rows, cut into what the loops slice, for a gradient that is added to sums cut alike.
+    """One adapter for all rows, already cut into the arrays that the loops over groups slice.
 
-    JAX adds to a reference within a loop if the loop slices it as it is.
+    Gradients are added to sums that are cut in the same way. JAX can add to such a sum inside the
+    loop only if the loop slices the array directly.
     """
 
     pairs: tuple[GroupPairs, ...]  # by group
@@ -195,53 +213,53 @@ class CutAdapter:
 
 
 def cut_pairs(config: ModelConfig, weights: AdapterWeights) -> tuple[GroupPairs, ...]:
-    """Cut the pairs of layers, [L, ...], into what the loop over each group slices."""
+    """Cut the factors of all layers, [L, ...], into the arrays that the loops over groups slice."""
     return tuple(_cut_group(group, _find_target_layers(config, group), weights) for group in config.groups)
 
 
-def _cut_group(group: Group, maps: "dict[str, _TargetLayers]", weights: AdapterWeights) -> GroupPairs:
-    def cut_leaf(leaf: jax.Array, each: _TargetLayers, index: int) -> jax.Array:
-        num = len(each.cycle_positions)
-        last = each.first + num * group.num_repeats
+def _cut_group(group: Group, targets: "dict[str, _TargetLayers]", weights: AdapterWeights) -> GroupPairs:
+    def cut_leaf(leaf: jax.Array, layers: _TargetLayers, index: int) -> jax.Array:
+        num = len(layers.cycle_positions)
+        last = layers.first + num * group.num_repeats
         if num == 1:
-            return leaf if leaf.shape[0] == group.num_repeats else leaf[each.first : last]
-        return leaf[each.first + index : last : num]
+            return leaf if leaf.shape[0] == group.num_repeats else leaf[layers.first : last]
+        return leaf[layers.first + index : last : num]
 
     return {
         name: tuple(
-            jax.tree.map(lambda leaf, each=each, index=index: cut_leaf(leaf, each, index), weights[name])
-            for index in range(len(each.cycle_positions))
+            jax.tree.map(lambda leaf, layers=layers, index=index: cut_leaf(leaf, layers, index), weights[name])
+            for index in range(len(layers.cycle_positions))
         )
-        for name, each in maps.items()
+        for name, layers in targets.items()
     }
 
 
 def join_pairs(config: ModelConfig, pairs: tuple[GroupPairs, ...]) -> AdapterWeights:
-    """Undo `cut_pairs`."""
+    """Join what `cut_pairs` cut."""
 
     def join_factors(*parts: tuple[jax.Array, ...]) -> jax.Array:
-        of_groups = [
+        by_group = [
             leaves[0] if len(leaves) == 1 else jnp.stack(leaves, axis=1).reshape(-1, *leaves[0].shape[1:])
             for leaves in parts
         ]
-        return of_groups[0] if len(of_groups) == 1 else jnp.concatenate(of_groups)
+        return by_group[0] if len(by_group) == 1 else jnp.concatenate(by_group)
 
     names = dict.fromkeys(name for group in pairs for name in group)
-    found: AdapterWeights = {}
+    joined: AdapterWeights = {}
     for name in names:
-        of_groups = [group[name] for group in pairs if name in group]
-        found[name] = LoraPair(
-            a=join_factors(*(tuple(pair.a for pair in group) for group in of_groups)),
-            b=join_factors(*(tuple(pair.b for pair in group) for group in of_groups)),
+        by_group = [group[name] for group in pairs if name in group]
+        joined[name] = LoraPair(
+            a=join_factors(*(tuple(pair.a for pair in group) for group in by_group)),
+            b=join_factors(*(tuple(pair.b for pair in group) for group in by_group)),
         )
-    return found
+    return joined
 
 
 class GroupAdapters:
-    """The adapters of one group.
+    """The adapters of one group of layers.
 
-    A shared adapter is sliced by the loop like the parameters, so its gradient is stacked; from slots each layer
-    gathers those of its rows.
+    A shared adapter is sliced by the loop over layers like the parameters, and its gradient is
+    stacked. With slots, each layer gathers the adapters of its rows from the pool.
     """
 
     def __init__(
@@ -252,14 +270,14 @@ class GroupAdapters:
         slots: RowSlots | None,
         joins: bool,
     ) -> None:
-        """`number` is that of the group."""
+        """`number` is the index of the group."""
         self._group = config.groups[number]
         self._number = number
         self._joins = joins
         self._adapter = adapter
         self._slots = slots
         self._is_shared = adapter is not None and adapter.scale.ndim == 0
-        self._find_target_layers = {} if adapter is None else _find_target_layers(config, self._group)
+        self._targets = {} if adapter is None else _find_target_layers(config, self._group)
 
     @classmethod
     def from_adapter(
@@ -270,59 +288,69 @@ class GroupAdapters:
         *,
         joins: bool = False,
     ) -> "Iterator[GroupAdapters]":
-        """Yield the adapters of every group; `joins` is that of `RowAdapter`."""
+        """Yield the adapters of each group. `joins` is passed to `RowAdapter`."""
         return (cls(config, number, adapter, slots, joins) for number in range(len(config.groups)))
 
     def get_pairs(self) -> GroupPairs:
-        """Return what the loop slices of a shared adapter."""
+        """Return the arrays of a shared adapter that the loop slices.
+
+        Empty for slots and for the base model.
+        """
         if self._adapter is None or not self._is_shared:
             return {}
         if isinstance(self._adapter, CutAdapter):
             return self._adapter.pairs[self._number]
-        return _cut_group(self._group, self._find_target_layers, self._adapter.weights)
+        return _cut_group(self._group, self._targets, self._adapter.weights)
 
-    def select_layer(self, place: int, repeat: Any, pairs: GroupPairs) -> LayerAdapters:
-        """Return the adapters of one layer; `pairs` are those of this repeat."""
+    def select_layer(self, position: int, repeat: Any, pairs: GroupPairs) -> LayerAdapters:
+        """Return the adapters of the layer at a position of the cycle.
+
+        `pairs` are the slices that belong to this repeat of the cycle.
+        """
         adapter = self._adapter
         if adapter is None:
             return LayerAdapters()
-        targets = self._group.stacks[place].block.targets()
+        targets = self._group.stacks[position].block.targets()
         has_experts = any(target.num_experts is not None for target in targets.values())
         if self._is_shared:
             rows = {
-                name: RowAdapter(self._get_pair(name, place, pairs), adapter.scale, joins=self._joins)
+                name: RowAdapter(self._get_pair(name, position, pairs), adapter.scale, joins=self._joins)
                 for name in targets
             }
             return LayerAdapters(rows, get_expert_adapters(rows, EXPERT_PREFIX) if has_experts else None)
-        assert isinstance(adapter, Adapter), "an adapter of all rows is shared"
+
+        # The rows use different adapters of the pool.
+        assert isinstance(adapter, Adapter), "an adapter for all rows is shared"
         assert self._slots is not None, "an adapter with slots needs the slots of the rows"
         rows = {
-            name: select_rows(adapter, name, self._slots, self._get_layer_index(name, place, repeat))
+            name: select_rows(adapter, name, self._slots, self._get_layer_index(name, position, repeat))
             for name, target in targets.items()
             if target.num_experts is None
         }
+
         if not has_experts:
             return LayerAdapters(rows)
         first = next(name for name, target in targets.items() if target.num_experts is not None)
         experts = get_pooled_expert_adapters(
-            adapter, EXPERT_PREFIX, self._slots, self._get_layer_index(first, place, repeat)
+            adapter, EXPERT_PREFIX, self._slots, self._get_layer_index(first, position, repeat)
         )
         return LayerAdapters(rows, experts)
 
-    def _get_pair(self, name: str, place: int, pairs: GroupPairs) -> LoraPair:
-        return pairs[name][self._find_target_layers[name].cycle_positions.index(place)]
+    def _get_pair(self, name: str, position: int, pairs: GroupPairs) -> LoraPair:
+        return pairs[name][self._targets[name].cycle_positions.index(position)]
 
-    def _get_layer_index(self, name: str, place: int, repeat: Any) -> Any:
-        each = self._find_target_layers[name]
-        return each.first + each.get_index(place, repeat)
+    def _get_layer_index(self, name: str, position: int, repeat: Any) -> Any:
+        layers = self._targets[name]
+        return layers.first + layers.get_index(position, repeat)
 
 
 def _find_target_layers(config: ModelConfig, group: Group) -> dict[str, _TargetLayers]:
-    """Return the maps of a group's layers."""
+    """Return where the layers of a group are, for each target that they have."""
     earlier = config.groups[: config.groups.index(group)]
-    by_place = [stack.block.targets() for stack in group.stacks]
-    found: dict[str, _TargetLayers] = {}
-    for name in dict.fromkeys(name for targets in by_place for name in targets):
-        first = sum(each.num_repeats for each in earlier for stack in each.stacks if name in stack.block.targets())
-        found[name] = _TargetLayers(first, tuple(place for place, targets in enumerate(by_place) if name in targets))
-    return found
+    by_position = [stack.block.targets() for stack in group.stacks]
+    layers: dict[str, _TargetLayers] = {}
+    for name in dict.fromkeys(name for targets in by_position for name in targets):
+        first = sum(other.num_repeats for other in earlier for stack in other.stacks if name in stack.block.targets())
+        positions = tuple(position for position, targets in enumerate(by_position) if name in targets)
+        layers[name] = _TargetLayers(first, positions)
+    return layers

@@ -1,7 +1,7 @@
-"""The configuration of the shared decoder, read from the `config.json` of a Hugging Face checkpoint.
+"""The configuration of the decoder, and readers for the `config.json` of Hugging Face checkpoints.
 
-The quantization configs of checkpoints whose packed tensors the server reads are here too. `expert_lora` is
-a setting of the operator.
+The readers refuse every key that would change the maths, instead of ignoring it. This includes
+quantization configs, except for the packed formats that the server can read.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,35 +15,41 @@ from skyrl_tx.weights.packed import FP8_BLOCK, INT4_GROUP
 HfConfig = Mapping[str, Any]
 
 ExpertLora = Literal["shared", "own"]
-"""The form of experts' adapters: whether the factor next to the hidden size is shared by all experts of a layer."""
+"""The form of experts' adapters.
+
+With "shared", all experts of a layer share the factor next to the hidden size.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One layer, as data: a mixer, a feed-forward, or one after the other."""
+    """One layer as data: a mixer, a feed-forward, or both in this order."""
 
     mixer: Mixer | None
     feed_forward: FeedForward | None
     has_output_norms: bool = False
-    """Whether the output of each part is normalised before it is added."""
+    """Whether the output of each part passes a norm before it is added to the hidden states."""
 
     @property
     def parts(self) -> tuple[Mixer | FeedForward, ...]:
-        """The one or two parts, in order."""
+        """The one or two parts, in the order in which they run."""
         return tuple(part for part in (self.mixer, self.feed_forward) if part is not None)
 
     def targets(self) -> dict[str, Target]:
-        """Return the linear maps that adapters change."""
+        """Return the linear maps that adapters change, by name."""
         return {name: target for part in self.parts for name, target in part.targets().items()}
 
     def describe_cache(self) -> CacheSpec:
-        """Return what the cache keeps of the layer."""
+        """Return the arrays that the cache has for the layer."""
         return CacheSpec() if self.mixer is None else self.mixer.describe_cache()
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Equal blocks, whose parameters are stacked: the layers at one place of a cycle, in order."""
+    """Layers with equal blocks, whose parameters are stacked.
+
+    They have the same index in the cycle of a group.
+    """
 
     block: Block
     layers: tuple[int, ...]
@@ -51,38 +57,51 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Neighbouring layers that repeat a cycle of blocks: one loop, whose body is one cycle."""
+    """Consecutive layers that repeat a cycle of blocks.
+
+    They run as one loop whose body is one cycle.
+
+    For example, 48 layers with three delta nets before each attention are one group: a cycle of
+    four blocks, 12 repeats.
+    """
 
     stacks: tuple[Stack, ...]  # of equal length, in the order of the cycle
 
     @property
     def num_repeats(self) -> int:
-        """How often the cycle repeats."""
+        """The number of repeats of the cycle."""
         return len(self.stacks[0].layers)
 
 
 def group_blocks(blocks: Sequence[Block]) -> tuple[Group, ...]:
-    """Return the layers as groups with the fewest stacks, hence the smallest program; of equals the fewest groups."""
+    """Group layers so that the number of stacks is minimal.
+
+    The compiled program is then as small as possible. If multiple groupings have the minimal number
+    of stacks, choose the one with the fewest groups.
+    """
     kinds = [blocks.index(block) for block in blocks]
-    # By layer, the best way to group it and all later ones: the stacks, the groups, the end of the first group
-    # (negative, as the longest is taken of equals) and its cycle.
+
+    # Dynamic programming from the last layer. An entry is the best grouping from a layer on: the
+    # number of stacks, the number of groups, minus the end of the first group (to prefer a long
+    # one), and the length of its cycle.
     best = {len(blocks): (0, 0, 0, 0)}
     for first in reversed(range(len(blocks))):
         best[first] = min(
             (cycle + best[end][0], 1 + best[end][1], -end, cycle) for cycle, end in _find_cycles(kinds, first)
         )
+
     groups: list[Group] = []
     first = 0
     while first < len(blocks):
         *_, end, cycle = best[first]
-        stacks = (Stack(blocks[place], tuple(range(place, -end, cycle))) for place in range(first, first + cycle))
+        stacks = (Stack(blocks[layer], tuple(range(layer, -end, cycle))) for layer in range(first, first + cycle))
         groups.append(Group(tuple(stacks)))
         first = -end
     return tuple(groups)
 
 
 def _find_cycles(kinds: Sequence[int], first: int) -> Iterator[tuple[int, int]]:
-    """Yield the length of each cycle that begins at a layer, with each layer that its repeats may end before."""
+    """Yield (length of the cycle, end of its repeats) for every cycle from layer `first` on."""
     yield 1, first + 1
     for cycle in range(1, (len(kinds) - first) // 2 + 1):
         end = first + 2 * cycle
@@ -93,7 +112,10 @@ def _find_cycles(kinds: Sequence[int], first: int) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The configuration of the decoder; hashable, to be a static argument of jitted functions."""
+    """The configuration of the decoder.
+
+    It is hashable, so it can be a static argument of jitted functions.
+    """
 
     architecture: str
     vocab_size: int
@@ -110,7 +132,7 @@ class ModelConfig:
         object.__setattr__(self, "_hash", hash((self.architecture, self.vocab_size, self.hidden_size, self.groups)))
 
     def __hash__(self) -> int:
-        return self._hash  # computed once, because each call of a jitted function asks for it
+        return self._hash  # precomputed, because every call of a jitted function needs it
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
@@ -119,12 +141,12 @@ class ModelConfig:
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
-        """The mixers of all stacks, each once."""
+        """The different mixers of all stacks."""
         return tuple(dict.fromkeys(stack.block.mixer for stack in self.stacks if stack.block.mixer is not None))
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """All layers in order."""
+        """The block of every layer, in order."""
         by_layer = {layer: stack.block for stack in self.stacks for layer in stack.layers}
         return tuple(by_layer[layer] for layer in range(len(by_layer)))
 
@@ -135,7 +157,7 @@ class ModelConfig:
 
 
 def read_required(hf: HfConfig, key: str) -> Any:
-    """Return a value of a `config.json`. Raises UnsupportedModel if it is absent."""
+    """Return a value of `config.json`. Raises UnsupportedModel if the key is absent or null."""
     value = hf.get(key)
     if value is None:
         raise UnsupportedModel(f"config.json of a {(hf.get('architectures') or ['model'])[0]} lacks {key!r}")
@@ -143,14 +165,17 @@ def read_required(hf: HfConfig, key: str) -> Any:
 
 
 def read_size(hf: HfConfig, key: str) -> int:
-    """Return a size of a `config.json`. Raises UnsupportedModel if it is absent or not a whole number above 0."""
+    """Return a positive whole number of `config.json`.
+
+    Raises UnsupportedModel for anything else.
+    """
     value = read_required(hf, key)
     if not isinstance(value, int) or value < 1:
-        raise UnsupportedModel(f"config.json has {key} = {value!r}, not a whole number above 0")
+        raise UnsupportedModel(f"config.json has {key} = {value!r}; it must be a whole number above 0")
     return value
 
 
-# Keys that would change the maths, with the values under which they do not. Anything else is refused by name.
+# Keys that would change the maths, with the values that have no effect. Any other value is refused.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
@@ -168,7 +193,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "num_local_experts": (0, None),
 }
 
-# Of a rope description: what each kind holds besides its theta and its name, as fields of `Rope`.
+# The keys that a rope description may have besides its theta and its type. They are fields of
+# `Rope`.
 ROPE_KEYS: Mapping[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
@@ -181,46 +207,56 @@ OPTIONAL_ROPE_KEYS: Mapping[str, frozenset[str]] = {
 
 
 def check_values(hf: HfConfig, accepted: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise UnsupportedModel for a key with a value that is neither None nor accepted."""
+    """Raise UnsupportedModel if a key has a value that is neither null nor in `accepted`."""
     for key, values in accepted.items():
         if hf.get(key) not in (None, *values):
             raise UnsupportedModel(f"config.json has {key} = {hf[key]!r}; supported: {values[0]!r}")
 
 
 def check_supported(hf: HfConfig, *, reads: frozenset[str]) -> None:
-    """Raise UnsupportedModel for a key of `NEUTRAL` with another value, and for sliding-window attention in use.
+    """Raise UnsupportedModel if the config needs a feature that is not supported.
 
-    Keys in `reads` are not checked.
+    The function checks the keys of `NEUTRAL`, sliding windows and quantization. Keys in `reads` are
+    not checked, because the family reads them.
     """
     for key, neutral in NEUTRAL.items():
         if key in hf and key not in reads and hf[key] not in neutral:
             raise UnsupportedModel(f"config.json has {key} = {hf[key]!r}; supported: {neutral[0]!r}")
     if "quantization_config" not in reads:
         check_quantization(hf.get("quantization_config"))
-    # Qwen configs carry a window that is off unless `use_sliding_window` says otherwise; Llama knows no such key.
+    # Configs of Qwen contain a window, which has no effect unless `use_sliding_window` is true.
     if hf.get("use_sliding_window") and hf.get("sliding_window") is not None:
-        raise UnsupportedModel(f"config.json has sliding_window = {hf['sliding_window']!r} in use; not supported")
-    others = sorted(set(hf.get("layer_types") or ()) - {"full_attention"})
-    if others and "layer_types" not in reads:
-        raise UnsupportedModel(f"config.json has layer_types with {others}; supported: 'full_attention'")
+        raise UnsupportedModel(
+            f"config.json has sliding_window = {hf['sliding_window']!r} and use_sliding_window = true; not supported"
+        )
+    unsupported = sorted(set(hf.get("layer_types") or ()) - {"full_attention"})
+    if unsupported and "layer_types" not in reads:
+        raise UnsupportedModel(f"config.json has layer_types with {unsupported}; supported: 'full_attention'")
 
 
 def read_rope(hf: HfConfig) -> Rope:
-    """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (earlier versions)."""
+    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
     given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     name = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ROPE_KEYS:
         raise UnsupportedModel(f"config.json has {name} of type {kind!r}; supported: {', '.join(ROPE_KEYS)}")
+
+    # Refuse unknown keys, unless their value has no effect.
     optional = OPTIONAL_ROPE_KEYS.get(kind, frozenset())
     extra = set(given) - {"rope_theta", "rope_type", "type"} - ROPE_KEYS[kind] - optional
     neutral = {key for key in extra if given[key] in NEUTRAL.get(key, (None,))}
     if extra - neutral:
-        raise UnsupportedModel(f"config.json has {name} with {sorted(extra - neutral)}, unknown for type {kind!r}")
+        raise UnsupportedModel(
+            f"config.json has {name} with {sorted(extra - neutral)}, which type {kind!r} does not support"
+        )
+
+    # Check the required keys.
     values = {key: value for key, value in given.items() if value is not None}
     missing = ROPE_KEYS[kind] - set(values)
     if missing:
         raise UnsupportedModel(f"config.json has {name} of type {kind!r} without {sorted(missing)}")
+
     theta = given.get("rope_theta", hf.get("rope_theta"))
     if theta is None:
         raise UnsupportedModel("config.json has no rope_theta")
@@ -235,7 +271,7 @@ _Accepted = Mapping[str, tuple[Any, ...]]
 
 _FP8: _Accepted = {
     "fmt": ("e4m3",),
-    "activation_scheme": ("dynamic",),  # activations are not quantized here
+    "activation_scheme": ("dynamic",),  # has no effect, because activations are not quantized here
     "weight_block_size": ([FP8_BLOCK, FP8_BLOCK],),
 }
 _INT4: _Accepted = {
@@ -254,7 +290,7 @@ _INT4_WEIGHTS: _Accepted = {
 }
 _WITHOUT_EFFECT = frozenset(
     {
-        *("quant_method", "scale_fmt", "modules_to_not_convert"),  # which tensors are packed is seen by their names
+        *("quant_method", "scale_fmt", "modules_to_not_convert"),  # packed tensors are recognised by their names
         *("config_groups", "global_compression_ratio", "ignore", "quantization_status", "version"),
         *("targets", "weights", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
     }
@@ -262,7 +298,11 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def check_quantization(given: Mapping[str, Any] | None) -> None:
-    """Raise UnsupportedModel, naming the key and its value, unless tensors are plain, in FP8 blocks or INT4 groups."""
+    """Raise UnsupportedModel if a checkpoint is quantized in a format that the server cannot read.
+
+    Supported are FP8 blocks, INT4 groups, and no quantization. The message names the key and its
+    value.
+    """
     if given is None:
         return
     method = given.get("quant_method")
@@ -276,12 +316,15 @@ def check_quantization(given: Mapping[str, Any] | None) -> None:
             _check_quantization_values(f"{path}.weights", group.get("weights") or {}, _INT4_WEIGHTS)
     else:
         raise UnsupportedModel(
-            f"config.json has {_QUANTIZATION_KEY}.quant_method = {method!r}; supported: 'fp8', of DeepSeek-V3"
+            f"config.json has {_QUANTIZATION_KEY}.quant_method = {method!r}; supported: 'fp8', 'compressed-tensors'"
         )
 
 
 def _check_quantization_values(path: str, given: Mapping[str, Any], accepted: _Accepted) -> None:
-    """Raise UnsupportedModel for a key with a value that is not accepted; an unknown one must be None."""
+    """Raise UnsupportedModel if a key has a value that is not accepted.
+
+    Unknown keys must be null.
+    """
     for key in sorted({*given, *accepted} - _WITHOUT_EFFECT):
         values = accepted.get(key, (None,))
         if given.get(key) not in values:

@@ -1,7 +1,12 @@
-"""The decoder that all families share; what differs between them is data in `ModelConfig`.
+"""The transformer decoder that all model families share.
+
+Differences between families are data in `ModelConfig`.
+
+`forward` runs whole sequences for training, `prefill` runs a chunk of prompts, and `decode_step`
+runs one new token per row. All three call `_run_layers` with their own `_LayerMode`.
+`skyrl_tx.models.family` lists the functions of the interface.
 
 Legend: B batch, T tokens, D embed, V vocab, n layers of a stack, S rows of a decode step.
-The interface is described in `skyrl_tx.models.family`.
 """
 
 import math
@@ -51,21 +56,30 @@ def forward(
 ) -> jax.Array:
     """Return the hidden states after the final norm, float32 [B, T, D], of right-padded rows.
 
-    `inputs` are tokens [B, T] or their embeddings [B, T, D]. A row may hold several consecutive sequences: `start_BT`
-    is the start in the row of the sequence of each position. `position_BT` are the positions that ropes rotate by, if
-    those are not the index in the sequence. `remat` applies to each layer.
+    Args:
+        params: the base weights.
+        config: the model's configuration.
+        inputs: tokens [B, T], or embeddings [B, T, D].
+        adapter: one adapter for all rows, or a pool of adapters with `slots`; None is the base
+            model.
+        slots: the adapter slot of each row.
+        start_BT: `start_BT[b, t]` is the index in row b at which the sequence of token t begins.
+            Needed if a row contains multiple sequences.
+        position_BT: RoPE positions. By default each token has its index within its sequence.
+        remat: the activation checkpointing of each layer.
     """
     if position_BT is None:
-        index = jnp.arange(inputs.shape[1])  # [T], or [B, T] if rows hold several sequences
+        index = jnp.arange(inputs.shape[1])  # [T]; minus the starts it is [B, T]
         position_BT = index if start_BT is None else index - start_BT
     prepared = {mixer: mixer.prepare(start_BT) for mixer in config.mixers}
-    at = replace(_make_context(params, config, position_BT), start_BT=start_BT, prepared=prepared)
+    context = replace(_make_context(params, config, position_BT), start_BT=start_BT, prepared=prepared)
 
     def mix_rows(mixer: Mixer, x_BTD: jax.Array, params: LayerParams, adapters: LayerAdapters, _: Any):
-        return mixer.forward(x_BTD, params, adapters, at), None
+        return mixer.forward(x_BTD, params, adapters, context), None
 
-    own = GroupAdapters.from_adapter(config, adapter, slots, joins=not at.layout.is_sharded)
-    x_BTD, _ = _run_layers(_LayerMode(config, at, mix_rows, remat), _embed_inputs(params, config, inputs), params, own)
+    adapters = GroupAdapters.from_adapter(config, adapter, slots, joins=not context.layout.is_sharded)
+    mode = _LayerMode(config, context, mix_rows, remat)
+    x_BTD, _ = _run_layers(mode, _embed_inputs(params, config, inputs), params, adapters)
     return _apply_final_norm(params, config, x_BTD)
 
 
@@ -82,32 +96,45 @@ def prefill(
     size: jax.Array | None = None,
     position_T: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]:
-    """Run the tokens, or embeddings, from index `start` on, which attend to what the cache has of prompts.
+    """Prefill one chunk of prompts. Returns its hidden states [B, T, D] and the updated cache.
 
-    `table` says where that is. The first `size` inputs are tokens of the prompts, all others padding; None is all. Both
-    numbers are those of all rows, or [B]. `position_T` is as in `forward`. Return the hidden states [B, T, D], and the
-    cache with what is kept of the tokens.
+    The chunk begins at position `start` and attends to the cached part of each prompt. The cache
+    receives the chunk's keys and values, and the states of recurrent layers.
+
+    Args:
+        params: the base weights.
+        config: the model's configuration.
+        inputs: tokens [B, T], or embeddings [B, T, D].
+        start: position of the first token, a scalar or one number per row [B].
+        cache: keys, values and states of all prompts.
+        table: where the cache has the pages and states of each row.
+        adapter: as in `forward`.
+        slots: as in `forward`.
+        size: number of tokens before the padding, a scalar or [B]; None means no padding.
+        position_T: RoPE positions, by default counted from `start`.
     """
     if position_T is None:
         position_T = start[..., None] + jnp.arange(inputs.shape[1])
-    at = replace(_make_context(params, config, position_T), size=size)
+    context = replace(_make_context(params, config, position_T), size=size)
 
-    def mix_chunk(mixer: Mixer, x_BTD: jax.Array, params: LayerParams, adapters: LayerAdapters, held: Any):
-        return mixer.prefill(x_BTD, params, adapters, held, at)
+    def mix_chunk(mixer: Mixer, x_BTD: jax.Array, params: LayerParams, adapters: LayerAdapters, layer_cache: Any):
+        return mixer.prefill(x_BTD, params, adapters, layer_cache, context)
 
-    def get_layer_cache(stack: int, layer: Any, fixed: Any) -> PrefillLayerCache:
-        return PrefillLayerCache(Pages(cache[stack].positions, layer, table.page_BM), fixed, start)
+    def get_layer_cache(stack: int, layer: Any, state: Any) -> PrefillLayerCache:
+        return PrefillLayerCache(Pages(cache[stack].positions, layer, table.page_BM), state, start)
 
-    mode = _LayerMode(config, at, mix_chunk, RematPolicy.NONE, get_layer_cache)
-    own = GroupAdapters.from_adapter(config, adapter, slots)
-    fixed, (num_rows, num_tokens) = read_states(cache, table, at.layout), inputs.shape[:2]
+    mode = _LayerMode(config, context, mix_chunk, RematPolicy.NONE, get_layer_cache)
+    adapters = GroupAdapters.from_adapter(config, adapter, slots)
+    states, (num_rows, num_tokens) = read_states(cache, table, context.layout), inputs.shape[:2]
     if params.has_separate_layers:
-        fixed = tuple(map(unstack_layers, fixed))
-    x_BTD, kept = _run_layers(mode, _embed_inputs(params, config, inputs), params, own, fixed)
+        states = tuple(map(unstack_layers, states))
+    x_BTD, kept = _run_layers(mode, _embed_inputs(params, config, inputs), params, adapters, states)
+
+    # Write the new keys, values and states of the chunk.
     num_new = jnp.int32(num_tokens) if size is None else size
     start_B = jnp.broadcast_to(start, (num_rows,))
-    grown = write_cache(cache, kept, table, start_B, num_new, at.layout)
-    return _apply_final_norm(params, config, x_BTD), constrain_cache(at.layout, config, grown)
+    grown = write_cache(cache, kept, table, start_B, num_new, context.layout)
+    return _apply_final_norm(params, config, x_BTD), constrain_cache(context.layout, config, grown)
 
 
 def decode_step(
@@ -122,41 +149,48 @@ def decode_step(
 ) -> tuple[jax.Array, DecodeSliceCache]:
     """Run one token per row: return hidden states [S, D] and the cache with the token appended.
 
-    Row s attends to its past and its token. `position_S` is as in `forward`. If the cache has separate layers,
-    `params` must have them too.
+    Row s attends to its cached tokens and to the new token. `position_S` are RoPE positions; by
+    default each token has its index in the sequence. If the cache is a tuple of separate layers,
+    `params` must have separate layers too.
     """
-    at = _make_context(params, config, cache.start_S + cache.num_recent if position_S is None else position_S)
+    context = _make_context(params, config, cache.start_S + cache.num_recent if position_S is None else position_S)
 
-    def mix_token(mixer: Mixer, x_SD: jax.Array, params: LayerParams, adapters: LayerAdapters, held: Any):
-        return mixer.decode(x_SD, params, adapters, held, at)
+    def mix_token(mixer: Mixer, x_SD: jax.Array, params: LayerParams, adapters: LayerAdapters, layer_cache: Any):
+        return mixer.decode(x_SD, params, adapters, layer_cache, context)
 
-    mode = _LayerMode(config, at, mix_token, RematPolicy.NONE, cache.get_layer)
-    own = GroupAdapters.from_adapter(config, adapter, slots)
-    fixed = tuple(tuple(each.fixed for each in live) if isinstance(live, tuple) else live.fixed for live in cache.live)
-    x_SD, live = _run_layers(mode, _embed_inputs(params, config, token_S), params, own, fixed)
+    mode = _LayerMode(config, context, mix_token, RematPolicy.NONE, cache.get_layer)
+    adapters = GroupAdapters.from_adapter(config, adapter, slots)
+    states = tuple(
+        tuple(layer.fixed for layer in stack) if isinstance(stack, tuple) else stack.fixed for stack in cache.live
+    )
+    x_SD, live = _run_layers(mode, _embed_inputs(params, config, token_S), params, adapters, states)
     hidden_SD = rms_norm(x_SD, params.final_norm, config.norm_epsilon)
-    if at.layout.is_sharded:
-        live = constrain_cache(at.layout, config, live)
+    if context.layout.is_sharded:
+        live = constrain_cache(context.layout, config, live)
     return hidden_SD, replace(cache, live=live, num_recent=cache.num_recent + 1)
 
 
 def embed(params: DecoderParams, config: ModelConfig, tokens: jax.Array) -> jax.Array:
-    """Return the tokens' embeddings, float32 [B, ..., D].
+    """Return the embeddings of tokens, float32 [B, ..., D].
 
-    Each device looks up its part of D for all rows; then the parts are exchanged. The table is not moved.
+    Each device looks up its part of D for all rows, and then the devices exchange the results. This
+    way the embedding table is not moved.
     """
     x = params.embed[tokens].astype(jnp.float32)
-    if config.scales_embeddings:  # by a factor in the type of the weights, as models were trained: 55.5, not 55.43
+    # The factor is rounded to the type of the weights, as in the published models: 55.5 instead of
+    # 55.43.
+    if config.scales_embeddings:
         x = x * np.float32(np.float32(math.sqrt(config.hidden_size)).astype(params.embed.dtype))
-    others = [None] * (x.ndim - 2)
-    x = params.layout.constrain(x, None, *others, "embed")
+
+    between = [None] * (x.ndim - 2)
+    x = params.layout.constrain(x, None, *between, "embed")
     if not params.layout.shards_rows:
-        x = params.layout.constrain(x, "expert_batch", *others, None)
+        x = params.layout.constrain(x, "expert_batch", *between, None)
     return constrain_hidden(params.layout, x)
 
 
 def constrain_hidden(layout: Layout, x: jax.Array) -> jax.Array:
-    """Constrain hidden states [B, T, D] or [S, D] to their sharding."""
+    """Apply the sharding of hidden states, [B, T, D] or [S, D]."""
     return layout.constrain(x, "batch", "tokens", None) if x.ndim == 3 else layout.constrain(x, "batch", None)
 
 
@@ -169,80 +203,91 @@ def _apply_final_norm(params: DecoderParams, config: ModelConfig, x_BTD: jax.Arr
 
 
 def _make_context(params: DecoderParams, config: ModelConfig, position: jax.Array) -> LayerContext:
-    """Return where the tokens are, with the angles of every rope of the model."""
+    """Return the context that all layers share: layout, kernels, and the angles of every RoPE."""
     rotations = dict.fromkeys(mixer.rotation for mixer in config.mixers)
-    angles = {each: each[0].compute_angles(position, each[1]) for each in rotations if each is not None}
+    angles = {
+        rotation: rotation[0].compute_angles(position, rotation[1]) for rotation in rotations if rotation is not None
+    }
     return LayerContext(params.layout, angles, kernels=params.kernels)
 
 
 def constrain_cache(
     layout: Layout, config: ModelConfig, cache: tuple[LayerCache | tuple[LayerCache, ...], ...]
 ) -> tuple[Any, ...]:
-    """Constrain the cache, or what a slice changed of it, in stacks or by layer, to its sharding."""
+    """Apply the sharding of the cache to a whole cache or to the changes of a decode slice.
 
-    def constrain_positions(leaf: jax.Array, each: Parameter) -> jax.Array:
-        return layout.constrain(leaf, *get_position_axes(each)[-leaf.ndim :])
+    Each entry of `cache` is a stack of layers, or a tuple of separate layers.
+    """
 
-    def constrain_fixed(leaf: jax.Array, each: Parameter) -> jax.Array:
-        return layout.constrain(leaf, *("layers", "batch", *each.axes)[-leaf.ndim :])
+    def constrain_positions(leaf: jax.Array, parameter: Parameter) -> jax.Array:
+        return layout.constrain(leaf, *get_position_axes(parameter)[-leaf.ndim :])
 
-    def constrain_layer(block: Block, held: LayerCache) -> LayerCache:
-        room = block.describe_cache()
+    def constrain_fixed(leaf: jax.Array, parameter: Parameter) -> jax.Array:
+        return layout.constrain(leaf, *("layers", "batch", *parameter.axes)[-leaf.ndim :])
+
+    def constrain_layer(block: Block, layer: LayerCache) -> LayerCache:
+        spec = block.describe_cache()
         return LayerCache(
-            positions=jax.tree.map(constrain_positions, held.positions, room.positions),
-            fixed=jax.tree.map(constrain_fixed, held.fixed, room.fixed),
+            positions=jax.tree.map(constrain_positions, layer.positions, spec.positions),
+            fixed=jax.tree.map(constrain_fixed, layer.fixed, spec.fixed),
         )
 
     return tuple(
-        tuple(constrain_layer(stack.block, each) for each in held)
-        if isinstance(held, tuple)
-        else constrain_layer(stack.block, held)
-        for stack, held in zip(config.stacks, cache, strict=True)
+        tuple(constrain_layer(stack.block, layer) for layer in layers)
+        if isinstance(layers, tuple)
+        else constrain_layer(stack.block, layers)
+        for stack, layers in zip(config.stacks, cache, strict=True)
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _LayerMode:
-    """The way that all layers are computed: for training, for prompts or for steps."""
+    """How the layers of a call are computed: as training rows, prompt chunks or decode steps."""
 
     config: ModelConfig
-    at: LayerContext
+    context: LayerContext
     mix: Callable[[Mixer, jax.Array, LayerParams, LayerAdapters, Any], tuple[jax.Array, Any]]
+    """Calls the mixer: its arguments are mixer, input, parameters, adapters, cache of the layer."""
     remat: RematPolicy
-    get_cache: Callable[[int, Any, Any], Any] = lambda stack, layer, fixed: None
-    """Returns what the cache has of one layer: its stack, its number there, and its state."""
+    get_cache: Callable[[int, Any, Any], Any] = lambda stack, layer, state: None
+    """Returns the cache of a layer, given its stack, its index in the stack, and its state."""
 
-    def run_block(self, block: Block, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: Any):
-        """Return `x` with the outputs of one block added, and what its mixer keeps."""
-        x = constrain_hidden(self.at.layout, x)
+    def run_block(self, block: Block, x: jax.Array, params: LayerParams, adapters: LayerAdapters, layer_cache: Any):
+        """Return `x` plus the outputs of one block, and the new cache entries of its mixer."""
+        x = constrain_hidden(self.context.layout, x)
         epsilon, kept = self.config.norm_epsilon, LayerCache()
-        of_mixer, of_feed_forward = (params.get(name) for name in OUTPUT_NORMS)
+        mixer_output_norm, mlp_output_norm = (params.get(name) for name in OUTPUT_NORMS)
         if block.mixer is not None:
-            mixed, kept = self.mix(block.mixer, rms_norm(x, params["attn_norm"], epsilon), params, adapters, held)
-            x = _add_output(x, mixed, of_mixer, epsilon)
+            normed = rms_norm(x, params["attn_norm"], epsilon)
+            mixed, kept = self.mix(block.mixer, normed, params, adapters, layer_cache)
+            x = _add_output(x, mixed, mixer_output_norm, epsilon)
         if block.feed_forward is not None:
-            y = block.feed_forward.apply(rms_norm(x, params["mlp_norm"], epsilon), params, adapters, self.at)
-            x = _add_output(x, y, of_feed_forward, epsilon)
+            y = block.feed_forward.apply(rms_norm(x, params["mlp_norm"], epsilon), params, adapters, self.context)
+            x = _add_output(x, y, mlp_output_norm, epsilon)
         return x, kept
 
 
 def _gather_params(block: Block, params: LayerParams, layout: Layout) -> LayerParams:
-    """Return the parameters of one layer with whole D where they are gathered before use (see `layers.gather`)."""
-    axes = {name: each.axes for part in block.parts for name, each in part.describe().items()}
+    """All-gather sharded parameters of one layer before they are used, see `gather_weight`."""
+    axes = {name: parameter.axes for part in block.parts for name, parameter in part.describe().items()}
     return {name: gather_weight(leaf, axes[name], layout) if name in axes else leaf for name, leaf in params.items()}
 
 
-def _find_unsliced_params(block: Block, at: LayerContext) -> frozenset[str]:
-    """Return the names of parameters that a kernel reads in the stack of all layers: a loop would copy each layer's."""
-    if at.kernels.experts is None or at.layout.num_shards("embed") > 1:
+def _find_unsliced_params(block: Block, context: LayerContext) -> frozenset[str]:
+    """Return the names of parameters that stay stacked because a kernel indexes the stack.
+
+    These are the maps of experts. Slicing them in the loop would copy the experts of each layer.
+    """
+    if context.kernels.experts is None or context.layout.num_shards("embed") > 1:
         return frozenset()
-    return frozenset(name for name, each in block.targets().items() if each.num_experts is not None)
+    return frozenset(name for name, target in block.targets().items() if target.num_experts is not None)
 
 
 def _add_output(x: jax.Array, output: jax.Array, norm: jax.Array | None, epsilon: float) -> jax.Array:
-    """Return `x` plus the output of a part, through its output norm if it has one.
+    """Return `x` plus the output of a part. The output first passes a norm if the part has one.
 
-    Apart, because XLA on CPU rounds the product of a norm and its sum with `x` otherwise if no gradient needs the sum.
+    With a norm, the sum uses `add_unfused`. Otherwise XLA on CPU fuses norm and sum in programs
+    without a gradient, and their results differ in the last bits.
     """
     return x + output if norm is None else add_unfused(x, rms_norm(output, norm, epsilon))
 
@@ -252,14 +297,18 @@ def _run_layers(
     x: jax.Array,
     params: DecoderParams,
     adapters: Iterator[GroupAdapters],
-    fixed: tuple[Any, ...] | None = None,
+    states: tuple[Any, ...] | None = None,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    """Run `x` through all layers, one loop for each group; return it, and what the mixers keep, by stack."""
+    """Run `x` through all layers, with one loop per group.
+
+    Returns the hidden states, and by stack the new cache entries of the mixers. `states` are the
+    states of recurrent layers before the call, by stack.
+    """
     kept: list[Any] = []
-    for group, own in zip(mode.config.groups, adapters, strict=True):
+    for group, group_adapters in zip(mode.config.groups, adapters, strict=True):
         first, last = len(kept), len(kept) + len(group.stacks)
-        state = ((),) * len(group.stacks) if fixed is None else fixed[first:last]
-        x, new = _run_group(mode, x, group, first, params, own, state)
+        group_states = ((),) * len(group.stacks) if states is None else states[first:last]
+        x, new = _run_group(mode, x, group, first, params, group_adapters, group_states)
         kept += new
     return x, tuple(kept)
 
@@ -271,56 +320,66 @@ def _run_group(
     first: int,
     params: DecoderParams,
     adapters: GroupAdapters,
-    fixed: tuple[Any, ...],
+    states: tuple[Any, ...],
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    """Run `x` through one group, whose first stack has number `first`; return it and what is kept, by stack.
+    """Run `x` through one group, whose first stack has the number `first`.
 
-    Stacked layers are computed by a loop, whose compile time does not depend on its number of repeats. Layers in a
-    tuple are computed without a loop, and what mixers keep is a tuple too: a larger program that copies nothing out of
-    a stack.
+    Returns the hidden states, and by stack the new cache entries.
+
+    Stacked layers run in a loop (`jax.lax.scan`), so the compile time does not grow with the number
+    of layers. Layers that are a tuple are unrolled, and their cache entries are a tuple too. This
+    takes longer to compile, but copies no layer out of a stack.
     """
     layers = params.layers[first : first + len(group.stacks)]
-    stacked = [each for each in layers if not isinstance(each, tuple)]  # all or none
-    whole = [_find_unsliced_params(stack.block, mode.at) if stacked else frozenset[str]() for stack in group.stacks]
+    stacked = [stack for stack in layers if not isinstance(stack, tuple)]  # all stacks or none
+    unsliced = [
+        _find_unsliced_params(stack.block, mode.context) if stacked else frozenset[str]() for stack in group.stacks
+    ]
 
-    def make_layer(place: int):
-        block = group.stacks[place].block
+    # One function per position in the cycle of blocks.
+    def make_layer(index: int):
+        block = group.stacks[index].block
 
-        def run_layer_once(x: jax.Array, own: LayerParams, pairs: GroupPairs, state: Any, repeat: Any):
-            held = mode.get_cache(first + place, repeat, state)
-            own = _gather_params(block, own, mode.at.layout)
-            own = {**own, **{name: StackedParam(stacked[place][name], repeat) for name in whole[place]}}
-            return mode.run_block(block, x, own, adapters.select_layer(place, repeat, pairs), held)
+        def run_layer_once(x: jax.Array, layer_params: LayerParams, pairs: GroupPairs, state: Any, repeat: Any):
+            layer_cache = mode.get_cache(first + index, repeat, state)
+            layer_params = _gather_params(block, layer_params, mode.context.layout)
+            in_stack = {name: StackedParam(stacked[index][name], repeat) for name in unsliced[index]}
+            layer_adapters = adapters.select_layer(index, repeat, pairs)
+            return mode.run_block(block, x, {**layer_params, **in_stack}, layer_adapters, layer_cache)
 
         return with_remat(mode.remat, run_layer_once)
 
-    run_layer = [make_layer(place) for place in range(len(group.stacks))]
+    run_layer = [make_layer(index) for index in range(len(group.stacks))]
 
     def run_cycle(x: jax.Array, sliced: Any) -> tuple[jax.Array, tuple[Any, ...]]:
-        of_stacks, pairs, fixed, repeat = sliced
+        cycle_params, pairs, cycle_states, repeat = sliced
         kept: list[Any] = []
-        for run, own, state in zip(run_layer, of_stacks, fixed, strict=True):
-            x, new = run(x, own, pairs, state, repeat)
+        for run, layer_params, state in zip(run_layer, cycle_params, cycle_states, strict=True):
+            x, new = run(x, layer_params, pairs, state, repeat)
             kept.append(new)
         return x, tuple(kept)
 
     pairs = adapters.get_pairs()
+
+    # Stacked layers: one loop over the repeats of the cycle.
     if stacked:
         sliced = tuple(
             {name: leaf for name, leaf in stack.items() if name not in names}
-            for stack, names in zip(stacked, whole, strict=True)
+            for stack, names in zip(stacked, unsliced, strict=True)
         )
-        return jax.lax.scan(run_cycle, x, (sliced, pairs, fixed, jnp.arange(group.num_repeats, dtype=jnp.int32)))
+        return jax.lax.scan(run_cycle, x, (sliced, pairs, states, jnp.arange(group.num_repeats, dtype=jnp.int32)))
+
+    # Separate layers: unroll the loop.
     by_repeat: list[tuple[Any, ...]] = []
     for repeat in range(group.num_repeats):
-        of_repeat = jax.tree.map(lambda leaf, repeat=repeat: leaf[repeat], pairs)
-        own = tuple(
-            transpose_layer(stack.block, each[repeat]) if params.is_transposed else each[repeat]
-            for stack, each in zip(group.stacks, layers, strict=True)
-            if isinstance(each, tuple)
+        repeat_pairs = jax.tree.map(lambda leaf, repeat=repeat: leaf[repeat], pairs)
+        cycle_params = tuple(
+            transpose_layer(stack.block, separate[repeat]) if params.is_transposed else separate[repeat]
+            for stack, separate in zip(group.stacks, layers, strict=True)
+            if isinstance(separate, tuple)
         )
-        state = tuple(each[repeat] if each else () for each in fixed)
-        x, new = run_cycle(x, (own, of_repeat, state, repeat))
+        cycle_states = tuple(stack_states[repeat] if stack_states else () for stack_states in states)
+        x, new = run_cycle(x, (cycle_params, repeat_pairs, cycle_states, repeat))
         by_repeat.append(new)
     by_stack = zip(group.stacks, zip(*by_repeat, strict=True), strict=True)
     return x, tuple(LayerCache() if stack.block.mixer is None else kept for stack, kept in by_stack)
@@ -329,12 +388,16 @@ def _run_group(
 def logits(
     params: DecoderParams, hidden: jax.Array, adapter: Adapter | None = None, slots: RowSlots | None = None
 ) -> jax.Array:
-    """Return float32 logits [B, ..., V] of hidden states [B, ..., D]; `slots` are those of the rows of B."""
+    """Return float32 logits [B, ..., V] of hidden states [B, ..., D].
+
+    `slots` has one adapter slot per row of B.
+    """
     y = logprobs.logits(hidden, params.unembed_VD, select_unembed_adapter(adapter, slots))
     layout, between = params.layout, [None] * (y.ndim - 2)
-    # Each device computes its part of the vocabulary. Without this XLA sends the unembedding to all, not the logits.
+    # Each device computes its part of the vocabulary. Otherwise XLA would send the unembedding to
+    # all devices instead of the logits.
     y = layout.constrain(y, "batch", *between, "vocab")
-    return layout.constrain(y, "batch", *between, None)  # whole rows, because they are sorted and summed
+    return layout.constrain(y, "batch", *between, None)  # sorting and summing need whole rows
 
 
 def target_logprobs(
@@ -344,12 +407,15 @@ def target_logprobs(
     adapter: Adapter | None = None,
     slots: RowSlots | None = None,
 ) -> jax.Array:
-    """Return log p(target), float32 in the shape of `targets` ([B, T] or [B, T, K]), never holding [B, T, V]."""
+    """Return log p(target), float32, in the shape of `targets`, which is [B, T] or [B, T, K].
+
+    Logits are computed in chunks, so an array [B, T, V] never exists.
+    """
     rows, layout = select_unembed_adapter(adapter, slots), params.layout
     hidden, split_targets = (layout.split_shards(x) for x in (hidden_BTD, targets))
     chunk = logprobs.CHUNK_POSITIONS * layout.num_shards("tokens")
-    found = logprobs.target_logprobs(hidden, _gather_unembedding(params), split_targets, rows, chunk=chunk)
-    return layout.merge_shards(found, targets.shape[0])
+    result = logprobs.target_logprobs(hidden, _gather_unembedding(params), split_targets, rows, chunk=chunk)
+    return layout.merge_shards(result, targets.shape[0])
 
 
 def loss_and_gradient(
@@ -361,24 +427,26 @@ def loss_and_gradient(
     inputs: Any,
     total: LoraPair,
 ) -> tuple[Any, jax.Array, LoraPair]:
-    """Return outputs of a loss, its gradient by the hidden states, and `total` plus that by the unembedding's adapter.
+    """Return a loss, d loss / d hidden, and the gradient of the unembedding's adapter.
 
-    `loss` and `inputs` are those of `layers.logprobs.loss_and_gradient`.
+    The gradient of the adapter is added to `total`. `loss` and `inputs` are passed to
+    `layers.logprobs.loss_and_gradient`.
     """
     rows, layout = RowAdapter(pair=adapter.weights["unembed"], scale=adapter.scale), params.layout
     hidden, split_targets, inputs = jax.tree.map(layout.split_shards, (hidden_BTD, targets, inputs))
     chunk = logprobs.CHUNK_POSITIONS * layout.num_shards("tokens")
-    *of_rows, total = logprobs.loss_and_gradient(
+    *by_row, total = logprobs.loss_and_gradient(
         hidden, _gather_unembedding(params), split_targets, rows, loss, inputs, total, chunk=chunk
     )
-    outputs, d_hidden_BTD = jax.tree.map(partial(layout.merge_shards, num_rows=targets.shape[0]), of_rows)
+    outputs, d_hidden_BTD = jax.tree.map(partial(layout.merge_shards, num_rows=targets.shape[0]), by_row)
     return outputs, d_hidden_BTD, total
 
 
 def _gather_unembedding(params: DecoderParams) -> jax.Array:
-    """Return the unembedding with whole D on GPU, where XLA would gather it for each chunk otherwise.
+    """All-gather the sharded D of the unembedding on GPUs.
 
-    On TPU it sends parts around while it computes with others, which takes less memory.
+    XLA would otherwise gather it once per chunk. On TPUs the unembedding stays sharded: XLA
+    exchanges parts of it while it computes, which takes less memory.
     """
     layout, unembed_VD = params.layout, params.unembed_VD
     if layout.num_shards("embed") == 1:
@@ -389,7 +457,7 @@ def _gather_unembedding(params: DecoderParams) -> jax.Array:
 
 
 def select_unembed_adapter(adapter: Adapter | None, slots: RowSlots | None) -> RowAdapter | None:
-    """Return the adapters of the rows for the unembedding."""
+    """Return the adapter of the unembedding for each row."""
     if adapter is None:
         return None
     if adapter.scale.ndim == 0:

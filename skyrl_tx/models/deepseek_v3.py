@@ -1,4 +1,7 @@
-"""DeepSeek-V3, and Kimi K2 to K2.6 and Moonlight, which have its architecture. DeepSeek-AI 2024, arXiv:2412.19437."""
+"""DeepSeek-V3, and Kimi K2 to K2.6 and Moonlight, which have the same architecture.
+
+DeepSeek-AI 2024, arXiv:2412.19437.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,12 +19,12 @@ ACCEPTED: Mapping[str, tuple[Any, ...]] = {
     "topk_method": ("noaux_tc",),
     "moe_layer_freq": (1,),
 }
-"""Keys that would change the maths, with the values that are implemented."""
+"""Keys that would change the maths, with the supported values."""
 WEIGHTS = DENSE_WEIGHTS + LATENT_WEIGHTS + EXPERT_WEIGHTS + SHARED_EXPERTS_WEIGHTS
 
 
 def read_latent_attention(hf: HfConfig) -> LatentAttention:
-    """Read the attention. The shared part of a key has the dims that transformers takes for those of a head."""
+    """Read the attention. transformers writes the size of the shared key as `head_dim`."""
     num_heads, rotary_dim = read_size(hf, "num_attention_heads"), read_size(hf, "qk_rope_head_dim")
     plain_dim = read_size(hf, "qk_nope_head_dim")
     sizes = {"num_key_value_heads": num_heads, "head_dim": rotary_dim, "qk_head_dim": plain_dim + rotary_dim}
@@ -40,7 +43,10 @@ def read_latent_attention(hf: HfConfig) -> LatentAttention:
 
 
 def read_routed_experts(hf: HfConfig) -> Mixture:
-    """Read the experts of a sparse layer, of which each token goes to all shared ones: as one, of their widths."""
+    """Read the experts of a sparse layer.
+
+    All shared experts together are read as one wide expert.
+    """
     width = read_size(hf, "moe_intermediate_size")
     routing = Routing(
         num_experts=read_size(hf, "n_routed_experts"),
@@ -51,6 +57,7 @@ def read_routed_experts(hf: HfConfig) -> Mixture:
         num_chosen_groups=read_size(hf, "topk_group"),
         factor=float(read_required(hf, "routed_scaling_factor")),
     )
+
     return Mixture(
         hidden_size=read_size(hf, "hidden_size"),
         mlp_size=width,
@@ -63,7 +70,7 @@ def read_routed_experts(hf: HfConfig) -> Mixture:
 
 
 def read_feed_forwards(hf: HfConfig) -> tuple[FeedForward, ...]:
-    """Read the feed-forward of each layer: dense in the first ones."""
+    """Read the feed-forward of each layer. The first layers are dense."""
     num_layers, num_dense = read_size(hf, "num_hidden_layers"), int(read_required(hf, "first_k_dense_replace"))
     return tuple(read_dense(hf) if layer < num_dense else read_routed_experts(hf) for layer in range(num_layers))
 
@@ -72,7 +79,7 @@ def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
     """Read the layers."""
     check_values(hf, ACCEPTED)
     attention = read_latent_attention(hf)
-    return tuple(Block(attention, each) for each in read_feed_forwards(hf))
+    return tuple(Block(attention, feed_forward) for feed_forward in read_feed_forwards(hf))
 
 
 DEEPSEEK_V3 = ModelFamily(

@@ -1,9 +1,9 @@
-"""The interface of model families.
+"""Model families, and the interface of the functions that run a model.
 
-A model is a frozen `ModelConfig` (static under jit) and a `DecoderParams` tree (an argument, never a captured
-constant). Everything below is a pure function; `adapter` may be None (the base model), one `Adapter` for all rows, or
-slots with the `RowSlots` of the rows (see `skyrl_tx.layers.lora`). Hidden states, logits and log-probabilities are
-float32.
+A model is a frozen `ModelConfig`, which is static under jit, and a tree `DecoderParams`, which is
+an argument. All functions are pure. `adapter` is None (the base model), one `Adapter` for all rows,
+or a pool of adapters together with `slots`, the adapter slot of each row (see
+`skyrl_tx.layers.lora`). Hidden states, logits and log-probabilities are float32.
 
     embed(params, config, tokens)                                        -> embeddings [..., D]
     forward(params, config, inputs, adapter, slots, remat=...)           -> hidden [B, T, D]
@@ -12,21 +12,24 @@ float32.
                                                                          -> outputs of the loss, d hidden, total and
                                                                             d unembedding pair
     logits(params, hidden, adapter, slots)                               -> [B, ..., V]
-    extend(params, config, inputs, start, cache, table, adapter, slots)
-                                                                         -> hidden [B, T, D], Cache
+    prefill(params, config, inputs, start, cache, table, adapter, slots) -> hidden [B, T, D], Cache
     decode_step(params, config, token_S, cache, adapter, slots)          -> hidden [S, D], DecodeSliceCache
-    by_layer(params, config)                                             -> DecoderParams, each layer by itself
+    unstack_params(params, config)                                       -> DecoderParams with separate layers
     describe_params(config)                                              -> DecoderParams of Parameter
-    describe_adapter(config, rank), init_adapter(config, spec, max_rank)   -> Adapter of shapes, of numpy arrays
+    describe_adapter(config, rank)                                       -> Adapter of shapes
+    init_adapter(config, lora, max_rank)                                 -> Adapter of numpy arrays
 
-`inputs` are tokens or embeddings. Prompts and samples are in a `Cache` (see `layers.cache_state`), empty at first
-(`make_empty_cache`), and a `Table` says where. Steps of decoding lie between `held.open_decode_slice(cache, table, ...)` and
-`held.close_decode_slice(cache, ..., table)`.
-Weights: `weights.hf.load(directory, describe_params(config), family.weights)` or `weights.hf.dummy(...)`.
+`inputs` are tokens or embeddings. Keys, values and states of all prompts and samples are in a
+`Cache` (see `layers.cache_state`), which `make_empty_cache` creates. A `BlockTable` says where the
+cache has each row. A decode slice begins with `cache_state.open_decode_slice`, runs `decode_step`
+multiple times, and ends with `cache_state.close_decode_slice`.
+
+Weights come from `weights.hf.load(directory, describe_params(config), family.weights)`, or from
+`weights.hf.make_dummy`.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from skyrl_tx.layers.parameter import flatten
@@ -48,21 +51,21 @@ from skyrl_tx.weights.weight_map import WeightMap, bind_rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """One architecture name of Hugging Face configs: its blocks, and its tensors' names."""
+    """The models of one architecture: how to read their blocks, and the names of their tensors."""
 
     architecture: str
     weights: WeightMap
     read_blocks: Callable[[HfConfig], tuple[Block, ...]]
-    """Reads the layers. Raises UnsupportedModel."""
+    """Returns the block of every layer. Raises UnsupportedModel."""
     aliases: tuple[str, ...] = ()
-    """Other names of the architecture, such as that of the model with images, whose text model this is."""
+    """Other names of the architecture, for example of models with images around this text model."""
     reads: frozenset[str] = frozenset()
-    """The config keys of `NEUTRAL` that `read_blocks` reads with any value."""
+    """Keys of `NEUTRAL` that `read_blocks` handles, so that any value is allowed."""
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Config keys of this family, with the names that others give them."""
+    """Config keys that this family names differently, with the usual name of each."""
     scales_embeddings: bool = False
     """Whether embeddings are multiplied by the square root of the hidden size."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of config keys that a checkpoint may leave out
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # values of keys that a checkpoint may omit
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -72,7 +75,8 @@ class ModelFamily:
     def config_from_hf(self, hf: HfConfig) -> ModelConfig:
         """Read a `config.json`.
 
-        Raises UnsupportedModel, naming the key and its value, when something is missing or would change the maths.
+        Raises UnsupportedModel, naming the key and its value, if a key is missing or would change
+        the maths.
         """
         hf = {**self.defaults, **get_text_config(hf)}
         hf |= {name: hf.pop(key) for key, name in self.renamed.items() if key in hf}
@@ -89,12 +93,12 @@ class ModelFamily:
         )
 
     def bind_weights(self, config: ModelConfig) -> WeightMap:
-        """Return the rules with the rows of tensors that several parameters share."""
+        """Return the weight rules, with the rows of tensors that multiple parameters share."""
         return bind_rows(self.weights, flatten(describe_params(config)))
 
 
 def get_text_config(hf: HfConfig) -> HfConfig:
-    """Return the config of the text model, which that of a model with images nests."""
+    """Return the config of the text model. Models with images nest it under `text_config`."""
     nested = hf.get("text_config")
     if not isinstance(nested, Mapping):
         return hf
@@ -110,7 +114,10 @@ def read_epsilon(hf: HfConfig) -> float:
 
 
 def read_attention(hf: HfConfig, *, has_bias: bool = False, has_norm: bool = False, has_rope: bool = True) -> Attention:
-    """Read the attention of Llama and its relatives; `has_norm` is of queries and keys."""
+    """Read the attention of Llama and similar models.
+
+    `has_norm` says whether queries and keys are normalised.
+    """
     hidden_size, num_heads = read_size(hf, "hidden_size"), read_size(hf, "num_attention_heads")
     return Attention(
         hidden_size=hidden_size,
@@ -123,18 +130,40 @@ def read_attention(hf: HfConfig, *, has_bias: bool = False, has_norm: bool = Fal
     )
 
 
+def read_partial_rope_attention(hf: HfConfig, *, has_bias: bool = False, has_norm: bool = False) -> Attention:
+    """Read attention that rotates only a part of each head, the `partial_rotary_factor`."""
+    rope = dict(hf.get("rope_parameters") or {})
+    share = rope.pop("partial_rotary_factor", hf["partial_rotary_factor"])
+    attention = read_attention({**hf, "rope_parameters": rope}, has_bias=has_bias, has_norm=has_norm)
+    return replace(attention, rotary_dims=int(attention.head_dim * share))
+
+
+def read_layer_types(
+    hf: HfConfig, default: Callable[[int], Iterable[str]], supported: Collection[str], key: str = "layer_types"
+) -> tuple[str, ...]:
+    """Return the type of each layer, from a list in config.json or from `default`.
+
+    `default` receives the number of layers.
+    """
+    num_layers = read_size(hf, "num_hidden_layers")
+    types = tuple(hf.get(key) or default(num_layers))
+    if len(types) != num_layers or not set(types) <= set(supported):
+        raise UnsupportedModel(f"config.json has {key} = {types}; supported: {num_layers} of {tuple(supported)}")
+    return types
+
+
 def read_window(hf: HfConfig) -> int | None:
-    """Read how many positions the layers with a window attend to; None without windows."""
+    """Read the size of sliding windows in positions, or None if the model has none."""
     return None if hf.get("sliding_window") is None else read_size(hf, "sliding_window")
 
 
 def read_dense(hf: HfConfig) -> Dense:
-    """Read the dense feed-forward of Llama and its relatives."""
+    """Read the dense feed-forward of Llama and similar models."""
     return Dense(hidden_size=read_size(hf, "hidden_size"), mlp_size=read_size(hf, "intermediate_size"))
 
 
 def make_dense_reader(*, has_bias: bool = False, has_norm: bool = False) -> Callable[[HfConfig], tuple[Block, ...]]:
-    """Return the reader of a family whose layers are all equal and dense."""
+    """Return a `read_blocks` for a family whose layers are all equal and dense."""
 
     def read(hf: HfConfig) -> tuple[Block, ...]:
         block = Block(read_attention(hf, has_bias=has_bias, has_norm=has_norm), read_dense(hf))

@@ -1,13 +1,24 @@
-"""Gemma 3, dense: five layers with windows to each without, and output norms. Gemma Team 2025, arXiv:2503.19786."""
+"""Gemma 3, dense: sliding windows except in every sixth layer, and output norms.
+
+Gemma Team 2025, arXiv:2503.19786.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from skyrl_tx.layers.rope import Rope
 from skyrl_tx.models.config import Block, HfConfig, check_values, read_required, read_rope, read_size
-from skyrl_tx.models.family import ModelFamily, UnsupportedModel, read_attention, read_dense, read_window
+from skyrl_tx.models.family import (
+    ModelFamily,
+    UnsupportedModel,
+    read_attention,
+    read_dense,
+    read_layer_types,
+    read_window,
+)
 from skyrl_tx.weights.weight_map import DENSE_WEIGHTS, QK_NORM_WEIGHTS, offset_norms, with_output_norms
 
 ACCEPTED: Mapping[str, tuple[Any, ...]] = {
@@ -15,26 +26,17 @@ ACCEPTED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("gelu_pytorch_tanh",),
     "use_bidirectional_attention": (False,),
 }
-"""Keys that would change the maths, with the values that are implemented."""
+"""Keys that would change the maths, with the supported values."""
 WINDOW, WHOLE = "sliding_attention", "full_attention"
 THETAS = {WINDOW: "rope_local_base_freq", WHOLE: "rope_theta"}
-"""The key with the theta of each kind of layers, where `rope_parameters` does not have it."""
-
-
-def read_layer_types(hf: HfConfig) -> tuple[str, ...]:
-    """Return the kind of each layer: as listed, else every `sliding_window_pattern`-th is without a window."""
-    num_layers = read_size(hf, "num_hidden_layers")
-    if not hf.get("layer_types"):
-        pattern = read_size(hf, "sliding_window_pattern")
-        return tuple(WINDOW if (layer + 1) % pattern else WHOLE for layer in range(num_layers))
-    kinds = tuple(hf["layer_types"])
-    if len(kinds) != num_layers or not set(kinds) <= set(THETAS):
-        raise UnsupportedModel(f"config.json has layer_types = {kinds}; supported: {num_layers} of {tuple(THETAS)}")
-    return kinds
+"""For each layer type, the key with its RoPE theta if `rope_parameters` does not contain it."""
 
 
 def read_ropes(hf: HfConfig) -> dict[str, Rope]:
-    """Read the rope of each kind of layers. Before transformers 5, `rope_scaling` is of those without a window."""
+    """Read the RoPE of each layer type.
+
+    Before transformers 5, `rope_scaling` applied to layers with full attention only.
+    """
     given, name = hf.get("rope_parameters"), "rope_parameters"
     if not given:
         given, name = {WHOLE: hf.get("rope_scaling")}, "rope_scaling"
@@ -48,17 +50,25 @@ def read_ropes(hf: HfConfig) -> dict[str, Rope]:
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
     """Read the layers."""
     check_values(hf, ACCEPTED)
-    kinds, ropes, window = read_layer_types(hf), read_ropes(hf), read_window(hf)
-    if WINDOW in kinds and window is None:
+    types = read_layer_types(hf, partial(_alternate_types, hf), THETAS)
+    ropes, window = read_ropes(hf), read_window(hf)
+    if WINDOW in types and window is None:
         raise UnsupportedModel(f"config.json has sliding_window = None, and layers of type {WINDOW!r}")
     scalar = read_required(hf, "query_pre_attn_scalar")
     if not isinstance(scalar, int | float) or scalar <= 0:
-        raise UnsupportedModel(f"config.json has query_pre_attn_scalar = {scalar!r}, not a number above 0")
+        raise UnsupportedModel(f"config.json has query_pre_attn_scalar = {scalar!r}; it must be a number above 0")
     attention = read_attention({**hf, "rope_parameters": None, "rope_scaling": None}, has_norm=True)
     whole = replace(attention, rope=ropes[WHOLE], query_factor=math.sqrt(attention.head_dim / scalar))
     mixers = {WHOLE: whole, WINDOW: replace(whole, rope=ropes[WINDOW], window=window)}
     dense = replace(read_dense(hf), activation="gelu_tanh")
-    return tuple(Block(mixers[kind], dense, has_output_norms=True) for kind in kinds)
+    return tuple(Block(mixers[layer_type], dense, has_output_norms=True) for layer_type in types)
+
+
+def _alternate_types(hf: HfConfig, num_layers: int) -> Iterator[str]:
+    """Yield the types of layers, where every `sliding_window_pattern`-th has full attention."""
+    interval = read_size(hf, "sliding_window_pattern")
+    for layer in range(num_layers):
+        yield WINDOW if (layer + 1) % interval else WHOLE
 
 
 GEMMA3 = ModelFamily(

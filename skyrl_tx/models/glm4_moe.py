@@ -1,11 +1,11 @@
-"""GLM-4.5 and 4.6: attention with biases, rotated in half of each head, and DeepSeek's experts. Zhipu AI 2025."""
+"""GLM-4.5 and 4.6: attention with biases, RoPE on half of each head, and experts like DeepSeek.
 
-from dataclasses import replace
+Zhipu AI 2025.
+"""
 
 from skyrl_tx.models.config import Block, HfConfig, check_values
 from skyrl_tx.models.deepseek_v3 import ACCEPTED, read_feed_forwards
-from skyrl_tx.models.family import ModelFamily, read_attention
-from skyrl_tx.models.parts.attention import Attention
+from skyrl_tx.models.family import ModelFamily, read_partial_rope_attention
 from skyrl_tx.weights.weight_map import (
     DENSE_WEIGHTS,
     EXPERT_WEIGHTS,
@@ -15,20 +15,12 @@ from skyrl_tx.weights.weight_map import (
 )
 
 
-def read_partial_rope_attention(hf: HfConfig) -> Attention:
-    """Read the attention, of which the large models normalise queries and keys."""
-    rope = dict(hf.get("rope_parameters") or {})
-    share = rope.pop("partial_rotary_factor", hf["partial_rotary_factor"])
-    has_bias, has_norm = bool(hf.get("attention_bias")), bool(hf.get("use_qk_norm"))
-    attention = read_attention({**hf, "rope_parameters": rope}, has_bias=has_bias, has_norm=has_norm)
-    return replace(attention, rotary_dims=int(attention.head_dim * share))
-
-
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
-    """Read the layers."""
+    """Read the layers. Large models normalise queries and keys."""
     check_values(hf, ACCEPTED)
-    attention = read_partial_rope_attention(hf)
-    return tuple(Block(attention, each) for each in read_feed_forwards(hf))
+    has_bias, has_norm = bool(hf.get("attention_bias")), bool(hf.get("use_qk_norm"))
+    attention = read_partial_rope_attention(hf, has_bias=has_bias, has_norm=has_norm)
+    return tuple(Block(attention, feed_forward) for feed_forward in read_feed_forwards(hf))
 
 
 GLM4_MOE = ModelFamily(

@@ -1,21 +1,19 @@
 """GLM-4.7-Flash: the parts of DeepSeek-V3 in a small model. Zhipu AI 2026."""
 
-from skyrl_tx.models.config import Block, HfConfig, check_values, read_size
+from skyrl_tx.models.config import Block, HfConfig, check_values
 from skyrl_tx.models.deepseek_v3 import ACCEPTED, WEIGHTS, read_latent_attention, read_routed_experts
-from skyrl_tx.models.family import ModelFamily, read_dense
-from skyrl_tx.models.parts.base import UnsupportedModel
+from skyrl_tx.models.family import ModelFamily, read_dense, read_layer_types
 
 
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
-    """Read the layers, dense or sparse as `mlp_layer_types` says, or all but the first one sparse."""
+    """Read the layers. Without `mlp_layer_types`, only the first layer is dense."""
     check_values(hf, {**ACCEPTED, "first_k_dense_replace": (1,)})
-    num_layers = read_size(hf, "num_hidden_layers")
-    kinds = hf.get("mlp_layer_types") or ["dense"] + ["sparse"] * (num_layers - 1)
     feed_forwards = {"dense": read_dense(hf), "sparse": read_routed_experts(hf)}
-    if len(kinds) != num_layers or not set(kinds) <= feed_forwards.keys():
-        raise UnsupportedModel(f"config.json has mlp_layer_types = {kinds!r} of {num_layers} layers")
+    types = read_layer_types(
+        hf, lambda num_layers: ["dense"] + ["sparse"] * (num_layers - 1), feed_forwards, key="mlp_layer_types"
+    )
     attention = read_latent_attention(hf)
-    return tuple(Block(attention, feed_forwards[kind]) for kind in kinds)
+    return tuple(Block(attention, feed_forwards[layer_type]) for layer_type in types)
 
 
 GLM4_MOE_LITE = ModelFamily(

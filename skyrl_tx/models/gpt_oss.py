@@ -1,4 +1,7 @@
-"""OpenAI's gpt-oss: windows in every other layer, attention sinks, biased experts. OpenAI 2025, arXiv:2508.10925."""
+"""OpenAI's gpt-oss: sliding windows in every other layer, attention sinks, experts with biases.
+
+OpenAI 2025, arXiv:2508.10925.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -6,7 +9,7 @@ from typing import Any
 from skyrl_tx.layers.experts import Clamp
 from skyrl_tx.layers.grouped_experts import Routing
 from skyrl_tx.models.config import Block, HfConfig, read_size
-from skyrl_tx.models.family import ModelFamily, read_attention, read_window
+from skyrl_tx.models.family import ModelFamily, read_attention, read_layer_types, read_window
 from skyrl_tx.models.parts.base import UnsupportedModel
 from skyrl_tx.models.parts.feed_forward import Mixture
 from skyrl_tx.weights.weight_map import (
@@ -22,33 +25,36 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_po
 
 
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
-    """Read the layers, with windows where `layer_types` says so, or in every other layer from the first on."""
+    """Read the layers. Without `layer_types`, every other layer has a window, from the first on."""
     method = (hf.get("quantization_config") or {}).get("quant_method", "mxfp4")
     if method != "mxfp4":
         raise UnsupportedModel(f"config.json has quantization_config.quant_method = {method!r}; supported: 'mxfp4'")
-    num_layers = read_size(hf, "num_hidden_layers")
-    kinds = hf.get("layer_types") or [(WINDOW, WHOLE)[layer % 2] for layer in range(num_layers)]
-    if len(kinds) != num_layers or not {WINDOW, WHOLE} >= set(kinds):
-        raise UnsupportedModel(f"config.json has layer_types = {kinds!r} of {num_layers} layers")
-    if WINDOW in kinds and hf.get("sliding_window") is None:
+
+    types = read_layer_types(
+        hf, lambda num_layers: ((WINDOW, WHOLE)[layer % 2] for layer in range(num_layers)), (WINDOW, WHOLE)
+    )
+    if WINDOW in types and hf.get("sliding_window") is None:
         raise UnsupportedModel(f"config.json has sliding_window = None, and layers of type {WINDOW!r}")
+
+    # Read the two kinds of attention, and the experts.
     has_bias = bool(hf["attention_bias"])
     hf = {**hf, "rope_scaling": hf.get("rope_scaling") or YARN}
     whole = replace(read_attention(hf, has_bias=has_bias), has_output_bias=has_bias, has_sinks=True)
     mixers = {WHOLE: whole, WINDOW: replace(whole, window=read_window(hf))}
+
     experts = Mixture(
         hidden_size=whole.hidden_size,
         mlp_size=read_size(hf, "intermediate_size"),
         routing=Routing(
             num_experts=read_size(hf, "num_local_experts"),
             num_chosen=read_size(hf, "num_experts_per_tok"),
-            renormalizes=True,  # which equals a softmax over the chosen
+            renormalizes=True,  # equals a softmax over the chosen experts
         ),
         has_bias=True,
         clamp=Clamp(limit=float(hf["swiglu_limit"]), slope=float(hf["swiglu_alpha"])),
         config_keys=("intermediate_size", "num_local_experts"),
     )
-    return tuple(Block(mixers[kind], experts) for kind in kinds)
+    return tuple(Block(mixers[layer_type], experts) for layer_type in types)
 
 
 DEFAULTS: dict[str, Any] = {

@@ -1,4 +1,7 @@
-"""Mistral 7B, Nemo and Ministral, dense: Llama with sliding windows. Jiang et al. 2023, arXiv:2310.06825."""
+"""Mistral 7B, Nemo and Ministral, dense: Llama with sliding windows.
+
+Jiang et al. 2023, arXiv:2310.06825.
+"""
 
 from dataclasses import replace
 
@@ -8,7 +11,7 @@ from skyrl_tx.weights.weight_map import DENSE_WEIGHTS
 
 
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
-    """Read the layers, all of which have the same window, or none."""
+    """Read the layers. All have the same sliding window, or none."""
     attention = replace(read_attention(hf), window=read_window(hf))
     return (Block(attention, read_dense(hf)),) * read_size(hf, "num_hidden_layers")
 

@@ -1,4 +1,7 @@
-"""Nemotron-H (Nemotron 3 Nano, Super, Ultra): Mamba-2, attention or a feed-forward in each layer. NVIDIA 2025."""
+"""Nemotron-H (Nemotron 3 Nano, Super, Ultra): each layer has Mamba-2, attention or a feed-forward.
+
+NVIDIA 2025.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,26 +22,30 @@ ACCEPTED: Mapping[str, tuple[Any, ...]] = {
     "tie_word_embeddings": (False,),
     **dict.fromkeys(("use_bias", "mamba_proj_bias", "attention_bias", "mlp_bias", "sliding_window"), (False,)),
 }
-"""Keys that would change the maths, with the values that are implemented."""
+"""Keys that would change the maths, with the supported values."""
 _MAMBA, _ATTENTION, _EXPERTS, _DENSE = "linear_attention", "full_attention", "moe", "mlp"
 _LETTERS = {"M": _MAMBA, "*": _ATTENTION, "E": _EXPERTS, "-": _DENSE}
 _KINDS: Mapping[str, str] = {**_LETTERS, "mamba": _MAMBA, "attention": _ATTENTION}
 
 
 def read_kinds(hf: HfConfig) -> tuple[str, ...]:
-    """Return the kind of each layer: as listed, else by the letters of a pattern."""
+    """Return the type of each layer, from a list of names or from a pattern of letters."""
     given: Sequence[str] = hf.get("layers_block_type") or hf.get("hybrid_override_pattern") or ()
-    kinds = tuple(_KINDS.get(each, each) for each in given)
-    number = hf.get("num_hidden_layers", len(kinds))  # which transformers does not write
+    kinds = tuple(_KINDS.get(name, name) for name in given)
+    number = hf.get("num_hidden_layers", len(kinds))  # transformers does not write this key
     if not kinds or len(kinds) != number or not set(kinds) <= set(_KINDS.values()):
         raise UnsupportedModel(f"config.json has layers_block_type = {given!r} of {number} layers")
     return kinds
 
 
 def read_mamba(hf: HfConfig) -> Mamba:
-    """Read the state space. `time_step_limit` bounds steps, as in the vendor's code; `time_step_min` is of training."""
-    least, most = hf["time_step_limit"]
-    if most not in (None, math.inf):
+    """Read the Mamba-2 layer.
+
+    `time_step_limit` bounds time steps, as in NVIDIA's code. `time_step_min` only matters for
+    initialisation.
+    """
+    minimum, maximum = hf["time_step_limit"]
+    if maximum not in (None, math.inf):
         raise UnsupportedModel(f"config.json has time_step_limit = {hf['time_step_limit']!r}; supported: [_, Infinity]")
     return Mamba(
         hidden_size=read_size(hf, "hidden_size"),
@@ -49,12 +56,12 @@ def read_mamba(hf: HfConfig) -> Mamba:
         conv_width=read_size(hf, "conv_kernel"),
         has_conv_bias=bool(hf["use_conv_bias"]),
         norm_epsilon=read_epsilon(hf),
-        least_step=float(least),
+        least_step=float(minimum),
     )
 
 
 def read_experts(hf: HfConfig) -> Mixture:
-    """Read the experts, which may read latents."""
+    """Read the experts. Their inputs and outputs may be smaller than the hidden size."""
     latent_size = None if hf.get("moe_latent_size") is None else read_size(hf, "moe_latent_size")
     shared_size = read_size(hf, "moe_shared_expert_intermediate_size")
     return replace(read_routed_experts(hf), is_gated=False, shared_size=shared_size, latent_size=latent_size)

@@ -1,4 +1,7 @@
-"""The base weights of a decoder: descriptions, stacked arrays, and separate layers for decoding.
+"""The base weights of a decoder as a parameter tree, and the KV cache that belongs to them.
+
+Weights of equal layers are stacked for training. For decoding on a CPU they can be separated into
+one tree per layer (`unstack_params`).
 
 Legend: D embed, V vocab, n layers of a stack.
 """
@@ -21,39 +24,43 @@ from skyrl_tx.models.config import Block, ModelConfig, Stack
 from skyrl_tx.models.parts.base import LayerParams
 
 OUTPUT_NORMS = "attn_output_norm", "mlp_output_norm"
-"""The norms of what a block adds, where it has them (`Block.has_output_norms`)."""
+"""Names of the norms of the outputs of mixer and feed-forward, in blocks with `has_output_norms`."""
 
 StackParams = LayerParams | tuple[LayerParams, ...]
-"""The parameters of a stack by name, each with a leading n; or in a tuple, each layer by itself."""
+"""The parameters of a stack by name, each with a leading n.
+
+Or a tuple with the parameters of each layer.
+"""
 
 
 @struct.dataclass
 class DecoderParams:
-    """All base weights: arrays, or `Parameter`s that describe them."""
+    """All base weights, as arrays or as `Parameter`s that describe them."""
 
     embed: Any  # [V, D]
-    layers: tuple[StackParams, ...]  # by stack; linear maps are [in, out]
+    layers: tuple[StackParams, ...]  # one entry per stack; linear maps are [in, out]
     final_norm: Any  # [D]
-    unembed: Any = None  # [V, D]; None when tied to `embed`
-    layout: Layout = struct.field(
-        pytree_node=False, default=UNSHARDED
-    )  # of these arrays and all that is computed of them
-    kernels: Kernels = struct.field(pytree_node=False, default=NO_KERNELS)  # of all that is computed of them
-    is_transposed: bool = struct.field(pytree_node=False, default=False)  # linear maps are [out, in], see `by_layer`
+    unembed: Any = None  # [V, D]; None if tied to `embed`
+    layout: Layout = struct.field(pytree_node=False, default=UNSHARDED)
+    """The sharding of these arrays and of all results computed with them."""
+    kernels: Kernels = struct.field(pytree_node=False, default=NO_KERNELS)
+    """The kernels that the computations use."""
+    is_transposed: bool = struct.field(pytree_node=False, default=False)
+    """Whether linear maps are stored as [out, in], see `unstack_params`."""
 
     @property
     def has_separate_layers(self) -> bool:
-        """Whether each layer is by itself, so that programs have no loop over layers."""
+        """Whether the layers are separate rather than stacked, so that programs unroll them."""
         return any(isinstance(stack, tuple) for stack in self.layers)
 
     @property
     def unembed_VD(self) -> Any:
-        """The unembedding matrix."""
+        """The unembedding matrix [V, D]."""
         return self.embed if self.unembed is None else self.unembed
 
 
 def describe_params(config: ModelConfig) -> DecoderParams:
-    """Return shape, logical axes and initialisation of every parameter, as a tree of `Parameter`."""
+    """Return the shape, axes and initialisation of every parameter, as a tree of `Parameter`."""
     D, V = config.hidden_size, config.vocab_size
     return DecoderParams(
         embed=Parameter((V, D), ("vocab", "embed")),
@@ -65,94 +72,113 @@ def describe_params(config: ModelConfig) -> DecoderParams:
 
 def _describe_stack(stack: Stack, hidden_size: int) -> Mapping[str, Parameter]:
     norm = Parameter((hidden_size,), ("embed",), "ones", is_float32=True)
-    block, found = stack.block, dict[str, Parameter]()
-    of_mixer, of_feed_forward = OUTPUT_NORMS
+    block, parameters = stack.block, dict[str, Parameter]()
+    mixer_output_norm, mlp_output_norm = OUTPUT_NORMS
     for name, output_norm, part in (
-        ("attn_norm", of_mixer, block.mixer),
-        ("mlp_norm", of_feed_forward, block.feed_forward),
+        ("attn_norm", mixer_output_norm, block.mixer),
+        ("mlp_norm", mlp_output_norm, block.feed_forward),
     ):
         norms = (name, output_norm) if block.has_output_norms else (name,)
-        own = {} if part is None else {**dict.fromkeys(norms, norm), **part.describe()}
-        assert not found.keys() & own.keys(), (
-            f"the names of a block are not unique: {sorted(found.keys() & own.keys())}"
-        )
-        found |= own
+        new = {} if part is None else {**dict.fromkeys(norms, norm), **part.describe()}
+        duplicates = sorted(parameters.keys() & new.keys())
+        assert not duplicates, f"the parts of a block have parameters with the same names: {duplicates}"
+        parameters |= new
+
+    # Add the dimension of the stacked layers.
+    num_layers = len(stack.layers)
     return {
-        name: replace(each, shape=(len(stack.layers), *each.shape), axes=("layers", *each.axes), layers=stack.layers)
-        for name, each in found.items()
+        name: replace(
+            parameter,
+            shape=(num_layers, *parameter.shape),
+            axes=("layers", *parameter.axes),
+            layers=stack.layers,
+        )
+        for name, parameter in parameters.items()
     }
 
 
-def split_stacks(params: DecoderParams, layers_of: Callable[[Any], tuple[Any, ...]]) -> DecoderParams:
-    """Return the parameters with each layer by itself; `layers_of` returns those of one array of a stack."""
+def split_stacks(params: DecoderParams, unstack: Callable[[Any], tuple[Any, ...]]) -> DecoderParams:
+    """Return the parameters with separate layers.
+
+    `unstack` splits one stacked array into one entry per layer.
+    """
 
     def split_stack(stack: StackParams) -> tuple[LayerParams, ...]:
         assert not isinstance(stack, tuple), "the layers are separate already"
-        by_name = {name: layers_of(leaf) for name, leaf in stack.items()}
+        by_name = {name: unstack(leaf) for name, leaf in stack.items()}
         return tuple(dict(zip(by_name, layer, strict=True)) for layer in zip(*by_name.values(), strict=True))
 
     return replace(params, layers=tuple(map(split_stack, params.layers)))
 
 
 def unstack_params(params: DecoderParams, config: ModelConfig) -> DecoderParams:
-    """Return the parameters with the layers out of their stacks: copies, for a loop that would copy them each time.
+    """Return a copy of the parameters with separate layers, for decoding on a CPU.
 
-    Linear maps are [out, in], which `transpose_layer` undoes. XLA on CPU then sums the products of 2 to 256 rows in one
-    order, so that a row has the same bits in any of them.
+    Decoding with stacked layers would copy them in every step. Linear maps are stored as [out, in];
+    `transpose_layer` undoes this inside the program. With this storage order XLA on CPU sums the
+    products of 2 to 256 rows in the same order, so a row has the same bits in a batch of any of
+    these sizes.
     """
 
-    def transpose_stack(stack: Stack, own: StackParams) -> tuple[LayerParams, ...]:
-        assert isinstance(own, tuple)
-        return tuple(transpose_layer(stack.block, layer) for layer in own)
+    def transpose_stack(stack: Stack, layers: StackParams) -> tuple[LayerParams, ...]:
+        assert isinstance(layers, tuple)
+        return tuple(transpose_layer(stack.block, layer) for layer in layers)
 
-    apart = split_stacks(params, cache_state.unstack_layers).layers
-    return replace(params, layers=tuple(map(transpose_stack, config.stacks, apart)), is_transposed=True)
+    separate = split_stacks(params, cache_state.unstack_layers).layers
+    return replace(params, layers=tuple(map(transpose_stack, config.stacks, separate)), is_transposed=True)
 
 
 def transpose_layer(block: Block, params: LayerParams) -> LayerParams:
-    """Return one layer's parameters with the linear maps transposed. Inside a program that copies nothing."""
+    """Return the parameters of one layer with transposed linear maps.
+
+    Inside a jitted program this copies nothing.
+    """
     maps = _find_linear_maps(block)
     return {name: jnp.swapaxes(leaf, 0, 1) if name in maps else leaf for name, leaf in params.items()}
 
 
 def _find_linear_maps(block: Block) -> frozenset[str]:
-    """Return the names of the linear maps [in, out] of a block, without those of experts."""
+    """Return the names of the linear maps [in, out] of a block, except the maps of experts."""
     adapted = {name for name, target in block.targets().items() if target.num_experts is None}
-    parts = [part for part in (block.mixer, block.feed_forward) if part is not None]
-    described = {name: each for part in parts for name, each in part.describe().items()}
-    return frozenset(adapted | {name for name, each in described.items() if each.axes == ("embed", "heads")})
+    described = {name: parameter for part in block.parts for name, parameter in part.describe().items()}
+    return frozenset(adapted | {name for name, parameter in described.items() if parameter.axes == ("embed", "heads")})
 
 
 def make_empty_cache(
     params: DecoderParams, config: ModelConfig, num_pages: int, num_states: int, page: int = PAGE_SIZE
 ) -> Cache:
-    """Return an empty cache on the devices of the weights, sharded as programs do."""
+    """Return an empty cache on the devices of the weights, with the sharding that programs use."""
     shapes = describe_cache(params, config, num_pages, num_states, page)
-    return jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype, device=each.sharding), shapes)
+    return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype, device=shape.sharding), shapes)
 
 
 def describe_cache(
     params: DecoderParams, config: ModelConfig, num_pages: int, num_states: int, page: int = PAGE_SIZE
 ) -> Cache:
-    """Return the arrays of `make_empty_cache` as `jax.ShapeDtypeStruct`s with shardings; so may the weights be."""
+    """Return the arrays of `make_empty_cache` as `jax.ShapeDtypeStruct`s.
+
+    The weights may be such structs too.
+    """
     layout, dtype = params.layout, params.embed.dtype
 
-    def make_shape(each: Parameter, dims: tuple[int, ...], axes: tuple[Axis | None, ...]) -> jax.ShapeDtypeStruct:
+    def make_shape(parameter: Parameter, dims: tuple[int, ...], axes: tuple[Axis | None, ...]) -> jax.ShapeDtypeStruct:
         sharding = layout.sharding(axes, dims) if layout.is_sharded else params.embed.sharding
-        return jax.ShapeDtypeStruct(dims, jnp.float32 if each.is_float32 else dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(dims, jnp.float32 if parameter.is_float32 else dtype, sharding=sharding)
 
     def describe_stack(stack: Stack) -> LayerCache:
-        room, num_layers = stack.block.describe_cache(), len(stack.layers)
+        spec, num_layers = stack.block.describe_cache(), len(stack.layers)
 
-        def describe_positions(each: Parameter) -> jax.ShapeDtypeStruct:
-            num_heads, dim = each.shape
-            return make_shape(each, (num_layers, num_pages, num_heads, page, dim), get_position_axes(each))
+        def describe_positions(parameter: Parameter) -> jax.ShapeDtypeStruct:
+            num_heads, dim = parameter.shape
+            return make_shape(parameter, (num_layers, num_pages, num_heads, page, dim), get_position_axes(parameter))
 
-        def describe_fixed(each: Parameter) -> jax.ShapeDtypeStruct:
-            return make_shape(each, (num_layers, num_states, *each.shape), ("layers", "batch", *each.axes))
+        def describe_fixed(parameter: Parameter) -> jax.ShapeDtypeStruct:
+            return make_shape(
+                parameter, (num_layers, num_states, *parameter.shape), ("layers", "batch", *parameter.axes)
+            )
 
         return LayerCache(
-            positions=jax.tree.map(describe_positions, room.positions), fixed=jax.tree.map(describe_fixed, room.fixed)
+            positions=jax.tree.map(describe_positions, spec.positions), fixed=jax.tree.map(describe_fixed, spec.fixed)
         )
 
     return tuple(describe_stack(stack) for stack in config.stacks)

@@ -1,4 +1,7 @@
-"""Qwen2 and Qwen2.5, dense: biases on queries, keys and values. Qwen Team 2024, arXiv:2407.10671."""
+"""Qwen2 and Qwen2.5, dense: biases on queries, keys and values.
+
+Qwen Team 2024, arXiv:2407.10671.
+"""
 
 from skyrl_tx.models.family import ModelFamily, make_dense_reader
 from skyrl_tx.weights.weight_map import DENSE_WEIGHTS, QKV_BIAS_WEIGHTS

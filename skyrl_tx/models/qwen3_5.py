@@ -1,11 +1,15 @@
-"""Qwen3.5, 3.6 and 3.8, dense: three gated delta nets to each gated attention. Qwen Team 2026; arXiv:2412.06464."""
+"""Qwen3.5, 3.6 and 3.8, dense: three gated delta nets before each gated attention.
 
-from collections.abc import Mapping
+Qwen Team 2026; arXiv:2412.06464.
+"""
+
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from skyrl_tx.models.config import Block, HfConfig, check_values, read_size
-from skyrl_tx.models.family import ModelFamily, UnsupportedModel, read_attention, read_dense, read_epsilon
+from skyrl_tx.models.family import ModelFamily, read_dense, read_epsilon, read_layer_types, read_partial_rope_attention
 from skyrl_tx.models.parts.attention import Attention
 from skyrl_tx.models.parts.base import Mixer
 from skyrl_tx.models.parts.delta_net import DeltaNet
@@ -16,20 +20,8 @@ ACCEPTED: Mapping[str, tuple[Any, ...]] = {
     "output_gate_type": ("swish",),
     "mamba_ssm_dtype": ("float32",),
 }
-"""Keys that would change the maths, with the values that are implemented."""
-_KINDS = "linear_attention", "full_attention"
-
-
-def read_layer_types(hf: HfConfig) -> tuple[str, ...]:
-    """Return the kind of each layer: as listed, else every `full_attention_interval`-th has full attention."""
-    num_layers = read_size(hf, "num_hidden_layers")
-    if not hf.get("layer_types"):
-        interval = read_size(hf, "full_attention_interval")
-        return tuple(_KINDS[(layer + 1) % interval == 0] for layer in range(num_layers))
-    kinds = tuple(hf["layer_types"])
-    if len(kinds) != num_layers or not set(kinds) <= set(_KINDS):
-        raise UnsupportedModel(f"config.json has layer_types = {kinds}; supported: {num_layers} of {_KINDS}")
-    return kinds
+"""Keys that would change the maths, with the supported values."""
+_TYPES = "linear_attention", "full_attention"
 
 
 def read_delta_net(hf: HfConfig) -> DeltaNet:
@@ -46,19 +38,26 @@ def read_delta_net(hf: HfConfig) -> DeltaNet:
 
 
 def read_gated_attention(hf: HfConfig) -> Attention:
-    """Read the softmax attention: a share of each head is rotated. The axes of positions are equal in text."""
+    """Read the softmax attention. The keys of multi-axis positions have no effect for text."""
     rope = dict(hf.get("rope_parameters") or {})
-    share = rope.pop("partial_rotary_factor", hf["partial_rotary_factor"])
-    others = {key: value for key, value in rope.items() if key not in ("mrope_section", "mrope_interleaved")}
-    attention = read_attention({**hf, "rope_parameters": others}, has_norm=True)
-    return replace(attention, is_gated=True, rotary_dims=int(attention.head_dim * share))
+    for key in ("mrope_section", "mrope_interleaved"):
+        rope.pop(key, None)
+    return replace(read_partial_rope_attention({**hf, "rope_parameters": rope}, has_norm=True), is_gated=True)
 
 
 def read_mixers(hf: HfConfig) -> tuple[Mixer, ...]:
     """Read the mixer of each layer."""
     check_values(hf, ACCEPTED)
     mixers: dict[str, Mixer] = {"linear_attention": read_delta_net(hf), "full_attention": read_gated_attention(hf)}
-    return tuple(mixers[kind] for kind in read_layer_types(hf))
+    types = read_layer_types(hf, partial(_alternate_types, hf), _TYPES)
+    return tuple(mixers[layer_type] for layer_type in types)
+
+
+def _alternate_types(hf: HfConfig, num_layers: int) -> Iterator[str]:
+    """Yield the types of layers, where every `full_attention_interval`-th has full attention."""
+    interval = read_size(hf, "full_attention_interval")
+    for layer in range(num_layers):
+        yield _TYPES[(layer + 1) % interval == 0]
 
 
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:

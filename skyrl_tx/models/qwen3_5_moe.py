@@ -1,4 +1,7 @@
-"""Qwen3.5 and 3.6 with experts: the mixers of Qwen3.5, and mixtures with a shared expert. Qwen Team 2026."""
+"""Qwen3.5 and 3.6 with a mixture of experts and a shared expert.
+
+Qwen Team 2026.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,9 +24,9 @@ ACCEPTED: Mapping[str, tuple[Any, ...]] = {
     "decoder_sparse_step": (1,),
     "mlp_only_layers": ([],),
 }
-"""Keys of other mixtures, with the values that these models have."""
+"""Keys of other mixtures of experts, with the values that these models have."""
 WEIGHTS = offset_norms(DENSE_WEIGHTS + QK_NORM_WEIGHTS) + STACKED_EXPERT_WEIGHTS + SHARED_EXPERT_WEIGHTS
-"""All but those of the delta nets."""
+"""All rules except for delta nets."""
 
 
 def read_blocks(hf: HfConfig) -> tuple[Block, ...]:

@@ -1,4 +1,7 @@
-"""Qwen3-MoE: Qwen3 with a mixture of experts in place of most feed-forwards. Qwen Team 2025, arXiv:2505.09388."""
+"""Qwen3-MoE: Qwen3 with a mixture of experts instead of most feed-forwards.
+
+Qwen Team 2025, arXiv:2505.09388.
+"""
 
 from skyrl_tx.layers.grouped_experts import Routing
 from skyrl_tx.models.config import Block, HfConfig, read_size
@@ -26,9 +29,9 @@ def read_mixture(hf: HfConfig, *, renormalizes: bool, shared_size: int | None = 
 def read_feed_forwards(hf: HfConfig, mixture: Mixture) -> tuple[FeedForward, ...]:
     """Read the feed-forward of each layer, dense or the mixture."""
     dense = read_dense(hf)
-    step, others = read_size(hf, "decoder_sparse_step"), hf["mlp_only_layers"] or ()
+    interval, dense_layers = read_size(hf, "decoder_sparse_step"), hf["mlp_only_layers"] or ()
     return tuple(
-        mixture if layer not in others and (layer + 1) % step == 0 else dense
+        mixture if layer not in dense_layers and (layer + 1) % interval == 0 else dense
         for layer in range(read_size(hf, "num_hidden_layers"))
     )
 
@@ -37,7 +40,7 @@ def read_blocks(hf: HfConfig) -> tuple[Block, ...]:
     """Read the layers, dense or with experts."""
     attention = read_attention(hf, has_norm=True)
     mixture = read_mixture(hf, renormalizes=hf["norm_topk_prob"])
-    return tuple(Block(attention, each) for each in read_feed_forwards(hf, mixture))
+    return tuple(Block(attention, feed_forward) for feed_forward in read_feed_forwards(hf, mixture))
 
 
 QWEN3_MOE = ModelFamily(

@@ -1,4 +1,7 @@
-"""Qwen3-Next: as Qwen3.5 with experts, with the maps of delta nets stored head by head. Qwen Team 2025."""
+"""Qwen3-Next: like Qwen3.5 with experts, but delta nets are stored head by head.
+
+Qwen Team 2025.
+"""
 
 from skyrl_tx.models.config import Block, HfConfig, read_size
 from skyrl_tx.models.family import ModelFamily

@@ -1,1 +1,4 @@
-"""Tools for tests of this project and of third-party backends."""
+"""Tools for testing backends: a test suite, a fake backend and tiny models.
+
+Third-party backends can use them too.
+"""

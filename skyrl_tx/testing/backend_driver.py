@@ -1,4 +1,4 @@
-"""Helpers of tests that call a backend directly: small requests, and short ways to train and sample."""
+"""A driver for tests that call a backend directly: it builds small requests, trains and samples."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,7 +37,10 @@ class Drawn:
 
 @dataclass(slots=True)
 class BackendDriver:
-    """Calls a started backend for one test; `clean` frees the models and samplers that the test created."""
+    """Calls a started backend in one test.
+
+    `clean` frees the models and samplers that the test created.
+    """
 
     backend: AbstractBackend
     capabilities: Capabilities
@@ -47,7 +50,7 @@ class BackendDriver:
     _numbers: Iterator[int] = field(default_factory=count)
 
     def spec(self, seed: int = 1, *, rank: int = 4) -> ModelSpec:
-        """Return a small adapter on all layers that the backend can train."""
+        """Return a model with a small adapter on all layers that the backend can train."""
         targets = self.capabilities.lora_targets
         lora = LoraSpec(
             rank=min(rank, self.capabilities.max_lora_rank),
@@ -59,12 +62,12 @@ class BackendDriver:
         return ModelSpec(lora=lora)
 
     def new_id(self) -> ModelId:
-        """Return the id of a model that the test creates itself."""
+        """Return an id for a model that the test creates without `model`."""
         self._models.append(ModelId(f"model-{next(self._numbers)}"))
         return self._models[-1]
 
     def model(self, seed: int = 1, *, steps: int = 0) -> ModelId:
-        """Create a model and train it for some steps."""
+        """Create a model and train it for `steps` optimizer steps."""
         model_id = self.new_id()
         self.backend.create_model(model_id, self.spec(seed))
         for step in range(steps):
@@ -75,33 +78,33 @@ class BackendDriver:
     def request(
         self, model_id: ModelId, lengths: Sequence[int] = (5, 9), *, seed: int = 0, loss: str = "cross_entropy"
     ) -> list[PassExample]:
-        """Return the examples of one request, drawn from the seed."""
+        """Return the examples of one request, with random tokens."""
         draw = np.random.default_rng(seed)
         request_id = RequestId(f"request-{next(self._numbers)}")
         return [self._example(request_id, model_id, length, draw, loss) for length in lengths]
 
     def batch(self, *requests: list[PassExample]) -> PreparedModelPassBatch:
-        """Return a batch of requests."""
+        """Return a batch of these requests."""
         return PreparedModelPassBatch(examples=tuple(example for request in requests for example in request))
 
     def files_of(self, snapshot: Snapshot) -> dict[str, bytes]:
-        """Write a snapshot, and return the bytes of its safetensors files by name."""
+        """Write a snapshot and return the bytes of its safetensors files, by file name."""
         directory = self.directory / f"snapshot-{next(self._numbers)}"
         directory.mkdir()
         snapshot.write(directory)
         return {path.name: path.read_bytes() for path in sorted(directory.glob("*.safetensors"))}
 
     def state_of(self, model_id: ModelId) -> dict[str, bytes]:
-        """Return the whole state of a model as bytes, see `files_of`."""
+        """Return the whole state of a model as the bytes of its files, see `files_of`."""
         return self.files_of(self.backend.capture(model_id, ALL_PARTS))
 
     def arrays_of(self, model_id: ModelId, part: StatePart) -> dict[str, Floats]:
-        """Return the tensors of one part of a model's state by name, as float64."""
+        """Return the tensors of one part of a model's state as float64, by name."""
         files = self.files_of(self.backend.capture(model_id, {part}))
         return {name: array.astype(np.float64) for name, array in load(files[FILES[part]]).items()}
 
     def distributions(self, model_id: ModelId, tokens: NDArray[np.int32]) -> Floats:
-        """Return the log-probability of every token of the vocabulary after each token, [T, V], by the trainer."""
+        """Return the trainer's log-probabilities of all tokens after each of these, [T, V]."""
         shape = (len(tokens), self.capabilities.vocab_size)
         targets = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
         inputs = {"target_tokens": read_only(np.ascontiguousarray(targets)), "weights": read_only(np.ones(shape, "f4"))}
@@ -125,7 +128,10 @@ class BackendDriver:
         options: PromptOptions | None = None,
         cache_scope: str = "",
     ) -> SampleRequest:
-        """Return a request with a prompt of four tokens, by default for eight new tokens."""
+        """Return a request with a prompt of four tokens.
+
+        By default it asks for eight new tokens.
+        """
         return SampleRequest(
             request_id=RequestId(f"request-{next(self._numbers)}"),
             sampler=sampler,
@@ -137,7 +143,7 @@ class BackendDriver:
         )
 
     def run_samples(self, *requests: SampleRequest) -> list[SampleDelta]:
-        """Sample requests together, slice by slice, and return all deltas but those that say nothing."""
+        """Run requests together to their end, and return all deltas except empty ones."""
         self.backend.begin_sample(PreparedSampleBatch(requests=requests))
         deltas: list[SampleDelta] = []
         while new := self.backend.step_sample():
@@ -145,12 +151,12 @@ class BackendDriver:
         return deltas
 
     def draw(self, request: SampleRequest, *others: SampleRequest) -> list[Drawn]:
-        """Return the complete samples of the first request, in index order."""
+        """Run requests together. Returns the complete samples of the first one, in index order."""
         deltas = self.run_samples(request, *others)
         return [drawn_of(deltas, request.request_id, index) for index in range(request.num_samples)]
 
     def clean(self) -> None:
-        """Free the models and samplers."""
+        """Free the models and samplers of the test."""
         for model_id in self._models:
             self.backend.delete_model(model_id)
         for sampler in self._samplers:
@@ -179,14 +185,14 @@ class BackendDriver:
 
 
 def read_only(array: Array) -> Array:
-    """Return an array as the engine hands it to a backend: a view that cannot be written."""
+    """Return a read-only view of an array, like the arrays that the engine passes to a backend."""
     view = array.view()
     view.flags.writeable = False
     return view
 
 
 def drawn_of(deltas: Sequence[SampleDelta], request_id: RequestId, index: int) -> Drawn:
-    """Return the sample of some deltas. Asserts that it ended once, with its last delta."""
+    """Return one complete sample. Asserts that its last delta, and no other, has a stop reason."""
     own = [delta for delta in deltas if delta.request_id == request_id and delta.index == index]
     assert own, f"sample {index} of {request_id} has no delta"
     assert all(delta.error is None for delta in own), own
@@ -202,7 +208,7 @@ def drawn_of(deltas: Sequence[SampleDelta], request_id: RequestId, index: int) -
 def drawn_examples(
     model_id: ModelId, *shapes: tuple[int, ...], seed: int = 0, request: str = "r", vocab_size: int = 256
 ) -> tuple[PassExample, ...]:
-    """Return the examples of one cross_entropy request, drawn from the seed, with targets of the given shapes."""
+    """Return the random examples of one cross_entropy request, with targets of the given shapes."""
     draw = np.random.default_rng(seed)
     return tuple(
         PassExample(
@@ -221,7 +227,7 @@ def drawn_examples(
 
 
 def scoring(model_id: ModelId, rows: Sequence[NDArray[np.int32]]) -> PreparedModelPassBatch:
-    """Return a batch that computes the log-probabilities of each row's tokens, except the first."""
+    """Return a batch that scores every token of each row except the first."""
     return PreparedModelPassBatch(
         examples=tuple(
             PassExample(
@@ -238,14 +244,15 @@ def scoring(model_id: ModelId, rows: Sequence[NDArray[np.int32]]) -> PreparedMod
 
 
 def same_bits(left: PassResult, right: PassResult) -> bool:
-    """Return whether two results are equal to the last bit."""
+    """Return whether two results are bit-identical."""
     return left.logprobs.tobytes() == right.logprobs.tobytes() and dict(left.sums) == dict(right.sums)
 
 
 def nearly_equal(left: PassResult, right: PassResult, tolerance: float) -> bool:
-    """Return whether log-probabilities of two results differ by at most `tolerance`; of 0, whether all bits are equal.
+    """Return whether the log-probabilities of two results differ by at most `tolerance`.
 
-    Sums may differ by ten times what differences of that size add up to.
+    Sums may differ by ten times the tolerance for each log-probability. With tolerance 0 the
+    results must be bit-identical.
     """
     if tolerance == 0:
         return same_bits(left, right)

@@ -1,4 +1,7 @@
-"""The guarantees of the backend contract as tests. Subclass `BackendSuite` and override `make_backend`."""
+"""The guarantees of the backend contract as a pytest suite.
+
+To test a backend, subclass `BackendSuite` and override `make_backend`.
+"""
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator
@@ -19,23 +22,24 @@ from skyrl_tx.testing.state_checks import StateChecks
 
 
 class BackendSuite(LossChecks, SamplingChecks, StateChecks):
-    """Tests of a backend with a tiny base model, see `skyrl_tx.contract.backend`.
+    """Tests that a backend keeps the contract, with a tiny base model (see `contract.backend`).
 
-    The backend must support three models in training, two samplers, a context of 64 tokens, and "cross_entropy". It is
-    started once per class. Override `make_backend`; `tolerance` if it computes in less than float32, and
-    `pass_tolerance` if `forward` and `forward_backward` are programs whose products differ.
+    The backend must support three models in training, two samplers, a context of 64 tokens, and the
+    loss "cross_entropy". It is started once per class. Override `make_backend`. Also override
+    `tolerance` if the backend computes with less precision than float32, and `pass_tolerance` if
+    `forward` and `forward_backward` do not give identical bits.
     """
 
     @classmethod
     def make_backend(cls, directory: Path) -> AbstractBackend:
-        """Return a backend that is not started. It may write files into `directory`."""
+        """Return a backend that has not been started. It may write files into `directory`."""
         raise NotImplementedError
 
     @contextlib.contextmanager
     def lost_device(self, backend: AbstractBackend) -> Generator[None]:
-        """Make every computation of a started backend raise inside the context, like that of a lost device.
+        """Simulate a lost device: inside the context, every computation of the backend must raise.
 
-        Override it if your backend can do this. By default the test that needs it is skipped.
+        Override it if your backend can simulate this. By default the test is skipped.
         """
         pytest.skip("the backend has no fault injection: override `lost_device`")
         yield
@@ -43,14 +47,14 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
     @pytest.fixture(scope="class")
     @classmethod
     def started(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BackendDriver]:
-        """A started backend, shared by the tests of the class."""
+        """The started backend, shared by the tests of a class."""
         backend = cls.make_backend(tmp_path_factory.mktemp("backend"))
         yield BackendDriver(backend, backend.start(), tmp_path_factory.mktemp("snapshots"))
         backend.close()
 
     @pytest.fixture
     def driver(self, started: BackendDriver, tmp_path: Path) -> Iterator[BackendDriver]:
-        """The started backend, without models or samplers."""
+        """A driver of the started backend, without models or samplers."""
         driver = BackendDriver(started.backend, started.capabilities, tmp_path)
         yield driver
         driver.clean()
@@ -58,7 +62,7 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
     # Order of results
 
     def test_result_i_belongs_to_example_i(self, driver: BackendDriver) -> None:
-        """For every order and mix of lengths and models."""
+        """Results are in the order of examples, for any order and mix of lengths and models."""
         one, two = driver.model(1, steps=1), driver.model(2, steps=1)
         first = driver.request(one, (9, 3, 17), seed=1)
         second = driver.request(two, (4, 16), seed=2)
@@ -72,7 +76,7 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
     # Gradient accumulation
 
     def test_forward_changes_no_state(self, driver: BackendDriver) -> None:
-        """Weights and accumulated gradient stay equal."""
+        """`forward` leaves weights and the accumulated gradient unchanged."""
         model_id = driver.model(steps=1)
         driver.backend.forward_backward(driver.batch(driver.request(model_id)))
         before = driver.state_of(model_id)
@@ -80,7 +84,7 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
         assert driver.state_of(model_id) == before
 
     def test_optim_step_and_clear_gradient_reset_the_gradient(self, driver: BackendDriver) -> None:
-        """A step without a gradient is a step with a zero gradient."""
+        """An optimizer step without a gradient uses a gradient of zero."""
         model_id = driver.model()
         batch = driver.batch(driver.request(model_id))
         still = OptimizerParams(learning_rate=0.0)
@@ -92,7 +96,10 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
         assert driver.backend.optim_step(model_id, still)["unclipped_grad_l2:mean"] == 0
 
     def test_gradient_norm_is_that_of_the_next_step(self, driver: BackendDriver) -> None:
-        """A backend may also tell no norm."""
+        """The norm equals the norm that the next optimizer step reports.
+
+        A backend may also return None.
+        """
         model_id = driver.model()
         if driver.backend.gradient_norm(model_id) is None:
             return
@@ -100,12 +107,13 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
         driver.backend.forward_backward(driver.batch(driver.request(model_id)))
         before = driver.state_of(model_id)
         norm = driver.backend.gradient_norm(model_id)
+
         assert driver.state_of(model_id) == before
         metrics = driver.backend.optim_step(model_id, OptimizerParams(learning_rate=0.0))
         assert norm == pytest.approx(metrics["unclipped_grad_l2:mean"], rel=1e-5)
 
     def test_training_lowers_the_loss(self, driver: BackendDriver) -> None:
-        """A few steps on one batch."""
+        """A few optimizer steps on one batch lower its loss."""
         model_id = driver.model()
         batch = driver.batch(driver.request(model_id, (12, 12)))
         losses: list[float] = []
@@ -117,7 +125,7 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
     # Isolation
 
     def test_a_step_on_one_model_leaves_others_bit_equal(self, driver: BackendDriver) -> None:
-        """Weight decay and clipping are on; the other model has moments and an accumulated gradient."""
+        """A step with decay and clipping changes no bit of another model's moments or gradient."""
         mine, other = driver.model(1, steps=1), driver.model(2, steps=1)
         driver.backend.forward_backward(driver.batch(driver.request(other)))
         before = driver.state_of(other)
@@ -127,35 +135,39 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
         assert driver.state_of(other) == before
 
     def test_a_diverged_model_changes_no_other(self, driver: BackendDriver) -> None:
-        """The other model shares passes and decode slices with a model whose weights are NaN."""
-        sick, well = driver.model(1, steps=1), driver.model(2, steps=1)
+        """A model with NaN weights does not affect another model in the same batches."""
+        diverged, healthy = driver.model(1, steps=1), driver.model(2, steps=1)
         for _ in range(2):
-            driver.backend.forward_backward(driver.batch(driver.request(sick)))
-            driver.backend.optim_step(sick, OptimizerParams(learning_rate=3e38))
-        request = driver.request(well, seed=3)
-        start = driver.backend.capture(well, ALL_PARTS)
+            driver.backend.forward_backward(driver.batch(driver.request(diverged)))
+            driver.backend.optim_step(diverged, OptimizerParams(learning_rate=3e38))
+
+        # Train the healthy model alone, then together with the diverged model.
+        request = driver.request(healthy, seed=3)
+        start = driver.backend.capture(healthy, ALL_PARTS)
         alone = driver.backend.forward_backward(driver.batch(request))
-        expected = driver.state_of(well)
-        driver.backend.restore(well, driver.spec(2), start, ALL_PARTS)
-        mixed = driver.backend.forward_backward(driver.batch(driver.request(sick), request))
+        expected = driver.state_of(healthy)
+        driver.backend.restore(healthy, driver.spec(2), start, ALL_PARTS)
+        mixed = driver.backend.forward_backward(driver.batch(driver.request(diverged), request))
         assert not np.isfinite(mixed[0].logprobs).all(), "the model has not diverged, so this test shows nothing"
         assert all(same_bits(left, right) for left, right in zip(alone, mixed[2:], strict=True))
-        driver.backend.optim_step(sick, STEP)
-        assert driver.state_of(well) == expected
-        sampler = driver.sampler(well)
+        driver.backend.optim_step(diverged, STEP)
+        assert driver.state_of(healthy) == expected
+
+        # Sample it next to a healthy and next to the diverged model.
+        sampler = driver.sampler(healthy)
         drawn: list[list[Drawn]] = []
-        for neighbour in (driver.model(3, steps=1), sick):
+        for neighbour in (driver.model(3, steps=1), diverged):
             other = driver.sampler(neighbour)
             drawn.append(
                 driver.draw(driver.sample_request(sampler, num_samples=2), driver.sample_request(other, num_samples=2))
             )
             driver.backend.drop_sampler(other)
-        assert drawn[0] == drawn[1], "equal bits next to a finite and a diverged model"
+        assert drawn[0] == drawn[1], "samples next to the diverged model differ from samples next to a healthy one"
 
     # Atomicity
 
     def test_a_failed_pass_changes_no_state(self, driver: BackendDriver) -> None:
-        """One of its models does not exist, so the gradient of the other request is discarded."""
+        """A batch with an unknown model fails, and no gradient of it is kept."""
         model_id = driver.model(steps=1)
         before = driver.state_of(model_id)
         batch = driver.batch(driver.request(model_id), driver.request(ModelId("never-made")))
@@ -170,7 +182,7 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
         assert driver.state_of(model_id) == before
 
     def test_an_aborted_pass_changes_no_state(self, driver: BackendDriver) -> None:
-        """Even if all micro-batches were dispatched. `abort` after `results` does nothing."""
+        """`abort` discards a dispatched pass, and does nothing after `results`."""
         model_id = driver.model(steps=1)
         before = driver.state_of(model_id)
         batch = driver.batch(driver.request(model_id, (4, 9, 17)))
@@ -179,6 +191,7 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
         aborted.abort()
         aborted.abort()
         assert driver.state_of(model_id) == before
+
         kept = driver.backend.begin_pass(batch, backward=True)
         while not kept.step():
             pass
@@ -191,7 +204,7 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
     # Lost devices
 
     def test_check_devices_tells_a_lost_device_from_a_failed_call(self, driver: BackendDriver) -> None:
-        """On a lost device every call that computes fails and changes no state, and `check_devices` raises."""
+        """With a lost device computations fail, the state is kept, and `check_devices` raises."""
         model_id, backend = driver.model(steps=1), driver.backend
         batch = driver.batch(driver.request(model_id))
         backend.forward_backward(batch)
@@ -202,8 +215,12 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
             lambda: backend.forward_backward(batch),
             lambda: backend.optim_step(model_id, STEP),
         ]
+
+        # A failed call with working devices.
         assert _catch_failure(lambda: backend.forward(unknown)) is not None
         backend.check_devices()
+
+        # The same with a lost device.
         with self.lost_device(backend):
             assert all(_catch_failure(call) is not None for call in calls)
             request = driver.sample_request(None)
@@ -218,7 +235,7 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
     # Immutability of snapshots
 
     def test_training_changes_no_snapshot(self, driver: BackendDriver) -> None:
-        """A snapshot written after more training has the files of one written at once."""
+        """A snapshot written after more training has the same files as one written at once."""
         model_id = driver.model(steps=1)
         driver.backend.forward_backward(driver.batch(driver.request(model_id)))
         snapshot = driver.backend.capture(model_id, ALL_PARTS)
@@ -229,7 +246,7 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
         assert driver.state_of(model_id) != early
 
     def test_training_changes_no_sampler(self, driver: BackendDriver) -> None:
-        """After more training, and deletion of the model, samples have the same tokens and logprobs."""
+        """Samples of a sampler stay equal after more training and after deletion of the model."""
         model_id = driver.model(steps=2)
         sampler = driver.sampler(model_id)
         before = driver.draw(driver.sample_request(sampler))
@@ -241,42 +258,48 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
     # Batch invariance
 
     def test_gradients_are_batch_invariant(self, driver: BackendDriver) -> None:
-        """Two requests of a model in one pass, in two passes, and in one pass with another model's request."""
+        """Two requests give the same gradient in one pass, in two, and next to other requests."""
         model_id, other = driver.model(1, steps=1), driver.model(2, steps=1)
         first, second = driver.request(model_id, (5, 9, 3), seed=1), driver.request(model_id, (12, 2), seed=2)
-        stranger = driver.request(other, (7, 18), seed=3)
+        foreign = driver.request(other, (7, 18), seed=3)
         start = driver.backend.capture(model_id, ALL_PARTS)
         together = driver.backend.forward_backward(driver.batch(first, second))
         expected = driver.state_of(model_id)
+
+        # Two passes.
         driver.backend.restore(model_id, driver.spec(1), start, ALL_PARTS)
-        apart = [
+        separate = [
             *driver.backend.forward_backward(driver.batch(first)),
             *driver.backend.forward_backward(driver.batch(second)),
         ]
-        assert all(same_bits(left, right) for left, right in zip(together, apart, strict=True))
+        assert all(same_bits(left, right) for left, right in zip(together, separate, strict=True))
         assert driver.state_of(model_id) == expected
+
+        # One pass with a request of another model.
         driver.backend.restore(model_id, driver.spec(1), start, ALL_PARTS)
-        mixed = driver.backend.forward_backward(driver.batch(first, stranger, second))
+        mixed = driver.backend.forward_backward(driver.batch(first, foreign, second))
         own = mixed[:3] + mixed[5:]
         assert all(same_bits(left, right) for left, right in zip(together, own, strict=True))
         assert driver.state_of(model_id) == expected
 
     def test_interleaved_passes_are_batch_invariant(self, driver: BackendDriver) -> None:
-        """Micro-batches of two models alternate, with steps of a third model in between."""
+        """Two passes alternate, with optimizer steps of a third model in between."""
         models = [driver.model(number, steps=1) for number in (1, 2)]
         batches = [driver.batch(driver.request(model_id, (12, 5, 9))) for model_id in models]
         starts = [driver.backend.capture(model_id, ALL_PARTS) for model_id in models]
         alone = [driver.backend.forward_backward(batch) for batch in batches]
         expected = [driver.state_of(model_id) for model_id in models]
+
+        # Run both passes again, alternating.
         for number, model_id in enumerate(models):
             driver.backend.restore(model_id, driver.spec(number + 1), starts[number], ALL_PARTS)
         other = driver.model(3)
         passes = [driver.backend.begin_pass(batch, backward=True) for batch in batches]
         running = list(passes)
         while running:
-            running = [each for each in running if not each.step()]
+            running = [running_pass for running_pass in running if not running_pass.step()]
             driver.backend.optim_step(other, STEP)
-        results = [each.results() for each in reversed(passes)][::-1]
+        results = [running_pass.results() for running_pass in reversed(passes)][::-1]
         for left, right in zip(alone, results, strict=True):
             assert all(same_bits(one, two) for one, two in zip(left, right, strict=True))
         assert [driver.state_of(model_id) for model_id in models] == expected
@@ -284,7 +307,7 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
     # Snapshots
 
     def test_a_restored_model_continues_bit_equal(self, driver: BackendDriver) -> None:
-        """From files, into another model, with an accumulated gradient and the number of steps."""
+        """A model restored from files into another model continues with the same bits."""
         model_id, copy = driver.model(steps=2), driver.new_id()
         driver.backend.forward_backward(driver.batch(driver.request(model_id, seed=4)))
         directory = driver.directory / "kept"
@@ -293,21 +316,22 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
         driver.backend.restore(copy, driver.spec(), driver.backend.open_snapshot(directory), ALL_PARTS)
         assert driver.state_of(copy) == driver.state_of(model_id)
         metrics = []
-        for each in (model_id, copy):
-            driver.backend.forward_backward(driver.batch(driver.request(each, seed=5)))
-            metrics.append(driver.backend.optim_step(each, STEP))
+        for current in (model_id, copy):
+            driver.backend.forward_backward(driver.batch(driver.request(current, seed=5)))
+            metrics.append(driver.backend.optim_step(current, STEP))
         assert metrics[0] == metrics[1]
         assert (metrics[1]["step:max"], metrics[1]["learning_rate:mean"]) == (3, pytest.approx(STEP.learning_rate))
         assert driver.state_of(copy) == driver.state_of(model_id)
 
     def test_parts_that_are_not_restored_are_fresh(self, driver: BackendDriver) -> None:
-        """With weights only, moments and gradient are those of a new model."""
+        """A model restored from weights only has the moments and the gradient of a fresh model."""
         model_id, copy = driver.model(steps=2), driver.new_id()
         driver.backend.forward_backward(driver.batch(driver.request(model_id, seed=4)))
         source = driver.backend.capture(model_id, ALL_PARTS)
         driver.backend.restore(copy, driver.spec(), source, WEIGHTS_ONLY)
         metrics = driver.backend.optim_step(copy, OptimizerParams(learning_rate=0.0))
         assert (metrics["unclipped_grad_l2:mean"], metrics["step:max"], metrics["learning_rate:mean"]) == (0, 1, 0)
+
         weights = driver.files_of(driver.backend.capture(copy, WEIGHTS_ONLY))
         assert weights == driver.files_of(driver.backend.capture(model_id, WEIGHTS_ONLY))
         driver.backend.restore(copy, driver.spec(), source, {StatePart.WEIGHTS, StatePart.OPTIMIZER})
@@ -317,7 +341,7 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
     # Idempotence
 
     def test_freeing_and_loading_are_idempotent(self, driver: BackendDriver) -> None:
-        """Delete and drop twice, and load a loaded sampler."""
+        """Deleting and dropping twice, and loading a loaded sampler, does nothing."""
         model_id = driver.model()
         sampler = driver.sampler(model_id)
         driver.backend.load_sampler(sampler, driver.backend.capture(model_id, WEIGHTS_ONLY))
@@ -327,7 +351,7 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
         driver.backend.create_model(model_id, driver.spec())
 
     def test_meters_tell_what_runs_and_counts_never_decrease(self, driver: BackendDriver) -> None:
-        """For the fields that the backend fills; a backend need not fill any."""
+        """Counts never decrease and usage is plausible, for the fields that the backend fills."""
         before = driver.backend.meters()
         model_id = driver.model(steps=1)
         driver.backend.forward_backward(driver.batch(driver.request(model_id, (9, 3))))
@@ -338,11 +362,11 @@ class BackendSuite(LossChecks, SamplingChecks, StateChecks):
             assert old is None or new >= old >= 0, name
         assert before.micro_batches is None or (after.micro_batches or 0) > before.micro_batches
         assert len(after.device_memory) in (0, len(driver.capabilities.devices))
-        assert all(0 <= each.used_bytes <= each.limit_bytes for each in after.device_memory)
+        assert all(0 <= memory.used_bytes <= memory.limit_bytes for memory in after.device_memory)
         assert after.decode_slots is None or after.decode_slots_used == 0, "no sample runs"
 
     def test_close_is_idempotent(self, tmp_path: Path) -> None:
-        """Also before `start`."""
+        """`close` may be called before `start`, and twice."""
         backend = self.make_backend(tmp_path)
         with contextlib.closing(backend):
             backend.close()

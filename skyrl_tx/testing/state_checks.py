@@ -1,4 +1,4 @@
-"""Capacity, files of other origin, threads and the properties of a backend, a part of `BackendSuite`."""
+"""Tests of capacity errors, invalid files, threads and capabilities. A part of `BackendSuite`."""
 
 import threading
 from pathlib import Path
@@ -13,22 +13,22 @@ from skyrl_tx.contract.ids import SamplerId
 from skyrl_tx.testing.backend_driver import STEP, WEIGHTS_ONLY, BackendDriver
 
 MOST_FILLED = 64
-"""The most models or samplers that a test creates to fill a backend."""
+"""Maximum number of models or samplers that a test creates to fill a backend."""
 
 
 class StateChecks:
-    """Errors by their kind, and the records that the engine stores and sends."""
+    """Tests of error classes, and of the records that the engine stores and sends."""
 
     def test_capabilities_can_be_stored_and_sent(self, driver: BackendDriver) -> None:
-        """The engine publishes them, and stores the fingerprint with weights."""
-        found = msgspec.convert(msgspec.to_builtins(driver.capabilities), Capabilities)
-        assert found == driver.capabilities
+        """The engine publishes capabilities, and stores the fingerprint with weights."""
+        converted = msgspec.convert(msgspec.to_builtins(driver.capabilities), Capabilities)
+        assert converted == driver.capabilities
         changes = dict(driver.backend.fingerprint_changes())
         assert changes.keys() <= driver.capabilities.fingerprint.keys()
         assert all(isinstance(value, str) for value in changes.values())
 
     def test_a_model_too_many_is_a_capacity_error(self, driver: BackendDriver) -> None:
-        """By creation or restoring; the others stay as they are, and a freed place can be taken."""
+        """A full backend refuses a new model, keeps its models, and can reuse a freed slot."""
         if driver.capabilities.max_models > MOST_FILLED:
             return
         models = [driver.model() for _ in range(driver.capabilities.max_models)]
@@ -43,7 +43,7 @@ class StateChecks:
         driver.model()
 
     def test_a_sampler_too_many_is_a_capacity_error(self, driver: BackendDriver) -> None:
-        """A loaded one may be loaded again, and the base model needs no place."""
+        """A full backend can reload a loaded sampler, and the base model needs no slot."""
         if driver.capabilities.max_samplers > MOST_FILLED:
             return
         model_id = driver.model()
@@ -57,7 +57,7 @@ class StateChecks:
         driver.sampler(model_id)
 
     def test_a_part_or_a_rank_that_does_not_fit_is_a_user_error(self, driver: BackendDriver) -> None:
-        """The model stays as it was."""
+        """The failed call leaves the model unchanged."""
         model_id, copy = driver.model(steps=1), driver.new_id()
         before = driver.state_of(model_id)
         weights = driver.backend.capture(model_id, WEIGHTS_ONLY)
@@ -70,10 +70,10 @@ class StateChecks:
         assert driver.state_of(model_id) == before
 
     def test_files_that_are_no_snapshot_are_a_user_error(self, driver: BackendDriver, tmp_path: Path) -> None:
-        """An empty directory, one with other files, and one whose files are damaged."""
+        """`open_snapshot` refuses an empty directory, other files, and damaged files."""
         empty, other, damaged = (tmp_path / name for name in ("empty", "other", "damaged"))
-        for each in (empty, other, damaged):
-            each.mkdir()
+        for directory in (empty, other, damaged):
+            directory.mkdir()
         (other / "notes.txt").write_text("no weights")
         driver.backend.capture(driver.model(steps=1), ALL_PARTS).write(damaged)
         for path in damaged.glob("*.safetensors"):
@@ -83,7 +83,7 @@ class StateChecks:
                 driver.backend.open_snapshot(directory)
 
     def test_a_snapshot_is_written_on_another_thread(self, driver: BackendDriver) -> None:
-        """While the backend trains the same model."""
+        """Writing works on another thread while the backend trains the same model."""
         model_id, failures = driver.model(steps=1), list[BaseException]()
         expected = driver.state_of(model_id)
         snapshot, directory = driver.backend.capture(model_id, ALL_PARTS), driver.directory / "in-background"

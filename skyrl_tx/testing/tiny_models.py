@@ -1,4 +1,7 @@
-"""Writes tiny random models in Hugging Face format, without torch or a download. Equal seeds give equal files."""
+"""Write tiny random models in Hugging Face format, without torch or a download.
+
+Equal seeds give equal files.
+"""
 
 import json
 import re
@@ -20,7 +23,10 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-"""The rope scaling of Llama 3.1, with an original context so short that it changes tiny models."""
+"""The RoPE scaling of Llama 3.1.
+
+Its original context is so short that scaling affects tiny models.
+"""
 
 YARN = {
     "rope_type": "yarn",
@@ -30,7 +36,10 @@ YARN = {
     "truncate": False,
     "original_max_position_embeddings": 64,
 }
-"""The rope scaling of gpt-oss, with an original context so short that it changes tiny models."""
+"""The RoPE scaling of gpt-oss.
+
+Its original context is so short that scaling affects tiny models.
+"""
 
 DEEPSEEK_YARN = {
     "type": "yarn",
@@ -41,7 +50,10 @@ DEEPSEEK_YARN = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 64,
 }
-"""The rope scaling of DeepSeek-V3, whose two scales are equal there, so that cosine and sine are not scaled."""
+"""The RoPE scaling of DeepSeek-V3.
+
+`mscale` equals `mscale_all_dim`, so cosine and sine are not scaled.
+"""
 
 DELTA_NETS = {
     "linear_num_key_heads": 2,
@@ -56,7 +68,7 @@ LATENTS = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
-    "head_dim": 8,  # as transformers writes it: that of ropes
+    "head_dim": 8,  # as transformers writes it, in the RoPE config
     "num_key_value_heads": None,
 }
 ROUTED_EXPERTS = {
@@ -126,7 +138,7 @@ TINY_KEYS: dict[str, dict[str, Any]] = {
     },
     "Qwen3_5ForCausalLM": {
         **DELTA_NETS,
-        "model_type": "qwen3_5_text",  # without the suffix, that of the model with images
+        "model_type": "qwen3_5_text",  # without the suffix it would be the model with images
     },
     "Qwen3NextForCausalLM": {
         **DELTA_NETS,
@@ -141,18 +153,22 @@ TINY_KEYS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 40,
     },
 }
-"""Config keys of families, with sizes, windows and limits so small that each acts in tiny models."""
+"""Config keys of families.
+
+Sizes, windows and limits are so small that each has an effect in tiny models.
+"""
 
 _CORRELATED = {"layers.in_proj_k": "layers.in_proj_q", "layers.k_conv": "layers.q_conv"}
-"""Maps of keys of linear attention, and those of queries with which they correlate.
+"""Maps of keys of linear attention, each with the map of queries that it is correlated with.
 
-The first outputs of a sequence are products of few queries and keys, and a norm divides by them. Without a correlation
-some are 1,000 times smaller than others, and a change of the last bit of the weights changes logits by up to 4e-5.
+The first outputs of a sequence are products of few queries and keys, and a norm divides by them.
+Without the correlation, some outputs are 1,000 times smaller than the rest. A change of the last
+bit of a weight then changes logits by up to 4e-5.
 """
 
 
 _PREFIXES = {"NemotronHForCausalLM": "backbone."}
-"""How names of tensors begin, if not with `model.`; transformers reads and writes both."""
+"""First part of tensor names, if it is not `model.`. transformers reads and writes both."""
 
 
 class _Sizes(TypedDict):
@@ -199,14 +215,16 @@ PRESETS: dict[str, _Sizes] = {
         "experts": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 384},
     },
 }
-"""Models for benchmarks, by number of parameters with an untied unembedding; A is the number active for a token.
+"""Models for benchmarks, by number of parameters (A: parameters active per token).
 
-80M-A30M has as many active parameters as 30M, in 4 of 16 experts.
+The unembedding is not tied.
+
+80M-A30M uses 4 of 16 experts per token, so it has as many active parameters as 30M.
 """
 
 
 def write_preset(name: str, directory: Path) -> Path:
-    """Write a random model of one of the sizes in PRESETS, embeddings untied; return the directory."""
+    """Write a random model with a size of PRESETS and untied embeddings. Returns the directory."""
     return write_model(directory, tied_embeddings=False, max_context_length=8192, std=0.02, **PRESETS[name])
 
 
@@ -232,14 +250,16 @@ def write_model(
     seed: int = 0,
     std: float = 0.05,
 ) -> Path:
-    """Write config.json, generation_config.json and model.safetensors; return the directory.
+    """Write config.json, generation_config.json and model.safetensors. Returns the directory.
 
-    With `split_experts` each expert has tensors of its own in families that may stack them; the numbers are the same.
-    `experts` are config keys of a mixture of experts and `keys` others of the family; both come after TINY_KEYS.
-    Weights are normal with standard deviation `std`. Norms are drawn around 1 and biases around 0, so that a test
-    detects if they are ignored.
+    With `split_experts`, experts have separate tensors in families that may stack them. The numbers
+    do not change. `experts` has config keys of a mixture of experts, and `keys` has further keys of
+    the family; both come after TINY_KEYS. Weights are normal with standard deviation `std`. Norms
+    are drawn around 1 and biases around 0, so that a test detects if they are ignored.
     """
     family = FAMILIES[architecture]
+
+    # Write the sizes under the keys that most families share.
     config: dict[str, Any] = {
         "architectures": [architecture],
         "model_type": re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", architecture.removesuffix("ForCausalLM")).lower(),
@@ -251,6 +271,7 @@ def write_model(
         "head_dim": head_dim,
         "intermediate_size": mlp_size,
         "hidden_act": "silu",
+        # Norms, positions and tokens.
         "rms_norm_eps": 1e-6,
         "rope_theta": rope_theta,
         "max_position_embeddings": max_context_length,
@@ -258,21 +279,25 @@ def write_model(
         "eos_token_id": eos_token_id,
         "torch_dtype": "float32",
     }
+
     if rope_scaling is not None:
         config["rope_scaling"] = rope_scaling
     config |= TINY_KEYS.get(architecture, {}) | (experts or {}) | (keys or {})
+
+    # Draw the values of each parameter, in the order of the rules.
     parameters: dict[str, Parameter] = flatten(describe_params(family.config_from_hf(config)))
     generator = np.random.Generator(np.random.Philox(key=seed))
     tensors: dict[str, np.ndarray] = {}
     queries: dict[tuple[str, int], np.ndarray] = {}
     weights = weight_map.split_experts(family.weights) if split_experts else family.weights
     for rule in bind_rows(weights, parameters):
-        own = [parameter for path, parameter in parameters.items() if get_rule_path(path) == rule.path]
-        for layer, (name, parameter) in enumerate(rule.sort_by_layer(own)):
+        stacks = [parameter for path, parameter in parameters.items() if get_rule_path(path) == rule.path]
+        for layer, (name, parameter) in enumerate(rule.sort_by_layer(stacks)):
             shape = parameter.shape[rule.num_stacked :]
             if (prefix := _PREFIXES.get(architecture)) and name.startswith("model."):
                 name = prefix + name.removeprefix("model.")
             tensor = tensors.setdefault(name, np.zeros(rule.get_tensor_shape(shape), np.float32))
+
             value = _draw(generator, rule.path, parameter, shape, std)
             if rule.path in _CORRELATED:
                 value = 0.8 * queries[_CORRELATED[rule.path], layer] + 0.6 * value
@@ -290,10 +315,10 @@ def write_model(
 def _draw(
     generator: np.random.Generator, path: str, parameter: Parameter, shape: tuple[int, ...], std: float
 ) -> np.ndarray:
-    """Return the values of one tensor."""
-    if path == "layers.decay_log":  # the usual range, up to 16, forgets within a token: no state would ever be seen
+    """Draw the values of one parameter."""
+    if path == "layers.decay_log":  # with the usual values, up to 16, the state would be forgotten within a token
         return np.log(generator.uniform(0.05, 0.95, shape))
-    if path.endswith("_conv"):  # large, for the reason of _CORRELATED
+    if path.endswith("_conv"):  # large, for the same reason as _CORRELATED
         std = 2.0
     center = 1.0 if parameter.init == "ones" else 0.0
     return center + std * generator.standard_normal(shape)

@@ -1,4 +1,8 @@
-"""The command `skyrl-tx`: lists the commands of tools and apps, runs one, and completes their names and flags."""
+"""The command line `skyrl-tx`: the list of all commands, `main`, and completion in the shell.
+
+`main` imports the code of a command only when that command runs, so `skyrl-tx --help` stays fast. Commands of an
+optional app, for example `usage`, come from the app.
+"""
 
 import argparse
 import os
@@ -12,115 +16,116 @@ from skyrl_tx import __version__
 from skyrl_tx.compose import APPS
 from skyrl_tx.launch.command import Command, CommandError, CommandParser, Group
 
-_DATA = "skyrl_tx.tools.commands"
+_COMMANDS = "skyrl_tx.tools.commands"
+
 TOOLS = (
     Command(
         name="serve",
-        help="serve a model: the API in this process, the engine in a child process",
+        help="serve a model: run the HTTP API in this process and the engine in a child process",
         group="run",
         code="skyrl_tx.tools.serve:add_serve_arguments",
     ),
     Command(
         name="api",
-        help="run only the API, on the data directory of an engine",
+        help="run only the HTTP API; `skyrl-tx engine` runs the model",
         group="run",
         code="skyrl_tx.tools.serve:add_api_arguments",
     ),
     Command(
         name="engine",
-        help="run only the engine, on the data directory of an API",
+        help="run only the engine; `skyrl-tx api` serves the clients",
         group="run",
         code="skyrl_tx.tools.serve:add_engine_arguments",
     ),
     Command(
         name="quickstart",
-        help="train and sample a tiny model through the Tinker SDK",
+        help="train a tiny model and sample from it through the Tinker SDK (no GPU or download needed)",
         group="run",
         code="skyrl_tx.tools.serve:add_quickstart_arguments",
     ),
     Command(
         name="completion",
-        help="print the script that completes commands and flags in a shell",
+        help="print a shell script that completes commands and flags (bash, zsh, fish)",
         group="run",
         code="skyrl_tx.tools.cli:add_completion_arguments",
     ),
     Command(
         name="runs",
-        help="list, delete and restore training runs",
+        help="list, show, delete and undelete training runs",
         group="weights",
-        code=f"{_DATA}.runs:add_run_arguments",
+        code=f"{_COMMANDS}.runs:add_run_arguments",
     ),
     Command(
         name="checkpoints",
-        help="list, delete and restore checkpoints, and set their expiry",
+        help="list, delete and undelete checkpoints, or change when they expire",
         group="weights",
-        code=f"{_DATA}.runs:add_checkpoint_arguments",
+        code=f"{_COMMANDS}.runs:add_checkpoint_arguments",
     ),
     Command(
         name="export",
-        help="write a checkpoint as a PEFT adapter, or merged into its base model",
+        help="export a checkpoint as a PEFT adapter, or as a full model with the adapter merged in",
         group="weights",
-        code=f"{_DATA}.adapters:add_export_arguments",
+        code=f"{_COMMANDS}.adapters:add_export_arguments",
     ),
     Command(
         name="import",
-        help="create a checkpoint from a PEFT adapter",
+        help="import a PEFT adapter as a checkpoint",
         group="weights",
-        code=f"{_DATA}.adapters:add_import_arguments",
+        code=f"{_COMMANDS}.adapters:add_import_arguments",
     ),
     Command(
         name="recover",
-        help="restore checkpoints that the database lost, or that are in the trash",
+        help="restore checkpoints from the trash, or re-register checkpoints missing from the database",
         group="weights",
-        code=f"{_DATA}.recover:add_arguments",
+        code=f"{_COMMANDS}.recover:add_arguments",
     ),
     Command(
         name="keys",
         help="create, list, rotate and revoke API keys",
         group="administration",
-        code=f"{_DATA}.keys:add_arguments",
+        code=f"{_COMMANDS}.keys:add_arguments",
     ),
     Command(
         name="backup",
-        help="copy the database and the weights, also while a server runs",
+        help="back up the database and the weights (the server may keep running)",
         group="administration",
-        code=f"{_DATA}.backup:add_backup_arguments",
+        code=f"{_COMMANDS}.backup:add_backup_arguments",
     ),
     Command(
         name="restore",
         help="create a data directory from a backup",
         group="administration",
-        code=f"{_DATA}.backup:add_restore_arguments",
+        code=f"{_COMMANDS}.backup:add_restore_arguments",
     ),
     Command(
         name="status",
-        help="show what a server does, also one that is dead",
+        help="show the state of a server, even if it is not running",
         group="diagnosis",
-        code=f"{_DATA}.status:add_arguments",
+        code=f"{_COMMANDS}.status:add_arguments",
     ),
     Command(
         name="doctor",
-        help="examine machine, settings, model and data, and say what to do",
+        help="check the machine, settings, model and data, and suggest fixes",
         group="diagnosis",
         code="skyrl_tx.tools.doctor.command:add_arguments",
     ),
     Command(
         name="plan",
-        help="say whether a model fits devices that are not here, and how fast it can be",
+        help="estimate memory use and speed of a model on given hardware (no GPU needed)",
         group="diagnosis",
-        code="skyrl_tx.tools.plan.report:add_arguments",
+        code="skyrl_tx.tools.plan.command:add_arguments",
     ),
 )
 COMMANDS = {command.name: command for command in (*TOOLS, *(command for app in APPS for command in app.commands))}
 
 _ARGCOMPLETE = "_ARGCOMPLETE"
-"""The environment variable with which a shell asks this program to complete a line."""
+"""The environment variable that the shell sets when it asks this program to complete a command line."""
 _RENAMED = {"top": ("status", "--watch"), "stacks": ("status", "--stacks")}
-"""Commands of release 0.2 that are flags now. Their names work until release 0.4."""
+"""Commands of release 0.2 that became flags of `status`. The old names work until release 0.4."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit status: 2 for a wrong command line, 1 for other failures."""
+    """Run one command and return its exit status: 2 for a wrong command line, 1 for other failures."""
     if _ARGCOMPLETE in os.environ:
         _complete(os.environ.get("COMP_LINE", "").split()[1:])
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -134,10 +139,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, rest = arguments[0], arguments[1:]
     if name in _RENAMED:
         new = _RENAMED[name]
-        print(f"skyrl-tx: `{name}` is called `{' '.join(new)}` now; the old name goes away in 0.4", file=sys.stderr)
+        print(f"skyrl-tx: use `{' '.join(new)}` instead of `{name}`, which release 0.4 removes", file=sys.stderr)
         name, rest = new[0], [*new[1:], *rest]
     if name not in COMMANDS:
-        print(f"skyrl-tx: there is no command {name!r}; commands are {', '.join(COMMANDS)}", file=sys.stderr)
+        print(f"skyrl-tx: unknown command {name!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     return _run(COMMANDS[name], rest)
 
@@ -151,8 +156,10 @@ def _run(command: Command, given: Sequence[str]) -> int:
         for line in str(error).splitlines():
             print(f"skyrl-tx {command.name}: {line}", file=sys.stderr)
         return error.status
-    except BrokenPipeError:  # the reader of a pipe, such as `head`, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at the exit would fail too
+    except BrokenPipeError:
+        # The program that reads our output has ended, for example `head`. Without /dev/null as standard output,
+        # Python's flush at exit would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return status or 0
 
@@ -164,9 +171,9 @@ def _format_help() -> str:
         lines += [f"  {command.name:<13}{command.help}" for command in COMMANDS.values() if command.group == group]
     lines += [
         "",
-        "`skyrl-tx COMMAND --help` lists the flags of a command; `--version` prints the version.",
+        "`skyrl-tx COMMAND --help` lists the flags of a command. `skyrl-tx --version` prints the version.",
         "",
-        "Run the quickstart, then a server:",
+        "To get started, run the quickstart, then serve a model:",
         "  skyrl-tx quickstart",
         "  skyrl-tx serve --base-model Qwen/Qwen3-0.6B",
     ]
@@ -175,26 +182,33 @@ def _format_help() -> str:
 
 def add_completion_arguments(parser: CommandParser) -> None:
     """Add the arguments of `completion`."""
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
+    parser.description = (
+        'Print a script that completes commands and flags. To enable it in bash: eval "$(skyrl-tx completion bash)"'
+    )
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="your shell")
     parser.set_defaults(run=_print_completion_script)
 
 
 def _print_completion_script(arguments: argparse.Namespace) -> None:
-    from argcomplete.shell_integration import shellcode  # late, because nothing but completion needs it
+    from argcomplete.shell_integration import shellcode  # imported here because only completion needs it
 
     print(shellcode(["skyrl-tx"], shell=arguments.shell), end="")
 
 
 def _complete(words: Sequence[str]) -> None:
-    """Answer a shell that asks what may follow these words, and exit. Return if no shell asks."""
-    import argcomplete  # late, because nothing but completion needs it
+    """Print the completions of a command line for the shell, and exit.
+
+    `words` are the words after `skyrl-tx`. The flags of only one command are added, because importing the code of all
+    commands would take too long.
+    """
+    import argcomplete  # imported here because only completion needs it
 
     parser = CommandParser(prog="skyrl-tx")
     parsers = parser.add_subparsers()
     for command in COMMANDS.values():
-        own = parsers.add_parser(command.name, help=command.help)
-        if words and words[0] == command.name:  # the code of the others need not be imported
-            own.given = words[1:]
-            with suppress(CommandError):  # a setting on the line is invalid
-                command.add_arguments(own)
+        command_parser = parsers.add_parser(command.name, help=command.help)
+        if words and words[0] == command.name:
+            command_parser.given = words[1:]
+            with suppress(CommandError):  # an invalid setting on the line; complete without the flags
+                command.add_arguments(command_parser)
     argcomplete.autocomplete(parser)

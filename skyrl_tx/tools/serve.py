@@ -1,4 +1,8 @@
-"""The commands whose flags are settings: `serve`, `api`, `engine` and `quickstart`."""
+"""The commands `serve`, `api`, `engine` and `quickstart`, whose flags are generated from settings classes.
+
+`serve`, `api` and `engine` start parts of a server, `quickstart` runs a demo. The flags of a server depend on its
+backend and sampler, so `add_settings` finds out which ones the operator chose before it adds the other flags.
+"""
 
 import argparse
 import os
@@ -38,9 +42,9 @@ S = TypeVar("S", bound=BaseSettings)
 
 _QUICKSTART_PACKAGES = frozenset({"httpx", "matplotlib", "tinker"})
 _EPILOG = (
-    "Every flag may also be set by an environment variable (--data-dir is SKYRL_TX_DATA_DIR, --backend-config.x is "
-    "SKYRL_TX_BACKEND_CONFIG__X) or in the YAML file given by --config (data_dir: …). Flags override environment "
-    "variables, which override the file."
+    "Every flag can also be set by an environment variable or in the YAML file that --config names. For example, "
+    "--data-dir is SKYRL_TX_DATA_DIR or `data_dir: …`, and --backend-config.dtype is SKYRL_TX_BACKEND_CONFIG__DTYPE. "
+    "Flags override environment variables, and environment variables override the file."
 )
 
 
@@ -73,9 +77,13 @@ def add_quickstart_arguments(parser: CommandParser) -> None:
 
 
 def read_settings(command: str, arguments: Sequence[str], defaults: Mapping[str, Any] | None = None) -> ServerSettings:
-    """Merge flags, environment and file, including the backend's settings; `defaults` rank below the file.
+    """Merge flags, environment variables and the settings file, including the settings of the backend.
 
-    Raises SettingsError naming each invalid setting; SystemExit for --help and for unknown flags.
+    `defaults` apply where none of these sets a value.
+
+    Raises:
+        SettingsError: names each invalid setting.
+        SystemExit: for --help and unknown flags.
     """
     parser = CommandParser(arguments, prog=f"skyrl-tx {command}")
     read = add_settings(parser, defaults)
@@ -85,14 +93,16 @@ def read_settings(command: str, arguments: Sequence[str], defaults: Mapping[str,
 def add_settings(
     parser: CommandParser, defaults: Mapping[str, Any] | None = None
 ) -> Callable[[argparse.Namespace], ServerSettings]:
-    """Add the flags of a server; return a function that merges parsed flags, environment and file.
+    """Add the flags of a server to a parser.
 
-    Flags depend on the backend and the sampler that the command line, the environment or the file name. `defaults` rank
-    below the file. This function and the returned one raise SettingsError naming each invalid setting.
+    Returns a function that merges the parsed flags with environment variables and the settings file. `defaults` apply
+    where none of these sets a value. Which flags exist depends on the chosen backend and sampler.
+
+    Both this function and the returned function raise SettingsError, which names each invalid setting.
     """
     removed = check_environment(os.environ, APP_SETTINGS)
 
-    # What decides which other flags there are.
+    # Find out which backend and sampler were chosen.
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", default=os.environ.get(f"{ENVIRONMENT_PREFIX}CONFIG"))
     first.add_argument("--backend", default=os.environ.get(f"{ENVIRONMENT_PREFIX}BACKEND"))
@@ -109,6 +119,8 @@ def add_settings(
         sampler = find_sampler(sampler_name) if sampler_name else None
     except UserError as error:
         raise SettingsError(f"--sampler: {error}") from error
+
+    # Add the flags of the server, the backend, the sampler and the apps.
     composed = make_settings_class(spec, file_values, sampler, apps=APP_SETTINGS, on_removed=removed.extend)
     read_fields = _add_fields(parser, composed)
     add_removed_flags(parser, partial(has_setting, composed))
@@ -123,7 +135,10 @@ def add_settings(
 
 
 def _add_fields(parser: CommandParser, settings: type[S]) -> Callable[[argparse.Namespace], S]:
-    """Add a flag for each field of a settings class; return a function that reads parsed flags and other sources."""
+    """Add a flag for each field of a settings class.
+
+    Returns a function that merges the parsed flags with the other sources of settings.
+    """
     source = CliSettingsSource[argparse.ArgumentParser](settings, root_parser=parser)
 
     def read(arguments: argparse.Namespace) -> S:
@@ -131,7 +146,7 @@ def _add_fields(parser: CommandParser, settings: type[S]) -> Callable[[argparse.
             name: value for name, value in vars(arguments).items() if name.partition(".")[0] in settings.model_fields
         }
         try:
-            # The source's type declares no arguments here, but it accepts them.
+            # The type stubs of pydantic-settings declare no arguments here, but the source accepts them.
             return settings(_cli_settings_source=source(parsed_args=given))  # type: ignore[call-arg]
         except ValidationError as error:
             raise SettingsError(describe_validation_error(error)) from error
@@ -140,12 +155,13 @@ def _add_fields(parser: CommandParser, settings: type[S]) -> Callable[[argparse.
 
 
 def _run_server(command: str, settings: ServerSettings) -> int:
-    from skyrl_tx.launch import supervisor  # late, because its imports would slow down --help
+    from skyrl_tx.launch import supervisor  # imported here because it would slow down --help
 
     configure_logging(command, settings.log_level, settings.log_format)
     enable_stack_dumps()
     end_process_on_failure()
     raise_file_limit()
+
     try:
         settings = resolve_tiny_model(settings)
         match command:
@@ -161,7 +177,10 @@ def _run_server(command: str, settings: ServerSettings) -> int:
 
 
 def resolve_tiny_model(settings: ServerSettings) -> ServerSettings:
-    """Resolve a built-in --base-model, `tiny`: write the model into the data directory and serve it under this name."""
+    """Replace the base model `tiny` by the path of its files, and serve it under the name `tiny`.
+
+    The first call writes the files into `<data_dir>/models/tiny`. Other base models are left as they are.
+    """
     name = settings.base_model
     if name not in TINY_MODELS:
         return settings
@@ -170,7 +189,7 @@ def resolve_tiny_model(settings: ServerSettings) -> ServerSettings:
         try:
             settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             directory.parent.mkdir(exist_ok=True)
-            # Written to a temporary directory and renamed, so that it is never visible half written.
+            # Write to a temporary directory and rename it, so that no half-written model is ever visible.
             with tempfile.TemporaryDirectory(dir=directory.parent) as temporary:
                 write_tiny_model(Path(temporary) / name, TINY_MODELS[name]).rename(directory)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Base weights: a Hugging Face checkpoint streamed tensor by tensor into stacked arrays, or values of its shapes."""
+"""Base weights: load Hugging Face checkpoints into stacked arrays, or make dummy weights."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -21,23 +21,24 @@ from skyrl_tx.weights.weight_map import Part, WeightMap, WeightRule, bind_rows, 
 
 Tree = TypeVar("Tree")
 Placement = Callable[[Parameter], jax.sharding.Sharding | None]
-"""Returns the sharding of a parameter; None is the default device."""
+"""Returns the sharding of a parameter. None means the default device."""
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_PATTERNS = ("*.json", "*.txt", "*.jinja", "tokenizer.model")
 WEIGHT_PATTERNS = ("*.safetensors",)
 
-# Tensors that some checkpoints carry although they follow from the config; a tied lm_head is a copy of the embedding.
+# Tensors that some checkpoints contain although they follow from the config. A tied lm_head is a
+# copy of the embedding.
 REDUNDANT_SUFFIXES = ("rotary_emb.inv_freq",)
 REDUNDANT_TENSORS = ("lm_head.weight",)
-# Of checkpoints that also predict further tokens, or read images.
+# Tensors of parts that are not loaded: multi-token prediction and vision.
 UNUSED_PREFIXES = (
     *("mtp.", "model.visual.", "vision_tower.", "mm_projector."),
     *("multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
 )
 MTP_LAYERS_KEY = "num_nextn_predict_layers"
-"""The config key with the number of layers that predict further tokens, which come after the others."""
+"""The config key with the number of layers for multi-token prediction. They come last."""
 
 
 FP8 = "F8_E4M3"
@@ -45,7 +46,7 @@ _FP8_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astyp
 
 
 class TensorFile:
-    """An open file. Raises SafetensorError if it is none."""
+    """An open safetensors file. Raises SafetensorError for any other file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -63,26 +64,29 @@ class TensorFile:
         return list(self._file.keys())
 
     def get_slice(self, name: str) -> Any:
-        """Return a tensor, of which parts are read. Raises SafetensorError if the file lacks it."""
-        found = self._file.get_slice(name)
-        return Fp8Numbers(self._map_bytes(name)) if found.get_dtype() == FP8 else found
+        """Return a slice object to read parts of a tensor.
+
+        Raises SafetensorError if the file lacks it.
+        """
+        tensor = self._file.get_slice(name)
+        return Fp8Numbers(self._map_bytes(name)) if tensor.get_dtype() == FP8 else tensor
 
     def _map_bytes(self, name: str) -> np.ndarray:
-        """Return a mapped tensor of bytes, because safetensors reads no float8 for numpy."""
+        """Return a memory-mapped tensor as bytes. safetensors cannot read float8 for numpy."""
         start, header = self._header
         offset, shape = start + header[name]["data_offsets"][0], tuple(header[name]["shape"])
         return np.memmap(self._path, np.uint8, "r", offset, shape)
 
     @cached_property
     def _header(self) -> tuple[int, dict[str, Any]]:
-        """The place of the first tensor, and what the file says of each."""
+        """The offset of the tensors in the file, and its JSON header."""
         with self._path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             return 8 + size, json.loads(file.read(size))
 
 
 class Fp8Numbers:
-    """A tensor in E4M3 (OCP 8-bit floating point), with the methods of a slice of safetensors."""
+    """A tensor in E4M3 (OCP 8-bit floating point), with the methods of a safetensors slice."""
 
     def __init__(self, array: np.ndarray) -> None:
         self._array = array
@@ -92,18 +96,21 @@ class Fp8Numbers:
         return list(self._array.shape)
 
     def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
-        """Return a part, float32."""
+        """Return a part as float32."""
         return _FP8_VALUES[self._array[part]]
 
 
 class CheckpointError(ValueError):
-    """The files do not match the config. The message names file and tensor."""
+    """The files of a checkpoint are missing, damaged or do not match the config.
+
+    The message names file and tensor.
+    """
 
 
 def resolve_model(base_model: str, *, with_weights: bool = True) -> Path:
-    """Return the local directory of a model given as a path, or as a hub id, which is downloaded unless cached.
+    """Return the local directory of a model, which is given as a path or as a hub id.
 
-    Raises CheckpointError for what is neither, or cannot be had.
+    A hub model is downloaded unless it is cached. Raises CheckpointError if this fails.
     """
     path = Path(base_model).expanduser()
     if path.is_dir():
@@ -113,13 +120,18 @@ def resolve_model(base_model: str, *, with_weights: bool = True) -> Path:
     patterns = CONFIG_PATTERNS + (WEIGHT_PATTERNS if with_weights else ())
     try:
         return Path(snapshot_download(base_model, allow_patterns=list(patterns)))
-    except (OSError, ValueError) as error:  # the hub client has its errors among these, and names no model in most
+    except (OSError, ValueError) as error:  # the hub client's errors are among these; most do not name the model
         cause = " ".join(str(error).split())
-        raise CheckpointError(f"{base_model}: no such directory, and it cannot be had from the hub: {cause}") from error
+        raise CheckpointError(
+            f"{base_model}: no such directory, and the model cannot be downloaded from the hub: {cause}"
+        ) from error
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:
-    """Return a JSON object of the checkpoint; raises CheckpointError when it is absent or no object."""
+    """Return a JSON object of a checkpoint.
+
+    Raises CheckpointError if the file is absent or not a JSON object.
+    """
     path = directory / name
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -133,7 +145,7 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
 
 
 def read_eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """Return the tokens that end a generation: of `generation_config.json`, else of `config.json`."""
+    """Return the end-of-sequence tokens of `generation_config.json`, or else of `config.json`."""
     for name in ("generation_config.json", "config.json"):
         if (directory / name).is_file():
             content = read_json(directory, name)
@@ -151,22 +163,24 @@ def load(
     dtype: Any = jnp.float32,
     placement: Placement = lambda _: None,
 ) -> Tree:
-    """Return the tree of `Parameter`s filled with the checkpoint's tensors.
+    """Return the tree of `Parameter`s filled with the tensors of a checkpoint.
 
-    The host holds one device's part of one stacked array at a time, besides the mapped files, and reads no other part
-    of them, but for whole heads where those of several maps are stored head by head. Packed tensors are unpacked.
-    Raises CheckpointError for a tensor that is missing, unexpected or of another shape.
+    Files are memory-mapped. In addition, the host holds only one device's part of one stacked array
+    at a time. Only the needed parts of tensors are read, except that whole heads are read if
+    multiple maps are stored head by head. Packed tensors are unpacked. Raises CheckpointError if a
+    tensor is missing, unexpected or has another shape.
     """
+    # Fit the rules to the names of the checkpoint.
     located = locate_tensors(directory)
     rules = {rule.path: rule for rule in bind_rows(fit_to_checkpoint(weights, located), flatten(parameters))}
-    files, unused = (
-        find_plain_names(located),
-        (*UNUSED_PREFIXES, *map(find_nesting(located).add_prefix, _list_mtp_prefixes(directory))),
-    )
+    files = find_plain_names(located)
+
+    # Compare the names of tensors with the expected names.
+    unused = (*UNUSED_PREFIXES, *map(find_nesting(located).add_prefix, _list_mtp_prefixes(directory)))
     expected = {
         name
-        for path, each in flatten(parameters).items()
-        for _, name in rules[get_rule_path(path)].iterate_tensors(each)
+        for path, parameter in flatten(parameters).items()
+        for _, name in rules[get_rule_path(path)].iterate_tensors(parameter)
     }
     unexpected = sorted(
         name
@@ -179,17 +193,22 @@ def load(
     if missing:
         raise CheckpointError(f"{directory}: lacks {_format_names(missing)}")
 
+    # Read the tensors, one parameter after the other.
     with ExitStack() as stack:
         opened = {path: stack.enter_context(open_file(path)) for path in sorted(set(located.values()))}
 
+        # Fill one parameter.
         def fill(path: str, parameter: Parameter) -> jax.Array:
             rule = rules[get_rule_path(path)]
             stored = jnp.float32 if parameter.is_float32 else dtype
 
+            # Returns a part of the parameter, from the tensors of its layers and experts.
             def read(part: Part) -> np.ndarray:
                 host = np.empty([stop - start for start, stop in part], stored)
                 for index, name in rule.iterate_tensors(parameter):
                     stacked, rest = part[: len(index)], part[len(index) :]
+
+                    # Skip the layers and experts outside the part.
                     if all(start <= i < stop for i, (start, stop) in zip(index, stacked, strict=True)):
                         into = host[tuple(i - start for i, (start, _) in zip(index, stacked, strict=True))]
                         shape = parameter.shape[len(index) :]
@@ -204,7 +223,7 @@ def load(
 
 
 def _list_mtp_prefixes(directory: Path) -> Iterator[str]:
-    """Yield the prefixes of the layers that predict further tokens, as in a text model."""
+    """Yield the prefixes of multi-token prediction layers in a checkpoint of the text model."""
     config = read_json(directory, "config.json")
     config = config.get("text_config", config)
     first = config.get("num_hidden_layers", 0)
@@ -215,37 +234,46 @@ def _list_mtp_prefixes(directory: Path) -> Iterator[str]:
 def _assemble(
     shape: tuple[int, ...], sharding: jax.sharding.Sharding | None, read: Callable[[Part], np.ndarray]
 ) -> jax.Array:
-    """Return an array; its parts are read and transferred one after another, equal parts once."""
+    """Build an array from its parts.
+
+    The parts are read and transferred one by one, and equal parts are read once.
+    """
     if sharding is None:
         return jax.device_put(read(tuple((0, size) for size in shape)))
-    devices_of: dict[Part, list[Any]] = {}
+    devices_by_part: dict[Part, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
-        part = tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
-        devices_of.setdefault(part, []).append(device)
+        part = tuple(dim.indices(size)[:2] for dim, size in zip(index, shape, strict=True))
+        devices_by_part.setdefault(part, []).append(device)
     shards: list[jax.Array] = []
-    for part, devices in devices_of.items():
+    for part, devices in devices_by_part.items():
         host = read(part)
         shards += [jax.device_put(host, device) for device in devices]
-        jax.block_until_ready(shards)  # or all parts would wait on the host
+        jax.block_until_ready(shards)  # otherwise all parts would be in host memory at once
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 def make_dummy(
     parameters: Tree, *, seed: int = 0, dtype: Any = jnp.float32, placement: Placement = lambda _: None
 ) -> Tree:
-    """Return the tree of `Parameter`s filled with deterministic values of the usual scale, made on the device."""
+    """Return the tree of `Parameter`s filled with deterministic random values of a usual scale.
+
+    The values are computed on the device.
+    """
 
     def fill(path: str, parameter: Parameter) -> jax.Array:
-        # Bytes of the path, folded as a polynomial: a seed of its own for each parameter, equal on every machine.
+        # The seed of a parameter is its path, read as a number. So all parameters differ, and all
+        # machines agree.
         first_layer = parameter.layers[0] if parameter.layers else 0
-        own_seed = (seed + 65_537 * first_layer + int.from_bytes(get_rule_path(path).encode(), "big")) % 4_294_967_291
+        parameter_seed = (
+            seed + 65_537 * first_layer + int.from_bytes(get_rule_path(path).encode(), "big")
+        ) % 4_294_967_291
 
         stored = jnp.float32 if parameter.is_float32 else dtype
 
         def make() -> jax.Array:
             if parameter.init == "normal":
-                return pseudo_random(parameter.shape, own_seed, stored)
+                return pseudo_random(parameter.shape, parameter_seed, stored)
             return jnp.full(parameter.shape, 1.0 if parameter.init == "ones" else 0.0, stored)
 
         return jax.jit(make, out_shardings=placement(parameter))()
@@ -254,7 +282,7 @@ def make_dummy(
 
 
 def locate_tensors(directory: Path) -> Mapping[str, Path]:
-    """Return the file of each tensor, by the index of a sharded checkpoint or the header of a single file."""
+    """Return the file of each tensor, from the index of shards or the header of a single file."""
     if (directory / INDEX_FILE).is_file():
         names = read_json(directory, INDEX_FILE).get("weight_map")
         if not isinstance(names, dict):
@@ -272,7 +300,7 @@ def locate_tensors(directory: Path) -> Mapping[str, Path]:
 
 
 def open_file(path: Path) -> TensorFile:
-    """Open a file of a checkpoint; raises CheckpointError if it is none."""
+    """Open a file of a checkpoint. Raises CheckpointError if it is not a safetensors file."""
     try:
         return TensorFile(path)
     except SafetensorError as error:
@@ -280,9 +308,11 @@ def open_file(path: Path) -> TensorFile:
 
 
 def get_tensor_slice(opened: Mapping[Path, TensorFile], files: Mapping[str, Path], name: str) -> Any:
-    """Return a tensor by its plain name, to read parts of it; `files` are those of `locate_tensors`.
+    """Return a slice object for a tensor, given its plain name.
 
-    Raises CheckpointError if its file lacks it, or the checkpoint lacks its scales.
+    `files` is the result of `locate_tensors`.
+
+    Raises CheckpointError if the file lacks the tensor, or if the checkpoint lacks its scales.
     """
 
     def find(name: str) -> Any:
@@ -303,12 +333,16 @@ def get_tensor_slice(opened: Mapping[Path, TensorFile], files: Mapping[str, Path
 def _read_tensor(
     tensor: Any, path: Path, name: str, rule: WeightRule, shape: tuple[int, ...], part: Part, into: np.ndarray
 ) -> None:
-    """Read a part of our array of that shape."""
-    found, wanted = tuple(tensor.get_shape()), rule.get_tensor_shape(shape)
-    if found != wanted:
-        raise CheckpointError(f"{path}: {name} has shape {found}, the config says {wanted}")
+    """Read a part of one tensor of a parameter into an array.
+
+    `shape` is the parameter's, without layers and experts.
+    """
+    actual, expected = tuple(tensor.get_shape()), rule.get_tensor_shape(shape)
+    if actual != expected:
+        raise CheckpointError(f"{path}: {name} has shape {actual}, the config says {expected}")
     read = rule.view_part(tensor[tuple(slice(start, stop) for start, stop in rule.get_tensor_part(part))], part)
-    # A sum in bfloat16 would lose most of what is stored relative to 1.
+    # The sum is computed in float32, because bfloat16 would lose most of a value that is stored
+    # relative to 1.
     into[...] = read.astype(np.float32) + np.float32(rule.offset) if rule.offset else read
 
 

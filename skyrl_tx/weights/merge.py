@@ -1,4 +1,4 @@
-"""Merging of an adapter into its base model, one checkpoint file at a time."""
+"""Merge an adapter into its base model, one checkpoint file at a time."""
 
 import json
 import shutil
@@ -38,14 +38,18 @@ _NOT_COPIED = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", 
 
 @dataclass(frozen=True, slots=True)
 class _Update:
-    """The update of one linear map, in a tensor of its own [O, I] or, with the rule, in one that several maps share."""
+    """The update of one linear map.
+
+    Without a rule, the map has a tensor [O, I]. With a rule, it is a part of a tensor, for example
+    one of stacked experts.
+    """
 
     pair: Factors
     rule: WeightRule | None = None
     expert: int | None = None
 
     def get_part(self, tensor: np.ndarray) -> np.ndarray | None:
-        """Return the map [I, O]; None if there is no such expert."""
+        """Return the map [I, O], or None if there is no such expert."""
         if self.rule is None:
             return tensor.T
         if self.expert is None:
@@ -72,25 +76,29 @@ def merge_adapter(
     *,
     ties_by_default: bool = False,
 ) -> None:
-    """Write `base` with the adapter merged into it to an empty directory.
+    """Write the base model with the adapter merged into it to the empty directory `out`.
 
-    Sums are taken in float32 and stored in the type that the checkpoint has, or in `dtype`. Packed tensors are
-    unpacked and stored in bfloat16, or in `dtype`, as an update would not survive few bits. A tied unembedding that
-    the adapter changes becomes one of its own, as the input embedding must stay what it is. Raises AdapterError for an
-    adapter that does not fit, CheckpointError for a base model that cannot be read.
+    Sums are computed in float32 and stored in the dtype of the checkpoint, or in `dtype`. Packed
+    tensors are stored unpacked, in bfloat16 or `dtype`, because few bits could not represent an
+    update. If the adapter changes a tied unembedding, the merged model has an untied unembedding,
+    because the input embedding must not change.
 
-    `weights` have the rows of rules that share a tensor (`ModelFamily.bind_weights`). `ties_by_default`: the
-    embeddings are tied unless `config.json` says otherwise.
+    `weights` come from `ModelFamily.bind_weights`. `ties_by_default` says whether embeddings are
+    tied if `config.json` does not say. Raises AdapterError for an adapter that does not fit, and
+    CheckpointError for a base model that cannot be read.
     """
     config = read_json(base, "config.json")
     located = locate_tensors(base)
     weights = fit_to_checkpoint(weights, located)
     tensor_of = {rule.path: rule.tensor for rule in weights}
     embed, unembed = tensor_of["embed"], tensor_of["unembed"]
+    # Find the updates of each tensor.
     text = config.get("text_config", {})
     is_tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", ties_by_default)))
     pending = _collect_updates(weights, adapter, unembed, find_nesting(located))
     unties = is_tied and unembed in pending
+
+    # Copy the tensors file by file, and add the updates.
     written: dict[str, str] = {}
     num_bytes = 0
     files = find_plain_names(located)
@@ -98,6 +106,7 @@ def merge_adapter(
         opened = {path: stack.enter_context(open_file(path)) for path in set(located.values())}
         for path in sorted(set(files.values())):
             tensors: dict[str, np.ndarray] = {}
+
             for name in sorted(name for name in files if files[name] == path):
                 if is_tied and name in REDUNDANT_TENSORS:
                     continue
@@ -107,21 +116,27 @@ def merge_adapter(
                     tensors[unembed] = _cast(
                         _add_updates(unembed, array, pending.pop(unembed), adapter.scale), array, dtype
                     )
+
                 merged = _add_updates(name, array, pending.pop(name), adapter.scale) if name in pending else array
                 unpacked = None if find_packing(name, located) is None else "bfloat16"
                 tensors[name] = _cast(merged, array, dtype or unpacked)
+
             tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
             save_file(tensors, out / path.name, {"format": "pt"})
             written |= dict.fromkeys(tensors, path.name)
             num_bytes += sum(array.nbytes for array in tensors.values())
     if pending:
         raise AdapterError(f"adapter: the base model has no tensor {min(pending)!r} for it to change")
+
+    # Write the index, and copy the tokenizer and other files.
     if set(written.values()) != {SINGLE_FILE}:
         index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(written.items()))}
         (out / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    for path in base.iterdir():  # tokenizer and configuration
+    for path in base.iterdir():
         if path.is_file() and path.suffix not in _NOT_COPIED and path.name not in ("config.json", INDEX_FILE):
             shutil.copyfile(path, out / path.name)
+
+    # Write the changed configuration.
     changed = dict(config)
     if unties:
         changed["tie_word_embeddings"] = False
@@ -140,34 +155,34 @@ def merge_adapter(
 def _collect_updates(
     weights: WeightMap, adapter: AdapterFiles, unembed: str, nesting: Nesting
 ) -> dict[str, list[_Update]]:
-    """Return the updates of each tensor."""
-    found: dict[str, list[_Update]] = {}
+    """Return the updates of each tensor, by tensor name."""
+    updates: dict[str, list[_Update]] = {}
     for module, pair in adapter.factors.items():
         if (fused := find_fused(weights, module)) is not None:
             rule, name, expert = fused
-            found.setdefault(name, []).append(_Update(pair, rule, expert))
+            updates.setdefault(name, []).append(_Update(pair, rule, expert))
         else:
             name = f"{nesting.add_prefix(module)}.weight"
-            found[unembed if module == TIED_UNEMBED_MODULE else name] = [_Update(pair)]
-    return found
+            updates[unembed if module == TIED_UNEMBED_MODULE else name] = [_Update(pair)]
+    return updates
 
 
 def _add_updates(name: str, array: np.ndarray, updates: Sequence[_Update], scale: float) -> np.ndarray:
     summed = np.array(array, np.float32)
-    for each in updates:
-        a_RI, b_OR = each.pair
-        part_IO = each.get_part(summed)
+    for update in updates:
+        a_RI, b_OR = update.pair
+        part_IO = update.get_part(summed)
         if part_IO is None:
-            raise AdapterError(f"adapter: {name!r} has no expert {each.expert} in the base model for it to change")
+            raise AdapterError(f"adapter: {name!r} has no expert {update.expert} in the base model for it to change")
         if part_IO.shape != (a_RI.shape[1], b_OR.shape[0]):
-            own = part_IO.shape[::-1]
-            raise AdapterError(f"adapter: {name!r} is {own} in the base model; factors {b_OR.shape}, {a_RI.shape}")
-        each.put(summed, part_IO + (np.float32(scale) * (b_OR @ a_RI)).T)
+            shape = part_IO.shape[::-1]
+            raise AdapterError(f"adapter: {name!r} is {shape} in the base model; factors {b_OR.shape}, {a_RI.shape}")
+        update.put(summed, part_IO + (np.float32(scale) * (b_OR @ a_RI)).T)
     return summed
 
 
 def _cast(array: np.ndarray, before: np.ndarray, dtype: str | None) -> np.ndarray:
-    """Return an array in the stored dtype; integers are unchanged."""
+    """Return an array in the dtype of the checkpoint or in `dtype`. Integers are unchanged."""
     if before.dtype.kind in "iub":
         return array
     return array.astype(before.dtype if dtype is None else DTYPES[dtype])

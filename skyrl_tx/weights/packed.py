@@ -1,14 +1,18 @@
-"""Tensors that checkpoints store packed in two or more tensors each: FP8 blocks, INT4 groups and MXFP4.
+"""Tensors that checkpoints store in packed formats, and adapters that stack the experts of a layer.
 
-They are read by their plain names, part by part. FP8 and INT4 have the methods of a slice of safetensors and
-return float32, in which every product is exact, except that a product of FP8 is rounded once.
+A packed tensor is stored as two or more tensors: numbers with few bits, and scales. The classes
+here unpack the parts of it that are read. They have the methods of a safetensors slice (`get_shape`
+and indexing), and each slice of an index needs a start and an end.
 
-MXFP4 (OCP Microscaling Formats 1.0) is the type of the experts of gpt-oss: four bits a number and one scale
-for 32 numbers. A tensor X [..., I, O] is stored as `X_blocks`, bytes [..., O, I / 32, 16] of two numbers each
-with the lower half first, and `X_scales`, bytes [..., O, I / 32] with the exponents of powers of two. Each
-number is exact in bfloat16.
+FP8 and INT4 are returned as float32. The products of INT4 are exact, and each product of FP8 is
+rounded once. MXFP4 is returned as bfloat16 and exact.
 
-Legend: I inputs and O outputs of a linear map.
+MXFP4 (OCP Microscaling Formats 1.0) is the format of gpt-oss experts: four bits per number and one
+scale per 32 numbers. A tensor X [..., I, O] is stored as `X_blocks`, bytes [..., O, I / 32, 16]
+with two numbers each (the lower half first), and `X_scales`, bytes [..., O, I / 32] with exponents
+of two.
+
+Legend: E experts, I inputs and O outputs of a linear map, R rank.
 """
 
 import re
@@ -25,15 +29,17 @@ from skyrl_tx.weights.weight_map import get_stack_names
 
 FP8_BLOCK = 128
 INT4_GROUP = 32
-_PER_WORD = 8  # numbers of four bits
-# The two numbers of each byte, the lower half first.
+_PER_WORD = 8  # four-bit numbers in a word of 32 bits
+# The two numbers of each byte value, the lower half first.
 _INT4_PAIRS = np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=-1).astype(np.float32) - 8
 
 
 class Fp8Tensor:
-    """Numbers in FP8 [..., O, I], with a scale for each block of 128 x 128; blocks at the edges are smaller.
+    """Numbers in FP8 [..., O, I] with one scale per block of 128 x 128.
 
-    As DeepSeek-V3 stores them: arXiv:2412.19437, section 3.3.
+    Blocks at the edges are smaller.
+
+    This is the format of DeepSeek-V3, arXiv:2412.19437, section 3.3.
     """
 
     def __init__(self, numbers: Any, scales: Any) -> None:
@@ -41,29 +47,33 @@ class Fp8Tensor:
         self._scales = scales
 
     def get_shape(self) -> tuple[int, ...]:
-        """Return the shape of the plain tensor."""
+        """Return the shape of the unpacked tensor."""
         return tuple(self._numbers.get_shape())
 
     def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
-        """Return a part, float32; each slice has its start and its end."""
+        """Return a part of the unpacked tensor, float32."""
+        # Read the scales of all blocks that the part overlaps.
         *stack, outputs, inputs = part
-        first = [each.start // FP8_BLOCK for each in (outputs, inputs)]
-        last = [-(-each.stop // FP8_BLOCK) for each in (outputs, inputs)]
+        first = [dim.start // FP8_BLOCK for dim in (outputs, inputs)]
+        last = [-(-dim.stop // FP8_BLOCK) for dim in (outputs, inputs)]
         scales = self._scales[(*stack, slice(first[0], last[0]), slice(first[1], last[1]))].astype(np.float32)
-        found = self._numbers[part].astype(np.float32)
-        for dim, each, begin in ((-2, outputs, first[0]), (-1, inputs, first[1])):
-            within = np.arange(each.start, each.stop) // FP8_BLOCK - begin
-            scales = scales.take(within, axis=dim)
-        found *= scales
-        return found
+
+        # Repeat each scale for the numbers of its block.
+        numbers = self._numbers[part].astype(np.float32)
+        for axis, dim, first_block in ((-2, outputs, first[0]), (-1, inputs, first[1])):
+            blocks = np.arange(dim.start, dim.stop) // FP8_BLOCK - first_block
+            scales = scales.take(blocks, axis=axis)
+        numbers *= scales
+        return numbers
 
 
 class Int4Tensor:
-    """Numbers of four bits [O, I], eight in each word, the lowest first, with a scale for each 32 of a row.
+    """Four-bit numbers [O, I] with one scale per 32 numbers of a row.
 
-    They are stored 8 too large, not in two's complement: "pack-quantized" in neuralmagic/compressed-tensors,
-    src/compressed_tensors/compressors/quantized_compressors/pack_quantized.py, `pack_to_int32`. vLLM reads them so too
-    (`uint4b8`).
+    A word has eight numbers, the lowest bits first. The stored numbers are 8 too large, instead of
+    in two's complement. This is the format "pack-quantized" of neuralmagic/compressed-tensors
+    (`pack_to_int32` in src/compressed_tensors/compressors/quantized_compressors/pack_quantized.py),
+    which vLLM calls `uint4b8`.
     """
 
     def __init__(self, words: Any, scales: Any, _: Any = None) -> None:
@@ -71,12 +81,12 @@ class Int4Tensor:
         self._scales = scales
 
     def get_shape(self) -> tuple[int, ...]:
-        """Return the shape of the plain tensor."""
+        """Return the shape of the unpacked tensor."""
         outputs, num_words = self._words.get_shape()
         return outputs, num_words * _PER_WORD
 
     def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
-        """Return a part, float32; each slice has its start and its end."""
+        """Return a part of the unpacked tensor, float32."""
         outputs, inputs = part
         first, last = inputs.start // INT4_GROUP, -(-inputs.stop // INT4_GROUP)
         per_group = INT4_GROUP // _PER_WORD
@@ -89,12 +99,15 @@ class Int4Tensor:
         return rows[:, inputs.start - first * INT4_GROUP : inputs.stop - first * INT4_GROUP]
 
 
-MXFP4_BLOCK = 32  # numbers that share a scale
-_MXFP4_EXPONENT_BIAS = 127  # of a scale's exponent
+MXFP4_BLOCK = 32  # numbers per scale
+_MXFP4_EXPONENT_BIAS = 127
 
 
 def _make_mxfp4_table() -> np.ndarray:
-    """Return the two numbers of each scale and byte, bfloat16, as one uint32 at 256 * scale + byte."""
+    """Return the two bfloat16 numbers of each scale and byte as one uint32.
+
+    Its index is 256 * scale + byte.
+    """
     half = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
     values, byte = np.concatenate([half, -half]), np.arange(256)
     pairs = np.stack([values[byte & 15], values[byte >> 4]], axis=-1)
@@ -107,19 +120,19 @@ _MXFP4_PAIRS = _make_mxfp4_table()
 
 
 class Mxfp4Tensor:
-    """A tensor of which parts are read and unpacked, with the methods of a slice of safetensors."""
+    """An MXFP4 tensor [..., I, O], see the module's description."""
 
     def __init__(self, blocks: Any, scales: Any) -> None:
         self._blocks = blocks
         self._scales = scales
 
     def get_shape(self) -> tuple[int, ...]:
-        """Return the shape of the plain tensor."""
+        """Return the shape of the unpacked tensor."""
         *stack, outputs, num_blocks, _ = self._blocks.get_shape()
         return *stack, num_blocks * MXFP4_BLOCK, outputs
 
     def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
-        """Return a part, bfloat16; each slice has its start and its end."""
+        """Return a part of the unpacked tensor, bfloat16."""
         *stack, inputs, outputs = part
         first, last = inputs.start // MXFP4_BLOCK, -(-inputs.stop // MXFP4_BLOCK)
         index = (*stack, outputs, slice(first, last))
@@ -128,30 +141,33 @@ class Mxfp4Tensor:
 
 
 def unpack_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return numbers [..., I, O], bfloat16, of blocks [..., O, I / 32, 16] and scales [..., O, I / 32]."""
+    """Unpack blocks [..., O, I / 32, 16] and scales [..., O, I / 32] to bfloat16 [..., I, O]."""
     *stack, outputs, num_blocks, _ = blocks.shape
-    found = np.empty((*stack, num_blocks * MXFP4_BLOCK, outputs), np.uint16)
+    unpacked = np.empty((*stack, num_blocks * MXFP4_BLOCK, outputs), np.uint16)
 
     def write(index: tuple[int, ...]) -> None:
-        place = scales[index].astype(np.uint16)[..., None] * np.uint16(256) + blocks[index]
-        found[index] = _MXFP4_PAIRS[place].view(np.uint16).reshape(outputs, -1).T
+        entry = scales[index].astype(np.uint16)[..., None] * np.uint16(256) + blocks[index]
+        unpacked[index] = _MXFP4_PAIRS[entry].view(np.uint16).reshape(outputs, -1).T
 
-    with ThreadPoolExecutor() as pool:  # an expert each: numpy works in parallel here
+    with ThreadPoolExecutor() as pool:  # one task per expert; numpy releases the GIL
         for _ in pool.map(write, np.ndindex(*stack)):
             pass
-    return found.view(ml_dtypes.bfloat16)
+    return unpacked.view(ml_dtypes.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """A way to store a tensor: what the names of its parts end in, of which the first has the numbers."""
+    """A packed format: the suffixes of its stored tensors, and its class.
+
+    The first tensor has the numbers.
+    """
 
     suffixes: tuple[str, ...]
     unpack: Callable[..., Any]
-    """Returns a slice of the plain tensor, given those of the parts."""
+    """Returns the unpacked tensor as a slice, given slices of the stored tensors."""
 
     def parts(self, name: str) -> tuple[str, ...]:
-        """Return the names of the parts of a tensor."""
+        """Return the names of the stored tensors of a tensor."""
         return tuple(name + suffix for suffix in self.suffixes)
 
 
@@ -163,16 +179,22 @@ PACKINGS = (
 
 
 def find_packing(name: str, stored: Collection[str]) -> Packing | None:
-    """Return how a tensor is packed, by its plain name and the names of all stored tensors; None if it is not."""
-    return next((each for each in PACKINGS if all(part in stored for part in each.parts(name))), None)
+    """Return the format of a tensor, given its plain name and the names of all stored tensors.
+
+    None means that the tensor is not packed.
+    """
+    return next((packing for packing in PACKINGS if all(part in stored for part in packing.parts(name))), None)
 
 
 def find_plain_names(files: Mapping[str, Path]) -> dict[str, Path]:
-    """Return the file of each tensor by its plain name; that of a packed one has its numbers."""
+    """Return the file of each tensor by its plain name.
+
+    For a packed tensor it is the file of the numbers.
+    """
     plain = dict(files)
     for packing in PACKINGS:
-        own = packing.suffixes[1]
-        for name in [each.removesuffix(own) for each in files if each.endswith(own)]:
+        scale_suffix = packing.suffixes[1]
+        for name in [stored.removesuffix(scale_suffix) for stored in files if stored.endswith(scale_suffix)]:
             if find_packing(name, files) is packing:
                 for part in packing.parts(name):
                     plain.pop(part)
@@ -181,16 +203,22 @@ def find_plain_names(files: Mapping[str, Path]) -> dict[str, Path]:
 
 
 Factors = tuple[np.ndarray, np.ndarray]
-"""A [R, I] and B [O, R] of one module; of a stack [E, R, I] and [E, O, R], where E is 1 of a factor that all share."""
+"""The factors A [R, I] and B [O, R] of one module.
+
+For a stack of experts they are [E, R, I] and [E, O, R]. If all experts share a factor, its E is 1.
+"""
 
 _OUTER = {"w1": 0, "w3": 0, "w2": 1}
-"""Which factor, A or B, lies next to the hidden size, by the last part of the stack's name."""
+"""Which factor is next to the hidden size, A (0) or B (1), by the last part of the stack's name."""
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)")
 _STACK = re.compile(rf"(.+\.experts)\.({'|'.join(_OUTER)})")
 
 
 def find_stack(module: str) -> tuple[str, int | None]:
-    """Return the stack that holds the module of an expert, and its index; other modules are returned with None."""
+    """Return the stack and the index of an expert's module.
+
+    For any other module return it and None.
+    """
     match = _EXPERT.fullmatch(module)
     if match is None:
         return module, None
@@ -200,28 +228,28 @@ def find_stack(module: str) -> tuple[str, int | None]:
 
 
 def is_stack(module: str) -> bool:
-    """Return whether a module is named as a stack of experts."""
+    """Return whether a module has the name of a stack of experts."""
     match = _STACK.fullmatch(module)
     return match is not None and match[2] in get_stack_names(match[1]).values()
 
 
 def unstack(stack: str, a: np.ndarray, b: np.ndarray) -> dict[str, Factors]:
-    """Return the factors of each expert by its module, views of those of a stack."""
+    """Return the factors of each expert by module name, as views of the factors of a stack."""
     match = _STACK.fullmatch(stack)
     assert match is not None, stack
-    prefix, leaf = match.groups()
-    leaf_of = {stacked: name for name, stacked in get_stack_names(prefix).items()}
+    prefix, stacked_leaf = match.groups()
+    leaves = {stacked: leaf for leaf, stacked in get_stack_names(prefix).items()}
     num_experts = max(len(a), len(b))
-    each_a, each_b = (np.broadcast_to(array, (num_experts, *array.shape[1:])) for array in (a, b))
-    return {f"{prefix}.{index}.{leaf_of[leaf]}": (each_a[index], each_b[index]) for index in range(num_experts)}
+    all_a, all_b = (np.broadcast_to(array, (num_experts, *array.shape[1:])) for array in (a, b))
+    return {f"{prefix}.{index}.{leaves[stacked_leaf]}": (all_a[index], all_b[index]) for index in range(num_experts)}
 
 
 def stack_experts(factors: Mapping[str, Factors]) -> dict[str, Factors]:
     """Return the factors with the experts of each layer stacked in order.
 
-    A factor that all share is there once, and an expert without an update gets zeros.
+    A factor that all experts share is stored once. An expert without an update gets zeros.
     """
-    found = {module: pair for module, pair in factors.items() if find_stack(module)[1] is None}
+    stacked = {module: pair for module, pair in factors.items() if find_stack(module)[1] is None}
     for module, pairs in group_by_stack(factors).items():
         a, b = next(iter(pairs.values()))
         empty = np.zeros_like(a), np.zeros_like(b)
@@ -230,18 +258,18 @@ def stack_experts(factors: Mapping[str, Factors]) -> dict[str, Factors]:
         outer = _OUTER[module.rpartition(".")[2]]
         if 1 < len(pairs) == len(all_pairs) and is_shared(module, pairs):
             stacks[outer] = stacks[outer][:1]
-        found[module] = stacks[0], stacks[1]
-    return found
+        stacked[module] = stacks[0], stacks[1]
+    return stacked
 
 
 def group_by_stack(factors: Mapping[str, Factors]) -> dict[str, dict[int, Factors]]:
-    """Return the factors of experts by their stacks and by their number."""
-    found: dict[str, dict[int, Factors]] = {}
+    """Return the factors of experts, grouped by stack and by the index of the expert."""
+    grouped: dict[str, dict[int, Factors]] = {}
     for module, pair in factors.items():
         stack, index = find_stack(module)
         if index is not None:
-            found.setdefault(stack, {})[index] = pair
-    return found
+            grouped.setdefault(stack, {})[index] = pair
+    return grouped
 
 
 def is_shared(stack: str, pairs: Mapping[int, Factors]) -> bool:
@@ -251,16 +279,20 @@ def is_shared(stack: str, pairs: Mapping[int, Factors]) -> bool:
     return all(np.array_equal(pair[outer], first) for pair in pairs.values())
 
 
-def convert_form(found: np.ndarray, wanted: tuple[int, ...]) -> np.ndarray:
-    """Return factors of experts as one for all, or as one each, as wanted and where that changes no number."""
-    if found.ndim == 3 and (1, *found.shape[1:]) == wanted and (found == found[:1]).all():
-        return found[:1]
-    return np.broadcast_to(found, wanted) if found.ndim == 3 and found.shape == (1, *wanted[1:]) else found
+def convert_form(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Convert a factor of experts between one per expert and one for all, if `shape` asks for it.
+
+    The array is returned unchanged if the conversion would change a number, or if the shapes differ
+    in another way.
+    """
+    if array.ndim == 3 and (1, *array.shape[1:]) == shape and (array == array[:1]).all():
+        return array[:1]
+    return np.broadcast_to(array, shape) if array.ndim == 3 and array.shape == (1, *shape[1:]) else array
 
 
-def suggest_expert_lora(found: tuple[int, ...], wanted: tuple[int, ...]) -> str:
-    """Return which server takes factors of experts that are of the other form."""
-    if len(found) != 3 or found[1:] != wanted[1:] or 1 not in (found[0], wanted[0]):
+def suggest_expert_lora(shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    """Return a hint for error messages that names the setting for the other form, or ""."""
+    if len(shape) != 3 or shape[1:] != expected[1:] or 1 not in (shape[0], expected[0]):
         return ""
-    theirs = "shared" if found[0] == 1 else "own"
+    theirs = "shared" if shape[0] == 1 else "own"
     return f": load it on a server with --backend-config.expert-lora {theirs}"

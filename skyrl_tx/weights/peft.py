@@ -1,18 +1,20 @@
 """Adapters as files in the layout of PEFT: `adapter_config.json` and `adapter_model.safetensors`.
 
-The tensors are `base_model.model.<module>.lora_A.weight` [R, I] and `.lora_B.weight` [O, R]. The update of a linear map
-is B A times `lora_alpha / r`. Experts are either modules of their own (`….mlp.experts.7.gate_proj`), or stacked per
-layer (`….mlp.experts.w1`, [E, R, I] and [E, O, R], where E is 1 of a factor that all share); `read_adapter` reads both.
+The tensors are `base_model.model.<module>.lora_A.weight` [R, I] and `.lora_B.weight` [O, R]. The
+update of a linear map is B A times `lora_alpha / r`. Experts are stored one by one
+(`….mlp.experts.7.gate_proj`), or stacked per layer (`….mlp.experts.w1`, [E, R, I] and [E, O, R],
+where E is 1 if all experts share the factor). `read_adapter` reads both.
 
-`AdapterFiles` is any adapter, by the names of its modules. `AdapterFormat` converts between files and the arrays of one
-base model, which are transposed, stacked over layers, and named as our linear maps.
+`AdapterFiles` is any adapter, with the module names of its files. `AdapterFormat` converts between
+files and the arrays of one base model, which are transposed, stacked over layers, and named by
+target.
 
 Legend: L layers, E experts, I inputs and O outputs of a linear map, R rank.
 """
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -55,18 +57,22 @@ from skyrl_tx.weights.weight_map import (
 _A, _B, _BASE = LORA_A, LORA_B, ".base_layer.weight"
 
 Tensors = Mapping[str, np.ndarray]
-"""Host arrays by their names in files."""
+"""Host arrays by tensor name."""
 
 
 class AdapterError(UserError):
-    """The files are not an adapter, or not one that this server supports. The message names file, key or tensor."""
+    """The files are not an adapter that this server supports.
+
+    The message names the file, key or tensor.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetModule:
-    """A linear map that adapters can change, with A [*stack, I, R] and B [*stack, R, O], which have a stack each.
+    """A linear map that adapters can change, with A [*stack, I, R] and B [*stack, R, O].
 
-    `module` is its name in files, where `{layer}` stands for a number of `layers`; None means all layers from 0.
+    `stacks` are the leading dimensions of A and of B. `module` is the name in files; `{layer}` in
+    it stands for each number in `layers`. None means all layers, from 0.
     """
 
     module: str
@@ -77,17 +83,17 @@ class TargetModule:
 
     @property
     def leaf(self) -> str:
-        """The last part of the module's name, as `target_modules` of adapter_config.json lists it."""
+        """The last part of the module's name. `target_modules` of adapter_config.json lists it."""
         return self.module.rpartition(".")[2]
 
     def make_zeros(self, rank: int) -> LoraPair:
-        """Return factors of zeros, float32."""
+        """Return float32 factors that are zero."""
         a = np.zeros((*self.stacks[0], self.inputs, rank), np.float32)
         b = np.zeros((*self.stacks[1], rank, self.outputs), np.float32)
         return LoraPair(a=a, b=b)  # type: ignore[arg-type]
 
     def iterate_tensors(self, pair: LoraPair) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield the name of each tensor in files and a view of its values in `pair`."""
+        """Yield the name of each tensor in files, with a view of its values in `pair`."""
         for factor, array, stack in zip((_A, _B), (np.asarray(pair.a), np.asarray(pair.b)), self.stacks, strict=True):
             for index, module in expand_pattern(self.module, stack, self.layers):
                 yield f"{PREFIX}{module}{factor}", array[index].swapaxes(-1, -2)
@@ -95,14 +101,14 @@ class TargetModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterFormat:
-    """The adapters of one base model: the name in files and the shape of each linear map, by our name of it."""
+    """The adapter files of one base model: name and shape of each linear map, by target."""
 
     base_model: str
     modules: Mapping[str, TargetModule]
     fused: FusedModules = field(default_factory=dict[str, Mapping[str, Rows]])
 
     def to_tensors(self, weights: AdapterWeights, prefix: str = "") -> Tensors:
-        """Return host arrays of the tensors in files; each name gets the prefix."""
+        """Return the tensors of the files as host arrays. Each name gets the prefix."""
         return {
             f"{prefix}{name}": np.ascontiguousarray(array)
             for target, pair in weights.items()
@@ -112,27 +118,30 @@ class AdapterFormat:
     def to_weights(
         self, tensors: Tensors, targets: tuple[str, ...], rank: int, prefix: str = "", *, any_form: bool = False
     ) -> AdapterWeights:
-        """Return the inverse of `tensors`: host arrays of all linear maps, zeros in those that are not targets.
+        """Return the weights of these tensors, the inverse of `to_tensors`.
 
-        `any_form`: experts may share a factor where ours have one each, and have equal ones where ours share it. Raises
-        AdapterError if a tensor is missing, unexpected or of another shape.
+        Maps that are not targets get zeros.
+
+        With `any_form`, factors of experts are converted between shared and own if that changes no
+        number. Raises AdapterError if a tensor is missing, unexpected or has another shape.
         """
-        weights = {name: each.make_zeros(rank) for name, each in self.modules.items()}
+        weights = {name: module.make_zeros(rank) for name, module in self.modules.items()}
         expected: set[str] = set()
         for target in targets:
             for name, destination in self.modules[target].iterate_tensors(weights[target]):
-                found = tensors.get(prefix + name)
-                if found is None:
+                # Find the tensor and check its shape.
+                array = tensors.get(prefix + name)
+                if array is None:
                     raise AdapterError(f"adapter: lacks tensor {prefix + name!r}")
+
                 if any_form:
-                    found = convert_form(found, destination.shape)
-                if found.shape != destination.shape:
-                    wanted = destination.shape
+                    array = convert_form(array, destination.shape)
+                if array.shape != destination.shape:
                     raise AdapterError(
-                        f"adapter: tensor {prefix + name!r} is {found.shape}, this base needs {wanted}"
-                        f"{suggest_expert_lora(found.shape, wanted)}"
+                        f"adapter: tensor {prefix + name!r} is {array.shape}, this base needs {destination.shape}"
+                        f"{suggest_expert_lora(array.shape, destination.shape)}"
                     )
-                destination[...] = found
+                destination[...] = array
                 expected.add(prefix + name)
         unexpected = sorted(name for name in tensors.keys() - expected if name.startswith(prefix))
         if unexpected:
@@ -140,15 +149,18 @@ class AdapterFormat:
         return weights
 
     def read_targets(self, config: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the linear maps that an adapter_config.json lists. Raises AdapterError for an unknown module."""
+        """Return the targets that an adapter_config.json lists.
+
+        Raises AdapterError for an unknown module.
+        """
         listed = config.get("target_modules")
         if not isinstance(listed, list) or not listed:
             raise AdapterError(f"adapter: {CONFIG_FILE} has target_modules = {listed!r}")
-        unknown = sorted(set(listed) - {each.leaf for each in self.modules.values()})
+        known = list(dict.fromkeys(module.leaf for module in self.modules.values()))
+        unknown = sorted(set(listed) - set(known))
         if unknown:
-            known = ", ".join(dict.fromkeys(each.leaf for each in self.modules.values()))
-            raise AdapterError(f"adapter: target_modules has {unknown[0]!r}; this base model has {known}")
-        return tuple(name for name, each in self.modules.items() if each.leaf in listed)
+            raise AdapterError(f"adapter: target_modules has {unknown[0]!r}; this base model has {', '.join(known)}")
+        return tuple(name for name, module in self.modules.items() if module.leaf in listed)
 
     def write_config(self, directory: Path, targets: tuple[str, ...], rank: int, alpha: float) -> None:
         """Write adapter_config.json into an existing directory."""
@@ -157,27 +169,32 @@ class AdapterFormat:
         (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2))
 
     def with_factors(self, weights: AdapterWeights, factors: Mapping[str, Factors], b_scale: float) -> AdapterWeights:
-        """Return copies of `weights` with the given factors of modules, those of B multiplied by `b_scale`.
+        """Return copies of `weights` in which the given factors of modules are replaced.
 
-        Experts that share a factor here must have equal ones. Raises AdapterError for a module or a shape that
-        `weights` lack.
+        B is multiplied by `b_scale`.
+
+        If experts share a factor in `weights`, their given factors must be equal. Raises
+        AdapterError for a module or a shape that does not exist in `weights`.
         """
         weights = {name: LoraPair(a=np.array(p.a), b=np.array(p.b)) for name, p in weights.items()}  # type: ignore[arg-type]
         modules = {target: self.modules[target] for target in weights}
         views = {
-            name: (view, each.stacks)
-            for target, each in modules.items()
-            for name, view in each.iterate_tensors(weights[target])
+            name: (view, module.stacks)
+            for target, module in modules.items()
+            for name, view in module.iterate_tensors(weights[target])
         }
+
+        # Write the factors into views of the copies.
         for module, (a, b) in factors.items():
             stack, expert = find_stack(module)
             for name, array in ((_A, a), (_B, b * np.float32(b_scale))):
                 view, stacks = views.get(f"{PREFIX}{stack}{name}", (None, ()))
                 if view is not None and expert is not None:
-                    is_known = expert < max(each[-1] for each in stacks)
+                    is_known = expert < max(stack[-1] for stack in stacks)
                     view = view[expert if len(view) > 1 else 0] if is_known else None
+
                 if view is None:
-                    known = ", ".join(sorted(each.leaf for each in self.modules.values()))
+                    known = ", ".join(sorted(target.leaf for target in self.modules.values()))
                     raise AdapterError(f"module {module!r} is not a trainable module of this base model ({known})")
                 if view.shape != array.shape:
                     raise AdapterError(
@@ -188,20 +205,22 @@ class AdapterFormat:
 
 
 TIED_UNEMBED_NAMES: Mapping[str, str] = {"peft": "lm_head", "cookbook": TIED_UNEMBED_MODULE}
-"""The module name of a tied unembedding in each layout. The layout "cookbook" stacks the experts of a layer too.
+"""The module name of a tied unembedding in each layout.
 
-PEFT, and other readers of its files, find modules by their names in the Hugging Face model.
+PEFT, and other programs that read its files, find modules by their names in the Hugging Face model.
+The layout "cookbook" also stacks the experts of each layer.
 """
 
 _HOSTED_ATTENTION = (".attn.", ".self_attn.")
-"""How adapters of gpt-oss that were trained on the hosted service name its attention, and how all others do."""
+"""A part of module names in hosted adapters of gpt-oss, and the usual name instead of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterFiles:
     """An adapter in memory: its `adapter_config.json`, and the two factors of each module.
 
-    `base_layers` are copies of base weights, which PEFT writes with the adapter of an unembedding.
+    `base_layers` are copies of base weights. PEFT writes them if an adapter changes the
+    unembedding.
     """
 
     config: Mapping[str, Any]
@@ -215,28 +234,37 @@ class AdapterFiles:
 
     @property
     def scale(self) -> float:
-        """The number that the product of two factors is multiplied by (rank-stabilised: arXiv:2312.03732)."""
+        """The factor of the product B A.
+
+        With `use_rslora` it is rank-stabilised (arXiv:2312.03732).
+        """
         rank = math.sqrt(self.rank) if self.config.get("use_rslora") else self.rank
         return self.config["lora_alpha"] / rank
 
     @property
     def has_fused_maps(self) -> bool:
-        """Whether it changes maps that share a module, which only the base model tells."""
+        """Whether the adapter changes single maps of fused modules.
+
+        The base model knows which maps these are.
+        """
         return any(module.rpartition(".")[2] in FUSED_PARTS for module in self.factors)
 
     def has_shared_factors(self, num_experts: int) -> bool:
-        """Return whether in each layer all experts have the same A of gate and up, and the same B of down."""
+        """Return whether the experts of each layer share A of gate and up, and B of down."""
         stacks = group_by_stack(self.factors)
         return all(len(pairs) == num_experts and is_shared(stack, pairs) for stack, pairs in stacks.items())
 
     @property
     def has_repeated_factors(self) -> bool:
-        """Whether all experts of a layer have the same factor next to the hidden size."""
+        """Whether all experts of some layer have the same factor next to the hidden size."""
         stacks = group_by_stack(self.factors)
         return any(len(pairs) > 1 and is_shared(stack, pairs) for stack, pairs in stacks.items())
 
     def to_layout(self, layout: str, fused: FusedModules | None = None) -> "AdapterFiles":
-        """Return the same adapter under the names of a layout; PEFT's needs the `fused` modules of the base model."""
+        """Return the adapter with the names of another layout.
+
+        The layout "peft" needs the base model's `fused`.
+        """
         names = {TIED_UNEMBED_MODULE: TIED_UNEMBED_NAMES[layout]}
         factors = {names.get(module, module): pair for module, pair in self.factors.items()}
         config = dict(self.config)
@@ -244,16 +272,12 @@ class AdapterFiles:
             factors = stack_experts(factors)
         else:
             factors = fuse_modules(factors, fused or {})
-            leaves = {module.rpartition(".")[2] for module in factors}
-            multiples = {leaf: number for leaf, number in FUSED_MAPS.items() if leaf in leaves}
-            config["rank_pattern"] = {leaf: self.rank * number for leaf, number in multiples.items()}
-            root = math.sqrt if config.get("use_rslora") else float
-            config["alpha_pattern"] = {leaf: config["lora_alpha"] * root(number) for leaf, number in multiples.items()}
+            config |= _make_fused_patterns(config, {module.rpartition(".")[2] for module in factors})
         config["target_modules"] = list(dict.fromkeys(module.rpartition(".")[2] for module in factors))
         return replace(self, factors=factors, config=config)
 
     def write(self, directory: Path) -> None:
-        """Write into an existing directory."""
+        """Write the adapter into an existing directory."""
         tensors = {
             f"{PREFIX}{module}{name}": np.ascontiguousarray(array)
             for module, pair in self.factors.items()
@@ -263,7 +287,10 @@ class AdapterFiles:
         (directory / CONFIG_FILE).write_text(json.dumps(dict(self.config), indent=2) + "\n", encoding="utf-8")
 
     def check_base_layers(self, base: Path, tensor_of: Mapping[str, str], *, is_tied: bool) -> None:
-        """Raise AdapterError if `base_layers` differ from the base model; `tensor_of` names tensors by our names."""
+        """Raise AdapterError if `base_layers` differ from the base model.
+
+        `tensor_of` has tensor names by target.
+        """
         files = locate_tensors(base) if self.base_layers else {}
         for module, copy in self.base_layers.items():
             name = f"{module}.weight"
@@ -274,85 +301,113 @@ class AdapterFiles:
             with safe_open(files[name], framework="np") as file:
                 ours = file.get_tensor(name)
             if ours.shape != copy.shape or not np.array_equal(ours.astype(copy.dtype), copy):
-                raise AdapterError(f"adapter: its base weights of {module!r} are not those of the base model")
+                raise AdapterError(
+                    f"adapter: its base weights of {module!r} differ from the base model; it belongs to another model"
+                )
+
+
+def _make_fused_patterns(config: Mapping[str, Any], leaves: Collection[str]) -> dict[str, dict[str, float]]:
+    """Return the rank and alpha of fused modules, as keys of adapter_config.json.
+
+    A fused module has the ranks of all its maps together, and the same scale.
+    """
+    multiples = {leaf: number for leaf, number in FUSED_MAPS.items() if leaf in leaves}
+    root = math.sqrt if config.get("use_rslora") else float
+    return {
+        "rank_pattern": {leaf: config["r"] * number for leaf, number in multiples.items()},
+        "alpha_pattern": {leaf: config["lora_alpha"] * root(number) for leaf, number in multiples.items()},
+    }
 
 
 def fuse_modules(factors: Mapping[str, Factors], fused: FusedModules) -> dict[str, Factors]:
-    """Return the factors with those of maps that share a module as one of the sum of their ranks, block by block.
+    """Join the factors of maps that belong to one fused module.
 
-    Rows of maps that adapters do not change are zeros.
+    They are blocks of a factor that has the sum of their ranks.
+
+    Rows of maps that adapters do not change are zero.
     """
-    found = dict(factors)
+    fused_factors = dict(factors)
     for leaf, parts in fused.items():
         first = next(iter(parts))
-        for prefix in [each.removesuffix(first) for each in factors if each.endswith(f".{first}")]:
-            pairs = [found.pop(f"{prefix}{part}") for part in parts]
+        for prefix in [module.removesuffix(first) for module in factors if module.endswith(f".{first}")]:
+            pairs = [fused_factors.pop(f"{prefix}{part}") for part in parts]
             rank = pairs[0][0].shape[0]
             whole = next(iter(parts.values()))
             b_OR = np.zeros((whole.total * whole.num_heads, rank * len(parts)), np.float32)
-            for place, (rows, (_, b)) in enumerate(zip(parts.values(), pairs, strict=True)):
-                b_OR[rows.index, place * rank : (place + 1) * rank] = b
-            found[f"{prefix}{leaf}"] = np.concatenate([a for a, _ in pairs]), b_OR
-    return found
+            for index, (rows, (_, b)) in enumerate(zip(parts.values(), pairs, strict=True)):
+                b_OR[rows.index, index * rank : (index + 1) * rank] = b
+            fused_factors[f"{prefix}{leaf}"] = np.concatenate([a for a, _ in pairs]), b_OR
+    return fused_factors
 
 
 def split_modules(factors: Mapping[str, Factors], fused: FusedModules, rank: int) -> dict[str, Factors]:
-    """Return the factors with those of a fused module as one pair of `rank` for each of its maps.
+    """Split the factors of fused modules into one pair of rank `rank` for each map.
 
-    Raises AdapterError for a pair that is neither of that rank nor one block of it for each map, and for one that
-    changes rows of other maps.
+    A pair of that rank is shared by all maps. A pair with a multiple of it must have one block per
+    map, as `fuse_modules` writes it. Raises AdapterError for other pairs, and for pairs that change
+    rows without an adapter.
     """
-    found = dict(factors)
+    split = dict(factors)
     for leaf in FUSED_MAPS:
-        for module in [each for each in factors if each.rpartition(".")[2] == leaf]:
-            a_RI, b_OR = found.pop(module)
+        for module in [name for name in factors if name.rpartition(".")[2] == leaf]:
+            a_RI, b_OR = split.pop(module)
             parts = fused.get(leaf, {})
             if any(len(b_OR) != rows.total * rows.num_heads for rows in parts.values()) or not parts:
                 raise AdapterError(
                     f"adapter: module {module!r} has a factor {b_OR.shape} that does not fit the base model"
                 )
-            others = np.ones(len(b_OR), bool)
-            for of_part in parts.values():
-                others[of_part.index] = False
-            if b_OR[others].any():
-                raise AdapterError(f"adapter: module {module!r} changes more rows than those of {', '.join(parts)}")
-            for place, (part, of_part) in enumerate(parts.items()):
-                rows, own = b_OR[of_part.index], slice(place * rank, (place + 1) * rank)
+
+            # Only rows of maps with adapters may change.
+            is_unchanged = np.ones(len(b_OR), bool)
+            for part_rows in parts.values():
+                is_unchanged[part_rows.index] = False
+            if b_OR[is_unchanged].any():
+                raise AdapterError(f"adapter: module {module!r} changes rows outside {', '.join(parts)}")
+
+            for index, (part, part_rows) in enumerate(parts.items()):
+                rows, block = b_OR[part_rows.index], slice(index * rank, (index + 1) * rank)
                 if len(a_RI) == rank:
                     pair = a_RI, rows
-                elif np.delete(rows, np.r_[own], axis=1).any():
+                elif np.delete(rows, np.r_[block], axis=1).any():
                     raise AdapterError(f"adapter: module {module!r} has rank {len(a_RI)}, and its maps share factors")
                 else:
-                    pair = a_RI[own], rows[:, own]
-                found[f"{module.rpartition('.')[0]}.{part}"] = pair
-    return found
+                    pair = a_RI[block], rows[:, block]
+                split[f"{module.rpartition('.')[0]}.{part}"] = pair
+    return split
 
 
 def read_adapter(directory: Path) -> AdapterFiles:
-    """Read an adapter. Raises AdapterError for other files, and for settings that would change its numbers here."""
+    """Read an adapter.
+
+    Raises AdapterError for invalid files, and for settings that would change its numbers here.
+    """
     config = read_config(directory)
-    found = read_tensors(directory / WEIGHTS_FILE)
-    tensors = {name.replace(*_HOSTED_ATTENTION): each for name, each in found.items()}
+    stored = read_tensors(directory / WEIGHTS_FILE)
+    tensors = {name.replace(*_HOSTED_ATTENTION): array for name, array in stored.items()}
     factors: dict[str, Factors] = {}
     base_layers = {name.removeprefix(PREFIX).removesuffix(_BASE): name for name in tensors if name.endswith(_BASE)}
     for name in sorted(tensors.keys() - base_layers.values()):
         if not (name.startswith(PREFIX) and name.endswith((_A, _B))):
             raise AdapterError(f"{WEIGHTS_FILE}: tensor {name!r} is not of the form {PREFIX}<module>{_A} or {_B}")
         module = name.removeprefix(PREFIX).removesuffix(_A).removesuffix(_B)
+
+        # Find the two factors of the module.
         a, b = (tensors.get(f"{PREFIX}{module}{factor}") for factor in (_A, _B))
         if a is None or b is None:
             raise AdapterError(f"{WEIGHTS_FILE}: module {module!r} has lora_A or lora_B, not both")
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         if ".experts." in module and not a.size and not b.size:
-            continue  # the hosted service writes a map that the experts of a model lack without numbers
+            continue  # the hosted service writes an empty factor if the experts of a model lack a map
+
+        # A stack has the factors of all experts of a layer.
         if is_stack(module) and a.ndim == b.ndim == 3:
             if not {len(a), len(b)} <= {1, max(len(a), len(b))}:
                 raise AdapterError(f"{WEIGHTS_FILE}: module {module!r} has factors of {len(a)} and of {len(b)} experts")
             experts = unstack(module, a, b)
         else:
             experts = {module: (a, b)}
-        for each, (a, b) in experts.items():
-            _check_factors(each, a, b, config.get("rank_pattern", {}).get(each.rpartition(".")[2], config["r"]))
+        for expert, (a, b) in experts.items():
+            _check_factors(expert, a, b, config.get("rank_pattern", {}).get(expert.rpartition(".")[2], config["r"]))
         factors |= experts
     if not factors:
         raise AdapterError(f"{WEIGHTS_FILE}: holds no tensors")
@@ -364,7 +419,7 @@ def _check_factors(module: str, a: np.ndarray, b: np.ndarray, rank: int) -> None
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != rank or b.shape[1] != rank:
         raise AdapterError(f"{WEIGHTS_FILE}: module {module!r} has factors {a.shape} and {b.shape}, not of r = {rank}")
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
-        raise AdapterError(f"{WEIGHTS_FILE}: module {module!r} holds numbers that are not finite")
+        raise AdapterError(f"{WEIGHTS_FILE}: module {module!r} contains numbers that are not finite")
 
 
 _WITHOUT_EFFECT = frozenset(
@@ -375,13 +430,15 @@ _WITHOUT_EFFECT = frozenset(
         *("eva_config", "corda_config", "lora_ga_config", "loftq_config", "qalora_group_size"),
     }
 )
-"""Keys of adapter_config.json that need no check: they do not change the meaning of the factors, or are read.
+"""Keys of adapter_config.json that are read, or that do not change the meaning of factors.
 
-Names are those of PEFT 0.21. Configs of initialisations are among them; `init_lora_weights` says which one was used.
+The names are from PEFT 0.21. Configs of initialisations are included, because `init_lora_weights`
+says which initialisation was used.
 """
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none", None),
-    # Other initialisations subtract the first factors from the base weights: such an adapter needs changed ones.
+    # Other initialisations subtract the first factors from the base weights, so the adapter needs
+    # changed base weights.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
 }
 """Keys that may change the meaning of the factors, with the values that do not."""
@@ -390,7 +447,10 @@ _UNSET: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Read adapter_config.json. Raises AdapterError if it is invalid or may change the meaning of the factors."""
+    """Read adapter_config.json.
+
+    Raises AdapterError if it is invalid or may change the meaning of the factors.
+    """
     try:
         config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -399,22 +459,23 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise AdapterError(f"{CONFIG_FILE}: not a JSON object")
     if config.get("peft_type", "LORA") != "LORA":
         raise AdapterError(f"{CONFIG_FILE}: peft_type {config['peft_type']!r} is not LORA")
+
+    # Check rank and alpha.
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1:
         raise AdapterError(f"{CONFIG_FILE}: r = {rank!r} must be a positive integer")
     if not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha <= 0:
         raise AdapterError(f"{CONFIG_FILE}: lora_alpha = {alpha!r} must be a number above 0")
-    multiples = {leaf: number for leaf, number in FUSED_MAPS.items() if leaf in (config.get("rank_pattern") or {})}
-    root = math.sqrt if config.get("use_rslora") else float
-    patterns = {
-        "rank_pattern": {leaf: rank * number for leaf, number in multiples.items()},
-        "alpha_pattern": {leaf: alpha * root(number) for leaf, number in multiples.items()},
-    }
+
+    # Check all other keys. The patterns may be what `AdapterFiles.to_layout` writes.
+    patterns = _make_fused_patterns(config, config.get("rank_pattern") or ())
     for key in sorted(config.keys() - _WITHOUT_EFFECT):
-        if multiples and config[key] == patterns.get(key, ()):  # as `AdapterFiles.to_layout` writes them
+        if patterns["rank_pattern"] and config[key] == patterns.get(key, ()):
             continue
         if config[key] not in _NEUTRAL.get(key, _UNSET):
-            raise AdapterError(f"{CONFIG_FILE}: {key} = {config[key]!r} is not supported, as it may change the numbers")
+            raise AdapterError(
+                f"{CONFIG_FILE}: {key} = {config[key]!r} is not supported, because it may change the numbers"
+            )
     return config
 
 

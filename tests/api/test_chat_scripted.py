@@ -257,7 +257,7 @@ def test_sample_that_changed_ends_the_stream_with_an_error(served: tuple[Server,
 
     player.play = play
     *_, last = streamed(server, COMPLETIONS, prompt="x")
-    assert "no longer the one that was sent" in last["error"]["message"] and last["error"]["type"] == "server_error"
+    assert "sampled different tokens" in last["error"]["message"] and last["error"]["type"] == "server_error"
 
 
 def test_failure_has_the_form_of_each_api(served: tuple[Server, Player]) -> None:

@@ -289,7 +289,7 @@ def test_idle_models_and_those_of_others_are_not_joined(ann: User, keyed: LiveSt
     assert refused.status_code == 404
     root = user(keyed, "root", "admin")
     refused = root.call("PUT", f"logged_runs/{logged_run_id}/training_run", training_run_id=run)
-    assert refused.status_code == 400 and "another owner" in refused.json()["detail"]
+    assert refused.status_code == 400 and "same owner" in refused.json()["detail"]
 
 
 def test_trackio_lists_and_summarizes_runs(ann: User) -> None:

@@ -168,7 +168,7 @@ def test_owner_and_admin_see_every_page(world: ConsoleWorld, names: dict[str, st
             assert answer.headers["cache-control"] == "no-store"
             assert len(answer.content) < 400_000
         assert names["run_id"] in browser.get("/training_runs").text
-        assert ("Settings of the API" in browser.get("/health").text) == (who == "root")
+        assert ("API settings" in browser.get("/health").text) == (who == "root")
         data = browser.get(f"/console/data/training_runs/{names['run_id']}/curves?since=3").json()
         assert data["step"] == [3] and data["curves"]["loss"] == [2.0] and data["total"] == 3
         assert browser.get(f"/training_runs/{names['run_id']}/curves.csv").text.count("\n") == 4
@@ -278,7 +278,7 @@ def test_forms_of_other_sites_are_refused(
         }
         body = filled | {"form_token": ann.token()}
         answer = ann.client.post(path.format(**names), data=body, headers=headers)
-        assert answer.status_code == 403 and "not sent by a page" in answer.text
+        assert answer.status_code == 403 and "page of another site" in answer.text
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example"])
@@ -313,14 +313,14 @@ def test_forms_need_the_token_of_their_session(
     with world.browser(ann_key) as ann, world.browser(ann_key) as other:
         for token in ("", other.token(), "ä"):
             answer = ann.post(path.format(**names), {**fields, "form_token": token})
-            assert answer.status_code == 403 and "too old" in answer.text
+            assert answer.status_code == 403 and "earlier console session" in answer.text
 
 
 def test_a_key_that_reads_sends_no_form(world: ConsoleWorld, names: dict[str, str]) -> None:
     with world.browser(world.key(OWNER, "read")) as reader:
         for path, fields in FORMS[1:]:
             answer = reader.post(path.format(**names), {**fields, "form_token": _token(reader)})
-            assert answer.status_code == 403 and "only reads" in answer.text
+            assert answer.status_code == 403 and "may read, but not change" in answer.text
 
 
 def _token(browser: Browser) -> str:
@@ -343,7 +343,7 @@ def test_a_checkpoint_is_published_given_a_lifetime_deleted_and_restored(
         seen = bob.get(page)
         assert (
             seen.status_code == 200
-            and "Change it" not in seen.text
+            and "Change this checkpoint" not in seen.text
             and names["run_id"] in bob.get("/checkpoints?scope=published").text
         )
         for act, fields in (("publish", {"public": "no"}), ("ttl", {"days": "1"})):
@@ -385,7 +385,7 @@ def test_a_logged_run_is_shown_in_a_run_and_removed(world: ConsoleWorld, names: 
     config = f"/training_runs/{names['run_id']}?tab=config"
     with world.browser(ann_key) as ann, world.browser(world.key("bob")) as bob:
         token = {"form_token": ann.token()}
-        assert "Show in this run" in ann.get(config).text and "reward" not in ann.get(data).json()["logged"]
+        assert "Add to this run" in ann.get(config).text and "reward" not in ann.get(data).json()["logged"]
         assert bob.post(form, {"logged_run_id": str(other), "form_token": bob.token()}).status_code == 404
         for wrong, status in ((str(other), 404), ("999999", 404), ("x", 400), ("", 400), ("1" * 19, 400)):
             assert ann.post(form, {"logged_run_id": wrong, **token}).status_code == status
@@ -396,7 +396,7 @@ def test_a_logged_run_is_shown_in_a_run_and_removed(world: ConsoleWorld, names: 
         assert "Remove from this run" in ann.get(config).text
         with world.browser(world.key("root", "admin")) as root:
             mixed = {"logged_run_id": str(other), "form_token": root.token()}
-            assert "another owner" in root.post(form, mixed).text, "also an admin mixes no owners"
+            assert "same owner" in root.post(form, mixed).text, "also an admin mixes no owners"
         assert ann.post(form, {"logged_run_id": str(number), "act": "separate", **token}).status_code == 303
         assert "reward" not in ann.get(data).json()["logged"]
 

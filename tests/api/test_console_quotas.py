@@ -89,10 +89,10 @@ def test_only_an_admin_sets_quotas(world: ConsoleWorld, path: str) -> None:
         assert stranger.post(path, fields).status_code == 401
     with world.browser(world.key("ann")) as ann:
         refused = ann.post(path, {"form_token": ann.token(), **fields})
-        assert refused.status_code == 403 and "set by an admin" in refused.text
+        assert refused.status_code == 403 and "only admins can" in refused.text
     assert world.server.store.read(quotas.read_rules).weights == {"ann": 3}
 
 
 def test_without_quotas_the_page_says_so(tmp_path) -> None:
     with console_world(tmp_path) as world, world.browser() as anyone:
-        assert "No quota limits anyone." in anyone.get("/quotas").text
+        assert "No quotas are set." in anyone.get("/quotas").text

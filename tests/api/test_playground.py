@@ -226,8 +226,8 @@ REFUSED: list[tuple[str, dict[str, Any], HTTPStatus, str]] = [
     (CHAT, {"messages": [{"role": "user", "content": "a", "frob": 1}]}, HTTPStatus.BAD_REQUEST, "messages[0].frob 1"),
     (CHAT, {"messages": [{"role": "tool", "content": "a"}]}, HTTPStatus.BAD_REQUEST, "messages.0.role"),
     (CHAT, {"messages": []}, HTTPStatus.BAD_REQUEST, "messages"),
-    (CHAT, {"messages": None}, HTTPStatus.BAD_REQUEST, "exactly one is needed"),
-    (CHAT, {"prompt": "a"}, HTTPStatus.BAD_REQUEST, "exactly one is needed"),
+    (CHAT, {"messages": None}, HTTPStatus.BAD_REQUEST, "exactly one of them"),
+    (CHAT, {"prompt": "a"}, HTTPStatus.BAD_REQUEST, "exactly one of them"),
     (CHAT, {"temperature": -1}, HTTPStatus.BAD_REQUEST, "temperature -1"),
     (CHAT, {"temperature": "hot"}, HTTPStatus.BAD_REQUEST, "temperature"),
     (CHAT, {"top_p": 0}, HTTPStatus.BAD_REQUEST, "top_p 0"),
@@ -237,17 +237,17 @@ REFUSED: list[tuple[str, dict[str, Any], HTTPStatus, str]] = [
     (CHAT, {"n": 9}, HTTPStatus.BAD_REQUEST, "n 9"),
     (CHAT, {"seed": 2**64}, HTTPStatus.BAD_REQUEST, "seed"),
     (CHAT, {"model": "gpt-9"}, HTTPStatus.NOT_FOUND, "model 'gpt-9' does not exist"),
-    (CHAT, {"messages": None, "prompt": "a " * 200}, HTTPStatus.BAD_REQUEST, "the context has"),
+    (CHAT, {"messages": None, "prompt": "a " * 200}, HTTPStatus.BAD_REQUEST, "maximum context length is"),
     (CHAT, {"messages": None, "prompt_tokens": [-1]}, HTTPStatus.BAD_REQUEST, "prompt_tokens.0"),
     (CHAT, {"messages": None, "prompt_tokens": []}, HTTPStatus.BAD_REQUEST, "prompt_tokens"),
-    (CHAT, {"messages": None, "prompt": "a", "thinking": True}, HTTPStatus.BAD_REQUEST, "thinking: needs messages"),
+    (CHAT, {"messages": None, "prompt": "a", "thinking": True}, HTTPStatus.BAD_REQUEST, "thinking: needs `messages`"),
     (CHAT, {"prompt_tokens": [1] * 2**20}, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "bytes"),
-    (RENDER, {"messages": None}, HTTPStatus.BAD_REQUEST, "exactly one is needed"),
+    (RENDER, {"messages": None}, HTTPStatus.BAD_REQUEST, "exactly one of them"),
     (RENDER, {"seed": 1}, HTTPStatus.BAD_REQUEST, "seed 1"),
     (SCORE, {"frob": 1}, HTTPStatus.BAD_REQUEST, "frob 1"),
     (SCORE, {"reply_tokens": []}, HTTPStatus.BAD_REQUEST, "reply_tokens"),
     (SCORE, {"prompt_tokens": [2**31]}, HTTPStatus.BAD_REQUEST, "prompt_tokens.0"),
-    (SCORE, {"reply_tokens": [1] * CONTEXT}, HTTPStatus.BAD_REQUEST, "the context has"),
+    (SCORE, {"reply_tokens": [1] * CONTEXT}, HTTPStatus.BAD_REQUEST, "maximum context length is"),
     (SCORE, {"model": "tinker://x/sampler_weights/y"}, HTTPStatus.NOT_FOUND, "no such checkpoint"),
 ]
 
@@ -302,14 +302,14 @@ def test_only_a_page_of_this_server_may_call(world: ConsoleWorld, ann: Browser, 
         assert stranger.client.post(path, json=body, headers={"X-API-Key": ann_key}).status_code == 401
     with world.browser(world.key("ann", "read")) as reader:
         answer = reader.call(path, body)
-        assert answer.status_code == HTTPStatus.FORBIDDEN and "only reads" in answer.text
+        assert answer.status_code == HTTPStatus.FORBIDDEN and "may not sample" in answer.text
         assert "a key of scope read" in reader.get("/playground").text
     with world.browser(world.key("root", "admin")) as root:
         assert root.call(path, body).status_code == HTTPStatus.OK
     with world.browser(ann_key) as other:
         for token in ("", other.token(), "0" * 64):
             answer = ann.call(path, body, **{"X-Form-Token": token})
-            assert answer.status_code == HTTPStatus.FORBIDDEN and "too old" in answer.text
+            assert answer.status_code == HTTPStatus.FORBIDDEN and "earlier console session" in answer.text
     for headers in (
         {"Sec-Fetch-Site": "cross-site"},
         {"Sec-Fetch-Site": "none"},
@@ -317,7 +317,7 @@ def test_only_a_page_of_this_server_may_call(world: ConsoleWorld, ann: Browser, 
         {"Origin": "null"},
     ):
         answer = ann.call(path, body, **headers)
-        assert answer.status_code == HTTPStatus.FORBIDDEN and "not sent by a page" in answer.text
+        assert answer.status_code == HTTPStatus.FORBIDDEN and "page of another site" in answer.text
     assert ann.client.get(path).status_code in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
 
 

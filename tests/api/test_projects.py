@@ -214,7 +214,7 @@ def test_pages_of_the_console(scene: Scene) -> None:
             for path in ("/training_runs", "/sessions", "/checkpoints"):
                 assert (scene.session_id in browser.get(path).text) == sees, (who, path)
                 assert (scene.private_session in browser.get(path).text) == (who == "root"), (who, path)
-            assert ("Change it" in browser.get(f"/checkpoints/{scene.run_id}/weights/state").text) == (
+            assert ("Change this checkpoint" in browser.get(f"/checkpoints/{scene.run_id}/weights/state").text) == (
                 who in ("ed", "root")
             )
             listed = browser.get("/projects").text
@@ -223,7 +223,7 @@ def test_pages_of_the_console(scene: Scene) -> None:
                 fields = {"form_token": browser.token(), "project": PROJECT, "owner": "vera", "role": "editor"}
                 for path in ("/projects", "/projects/remove"):
                     refused = browser.post(path, fields)
-                    assert refused.status_code == 403 and "set by an admin" in refused.text
+                    assert refused.status_code == 403 and "only admins can" in refused.text
                 page = f"/checkpoints/{scene.run_id}/weights/state"
                 assert browser.post(f"{page}/publish", {**fields, "public": "yes"}).status_code == 403
                 deleting = {**fields, "path": scene.weights(), "confirmed": "yes"}

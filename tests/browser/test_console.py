@@ -83,7 +83,7 @@ def test_a_person_follows_a_run(world: ConsoleWorld, chromium: Any, screenshots:
         first = service.create_lora_training_client(PUBLIC_NAME, rank=8, seed=1).result()
         page.locator("table a").first.wait_for()  # by polling, without a reload
         page.locator("table a").first.click()
-        page.get_by_text("No step yet").wait_for()
+        page.get_by_text("No training steps yet").wait_for()
         train(first, 3)
         wait_for_points(page, 3)
         train(first, 4)
@@ -126,7 +126,7 @@ def test_a_person_follows_a_run(world: ConsoleWorld, chromium: Any, screenshots:
     page.get_by_role("link", name="end").click()
     page.get_by_role("button", name="Publish").click()
     page.get_by_role("button", name="Unpublish").wait_for()
-    page.get_by_label(re.compile("Keep it")).fill("3")
+    page.get_by_label(re.compile("Days to keep it")).fill("3")
     page.get_by_role("button", name="Set lifetime").click()
     page.get_by_text("in 2 d").wait_for()
     assert second.model_id.partition(":")[0].removeprefix("session-")[:8] in page.locator(".lineage").inner_text()
@@ -143,7 +143,7 @@ def test_a_person_follows_a_run(world: ConsoleWorld, chromium: Any, screenshots:
     made = page.locator("#new-key").inner_text()
     runs = httpx.get(f"{base}/api/v1/training_runs", headers={"X-API-Key": made}).json()["training_runs"]
     assert len(runs) == 2, "the new key is one of the API"
-    page.get_by_role("link", name="To the keys").click()
+    page.get_by_role("link", name="Go to keys").click()
     page.on("dialog", lambda dialog: dialog.accept())
     page.locator("tr", has_text="laptop").get_by_role("button", name="Revoke").click()
     page.locator("tr", has_text="laptop").get_by_text("revoked").wait_for()

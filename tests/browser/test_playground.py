@@ -225,7 +225,7 @@ def test_the_code_of_a_request_gives_the_same_reply(
         page.goto(f"/playground?mode=checkpoint&checkpoint=tinker://{run}/sampler_weights/000001")
         page.locator("select.model").first.select_option(f"tinker://{run}/sampler_weights/000001")
         page.get_by_role("button", name="Remove this model").nth(1).click()
-        page.get_by_text("System text, beginning of the reply").click()
+        page.get_by_text("System prompt and beginning of the reply").click()
         page.get_by_label("System", exact=True).fill('It\'s "brief" \\ é')
         page.get_by_label("The reply begins with").fill("Well")
         send(page, "What's 2 + 2?\nSay it.")

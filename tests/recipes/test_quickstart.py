@@ -58,7 +58,7 @@ def test_the_model_of_another_run_is_not_overwritten(tmp_path):
     before = weights.read_bytes()
     done = quickstart("--architecture", "qwen3_5", cwd=tmp_path)
     assert done.returncode == 2 and weights.read_bytes() == before
-    assert "--output skyrl-tx-quickstart has a run of --architecture qwen3; name another directory" in done.stderr
+    assert "--output skyrl-tx-quickstart has a run with --architecture qwen3; choose another directory" in done.stderr
 
 
 def test_error_message_names_the_architectures(tmp_path):

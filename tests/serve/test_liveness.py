@@ -65,7 +65,7 @@ def test_hung_call_restarts_the_engine_and_fails_its_request_at_last(tmp_path: P
 
 def test_stacks_of_both_processes_are_written_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--stacks", "--data-dir", str(tmp_path)]) == 1
-    assert "no server runs there" in capsys.readouterr().err
+    assert "no server is running there" in capsys.readouterr().err
     with LiveServer(tmp_path) as server:
         assert httpx.get(f"{server.url}/api/v1/livez").json() == {"status": "ok"}
         assert main(["status", "--stacks", "--data-dir", str(tmp_path)]) == 0

@@ -125,7 +125,7 @@ def test_vllm_has_a_node_of_its_own_and_ends_with_the_engine(
         os.kill(state_and_parent(guard)[1], signal.SIGKILL)
         assert draw() == before
         second = int(server.wait_for(SERVES, times=2))
-        assert "the actor of vLLM ended" in server.log
+        assert "the Ray actor of vLLM ended" in server.log
         assert server.stop() == 0
     wait_until_gone([first, second])
 

@@ -28,7 +28,7 @@ def split_into_pages(rows: Any, page: int) -> Any:
 
 
 def split_into_shards(pages: Any, table: BlockTable, num_shards: int) -> tuple[Any, BlockTable]:
-    """Return the pages of rows that `make_table` made as those of shards, and a table with numbers within the shards."""
+    """Split the pages of a table from `make_table` into shards, with page numbers within each shard."""
     num_rows, num_pages = table.page_BM.shape
     own, page = num_rows // num_shards, jax.tree.leaves(pages)[0].shape[3]
     rows = join_pages(pages, table)

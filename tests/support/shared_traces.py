@@ -1,6 +1,7 @@
-"""Shares the traces by which the memory of training is counted, most of the time of tests of plans.
+"""Share the traces that count the memory of training, which take most of the time of tests of plans.
 
-What a trace keeps follows from shapes, layout, kernels and configuration alone, see `skyrl_tx.backends.jax.training_costs`.
+The result of a trace depends only on shapes, layout, kernels and configuration: see
+`skyrl_tx.backends.jax.training_costs`.
 """
 
 from collections.abc import Generator, Hashable

@@ -1,4 +1,4 @@
-"""TorchBackend: one base model of transformers and its adapters on one device. One sequence is computed at a time."""
+"""A backend on torch: one transformers model with its adapters on one device. It computes one sequence at a time."""
 
 import copy
 import json
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import transformers
 from pydantic import BaseModel
+from typing_extensions import override
 
 from skyrl_tx.contract import loss_reference
 from skyrl_tx.contract.backend import AbstractBackend, Pass, Snapshot, StatePart
@@ -33,7 +34,7 @@ from skyrl_tx_torch.state import State, TorchSnapshot, Tree
 
 
 class TorchBackend(AbstractBackend):
-    """See AbstractBackend."""
+    """A backend on torch for one device. It computes one example at a time, without padding."""
 
     def __init__(self, base_model: str, config: BaseModel) -> None:
         assert isinstance(config, TorchConfig)
@@ -44,8 +45,9 @@ class TorchBackend(AbstractBackend):
         self._prompts: dict[RequestId, tuple[torch.Tensor, Any]] = {}
         self._open = OpenSamples(())
 
+    @override
     def start(self) -> Capabilities:
-        """See AbstractBackend."""
+        # Load the model.
         config = self._config
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
@@ -55,16 +57,21 @@ class TorchBackend(AbstractBackend):
             self._model = model = Model(self._directory, config)
         except (OSError, ValueError) as error:
             raise UserError(f"base_model {self._base_model!r}: {error}") from error
+
+        # Prepare sampling.
         eos = read_eos_token_ids(self._directory)
         self._open = OpenSamples(eos)
         max_length = min(config.max_context_length, model.max_length)
         name = torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu"
+
         return Capabilities(
+            # The model.
             max_context_length=max_length,
             vocab_size=model.vocab_size,
             eos_token_ids=eos,
             num_parameters=model.num_parameters,
             devices=(f"{name} (torch)",),
+            # What this backend supports.
             max_models=config.max_models,
             max_samplers=config.max_samplers,
             max_sample_tokens=config.sample_slots * max_length,
@@ -72,7 +79,7 @@ class TorchBackend(AbstractBackend):
             micro_batch_tokens=config.micro_batch_tokens,
             sample_slots=config.sample_slots,
             max_lora_rank=config.max_lora_rank,
-            lora_targets=frozenset(each.group for each in model.targets),
+            lora_targets=frozenset(target.group for target in model.targets),
             losses=LOSS_SPECS,
             max_topk_logprobs=min(config.max_topk_logprobs, model.vocab_size),
             max_alt_tokens=min(config.max_topk_logprobs, model.vocab_size),
@@ -87,12 +94,13 @@ class TorchBackend(AbstractBackend):
             base_model_hash=hash_of_base_model(self._directory),
         )
 
+    @override
     def close(self) -> None:
-        """See AbstractBackend."""
         self._models, self._samplers, self._prompts, self._open = {}, {}, {}, OpenSamples(())
 
+    @override
     def check_devices(self) -> None:
-        """See AbstractBackend. After an error of CUDA no operation succeeds until the process starts again."""
+        # After a CUDA error no operation succeeds until the process is restarted, so a small one shows the problem.
         try:
             torch.ones(1, device=self._model.device).add(1).item()
         except RuntimeError as error:
@@ -100,79 +108,79 @@ class TorchBackend(AbstractBackend):
 
     # Training
 
+    @override
     def create_model(self, model_id: ModelId, spec: ModelSpec) -> None:
-        """See AbstractBackend."""
         self._put(model_id, self._fresh(spec.lora))
 
+    @override
     def delete_model(self, model_id: ModelId) -> None:
-        """See AbstractBackend."""
         self._models.pop(model_id, None)
 
+    @override
     def begin_pass(self, batch: PreparedModelPassBatch, *, backward: bool) -> Pass:
-        """See AbstractBackend."""
         return TorchPass(batch, self._config, self._model, self._models, backward=backward)
 
+    @override
     def optim_step(self, model_id: ModelId, params: OptimizerParams) -> Metrics:
-        """See AbstractBackend."""
         with capacity_errors("an optimizer step"):
-            self._models[model_id], norm = self._models[model_id].stepped(params)
+            self._models[model_id], norm = self._models[model_id].take_step(params)
         return {
             "unclipped_grad_l2:mean": norm,
             "learning_rate:mean": params.learning_rate,
             "step:max": float(self._models[model_id].step),
         }
 
+    @override
     def gradient_norm(self, model_id: ModelId) -> float:
-        """See AbstractBackend."""
         gradient = self._models[model_id].gradient
         return 0.0 if gradient is None else gradient.norm()
 
+    @override
     def clear_gradient(self, model_id: ModelId) -> None:
-        """See AbstractBackend."""
         self._models[model_id] = replace(self._models[model_id], gradient=None)
 
     # State
 
+    @override
     def capture(self, model_id: ModelId, parts: Collection[StatePart]) -> Snapshot:
-        """See AbstractBackend."""
         return TorchSnapshot(base_model=self._base_model, state=self._models[model_id], parts=frozenset(parts))
 
+    @override
     def open_snapshot(self, directory: Path) -> Snapshot:
-        """See AbstractBackend."""
         with capacity_errors("the weights of a snapshot"):
             return TorchSnapshot.read(directory, self._base_model, self._model.targets, self._model.device)
 
+    @override
     def restore(self, model_id: ModelId, spec: ModelSpec, source: Snapshot, parts: Collection[StatePart]) -> None:
-        """See AbstractBackend."""
         assert isinstance(source, TorchSnapshot)
-        self._put(model_id, source.restored(self._fresh(spec.lora), spec, parts))
+        self._put(model_id, source.restore_into(self._fresh(spec.lora), spec, parts))
 
     # Sampling
 
+    @override
     def load_sampler(self, sampler: SamplerId, source: Snapshot) -> None:
-        """See AbstractBackend."""
         assert isinstance(source, TorchSnapshot)
         if sampler not in self._samplers and len(self._samplers) >= self._config.max_samplers:
             raise CapacityError(f"all {self._config.max_samplers} sampler slots are taken")
         self._samplers.setdefault(sampler, source.state)
 
+    @override
     def drop_sampler(self, sampler: SamplerId) -> None:
-        """See AbstractBackend."""
         self._samplers.pop(sampler, None)
 
+    @override
     def begin_sample(self, batch: PreparedSampleBatch) -> None:
-        """See AbstractBackend."""
         self._open.begin(batch)
 
     @torch.no_grad()
+    @override
     def step_sample(self) -> list[SampleDelta]:
-        """See AbstractBackend."""
         deltas: list[SampleDelta] = []
         with capacity_errors("running samples"):
             for sample in self._open.first(self._config.sample_slots):
                 request = sample.request
                 state = None if request.sampler is None else self._samplers[request.sampler]
-                with self._model.adapted(state and state.weights, state.rank if state else 1):
+                with self._model.apply_adapter(state and state.weights, state.rank if state else 1):
                     prompt = None
                     if sample.state is None:
                         sample.state = copy.deepcopy(self._prefill(request))
@@ -182,17 +190,17 @@ class TorchBackend(AbstractBackend):
         self._forget_prompts()
         return deltas
 
+    @override
     def cancel_sample(self, request_ids: Collection[RequestId]) -> None:
-        """See AbstractBackend."""
         self._open.cancel(request_ids)
         self._forget_prompts()
 
+    @override
     def end_sample(self, request_id: RequestId, index: int) -> None:
-        """See AbstractBackend."""
         self._open.end(request_id, index)
 
+    @override
     def text_of(self, tokens: list[int]) -> str:
-        """See AbstractBackend."""
         return self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
 
     @cached_property
@@ -210,11 +218,11 @@ class TorchBackend(AbstractBackend):
 
     def _forget_prompts(self) -> None:
         used = {sample.request.request_id for sample in self._open.first(len(self._open))}
-        self._prompts = {request_id: each for request_id, each in self._prompts.items() if request_id in used}
+        self._prompts = {request_id: prompt for request_id, prompt in self._prompts.items() if request_id in used}
 
     def _fresh(self, lora: LoraSpec) -> State:
         trained = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
-        targets: list[Target] = [each for each in self._model.targets if trained[each.group]]
+        targets: list[Target] = [target for target in self._model.targets if trained[target.group]]
         with capacity_errors("another model in training"):
             return State.fresh(lora, targets, self._model.device)
 
@@ -225,7 +233,7 @@ class TorchBackend(AbstractBackend):
 
 
 class TorchPass(ScratchPass[Tree]):
-    """See Pass. The examples of a micro-batch are computed one after another, without padding."""
+    """A pass that computes the examples of a micro-batch one after another, without padding."""
 
     def __init__(
         self,
@@ -241,8 +249,8 @@ class TorchPass(ScratchPass[Tree]):
         self._models = models
         self._backward = backward
 
+    @override
     def compute(self, examples: Sequence[PassExample]) -> tuple[list[PassResult], Tree | None]:
-        """See ScratchPass."""
         results: list[PassResult] = []
         total: Tree | None = None
         with capacity_errors("a pass"):
@@ -252,19 +260,19 @@ class TorchPass(ScratchPass[Tree]):
                 total = gradient if total is None or gradient is None else total + gradient
         return results, total
 
+    @override
     def commit(self, model_id: ModelId, gradient: Tree) -> None:
-        """See ScratchPass."""
         state = self._models[model_id]
         self._models[model_id] = replace(state, gradient=state.gradient + gradient if state.gradient else gradient)
 
     def _compute(self, example: PassExample) -> tuple[PassResult, Tree | None]:
         state, device = self._models[example.model_id], self._model.device
-        leaves = state.weights.map(lambda each: each.detach().requires_grad_(self._backward))
+        leaves = state.weights.map(lambda weight: weight.detach().requires_grad_(self._backward))
         targets = example.loss_inputs[TARGET_TOKENS]
         tokens = torch.from_numpy(example.tokens.copy()).to(device)
         targets_TK = torch.from_numpy(targets.reshape(targets.shape[0], -1).astype(np.int64)).to(device)
-        with self._model.adapted(leaves, state.rank), torch.set_grad_enabled(self._backward):
-            logprobs_TK = self._model.logprobs(self._model.hidden(tokens), targets_TK)
+        with self._model.apply_adapter(leaves, state.rank), torch.set_grad_enabled(self._backward):
+            logprobs_TK = self._model.logprobs(self._model.compute_hidden(tokens), targets_TK)
             logprobs = logprobs_TK.detach().cpu().numpy().reshape(targets.shape)
             value = loss_reference.evaluate(example.loss, logprobs, example.loss_inputs, example.loss_config)
             result = PassResult(logprobs=logprobs, sums={"loss": float(value.loss.sum())}, means=value.means)

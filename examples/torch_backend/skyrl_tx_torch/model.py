@@ -22,7 +22,7 @@ from skyrl_tx.contract.state_files import ALPHA, LORA_A, LORA_B, PREFIX, TIED_UN
 from skyrl_tx_torch.config import TorchConfig
 
 Tensors = Mapping[str, Tensor]
-"""Factors of an adapter, or its gradients or moments, by the names of their tensors in files."""
+"""Tensors of an adapter, or its gradients or moments, by their names in files."""
 
 _GROUPS = {"attn": ("attn", "attention"), "mlp": ("mlp", "feed_forward", "ffn")}
 _SMALL = 16
@@ -30,7 +30,7 @@ _SMALL = 16
 
 @dataclass(frozen=True)
 class Target:
-    """A linear map that adapters change; `name` is that of its module in files."""
+    """A linear map that adapters change. `name` is the name of its module in files."""
 
     name: str
     group: str
@@ -38,7 +38,7 @@ class Target:
     outputs: int
 
     def shapes(self, rank: int) -> dict[str, tuple[int, int]]:
-        """Return the shapes of A and B by the names of their tensors."""
+        """Return the shapes of A and B by the names of their tensors in files."""
         return {
             f"{PREFIX}{self.name}{LORA_A}": (rank, self.inputs),
             f"{PREFIX}{self.name}{LORA_B}": (self.outputs, rank),
@@ -46,7 +46,7 @@ class Target:
 
 
 def find_directory(base_model: str) -> Path:
-    """Return the directory of a model, which is downloaded if it is a name of the hub. Raises UserError."""
+    """Return the directory of a model. The name of a model on the hub is downloaded. Raises UserError."""
     if Path(base_model).expanduser().is_dir():
         return Path(base_model).expanduser()
     try:
@@ -54,13 +54,14 @@ def find_directory(base_model: str) -> Path:
             snapshot_download(base_model, allow_patterns=["*.json", "*.txt", "*.jinja", "*.model", "*.safetensors"])
         )
     except (OSError, ValueError) as error:
-        raise UserError(f"base_model {base_model!r}: no such directory, and not on the hub: {error}") from error
+        raise UserError(f"base_model {base_model!r} is neither a directory nor a model on the hub: {error}") from error
 
 
 class Model:
     """The frozen base model on one device."""
 
     def __init__(self, directory: Path, config: TorchConfig) -> None:
+        # Choose the device and the dtype.
         has_cuda = torch.cuda.is_available()
         if config.device == "cuda" and not has_cuda:
             raise UserError("--backend-config.device cuda: torch finds no CUDA device")
@@ -68,28 +69,34 @@ class Model:
         full = self.device.type == "cpu" if config.dtype == "auto" else config.dtype == "float32"
         self.dtype = torch.float32 if full else torch.bfloat16
         self._chunk = config.logits_chunk
-        # Plain products and softmax: the same bits each time, on CUDA as well.
+
+        # Load the model. Eager attention uses plain products and softmax, which give the same bits every time, also on
+        # CUDA.
         self._model: Any = AutoModelForCausalLM.from_pretrained(
             directory, dtype=self.dtype, attn_implementation="eager", trust_remote_code=False
         )
         self._model.eval().requires_grad_(False).to(self.device)
         self._head: nn.Linear = self._model.get_output_embeddings()
+
+        # Read its configuration, and find the modules that adapters change.
         self.vocab_size = self._head.out_features
         text_config = self._model.config.get_text_config()
         self.max_length = int(getattr(text_config, "max_position_embeddings", None) or config.max_context_length)
         self._softcap: float | None = getattr(text_config, "final_logit_softcapping", None)
-        self.num_parameters = sum(each.numel() for each in self._model.parameters())
+        self.num_parameters = sum(parameter.numel() for parameter in self._model.parameters())
         self.targets = tuple(self._find_targets(is_tied=bool(text_config.tie_word_embeddings)))
         has_new_name = "cache" in inspect.signature(self._model.get_decoder().forward).parameters
-        self._cache_name = "cache" if has_new_name else "past_key_values"  # of transformers before 5.24
+        self._cache_name = "cache" if has_new_name else "past_key_values"  # before transformers 5.24
         self._adapter: Tensors = {}
         self._scale = 0.0
         self._check_logits()
 
     def _find_targets(self, *, is_tied: bool) -> Iterator[Target]:
         for name, module in self._model.named_modules():
-            if any(each.ndim == 3 for each in module.parameters(recurse=False)) and not isinstance(module, nn.Conv1d):
-                raise UserError(f"base_model: {name} holds experts in one tensor, which this backend cannot adapt")
+            if any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)) and not isinstance(
+                module, nn.Conv1d
+            ):
+                raise UserError(f"base_model: {name} has its experts in one tensor, which this backend cannot adapt")
             groups = [group for group, parts in _GROUPS.items() if any(part in name for part in parts)]
             if not isinstance(module, nn.Linear) or not (groups or module is self._head):
                 continue
@@ -107,29 +114,32 @@ class Model:
         return output + update.to(output.dtype)
 
     def _check_logits(self) -> None:
-        """Raise UserError unless logits are the unembedding of the hidden states, as `logits` computes them."""
+        """Raise UserError if the model computes logits in another way than `logits`."""
         tokens = torch.arange(min(_SMALL, self.vocab_size), device=self.device)
         with torch.no_grad():
             expected = self._model(input_ids=tokens[None], use_cache=False).logits[0].float()
-            found = self.logits(self.hidden(tokens))
+            found = self.logits(self.compute_hidden(tokens))
         if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3):
             raise UserError(f"base_model: {type(self._model).__name__} changes its logits after the unembedding")
 
     @contextmanager
-    def adapted(self, adapter: Tensors | None, rank: int) -> Iterator[None]:
-        """Apply an adapter inside the context, which must include the backward pass."""
+    def apply_adapter(self, adapter: Tensors | None, rank: int) -> Iterator[None]:
+        """Apply an adapter while the context is entered. The backward pass must run in the context as well."""
         self._adapter, self._scale = adapter or {}, ALPHA / rank
         try:
             yield
         finally:
             self._adapter = {}
 
-    def hidden(self, tokens_T: Tensor) -> Tensor:
-        """Return the last hidden states of one sequence, [T, D]."""
+    def compute_hidden(self, tokens_T: Tensor) -> Tensor:
+        """Return the hidden states of the last layer for one sequence, [T, D]."""
         return self._model.get_decoder()(input_ids=tokens_T[None], use_cache=False).last_hidden_state[0]
 
     def extend(self, tokens_T: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        """Return the logits of the last of further tokens, [V], and the cache of keys and values, which is changed."""
+        """Process more tokens of a sequence.
+
+        Returns the logits after the last token, [V], and the KV cache, which is changed in place.
+        """
         past = {self._cache_name: cache}
         found = self._model.get_decoder()(input_ids=tokens_T[None], use_cache=True, **past)
         return self.logits(found.last_hidden_state[0, -1:])[0], found[self._cache_name]
@@ -140,11 +150,14 @@ class Model:
         return logits_TV if self._softcap is None else self._softcap * torch.tanh(logits_TV / self._softcap)
 
     def logprobs(self, hidden_TD: Tensor, targets_TK: Tensor) -> Tensor:
-        """Return the log-probabilities of targets, float32 [T, K]. Logits exist for one chunk of positions."""
+        """Return the log-probabilities of targets, float32 [T, K].
 
-        def of_chunk(hidden: Tensor, targets: Tensor) -> Tensor:
+        Logits are computed for one chunk of positions at a time, to save memory.
+        """
+
+        def compute_chunk(hidden: Tensor, targets: Tensor) -> Tensor:
             logits = self.logits(hidden)
             return logits.gather(1, targets) - logits.logsumexp(dim=1, keepdim=True)
 
         chunks = zip(hidden_TD.split(self._chunk), targets_TK.split(self._chunk), strict=True)
-        return torch.cat([checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks])
+        return torch.cat([checkpoint(compute_chunk, *chunk, use_reentrant=False) for chunk in chunks])

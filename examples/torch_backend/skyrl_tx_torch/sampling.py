@@ -1,6 +1,6 @@
-"""Draws tokens from logits and describes prompts, in float64 numpy on the host.
+"""Draws tokens from logits and computes log-probabilities of prompts, in float64 with numpy on the host.
 
-Legend: T tokens, V vocabulary, K targets or likeliest tokens of a position.
+Shapes: T tokens, V vocabulary, K targets or top tokens of a position.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,8 @@ _CHUNK = 256
 
 
 def decode(model: Model, sample: OpenSample, num_tokens: int, prompt: PromptResult | None) -> SampleDelta:
-    """Draw at most `num_tokens` tokens of a sample, whose state is the next logits and the cache."""
+    """Draw at most `num_tokens` tokens of a sample. The state of a sample is its next logits and its KV cache."""
+    # Draw the tokens one after another.
     tokens: list[int] = []
     rows: list[Floats] = []
     logits_V, cache = sample.state
@@ -37,6 +38,8 @@ def decode(model: Model, sample: OpenSample, num_tokens: int, prompt: PromptResu
         tokens.append(choose(row_V, sample.request.params, sample.uniform(position)))
         if tokens[-1] in sample.stops:
             break
+
+    # Add their log-probabilities.
     sample.state = logits_V, cache
     logprobs_TV, count = np.stack(rows), sample.request.options.sample_topk
     logprobs = logprobs_TV[np.arange(len(tokens)), tokens].astype(np.float32)
@@ -45,13 +48,13 @@ def decode(model: Model, sample: OpenSample, num_tokens: int, prompt: PromptResu
 
 
 def log_softmax(logits: Floats, temperature: float = 1.0) -> Floats:
-    """Return log-probabilities at a temperature, see `SampleDelta`."""
+    """Return log-probabilities at a temperature, as defined by `SampleDelta`."""
     shifted = (logits - logits.max(axis=-1, keepdims=True)) / (temperature or 1.0)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
 def choose(logprobs_V: Floats, params: SamplingParams, uniform: float) -> int:
-    """Return the token of a number in [0, 1), after top-k, then top-p, see `SamplingParams`."""
+    """Return the token that a uniform number in [0, 1) draws after top-k and top-p, as defined by `SamplingParams`."""
     if np.isnan(logprobs_V).any():
         return 0  # the model has diverged; its log-probabilities are NaN as well
     if params.temperature == 0:
@@ -69,14 +72,15 @@ def choose(logprobs_V: Floats, params: SamplingParams, uniform: float) -> int:
 
 
 def likeliest(logprobs_TV: Floats, count: int) -> TopK:
-    """Return the likeliest tokens of each row, the lower id first among equals."""
+    """Return the top tokens of each row. Among equal log-probabilities the lower id comes first."""
     ids = np.argsort(-logprobs_TV, axis=1, kind="stable")[:, :count]
     values = np.take_along_axis(logprobs_TV, ids, axis=1)
     return TopK(token_ids=ids.astype(np.int32), logprobs=values.astype(np.float32))
 
 
 def describe_prompt(model: Model, request: SampleRequest) -> PromptResult:
-    """Return what the request asks about its prompt. The adapter of its sampler is applied."""
+    """Return the log-probabilities of the prompt that a request asks for. The caller has applied the adapter."""
+    # Prepare empty results.
     options, prompt = request.options, request.prompt
     length = prompt.size
     if not options.wants_prompt:
@@ -87,7 +91,9 @@ def describe_prompt(model: Model, request: SampleRequest) -> PromptResult:
     alternatives = _empty(length - 1, options.alt_tokens_k, 0.0)
     given = options.target_tokens
     targets: Float32Array | None = None if given is None else np.zeros(given.shape, np.float32)
-    hidden_TD = model.hidden(torch.from_numpy(prompt.copy()).to(model.device)) if length > 1 else None
+
+    # Fill them, one chunk of positions at a time.
+    hidden_TD = model.compute_hidden(torch.from_numpy(prompt.copy()).to(model.device)) if length > 1 else None
     for begin in range(0, length - 1, _CHUNK):
         assert hidden_TD is not None
         rows = np.arange(begin, min(begin + _CHUNK, length - 1))
@@ -98,10 +104,12 @@ def describe_prompt(model: Model, request: SampleRequest) -> PromptResult:
             best = likeliest(row_TV, options.topk)
             topk.token_ids[rows + 1], topk.logprobs[rows + 1] = best.token_ids, best.logprobs
         if given is not None and targets is not None:
-            own = np.take_along_axis(row_TV, np.maximum(given[rows], 0), axis=1)
-            targets[rows] = np.where(given[rows] < 0, 0.0, own)
+            values = np.take_along_axis(row_TV, np.maximum(given[rows], 0), axis=1)
+            targets[rows] = np.where(given[rows] < 0, 0.0, values)
         if options.alt_tokens_k:
             _draw_alternatives(alternatives, request, rows, logits_TV)
+
+    # Positions before `last_n` were not requested.
     logprobs[:start], topk.token_ids[:start], topk.logprobs[:start] = np.nan, 0, _NOT_COMPUTED
     return PromptResult(
         logprobs=logprobs if options.logprobs else None,
@@ -116,9 +124,9 @@ def _draw_alternatives(into: TopK, request: SampleRequest, rows: Sequence[int] |
     params = SamplingParams(seed=0, temperature=temperature)  # without filters
     for position, row_V in zip(rows, log_softmax(logits_TV, temperature), strict=True):
         draw = np.random.default_rng([request.params.seed % 2**64, int(position), 1])
-        for place in range(into.token_ids.shape[1]):
+        for index in range(into.token_ids.shape[1]):
             token = choose(row_V, params, draw.random())
-            into.token_ids[position, place], into.logprobs[position, place] = token, row_V[token]
+            into.token_ids[position, index], into.logprobs[position, index] = token, row_V[token]
 
 
 def _empty(num_rows: int, count: int, fill: float) -> TopK:

@@ -1,4 +1,7 @@
-"""Endpoints that speak the APIs of OpenAI and Anthropic: text in, text out, on top of stored sample requests."""
+"""Endpoints compatible with the OpenAI and Anthropic APIs.
+
+They turn text into sample requests, and samples into text.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,16 @@ if TYPE_CHECKING:
 
 
 def _extend_server() -> ServerExtension:
-    from skyrl_tx.apps.chat.errors import ANTHROPIC_PREFIX, OPENAI_PREFIXES, give_form
-    from skyrl_tx.apps.chat.routes import create_routers
+    from skyrl_tx.apps.chat.errors import convert_error_response
+    from skyrl_tx.apps.chat.routes import ANTHROPIC_PREFIX, OPENAI_PREFIXES, create_routers
     from skyrl_tx.apps.chat.service import ChatService
     from skyrl_tx.server.extension import ServerExtension
 
-    openai_forms = {f"{prefix}/": partial(give_form, "openai") for prefix in OPENAI_PREFIXES}
+    openai_forms = {f"{prefix}/": partial(convert_error_response, "openai") for prefix in OPENAI_PREFIXES}
     return ServerExtension(
         routers=create_routers(),
         service=ChatService,
-        error_forms=openai_forms | {f"{ANTHROPIC_PREFIX}/": partial(give_form, "anthropic")},
+        error_forms=openai_forms | {f"{ANTHROPIC_PREFIX}/": partial(convert_error_response, "anthropic")},
     )
 
 

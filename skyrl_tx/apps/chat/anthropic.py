@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: a conversation in, content blocks out."""
+"""Anthropic's Messages API: `POST /messages` and `POST /messages/count_tokens`."""
 
 import json
 import secrets
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from fastapi import Request, Response
 
-from skyrl_tx.apps.chat import prompts, sampling_fields
+from skyrl_tx.apps.chat import prompts, schemas
 from skyrl_tx.apps.chat.generation import Delta, Finish
 from skyrl_tx.apps.chat.message import Part, Piece
 from skyrl_tx.apps.chat.models import find_weights
@@ -28,26 +28,29 @@ from skyrl_tx.store import sessions
 
 
 async def create_message(request: Request) -> Response:
-    """Continue a conversation."""
+    """Sample the next message of a conversation."""
     return await serve(request, _prepare)
 
 
 async def count_tokens(request: Request) -> Response:
-    """Return the number of tokens of a conversation as a prompt."""
+    """Count the prompt tokens of a conversation."""
     service = get_service(request)
 
     def count(call: ApiCall) -> int:
-        wanted = call.body.parse_model(CountTokensRequest)
-        call.check_unknown(wanted)
-        find_weights(call, wanted.model)
-        return len(_render(service, call, wanted).tokens)
+        parsed = call.body.parse_model(CountTokensRequest)
+        call.check_unknown(parsed)
+        find_weights(call, parsed.model)
+        return len(_render(service, call, parsed).tokens)
 
     _, number = await read_request(request, count)
     return make_json_response({"input_tokens": number})
 
 
 def _prepare(service: ChatService, call: ApiCall) -> "_Message":
-    """Check a request and render its prompt. Raises ApiError or UserError for one that cannot be served."""
+    """Check a request and render its prompt.
+
+    Raises ApiError or UserError if the request cannot be served.
+    """
     request = call.body.parse_model(MessagesRequest)
     call.check_unknown(request)
     for name in ("container", "mcp_servers"):
@@ -55,7 +58,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Message":
     weights = find_weights(call, request.model)
     prompt = _render(service, call, request)
 
-    # Clients ask for as many tokens as hosted models offer
+    # Lower `max_tokens` to the remaining context. Clients often send the limit of a hosted model.
     limit = service.limits.max_context_length
     max_tokens = request.max_tokens
     if limit is not None:
@@ -63,7 +66,8 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Message":
             raise ContextTooLong(len(prompt.tokens), None, limit)
         max_tokens = min(max_tokens, limit - len(prompt.tokens))
 
-    params = sampling_fields.make_params(
+    # The request for the engine
+    params = schemas.make_params(
         max_tokens=max_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
@@ -72,6 +76,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Message":
         stop=request.stop_sequences,
         stop_name="stop_sequences",
     )
+
     prepared = ChatRequest(
         weights=weights,
         prompt=prompt.tokens,
@@ -83,15 +88,24 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Message":
 
 
 def _render(service: ChatService, call: ApiCall, request: CountTokensRequest) -> ChatPrompt:
-    """Return the prompt of a conversation. Raises UserError if it cannot be served."""
+    """Render the prompt of a conversation.
+
+    Raises UserError if the request needs something that is not supported.
+    """
+    # Refuse what would need constrained decoding
     choice = request.tool_choice
     require(
         choice is None or choice.type in ("auto", "none"),
-        f"tool_choice.type {quote_value(choice.type if choice else None)}: this server supports 'auto' and 'none', because "
-        "decoding is not constrained",
+        f"tool_choice.type {quote_value(choice.type if choice else None)}: this server supports only 'auto' and "
+        "'none', because it does not constrain decoding",
     )
     output = request.output_config
-    require(output is None or output.format is None, "output_config.format: decoding is not constrained")
+    require(
+        output is None or output.format is None,
+        "output_config.format: is not supported, because this server does not constrain decoding; remove it",
+    )
+
+    # If the conversation ends with a message of the assistant, the model continues this message
     may_call = choice is None or choice.type != "none"
     converted = prompts.convert_anthropic_messages(request.system, request.messages)
     continues = converted[-1]["role"] == "assistant"
@@ -108,7 +122,7 @@ def _render(service: ChatService, call: ApiCall, request: CountTokensRequest) ->
 
 
 class _Message(ChatReply):
-    """The message of a response."""
+    """Builds the message that answers a request, whole or as a stream of events."""
 
     form = "anthropic"
 
@@ -119,7 +133,7 @@ class _Message(ChatReply):
         self._finish = Finish("length")
         self._block_index = 0
         self._block_kind: str | None = None
-        """The kind of the block that is open in a stream; None if none is."""
+        """The kind of the content block that is open in the stream, or None."""
         self._head: Object = {
             "id": f"msg_{secrets.token_hex(14)}",
             "type": "message",
@@ -128,16 +142,16 @@ class _Message(ChatReply):
         }
 
     def _read(self, delta: Delta) -> list[Part]:
-        """Parse new text; return its parts."""
+        """Parse the new text and return its parts. Records how the sample finished."""
         self._finish = delta.finish or self._finish
         return self._parser.feed(delta.text, is_last=delta.finish is not None)
 
     def add(self, number: int, delta: Delta) -> None:
-        """Record new tokens."""
+        """Collect the parts of the message."""
         self._parts += self._read(delta)
 
     def make_body(self) -> Object:
-        """Return the whole response."""
+        """Return the body of a response that is not streamed."""
         content = _make_blocks(self._parts)
         return {**self._head, "content": content, **self._describe_stop(), "usage": self._count_usage()}
 
@@ -161,7 +175,7 @@ class _Message(ChatReply):
         }
 
     def make_first_events(self) -> Iterator[Object]:
-        """Yield the beginning of the message."""
+        """Yield `message_start`."""
         empty: Object = {
             "content": list[object](),
             "stop_reason": None,
@@ -171,7 +185,11 @@ class _Message(ChatReply):
         yield {"type": "message_start", "message": {**self._head, **empty}}
 
     def make_events(self, number: int, delta: Delta) -> Iterator[Object]:
-        """Yield an event for each new part; a part of another kind than the last one opens a block."""
+        """Yield a delta event for each new part.
+
+        A tool call, or a part of a different kind than the previous part, opens a new content
+        block.
+        """
         for part in self._read(delta):
             kind = part.kind if isinstance(part, Piece) else "tool"
             if kind != self._block_kind or kind == "tool":
@@ -187,18 +205,18 @@ class _Message(ChatReply):
             self._block_index += 1
 
     def make_last_events(self) -> Iterator[Object]:
-        """Yield the end of the message."""
+        """Yield the events that close the last block and the message."""
         yield from self._close_block()
         yield {"type": "message_delta", "delta": self._describe_stop(), "usage": self._count_usage()}
         yield {"type": "message_stop"}
 
     def encode(self, event: Object) -> bytes:
-        """Return the bytes of an event, which is named by its type."""
+        """Encode an event. Its name in the stream is its `type`."""
         return encode_event(event, str(event["type"]))
 
 
 def _open_block(part: Part) -> Object:
-    """Return a content block as it begins."""
+    """Return an empty content block for the kind of a part."""
     if not isinstance(part, Piece):
         return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
     if part.kind == "reasoning":
@@ -207,7 +225,7 @@ def _open_block(part: Part) -> Object:
 
 
 def _make_delta(part: Part) -> Object:
-    """Return the change of a block by a part."""
+    """Return the `delta` object that adds a part to its content block."""
     if not isinstance(part, Piece):
         return {"type": "input_json_delta", "partial_json": part.arguments}
     if part.kind == "reasoning":
@@ -216,7 +234,10 @@ def _make_delta(part: Part) -> Object:
 
 
 def _make_blocks(parts: Sequence[Part]) -> list[Object]:
-    """Return the content blocks of a whole message: adjacent texts of one kind are one block."""
+    """Return the content blocks of a message.
+
+    Consecutive pieces of the same kind are joined into one block.
+    """
     blocks: list[Object] = []
     last: Part | None = None
     for part in parts:

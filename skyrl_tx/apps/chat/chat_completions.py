@@ -1,11 +1,11 @@
-"""OpenAI's chat completions: a conversation in, a message out."""
+"""OpenAI's chat completions API: `POST /chat/completions`."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fastapi import Request, Response
 
-from skyrl_tx.apps.chat import logprobs, prompts, sampling_fields
+from skyrl_tx.apps.chat import logprobs, prompts, schemas
 from skyrl_tx.apps.chat.generation import Delta
 from skyrl_tx.apps.chat.logprobs import TokenLogprob
 from skyrl_tx.apps.chat.message import MessageParser, Part, Piece, ToolCall
@@ -20,27 +20,34 @@ from skyrl_tx.server.submission.validation import quote_value, require
 
 
 async def create_chat_completion(request: Request) -> Response:
-    """Continue a conversation."""
+    """Sample the next message of a conversation."""
     return await serve(request, _prepare)
 
 
 def _prepare(service: ChatService, call: ApiCall) -> "_ChatCompletion":
-    """Check a request and render its prompt. Raises ApiError or UserError for one that cannot be served."""
+    """Check a request and render its prompt.
+
+    Raises ApiError or UserError if the request cannot be served.
+    """
     request = call.body.parse_model(ChatCompletionRequest)
     call.check_unknown(request)
     _check(request)
     weights = find_weights(call, request.model)
 
     # Log-probabilities and sampling parameters
-    top = sampling_fields.check_top_k(request.top_logprobs, "top_logprobs", service.limits)
-    prompt_top = sampling_fields.check_top_k(request.prompt_logprobs, "prompt_logprobs", service.limits)
+    top = schemas.check_top_k(request.top_logprobs, "top_logprobs", service.limits)
+    prompt_top = schemas.check_top_k(request.prompt_logprobs, "prompt_logprobs", service.limits)
     limit_name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-    params = sampling_fields.convert_openai_fields(request, getattr(request, limit_name), limit_name)
+    params = schemas.convert_openai_fields(request, getattr(request, limit_name), limit_name)
 
-    # The prompt
+    # Render the prompt
     continues = bool(request.continue_final_message)
     generates = not continues if request.add_generation_prompt is None else request.add_generation_prompt
-    require(not (continues and generates), "continue_final_message: needs add_generation_prompt false")
+    require(
+        not (continues and generates),
+        "continue_final_message: cannot be combined with `add_generation_prompt` true; set one of the two",
+    )
+
     messages = request.messages
     prompt = prompts.render_prompt(
         service.text,
@@ -52,6 +59,7 @@ def _prepare(service: ChatService, call: ApiCall) -> "_ChatCompletion":
         variables=_read_variables(request),
     )
 
+    # The request for the engine
     prepared = ChatRequest(
         weights=weights,
         prompt=prompt.tokens,
@@ -59,38 +67,54 @@ def _prepare(service: ChatService, call: ApiCall) -> "_ChatCompletion":
         options=PromptOptions(
             logprobs=request.prompt_logprobs is not None, topk=prompt_top, sample_topk=top if request.logprobs else 0
         ),
-        num_samples=sampling_fields.check_num_samples(request.n),
+        num_samples=schemas.check_num_samples(request.n),
         is_streamed=bool(request.stream),
         keep_stop=bool(request.include_stop_str_in_output),
         skip_special=request.skip_special_tokens is not False,
     )
+
     service.check_length(len(prompt.tokens), params.max_tokens)
     return _ChatCompletion(service, request, prompt, prepared)
 
 
 def _check(request: ChatCompletionRequest) -> None:
-    """Raise UserError for what cannot be served."""
+    """Raise UserError if a request asks for a feature that this server does not have."""
+    # Features that need constrained decoding
     choice = request.tool_choice
     require(
         choice in (None, "auto", "none"),
-        f"tool_choice {quote_value(choice)}: this server supports 'auto' and 'none', because it does not constrain decoding",
+        f"tool_choice {quote_value(choice)}: this server supports only 'auto' and 'none', because it does not "
+        "constrain decoding",
     )
-    require(request.parallel_tool_calls is not False, "parallel_tool_calls false: decoding is not constrained")
+    require(
+        request.parallel_tool_calls is not False,
+        "parallel_tool_calls false: is not supported, because this server does not constrain decoding; remove it",
+    )
+
     form = request.response_format
     require(
         form is None or form.type == "text",
-        f"response_format.type {quote_value(form.type if form else None)}: only 'text', because decoding is not constrained",
+        f"response_format.type {quote_value(form.type if form else None)}: this server supports only 'text', because "
+        "it does not constrain decoding",
     )
-    require(request.modalities in (None, ["text"]), f"modalities {quote_value(request.modalities)}: only ['text']")
+
+    # Other features
+    require(
+        request.modalities in (None, ["text"]),
+        f"modalities {quote_value(request.modalities)}: this server supports only ['text']",
+    )
     require(request.verbosity in (None, "medium"), f"verbosity {quote_value(request.verbosity)}: is not supported")
-    require(not request.top_logprobs or bool(request.logprobs), "top_logprobs: needs logprobs")
+    require(not request.top_logprobs or bool(request.logprobs), "top_logprobs: needs `logprobs` true")
 
 
 def _read_variables(request: ChatCompletionRequest) -> dict[str, object]:
-    """Return the variables of the chat template. `reasoning_effort` "none" turns reasoning off."""
+    """Return the variables for the chat template.
+
+    `reasoning_effort` "none" sets `enable_thinking` to False.
+    """
     variables = dict(request.chat_template_kwargs or {})
     for name in ("messages", "tools", "documents", "add_generation_prompt"):
-        require(name not in variables, f"chat_template_kwargs.{name}: is a field of the request")
+        require(name not in variables, f"chat_template_kwargs.{name}: must not be set here; the server sets it")
     if request.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", request.reasoning_effort)
         if request.reasoning_effort == "none":
@@ -100,7 +124,7 @@ def _read_variables(request: ChatCompletionRequest) -> dict[str, object]:
 
 @dataclass(slots=True)
 class _Choice:
-    """The state of one choice."""
+    """One choice of the response while it is being sampled."""
 
     parser: MessageParser
     parts: list[Part] = field(default_factory=list[Part])
@@ -108,10 +132,14 @@ class _Choice:
     scored: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     finish_reason: str | None = None
     num_calls: int = 0
-    """Tool calls that a stream has sent."""
+    """How many tool calls the stream has sent."""
 
     def read(self, delta: Delta) -> list[Part]:
-        """Parse new text; return its parts. Record how the sample ended: calls end a message that was not cut."""
+        """Parse the new text and return its parts. With the last delta, set `finish_reason`.
+
+        The reason is "tool_calls" if the message has tool calls and the sample was not cut off by
+        `max_tokens`.
+        """
         parts = self.parser.feed(delta.text, is_last=delta.finish is not None)
         if delta.finish is not None:
             is_call = self.parser.has_calls and delta.finish.reason == "stop"
@@ -120,7 +148,7 @@ class _Choice:
 
 
 class _ChatCompletion(OpenAiReply):
-    """The choices of a response: one message for each sample."""
+    """Builds the choices of the response. Each sample becomes one message."""
 
     id_prefix = "chatcmpl-"
     object_names = "chat.completion", "chat.completion.chunk"
@@ -140,7 +168,7 @@ class _ChatCompletion(OpenAiReply):
         ]
 
     def add(self, number: int, delta: Delta) -> None:
-        """Record new tokens."""
+        """Collect the parts, tokens and log-probabilities of a choice."""
         choice = self._choices[delta.index]
         choice.parts += choice.read(delta)
         choice.tokens += delta.token_ids.tolist()
@@ -148,11 +176,11 @@ class _ChatCompletion(OpenAiReply):
             choice.scored += logprobs.score_delta(delta, self._top)
 
     def make_body(self) -> Object:
-        """Return the whole response."""
+        """Return the body of a response that is not streamed."""
         return super().make_body() | self._describe_prompt()
 
     def _describe_prompt(self) -> Object:
-        """Return the log-probabilities and the tokens of the prompt, if the client wants them."""
+        """Return the prompt's tokens and log-probabilities, if the client asked for them."""
         described: Object = {}
         if (k := self._request.prompt_logprobs) is not None:
             tokens = logprobs.score_prompt(self._prompt.tokens, self.generations[0].prompt_result, k)
@@ -162,7 +190,7 @@ class _ChatCompletion(OpenAiReply):
         return described
 
     def make_choices(self) -> list[Object]:
-        """Return the choices of a whole response."""
+        """Return the choices of a response that is not streamed."""
         return [
             {
                 "index": index,
@@ -178,7 +206,7 @@ class _ChatCompletion(OpenAiReply):
         return {"content": logprobs.describe_chat(self._text, scored, with_top=self._top > 0), "refusal": None}
 
     def make_first_events(self) -> Iterator[Object]:
-        """Yield the beginning of each message."""
+        """Yield an empty message of the assistant for each choice."""
         for index in range(len(self._choices)):
             yield self._make_event(index, {"role": "assistant", "content": ""})
 
@@ -187,7 +215,10 @@ class _ChatCompletion(OpenAiReply):
         return self.make_chunk([choice | (about_tokens or {})])
 
     def make_events(self, number: int, delta: Delta) -> Iterator[Object]:
-        """Yield an event for each new part of a message. The first one describes the new tokens."""
+        """Yield an event for each new part of a message.
+
+        The first event also describes the new tokens.
+        """
         index, choice = delta.index, self._choices[delta.index]
         parts = choice.read(delta)
         about_tokens = self._describe_tokens(delta)
@@ -205,7 +236,11 @@ class _ChatCompletion(OpenAiReply):
             yield self._make_event(index, {"content": ""}, about_tokens)
 
     def _describe_tokens(self, delta: Delta) -> Object:
-        """Return the fields of an event about its tokens. Their text may follow in later events."""
+        """Return the token ids and log-probabilities of a delta, if the client asked for them.
+
+        The text of these tokens may follow in a later event, for example while a character is
+        incomplete.
+        """
         described: Object = {}
         if self._request.logprobs and len(delta.token_ids):
             described["logprobs"] = self._describe_logprobs(logprobs.score_delta(delta, self._top))
@@ -215,7 +250,7 @@ class _ChatCompletion(OpenAiReply):
 
 
 def _make_message(parts: Sequence[Part]) -> Object:
-    """Return a whole message."""
+    """Return the message of the assistant, with its reasoning and tool calls."""
     pieces = [part for part in parts if isinstance(part, Piece)]
     calls = [_make_call(part) for part in parts if not isinstance(part, Piece)]
     content = "".join(piece.text for piece in pieces if piece.kind == "content")
@@ -229,7 +264,7 @@ def _make_message(parts: Sequence[Part]) -> Object:
 
 
 def _make_delta(choice: _Choice, part: Part) -> Object:
-    """Return the change of a message by a new part."""
+    """Return the `delta` object that adds a part to its message."""
     if isinstance(part, Piece):
         return {"content" if part.kind == "content" else "reasoning_content": part.text}
     call = {"index": choice.num_calls, **_make_call(part)}

@@ -1,11 +1,14 @@
-"""OpenAI's completions: text or tokens in, text out, with exact log-probabilities of both."""
+"""OpenAI's completions API: `POST /completions`.
+
+A prompt is text or token ids, and it can be echoed and scored.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fastapi import Request, Response
 
-from skyrl_tx.apps.chat import logprobs, sampling_fields
+from skyrl_tx.apps.chat import logprobs, schemas
 from skyrl_tx.apps.chat.generation import Delta
 from skyrl_tx.apps.chat.logprobs import TokenLogprob
 from skyrl_tx.apps.chat.models import find_weights
@@ -21,33 +24,37 @@ _MAX_PROMPTS = 1024
 
 
 async def create_completion(request: Request) -> Response:
-    """Continue text or tokens."""
+    """Sample continuations of one or multiple prompts."""
     return await serve(request, _prepare)
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """A prompt; `text` is None if the client sent tokens."""
+    """A prompt. `text` is None if the client sent token ids."""
 
     text: str | None
     tokens: list[int]
 
 
 def _prepare(service: ChatService, call: ApiCall) -> "_Completion":
-    """Check a request. Raises ApiError or UserError for one that cannot be served."""
+    """Check a request and encode its prompts.
+
+    Raises ApiError or UserError if the request cannot be served.
+    """
+    # The fields that need no tokenizer
     request = call.body.parse_model(CompletionRequest)
     call.check_unknown(request)
     weights = find_weights(call, request.model)
     require(not request.suffix, f"suffix {quote_value(request.suffix)}: is not supported")
     max_tokens = _DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    require(max_tokens != 0 or bool(request.echo), "max_tokens 0: needs echo")
+    require(max_tokens != 0 or bool(request.echo), "max_tokens 0: needs `echo` true, or there is nothing to return")
 
     # Log-probabilities and sampling parameters
-    top = sampling_fields.check_top_k(request.logprobs, "logprobs", service.limits)
-    prompt_top = sampling_fields.check_top_k(request.prompt_logprobs, "prompt_logprobs", service.limits)
+    top = schemas.check_top_k(request.logprobs, "logprobs", service.limits)
+    prompt_top = schemas.check_top_k(request.prompt_logprobs, "prompt_logprobs", service.limits)
     scores_prompt = request.prompt_logprobs is not None or bool(request.echo and request.logprobs is not None)
-    params = sampling_fields.convert_openai_fields(request, max_tokens or 1, "max_tokens")
-    num_samples = sampling_fields.check_num_samples(request.n)
+    params = schemas.convert_openai_fields(request, max_tokens or 1, "max_tokens")
+    num_samples = schemas.check_num_samples(request.n)
     options = PromptOptions(
         logprobs=scores_prompt,
         topk=max(prompt_top, top if request.echo else 0) if scores_prompt else 0,
@@ -70,30 +77,36 @@ def _prepare(service: ChatService, call: ApiCall) -> "_Completion":
         )
         for prompt in prompts
     ]
+
     for prepared in requests:
         service.check_length(len(prepared.prompt), params.max_tokens)
     return _Completion(service, request, prompts, requests, drops_tokens=max_tokens == 0)
 
 
 def _read_prompts(service: ChatService, request: CompletionRequest) -> list[_Prompt]:
-    """Return the prompts of a request: one text, several, one list of tokens, or several."""
-    given = request.prompt
-    if isinstance(given, str):
-        listed: Sequence[str | list[int]] = [given]
-    elif given and all(isinstance(token, int) for token in given):
-        listed = [[token for token in given if isinstance(token, int)]]
+    """Return the prompts of a request as tokens.
+
+    The field `prompt` is one text, a list of texts, one list of token ids, or a list of such lists.
+    """
+    # Make a list of any of the four forms
+    field_value = request.prompt
+    if isinstance(field_value, str):
+        listed: Sequence[str | list[int]] = [field_value]
+    elif field_value and all(isinstance(token, int) for token in field_value):
+        listed = [[token for token in field_value if isinstance(token, int)]]
     else:
-        listed = [prompt for prompt in given if not isinstance(prompt, int)]
+        listed = [prompt for prompt in field_value if not isinstance(prompt, int)]
     require(bool(listed), "prompt: must not be empty")
     require(len(listed) <= _MAX_PROMPTS, f"prompt has {len(listed)} prompts: must have at most {_MAX_PROMPTS}")
 
+    # Encode texts
     prompts: list[_Prompt] = []
     for prompt in listed:
         if isinstance(prompt, str):
             tokens = service.text.encode(prompt, add_special=request.add_special_tokens is not False)
             prompts.append(_Prompt(prompt, tokens))
         else:
-            require(all(0 <= token < 2**31 for token in prompt), "prompt: a token id is negative or too large")
+            require(all(0 <= token < 2**31 for token in prompt), "prompt: token ids must be between 0 and 2^31 - 1")
             prompts.append(_Prompt(None, prompt))
         require(bool(prompts[-1].tokens), "prompt: has no tokens")
     return prompts
@@ -101,7 +114,7 @@ def _read_prompts(service: ChatService, request: CompletionRequest) -> list[_Pro
 
 @dataclass(slots=True)
 class _Choice:
-    """The state of one choice."""
+    """One choice of the response while it is being sampled."""
 
     logprobs: logprobs.CompletionLogprobs | None
     text: str = ""
@@ -109,11 +122,11 @@ class _Choice:
     scored: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     finish_reason: str | None = None
     is_started: bool = False
-    """Whether a stream has an event of this choice."""
+    """True once the stream has sent an event of this choice."""
 
 
 class _Completion(OpenAiReply):
-    """The choices of a response, by prompt and sample."""
+    """Builds the choices of the response. Sample s of prompt p is choice `p * n + s`."""
 
     id_prefix = "cmpl-"
     object_names = "text_completion", "text_completion"
@@ -127,7 +140,11 @@ class _Completion(OpenAiReply):
         *,
         drops_tokens: bool,
     ) -> None:
-        """`drops_tokens`: `max_tokens` is 0, and the token without which there is no sample is not shown."""
+        """With `drops_tokens`, sampled tokens are not returned.
+
+        This is for `max_tokens` 0: the engine samples at least one token, and the client asked for
+        none.
+        """
         super().__init__(service, request, requests)
         self._text = service.text
         self._request = request
@@ -142,7 +159,7 @@ class _Completion(OpenAiReply):
         self.num_dropped = len(self._choices) if drops_tokens else 0
 
     def add(self, number: int, delta: Delta) -> None:
-        """Record new tokens of a prompt."""
+        """Collect the text, tokens and log-probabilities of a choice."""
         choice = self._choices[number * self._num_samples + delta.index]
         if delta.finish is not None:
             choice.finish_reason = "length" if self._drops_tokens else delta.finish.reason
@@ -154,11 +171,11 @@ class _Completion(OpenAiReply):
             choice.scored += logprobs.score_delta(delta, self._top)
 
     def make_choices(self) -> list[Object]:
-        """Return the choices of a whole response."""
+        """Return the choices of a response that is not streamed."""
         return [self._make_choice(index) for index in range(len(self._choices))]
 
     def make_events(self, number: int, delta: Delta) -> Iterator[Object]:
-        """Yield an event with the new text, unless there is nothing to say."""
+        """Yield one event with all news about a choice, or nothing if there are none."""
         index = number * self._num_samples + delta.index
         choice = self._choices[index]
         self.add(number, delta)
@@ -170,7 +187,11 @@ class _Completion(OpenAiReply):
             choice.text, choice.tokens, choice.scored, choice.is_started = "", [], [], True
 
     def _make_choice(self, index: int) -> Object:
-        """Return what is new of a choice, and before it what is known of its prompt."""
+        """Return the choice with everything that was not sent yet.
+
+        The first time, this includes what the client asked for about the prompt: its text, tokens
+        and log-probabilities.
+        """
         number, choice = index // self._num_samples, self._choices[index]
         text, scored = choice.text, choice.scored
         more: Object = {"token_ids": choice.tokens} if self._request.return_token_ids else {}
@@ -196,7 +217,7 @@ class _Completion(OpenAiReply):
         return logprobs.score_prompt(self._prompts[number].tokens, self.generations[number].prompt_result, k)
 
     def _echo(self, number: int) -> str:
-        """Return the text of a prompt if the client wants it."""
+        """Return the text of a prompt if the client set `echo`, else an empty text."""
         if not self._request.echo:
             return ""
         prompt = self._prompts[number]

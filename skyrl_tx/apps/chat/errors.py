@@ -1,4 +1,4 @@
-"""Errors in the form of each API: OpenAI's `{"error": {…}}` and Anthropic's `{"type": "error", "error": {…}}`."""
+"""Error responses in the forms of the OpenAI and Anthropic APIs."""
 
 import json
 from collections.abc import Mapping
@@ -11,12 +11,10 @@ from skyrl_tx.apps.chat.service import ContextTooLong
 from skyrl_tx.contract.errors import RequestError
 from skyrl_tx.server.errors import ApiError
 
-OPENAI_PREFIXES = ("/oai/api/v1", "/v1")
-ANTHROPIC_PREFIX = "/anthropic/api/v1"
-_OVERLOADED = 529
-"""Anthropic's status for a server that cannot serve now."""
 Form = Literal["openai", "anthropic"]
 
+_OVERLOADED = 529
+"""Anthropic's HTTP status for an overloaded server. Used instead of 503."""
 _KEPT_HEADERS = frozenset({"retry-after", "www-authenticate", "x-should-retry"})
 _OPENAI_TYPES: Mapping[int, tuple[str, str | None]] = {
     HTTPStatus.BAD_REQUEST: ("invalid_request_error", None),
@@ -37,39 +35,52 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
 }
 
 
-def give_form(form: Form, response: Response, error: Exception) -> Response:
-    """Return the response to an error in the form of an API."""
+def convert_error_response(form: Form, response: Response, error: Exception) -> Response:
+    """Convert an error response of this server to the form of an API."""
     detail = str(json.loads(bytes(response.body)).get("detail", ""))
     headers = {name: value for name, value in response.headers.items() if name in _KEPT_HEADERS}
     if response.status_code in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
         headers.setdefault("retry-after", "5")
+
     status = response.status_code
-    is_away = form == "anthropic" and status == HTTPStatus.SERVICE_UNAVAILABLE
+    is_overloaded = form == "anthropic" and status == HTTPStatus.SERVICE_UNAVAILABLE
     return JSONResponse(
-        describe_error(form, status, detail, error), status_code=_OVERLOADED if is_away else status, headers=headers
+        describe_error(form, status, detail, error),
+        status_code=_OVERLOADED if is_overloaded else status,
+        headers=headers,
     )
 
 
 def describe_error(form: Form, status: int, detail: str, error: Exception | None = None) -> dict[str, object]:
-    """Return the body of an error response."""
+    """Return the body of an error response.
+
+    `detail` is the message of this server's own error response.
+    """
+    # A prompt that is too long has a text or code that clients look for
     too_long = error if isinstance(error, ContextTooLong) else None
     if form == "anthropic":
         if too_long is not None:
             detail = f"prompt is too long: {too_long.num_prompt} tokens > {too_long.limit} maximum"
         kind = _ANTHROPIC_TYPES.get(status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": detail}}
+
+    # OpenAI's `code` of 404 says that a model does not exist, which would mislead for an unknown
+    # path
     kind, code = _OPENAI_TYPES.get(status, ("server_error", None))
     if too_long is not None:
         code = "context_length_exceeded"
     if status == HTTPStatus.NOT_FOUND and "not offered" in detail:
         code = None
+
+    # Our messages of status 400 begin with the name of the field, for example "top_p 2.0: must be
+    # …"
     field = detail.partition(":")[0].partition(" ")[0]
     param = field if status == HTTPStatus.BAD_REQUEST and field.replace("_", "").replace(".", "").isalnum() else None
     return {"error": {"message": detail, "type": kind, "param": param, "code": code}}
 
 
 def describe_stream_error(form: Form, error: Exception) -> dict[str, object]:
-    """Return the body of an error that occurs while a response is streamed."""
+    """Return the body of an error event, for an error after the response has started."""
     status = error.status if isinstance(error, ApiError) else HTTPStatus.INTERNAL_SERVER_ERROR
     detail = error.detail if isinstance(error, ApiError) else "internal error"
     if isinstance(error, RequestError):

@@ -1,6 +1,7 @@
-"""One running sample request, read as deltas: tokens, text and log-probabilities, each exactly once.
+"""Read the tokens of a running sample request as deltas. Each token is delivered exactly once.
 
-New tokens of running samples come from the store through `PartialStreams`, and all that is missing with the result.
+While a request runs, the engine writes new tokens to the database, and `PartialStreams` reads them
+from there. The tokens that did not come this way follow when the result is stored.
 """
 
 import asyncio
@@ -31,35 +32,35 @@ from skyrl_tx.store import completions, futures
 from skyrl_tx.store.completions import Partial
 from skyrl_tx.store.database import Store
 
-_PAGE = 1000
-_LOOK_EVERY_S = 20.0
-"""Notifications are not lost; this bounds the wait should one be."""
+_PAGE_SIZE = 1000
+_POLL_INTERVAL_S = 20.0
+"""A generation reads the database at least this often, in case a notification was lost."""
 _CANCELLED = Failure(message="cancelled: the client disconnected", category=ErrorCategory.USER)
-_AWAY = {"Retry-After": "5"}
+_RETRY_HEADERS = {"Retry-After": "5"}
 
 
 class Stream:
-    """The new tokens of one request, in the order of writing. Used on the event loop only."""
+    """A queue with the new tokens of one request. It must only be used on the event loop."""
 
     def __init__(self, notify: Callable[[], None]) -> None:
-        """`notify` is called on the event loop when there is something to take."""
+        """`notify` is called on the event loop when new tokens are in the queue."""
         self._notify = notify
         self._waiting: deque[Partial] = deque()
 
     def put(self, new: list[Partial]) -> None:
-        """Add tokens."""
+        """Append new tokens and notify the reader."""
         self._waiting.extend(new)
         self._notify()
 
     def take(self) -> list[Partial]:
-        """Return the tokens that came since the last call."""
+        """Remove and return all tokens in the queue."""
         taken = list(self._waiting)
         self._waiting.clear()
         return taken
 
 
 class PartialStreams:
-    """The open streams of this process; one query reads the new tokens of all of them."""
+    """The open streams of this process. One query reads the new tokens of all streams."""
 
     def __init__(self, store: Store, max_streams: int) -> None:
         self._store = store
@@ -69,7 +70,10 @@ class PartialStreams:
         self._position = 0
 
     def open(self, request_id: RequestId, notify: Callable[[], None]) -> Stream | None:
-        """Open a stream for a request that will be submitted; None if too many are open."""
+        """Open a stream for a request, before the request is submitted.
+
+        Returns None if `max_streams` are open.
+        """
         with self._lock:
             if len(self._open) >= self._max_streams:
                 return None
@@ -83,17 +87,23 @@ class PartialStreams:
             self._open.pop(request_id, None)
 
     def read(self) -> None:
-        """Read new tokens and hand them to their streams. Called by the thread that sees the engine's commits."""
+        """Read new tokens and put them into their streams.
+
+        Called by the thread that notices commits of the engine.
+        """
         if not self._open:
             return
+
+        # A full page means that there may be more rows
         is_full = True
         while is_full:
-            page = self._store.read(lambda tx: completions.list_partials(tx, self._position, _PAGE))
-            is_full = len(page) == _PAGE
+            page = self._store.read(lambda tx: completions.list_partials(tx, self._position, _PAGE_SIZE))
+            is_full = len(page) == _PAGE_SIZE
             new: dict[RequestId, list[Partial]] = {}
             for position, partial in page:
                 self._position = position
                 new.setdefault(partial.request_id, []).append(partial)
+
             with self._lock:
                 due = [(self._open[request_id], rows) for request_id, rows in new.items() if request_id in self._open]
             for (stream, loop), rows in due:
@@ -102,7 +112,7 @@ class PartialStreams:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How a sample ended; `stop_string` is the stop string that it met, if it met one."""
+    """Why a sample finished. `stop_string` is the stop string that ended it, if any."""
 
     reason: Literal["stop", "length"]
     stop_string: str | None = None
@@ -110,9 +120,12 @@ class Finish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """New tokens of sample `index`: token_ids int32 [n], logprobs float32 [n], topk [n, k] if requested.
+    """New tokens of sample `index`.
 
-    `text` is what became certain with them; it may be of earlier tokens. `finish` comes with the last delta.
+    Shapes: token_ids int32 [n], logprobs float32 [n], topk [n, k] if requested.
+
+    `text` is the text that no later token can change. It may belong to earlier tokens, for example
+    when the new tokens complete a character. `finish` is set in the last delta only.
     """
 
     index: int
@@ -124,30 +137,37 @@ class Delta:
 
 
 class _Sample:
-    """The part of one sample that was sent."""
+    """The tokens of one sample that the client has received, and the text they make."""
 
     def __init__(self, text: SampleText) -> None:
         self.text = text
         self.sent: list[int] = []
 
     def count_known(self, start: int, tokens: Int32Array) -> int | None:
-        """Return how many of the tokens from `start` were sent; None if some before them were not.
+        """Return how many of `tokens`, which begin at index `start`, were sent already.
 
-        Raises ApiError 500 if others were sent.
+        Returns None if tokens before `start` are missing. Raises ApiError 500 if different tokens
+        were sent.
         """
-        if start > len(self.sent):  # a slice could not be written; its tokens come with the result
+        # The engine could not write some of the tokens. They come with the result.
+        if start > len(self.sent):
             return None
+
         known = min(len(self.sent) - start, len(tokens))
         if self.sent[start : start + known] != tokens[:known].tolist():
             raise ApiError(
                 HTTPStatus.INTERNAL_SERVER_ERROR,
-                "the engine was restarted and its sample is no longer the one that was sent so far; try again",
+                "the engine was restarted and sampled different tokens than it had streamed before; "
+                "send the request again",
             )
         return known
 
 
 class Generation:
-    """A submitted sample request. Iterate `deltas` to its end, or call `close`, which cancels it."""
+    """A submitted sample request.
+
+    The caller iterates over `deltas` to the end, or calls `close` to cancel it.
+    """
 
     def __init__(
         self,
@@ -161,12 +181,12 @@ class Generation:
         stream: Stream | None,
         resources: ExitStack,
     ) -> None:
-        """`resources` holds the subscription and the stream. `changed` is set when either has news."""
+        """`completed` and `stream` set `changed` when they have news. `resources` closes both."""
         self.request_id = request_id
         self.num_tokens = 0
-        """Sampled tokens so far."""
+        """Number of tokens sampled so far, over all samples."""
         self.prompt_result = PromptResult()
-        """Results about the prompt, once complete."""
+        """Results about the prompt. Empty until the request is complete."""
         self._context = context
         self._caller = caller
         self._samples = [_Sample(text) for text in texts]
@@ -177,17 +197,24 @@ class Generation:
         self._is_over = False
 
     async def deltas(self) -> AsyncGenerator[Delta]:
-        """Yield the deltas of all samples, those of each in order. Raises ApiError if the request fails."""
+        """Yield the deltas of all samples. The deltas of one sample are in order.
+
+        Raises ApiError on failure.
+        """
         try:
             while not self._is_over:
                 await self._wait()
+
+                # Tokens that the engine wrote while the request runs
                 for partial in [] if self._stream is None else self._stream.take():
                     known = self._samples[partial.sample_index].count_known(partial.start, partial.tokens)
                     if known is not None and known < len(partial.tokens):
                         yield self._make_delta(
                             partial.sample_index, partial.tokens, partial.logprobs, partial.topk, first=known
                         )
-                if self._completed.done() or time.monotonic() >= self._look_at:
+
+                # The result
+                if self._completed.done() or time.monotonic() >= self._poll_at:
                     output = await self._read_output()
                     for index, sequence in enumerate([] if output is None else output.sequences):
                         yield self._finish(index, sequence)
@@ -195,9 +222,9 @@ class Generation:
             self.close()
 
     async def _wait(self) -> None:
-        self._look_at = time.monotonic() + _LOOK_EVERY_S
+        self._poll_at = time.monotonic() + _POLL_INTERVAL_S
         try:
-            async with asyncio.timeout(_LOOK_EVERY_S):
+            async with asyncio.timeout(_POLL_INTERVAL_S):
                 await self._changed.wait()
         except TimeoutError:
             return
@@ -215,11 +242,14 @@ class Generation:
         return Delta(index=index, token_ids=new, logprobs=logprobs[first:], topk=topk, text=text)
 
     def _finish(self, index: int, sequence: SampledSequence) -> Delta:
-        """Return what is left of a complete sample."""
+        """Return the last delta of a complete sample: everything that was not sent yet."""
         sample = self._samples[index]
+        # If more tokens were sent than the result has, the padding makes `count_known` raise
         padded = np.pad(sequence.tokens, (0, max(0, len(sample.sent) - len(sequence.tokens))), constant_values=-1)
         first = sample.count_known(0, padded) or 0
         delta = self._make_delta(index, sequence.tokens, sequence.logprobs, sequence.topk, first=first)
+
+        # The rest of the text, and why it ended
         text = delta.text + sample.text.finish()
         matched = sample.text.stop_string
         reason = "stop" if matched is not None else sequence.stop_reason
@@ -233,20 +263,31 @@ class Generation:
         )
 
     async def _read_output(self) -> SampleOutput | None:
-        """Read the result; None if there is none yet. Raises ApiError for a failure or an ended key."""
+        """Read the result, or None if there is none yet.
+
+        Raises ApiError if the request failed, the API key was revoked, or the server is shutting
+        down.
+        """
         state = await to_thread.run_sync(
             lambda: self._context.store.read(lambda tx: futures.get_state(tx, self.request_id, self._caller.owner)),
             limiter=self._context.result_readers,
         )
+
+        # No result yet
         if state.status == "open":
             if self._context.results.is_closed:
-                raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is shutting down; try again", _AWAY)
+                raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is shutting down; try again", _RETRY_HEADERS)
             if self._completed.done() and not self._completed.result():
                 raise ApiError(HTTPStatus.UNAUTHORIZED, "X-API-Key: the key was revoked or has expired")
             return None
+
+        # The request is over: it has failed or is complete
         self._is_over = True
         if state.result is None:
-            raise ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, f"the result of {self.request_id} is gone or damaged")
+            raise ApiError(
+                HTTPStatus.INTERNAL_SERVER_ERROR,
+                f"the result of request {self.request_id} was deleted or is damaged; send the request again",
+            )
         result = codec.decode(state.result)
         self._context.results.mark_fetched(self.request_id)
         if isinstance(result, Failure):
@@ -257,7 +298,10 @@ class Generation:
         return result
 
     def close(self) -> None:
-        """Release the subscription, and cancel the request unless it is complete. Idempotent; never waits."""
+        """Release the subscription, and cancel the request unless it is complete.
+
+        Idempotent; never blocks.
+        """
         self._resources.close()
         if self._is_over:
             return
@@ -266,14 +310,16 @@ class Generation:
 
         def cancel(tx: Session) -> None:
             completions.cancel(tx, self.request_id, owner, failure, time.time())
-            futures.mark_fetched(tx, [self.request_id], time.time())  # no one will
+            # No client will fetch the result, so it need not be kept
+            futures.mark_fetched(tx, [self.request_id], time.time())
             completions.delete_partials(tx, self.request_id)
 
         store.write_soon(cancel)
 
 
 async def merge_deltas(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Delta]]:
-    """Yield the deltas of several generations as they come, each with the number of its generation."""
+    """Yield deltas of multiple generations as they arrive, with the index of the generation."""
+    # One generation needs no queue
     if len(generations) == 1:
         async with aclosing(generations[0].deltas()) as deltas:
             async for delta in deltas:
@@ -291,6 +337,7 @@ async def merge_deltas(generations: Sequence[Generation]) -> AsyncGenerator[tupl
         except Exception as error:
             queue.put_nowait(error)
 
+    # One task per generation fills the queue. None marks the end of a generation.
     tasks = [asyncio.create_task(pump(number, generation)) for number, generation in enumerate(generations)]
     try:
         num_open = len(tasks)

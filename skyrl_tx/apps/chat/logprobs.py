@@ -1,4 +1,7 @@
-"""Log-probabilities in the forms of OpenAI's API. All numbers are the backend's own float32 values."""
+"""Log-probabilities as OpenAI's API and vLLM return them.
+
+The numbers are the backend's float32 values, unrounded.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,26 +13,30 @@ from skyrl_tx.apps.chat.text import ModelText
 from skyrl_tx.contract.results import PromptResult, TopK
 
 _LOWEST = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
+"""Replaces minus infinity, which JSON cannot express."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One token with its log-probability, None where there is none, and the likeliest tokens with theirs."""
+    """One token with its log-probability, and the most likely tokens at its position."""
 
     token: int
     logprob: float | None
+    """None for the first token of a prompt."""
     top: Sequence[tuple[int, float]]
-    """Likeliest first; has the token itself, with the same number, unless it is empty or not known."""
+    """Pairs of token and log-probability, most likely first.
+
+    Includes `token` unless `logprob` is None.
+    """
 
 
 def score_delta(delta: Delta, k: int) -> list[TokenLogprob]:
-    """Return the tokens of a delta, with the top `k` of each."""
+    """Return the tokens of a delta, with log-probabilities and the top `k` at each position."""
     return _combine(delta.token_ids.tolist(), delta.logprobs.tolist(), delta.topk, k)
 
 
 def score_prompt(tokens: Sequence[int], result: PromptResult, k: int) -> list[TokenLogprob]:
-    """Return the tokens of a prompt; the first has no log-probability."""
+    """Return the tokens of a prompt with their log-probabilities. The first token has none."""
     assert result.logprobs is not None
     return _combine(list(tokens), cast(list[float], result.logprobs.tolist()), result.topk, k)
 
@@ -46,7 +53,7 @@ def _combine(tokens: list[int], logprobs: list[float], topk: TopK | None, k: int
 
 
 def _include_own(token: int, logprob: float, top: list[int], numbers: list[float]) -> Iterator[tuple[int, float]]:
-    """Yield the top tokens; the token itself has its own number, and is the last if it is not among them."""
+    """Yield the top tokens. The sampled token is added at the end if it is not among them."""
     for other, number in zip(top, numbers, strict=True):
         yield other, logprob if other == token else max(number, _LOWEST)
     if token not in top:
@@ -54,15 +61,18 @@ def _include_own(token: int, logprob: float, top: list[int], numbers: list[float
 
 
 class CompletionLogprobs:
-    """The object `logprobs` of a completion's choice, or of a part of it."""
+    """Makes the `logprobs` objects of one choice of a completion.
+
+    A stream has multiple objects per choice.
+    """
 
     def __init__(self, text: ModelText, offset: int = 0) -> None:
-        """`offset` is the position in the choice's text at which it begins."""
+        """`offset` is the index in the choice's text where the first token begins."""
         self._text = text
         self.offset = offset
 
     def describe(self, tokens: Sequence[TokenLogprob]) -> dict[str, object]:
-        """Return the object for the next tokens."""
+        """Return the `logprobs` object of the next tokens."""
         texts = [self._text.decode([scored.token], skip_special=False) for scored in tokens]
         offsets: list[int] = []
         for text in texts:
@@ -76,7 +86,10 @@ class CompletionLogprobs:
         }
 
     def _describe_top(self, token: TokenLogprob) -> dict[str, float]:
-        """Return the top tokens by their texts. Of tokens with equal texts the likeliest counts."""
+        """Return the log-probabilities of the top tokens by their texts.
+
+        If multiple tokens have the same text, the most likely one counts.
+        """
         top: dict[str, float] = {}
         for other, logprob in token.top:
             text = self._text.decode([other], skip_special=False)
@@ -85,7 +98,7 @@ class CompletionLogprobs:
 
 
 def describe_chat(text: ModelText, tokens: Sequence[TokenLogprob], *, with_top: bool) -> list[dict[str, object]]:
-    """Return the list `logprobs.content` of a chat choice."""
+    """Return the list `logprobs.content` of a choice of a chat completion."""
 
     def describe(token: int, logprob: float | None) -> dict[str, object]:
         return {
@@ -102,9 +115,10 @@ def describe_chat(text: ModelText, tokens: Sequence[TokenLogprob], *, with_top: 
 
 
 def describe_prompt(text: ModelText, tokens: Sequence[TokenLogprob], k: int) -> list[dict[str, object] | None]:
-    """Return the list `prompt_logprobs` in vLLM's form: for each position the tokens by id.
+    """Return the list `prompt_logprobs` in vLLM's form.
 
-    The rank of a token that is not among the top `k` is not known.
+    It has one object per position, with token ids as keys.
+    `rank` is None for a prompt token that is not among the top `k`, because its rank is unknown.
     """
     return [
         None

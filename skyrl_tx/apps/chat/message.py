@@ -1,6 +1,7 @@
-"""Splits what a model writes into reasoning, content and tool calls, also while it is streaming.
+"""Parse sampled text into reasoning, content and tool calls, while it is being streamed.
 
-Reasoning stands between `<think>` and `</think>`. Tool calls are found in the forms of Hermes and Qwen, and of Llama 3.
+Reasoning is the text between `<think>` and `</think>`. Tool calls are recognized in the formats of
+Hermes and Qwen (`<tool_call>`), and of Llama 3 (JSON).
 """
 
 import json
@@ -18,7 +19,7 @@ ParserName = Literal["hermes", "llama3", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New text of one kind."""
+    """New text of a message."""
 
     kind: Literal["reasoning", "content"]
     text: str
@@ -26,7 +27,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool; `arguments` is a JSON object as text."""
+    """A tool call. `arguments` is a JSON object as text."""
 
     name: str
     arguments: str
@@ -41,21 +42,24 @@ def _read_content(text: str) -> list[Part]:
 
 
 def begins_inside(prompt: str) -> bool:
-    """Whether the prompt's template has already opened the reasoning."""
+    """Return whether the prompt ends with `<think>`, so that the sample begins with reasoning."""
     return prompt.rstrip().endswith(_THINK)
 
 
 class ReasoningSplit:
-    """Splits one growing text. Reasoning comes first or not at all; white space around it is dropped."""
+    """Separates reasoning from content in a text that arrives in parts.
+
+    Only the beginning of a text can be reasoning. White space around the reasoning is dropped.
+    """
 
     def __init__(self, *, inside: bool) -> None:
-        """`inside`: the text begins with reasoning."""
+        """`inside`: the prompt already has the opening tag, so the text begins with reasoning."""
         self._state: Literal["before", "reasoning", "after", "content"] = "reasoning" if inside else "before"
         self._held = ""
         self._has_text = False
 
     def feed(self, text: str) -> list[Piece]:
-        """Add text; return the new pieces."""
+        """Add text and return the pieces that are certain now."""
         self._held += text
         pieces: list[Piece] = []
         if self._state == "before":
@@ -70,7 +74,7 @@ class ReasoningSplit:
         return pieces
 
     def _open(self) -> None:
-        """Decide whether the text begins with reasoning, once it is long enough to tell."""
+        """Decide whether the text begins with reasoning, once the text is long enough to tell."""
         start = self._held.lstrip()
         if start.startswith(_THINK):
             self._held, self._state = start[len(_THINK) :], "reasoning"
@@ -92,7 +96,7 @@ class ReasoningSplit:
         return [Piece("reasoning", text)] if text else []
 
     def finish(self) -> list[Piece]:
-        """Return the rest: an unfinished tag is text."""
+        """Return the rest at the end of the text. An unfinished tag counts as text."""
         text, self._held = self._held, ""
         match self._state:
             case "reasoning":
@@ -104,34 +108,44 @@ class ReasoningSplit:
 
 
 def _count_held_back(text: str) -> int:
-    """Return the length of the end of a text that may belong to the end tag: white space, and a part of the tag."""
+    """Return how many characters at the end of `text` may belong to the closing tag.
+
+    These are the beginning of a tag, for example "</th", and the white space before it.
+    """
     partial = count_possible_start(text, [_END_THINK])
     before = text[: len(text) - partial]
     return partial + len(before) - len(before.rstrip())
 
 
 def choose_parser(template: str) -> ParserName:
-    """Return the form in which a model writes calls, judged by its chat template."""
+    """Choose the parser for tool calls from the text of the model's chat template."""
     if _CALL in template:
         return "hermes"
     return "llama3" if _PYTHON_TAG in template or "ipython" in template else "none"
 
 
 class HermesParser:
-    """Calls as `<tool_call>{"name": …, "arguments": {…}}</tool_call>`; malformed ones are text."""
+    """Parses calls of the form `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
+
+    A malformed call is returned as text.
+    """
 
     def __init__(self) -> None:
         self._held = ""
         self._is_inside = False
         self._space = ""
-        """White space before what may be a call; it is dropped there, and text elsewhere."""
+        """White space at the end of the text so far.
+
+        It is dropped if a tool call follows, else it is text.
+        """
         self._has_calls = False
 
     def feed(self, text: str) -> list[Part]:
-        """Add text; return the new parts in order."""
+        """Add text and return the new parts in order."""
         self._held += text
         parts: list[Part] = []
         while True:
+            # Inside a call: wait for its closing tag
             if self._is_inside:
                 body, tag, rest = self._held.partition(_END_CALL)
                 if not tag:
@@ -143,6 +157,9 @@ class HermesParser:
                 else:
                     parts.append(call)
                     self._space, self._has_calls = "", True
+
+            # Outside: release the text before the next call, except for a possible beginning of the
+            # tag
             else:
                 before, tag, rest = self._held.partition(_CALL)
                 keep = 0 if tag else count_possible_start(self._held, [_CALL])
@@ -153,7 +170,11 @@ class HermesParser:
                 self._held, self._is_inside = rest, True
 
     def _release(self, text: str) -> list[Part]:
-        """Return text with the white space before it; hold white space at its end, and all of it between calls."""
+        """Return text that is certainly not a call.
+
+        White space at its end is held back until the next text. White space after a call is
+        dropped.
+        """
         text = self._space + text
         stripped = text.rstrip()
         self._space = text[len(stripped) :]
@@ -162,17 +183,21 @@ class HermesParser:
         return _read_content(stripped)
 
     def finish(self) -> list[Part]:
-        """Return the rest: an unfinished call is text."""
+        """Return the rest at the end of the text. An unfinished call counts as text."""
         rest = (_CALL if self._is_inside else "") + self._held
+        # A call that lacks only its closing tag is complete
         if self._is_inside and (call := _read_call(self._held, "arguments")) is not None:
-            return [call]  # complete but for its end tag
+            return [call]
         space = "" if self._has_calls and not rest.strip() else self._space
         self._held, self._space = "", ""
         return _read_content(space + rest)
 
 
 def _read_call(text: str, key: str) -> ToolCall | None:
-    """Read one call; None if it is not a JSON object with a name and an object of arguments."""
+    """Parse a tool call.
+
+    Returns None if `text` is not a JSON object with a name and an object of arguments.
+    """
     try:
         value: object = json.loads(text)
     except ValueError:
@@ -191,14 +216,20 @@ def _check_call(value: object, *keys: str) -> ToolCall | None:
 
 
 class Llama3Parser:
-    """Calls as `{"name": …, "parameters": {…}}`, several separated by semicolons; the whole text is calls or text."""
+    """Parses calls of the form `{"name": …, "parameters": {…}}`.
+
+    Multiple calls are separated by semicolons.
+
+    The whole text is either calls or content, so a text that may be a call is held back until it
+    ends.
+    """
 
     def __init__(self) -> None:
         self._held = ""
         self._is_text = False
 
     def feed(self, text: str) -> list[Part]:
-        """Add text; return it unless it may be a call."""
+        """Add text and return it, unless the text so far may be a call."""
         if self._is_text:
             return _read_content(text)
         self._held += text
@@ -211,14 +242,14 @@ class Llama3Parser:
         return _read_content(released)
 
     def finish(self) -> list[Part]:
-        """Return the calls, or the held text if it is none."""
+        """Return the calls, or the text if it is not a sequence of calls."""
         text, self._held = self._held, ""
         calls = _read_llama_calls(text.strip().removeprefix(_PYTHON_TAG).strip())
         return [*calls] if calls else _read_content(text)
 
 
 def _read_llama_calls(text: str) -> list[ToolCall]:
-    """Read all calls; none if the text is anything else."""
+    """Parse all calls in a text. Returns an empty list if the text has anything else in it."""
     decoder, calls, position = json.JSONDecoder(), list[ToolCall](), 0
     while position < len(text):
         try:
@@ -238,25 +269,34 @@ _PARSERS: dict[ParserName, type[HermesParser] | type[Llama3Parser]] = {"hermes":
 
 
 class MessageParser:
-    """Parses one growing text."""
+    """Parses a message that arrives in parts."""
 
     def __init__(self, split: ReasoningSplit | None, tools: ParserName) -> None:
-        """`split` None: reasoning is content. `tools` "none": calls are content."""
+        """With `split` None, reasoning is returned as content.
+
+        With `tools` "none", so are tool calls.
+        """
         self._split = split
         self._tools = _PARSERS[tools]() if tools in _PARSERS else None
         self.has_calls = False
-        """Whether a tool was called."""
+        """True once the message has a tool call."""
 
     def feed(self, text: str, *, is_last: bool = False) -> list[Part]:
-        """Add text; return the new parts in order. `is_last`: no text follows, so all the rest is returned."""
+        """Add text and return the new parts in order.
+
+        With `is_last`, return everything that was held back.
+        """
         if not text and not is_last:
             return []
+
+        # Separate the reasoning
         pieces = [Piece("content", text)] if self._split is None and text else []
         if self._split is not None:
             pieces = self._split.feed(text) + (self._split.finish() if is_last else [])
         if self._tools is None:
             return [*pieces]
 
+        # Find tool calls in the content
         parts: list[Part] = []
         for piece in pieces:
             parts += [piece] if piece.kind == "reasoning" else self._tools.feed(piece.text)

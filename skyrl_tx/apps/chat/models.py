@@ -1,4 +1,4 @@
-"""The field `model` of the OpenAI and Anthropic endpoints: the weights that a name means."""
+"""Find the weights for the field `model` of the OpenAI and Anthropic endpoints."""
 
 import time
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _MAX_LISTED = 1000
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights that a client named: a checkpoint's, or the base model's."""
+    """Weights that a client named: a sampler checkpoint, or the base model if `path` is None."""
 
     name: str
     base_model: str
@@ -31,15 +31,21 @@ class Weights:
 
 
 def find_weights(call: ApiCall, name: str) -> Weights:
-    """Return the weights that the caller means by a name. Raises ApiError 404 if the caller may read none."""
+    """Call `resolve_weights` for the caller of an API request, in one read transaction."""
     return call.store.read(lambda tx: resolve_weights(tx, call.caller, call.settings, name))
 
 
 def resolve_weights(tx: Session, caller: Principal, settings: ApiSettings, name: str) -> Weights:
-    """Return the weights of a name. Raises ApiError 404 if the caller may read none of that name.
+    """Return the weights for a name.
 
-    A name is one of the served model, a `tinker://` path of sampler weights, `base;path`, or a run's id, which means
-    its newest sampler checkpoint.
+    Raises ApiError 404 if they do not exist or the caller may not read them.
+
+    There are four kinds of names:
+
+    - a name of the served model, for example "Qwen/Qwen3-8B"
+    - the `tinker://` path of a sampler checkpoint
+    - both, separated by a semicolon
+    - the id of a training run, for the newest sampler checkpoint of the run
     """
     base, _, path_text = name.rpartition(";")
     public = settings.public_model_name
@@ -64,13 +70,13 @@ def resolve_weights(tx: Session, caller: Principal, settings: ApiSettings, name:
     sampling = [row for row in saved if row.kind == CheckpointKind.SAMPLER]
     if not sampling:
         raise not_found(
-            f"model {quote_value(name)}: the run has no sampler checkpoint; save_weights_for_sampler makes one"
+            f"model {quote_value(name)}: the run has no sampler checkpoint; call save_weights_for_sampler to make one"
         )
     return Weights(name, public, sampling[-1].path)
 
 
 def _check_name(settings: ApiSettings, name: str) -> str:
-    """Return the base model of a served name."""
+    """Return the base model for a name. Raises ApiError 404 if this server does not serve it."""
     try:
         return settings.resolve_model_name(name)
     except UserError as error:
@@ -80,12 +86,12 @@ def _check_name(settings: ApiSettings, name: str) -> str:
 def _no_model(name: str, settings: ApiSettings, reason: str = "") -> ApiError:
     served = ", ".join(map(repr, settings.model_names))
     return not_found(
-        f"model {quote_value(name)} does not exist{f': {reason}' if reason else ''}; this server serves {served}, runs by "
-        "their id, and sampler checkpoints by their tinker:// path"
+        f"model {quote_value(name)} does not exist{f': {reason}' if reason else ''}; this server accepts {served}, the "
+        "id of a run, and the tinker:// path of a sampler checkpoint"
     )
 
 
 def list_checkpoints(tx: Session, caller: Principal) -> list[CheckpointRow]:
-    """Return the caller's sampler checkpoints, the newest first."""
+    """Return the caller's sampler checkpoints, newest first."""
     rows, _ = checkpoints.list_owned(tx, caller.owner, _MAX_LISTED, 0, time.time())
     return [row for row in rows if row.kind == CheckpointKind.SAMPLER]

@@ -1,4 +1,4 @@
-"""Conversations of both APIs as prompts of the served model, and how its replies are parsed."""
+"""Convert conversations of the OpenAI and Anthropic APIs to prompts of the served model."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,6 @@ from skyrl_tx.apps.chat.message import (
     begins_inside,
     choose_parser,
 )
-from skyrl_tx.apps.chat.render import Message
 from skyrl_tx.apps.chat.schemas import (
     AnthropicMessage,
     AnthropicTool,
@@ -21,24 +20,25 @@ from skyrl_tx.apps.chat.schemas import (
     ContentBlock,
     ContentPart,
 )
+from skyrl_tx.apps.chat.template import Message
 from skyrl_tx.apps.chat.text import ModelText
 from skyrl_tx.contract.errors import UserError
 from skyrl_tx.server.settings import ApiSettings
 from skyrl_tx.server.submission.validation import quote_value, require
 
-_TEXT_ONLY = "this server understands text, tool_use, tool_result and thinking only"
+_TEXT_ONLY = "is not supported; this server accepts only text, tool_use, tool_result and thinking"
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A rendered conversation."""
+    """A rendered conversation, and the parser for tool calls in the reply to it."""
 
     text: str
     tokens: list[int]
     tool_parser: ParserName
 
     def create_parser(self, *, separates_reasoning: bool) -> MessageParser:
-        """Return a parser for one reply."""
+        """Create a parser for one reply."""
         split = ReasoningSplit(inside=begins_inside(self.text)) if separates_reasoning else None
         return MessageParser(split, self.tool_parser)
 
@@ -55,7 +55,8 @@ def render_prompt(
 ) -> ChatPrompt:
     """Render a conversation and encode it.
 
-    Raises UserError if the model has no tokenizer or no template, or if its template refuses the conversation.
+    Raises UserError if the model has no tokenizer or no chat template, if the template fails, or if
+    there are tools and the format of the model's tool calls is unknown.
     """
     text.check()
     template = text.template
@@ -66,18 +67,26 @@ def render_prompt(
         continue_final_message=continue_final_message,
         variables=variables,
     )
-    chosen = settings.tool_parser
-    name = choose_parser(template.source) if chosen == "auto" else chosen
+
+    # Choose the parser for tool calls
+    configured = settings.tool_parser
+    name = choose_parser(template.source) if configured == "auto" else configured
     require(
         not tools or name != "none",
-        "tools: the form of this model's tool calls is not known from its chat template; see --tool-parser",
+        "tools: the server cannot tell from the model's chat template in which format the model writes tool calls; "
+        "the operator can set it with --tool-parser",
     )
     return ChatPrompt(prompt, text.encode(prompt, add_special=False), name if tools else "none")
 
 
 def convert_openai_message(message: ChatMessage, where: str) -> dict[str, object]:
-    """Return a message of OpenAI's API as templates expect it. Raises UserError for images and audio."""
-    require(not message.audio, f"{where}.audio: this server understands text only")
+    """Convert a message of OpenAI's API to the form that chat templates expect.
+
+    `where` is the message's path in the request, for example "messages[2]". Raises UserError for
+    images and audio.
+    """
+    # The content as one text
+    require(not message.audio, f"{where}.audio: is not supported; this server only accepts text")
     require(not message.function_call, f"{where}.function_call: is not supported; use tool_calls")
     content = message.content
     if content is None:
@@ -85,35 +94,43 @@ def convert_openai_message(message: ChatMessage, where: str) -> dict[str, object
     elif not isinstance(content, str):
         content = _join(_read_part(part, f"{where}.content[{index}]") for index, part in enumerate(content))
 
-    made: dict[str, object] = {"role": "system" if message.role == "developer" else message.role, "content": content}
+    # The other fields, if they are set
+    converted: dict[str, object] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": content,
+    }
     for name, value in (("name", message.name), ("tool_call_id", message.tool_call_id)):
         if value is not None:
-            made[name] = value
+            converted[name] = value
     if (reasoning := message.reasoning_content or message.reasoning) is not None:
-        made["reasoning_content"] = reasoning
+        converted["reasoning_content"] = reasoning
+
+    # Tool calls
     if message.tool_calls:
-        made["tool_calls"] = [
+        converted["tool_calls"] = [
             _convert_call(
-                call.id, call.function.name, _read_arguments(call.function.arguments, f"{where}.tool_calls[{index}]")
+                call.id,
+                call.function.name,
+                _read_arguments(call.function.arguments, f"{where}.tool_calls[{index}]"),
             )
             for index, call in enumerate(message.tool_calls)
         ]
-    return made
+    return converted
 
 
 def _read_part(part: ContentPart, where: str) -> str:
-    """Return the text of a part of a message. Raises UserError for images and audio."""
+    """Return the text of one content part. Raises UserError for images and audio."""
     require(part.type == "text" and part.text is not None, f"{where}.type {quote_value(part.type)}: must be 'text'")
     return part.text or ""
 
 
 def _join(texts: Iterable[str]) -> str:
-    """Join the text parts of one message, as lines."""
+    """Join the text parts of one message with line breaks."""
     return "\n".join(texts)
 
 
 def _convert_call(call_id: str | None, name: str, arguments: object) -> dict[str, object]:
-    """Return a tool call as templates expect it, with its arguments as an object."""
+    """Convert a tool call to the form that chat templates expect."""
     call: dict[str, object] = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return call if call_id is None else {"id": call_id, **call}
 
@@ -122,18 +139,25 @@ def _read_arguments(text: str, where: str) -> object:
     try:
         value: object = json.loads(text or "{}")
     except ValueError as error:
-        raise UserError(f"{where}.function.arguments {quote_value(text)}: is not JSON") from error
+        raise UserError(f"{where}.function.arguments {quote_value(text)}: is not valid JSON: {error}") from error
     require(isinstance(value, dict), f"{where}.function.arguments {quote_value(text)}: must be a JSON object")
     return value
 
 
 def convert_openai_tool(tool: schemas.Tool) -> dict[str, object]:
-    """Return a tool as templates expect it, with the fields that the client sent."""
+    """Convert a tool of OpenAI's API to the form that chat templates expect.
+
+    Fields that were not sent are left out.
+    """
     return {"type": "function", "function": tool.function.model_dump(exclude_unset=True, exclude={"strict"})}
 
 
 def convert_anthropic_messages(system: Content | None, messages: Sequence[AnthropicMessage]) -> list[dict[str, object]]:
-    """Return the messages of Anthropic's API as templates expect them. Raises UserError for images and documents."""
+    """Convert messages of Anthropic's API to the form that chat templates expect.
+
+    The result can have more messages than the request, because the system prompt and the results of
+    tools become messages. Raises UserError for images and documents.
+    """
     converted: list[dict[str, object]] = []
     if system is not None and (text := _read_text(system, "system")):
         converted.append({"role": "system", "content": text})
@@ -149,9 +173,11 @@ def convert_anthropic_messages(system: Content | None, messages: Sequence[Anthro
 
 
 def _convert_assistant(blocks: Sequence[ContentBlock], where: str) -> dict[str, object]:
+    # Sort the blocks by kind
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, object]] = []
+
     for index, block in enumerate(blocks):
         match block.type:
             case "text":
@@ -159,12 +185,14 @@ def _convert_assistant(blocks: Sequence[ContentBlock], where: str) -> dict[str, 
             case "thinking":
                 thoughts.append(block.thinking or "")
             case "redacted_thinking":
-                pass  # no client can have one from this server
+                pass  # made by Anthropic's servers; unreadable here
             case "tool_use":
                 require(block.name is not None, f"{where}[{index}].name: missing")
                 calls.append(_convert_call(block.id, block.name or "", block.input or {}))
             case _:
                 _refuse(block, f"{where}[{index}]")
+
+    # Make one message of them
     message: dict[str, object] = {"role": "assistant", "content": _join(texts)}
     if thoughts:
         message["reasoning_content"] = _join(thoughts)
@@ -174,22 +202,25 @@ def _convert_assistant(blocks: Sequence[ContentBlock], where: str) -> dict[str, 
 
 
 def _convert_user(blocks: Sequence[ContentBlock], role: str, where: str) -> list[dict[str, object]]:
-    """Return a message for each result of a tool, and one for each text between them."""
-    made: list[dict[str, object]] = []
+    """Return one message for each tool result, and one for the texts between two tool results."""
+    converted: list[dict[str, object]] = []
     texts: list[str] = []
     for index, block in enumerate(blocks):
         match block.type:
             case "text":
                 texts.append(block.text or "")
+            # The texts before a result become a message
             case "tool_result":
                 if texts:
-                    made.append({"role": role, "content": _join(texts)})
+                    converted.append({"role": role, "content": _join(texts)})
                     texts = []
                 content = "" if block.content is None else _read_text(block.content, f"{where}[{index}].content")
-                made.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+                converted.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
             case _:
                 _refuse(block, f"{where}[{index}]")
-    return [*made, {"role": role, "content": _join(texts)}] if texts or not made else made
+    if texts or not converted:
+        converted.append({"role": role, "content": _join(texts)})
+    return converted
 
 
 def _read_text(content: Content, where: str) -> str:
@@ -206,12 +237,16 @@ def _refuse(block: ContentBlock, where: str) -> None:
 
 
 def convert_anthropic_tools(tools: Sequence[AnthropicTool]) -> list[dict[str, object]]:
-    """Return tools as templates expect them. Raises UserError for tools that Anthropic's own servers run."""
+    """Convert tools of Anthropic's API to the form that chat templates expect.
+
+    Raises UserError for tools that Anthropic's servers run, for example web search.
+    """
     converted: list[dict[str, object]] = []
     for index, tool in enumerate(tools):
         require(
             tool.type in (None, "custom"),
-            f"tools[{index}].type {quote_value(tool.type)}: this server has no tools of its own; only 'custom'",
+            f"tools[{index}].type {quote_value(tool.type)}: this server supports only 'custom' tools, which run in the "
+            "client",
         )
         function: dict[str, object] = {"name": tool.name}
         if tool.description is not None:

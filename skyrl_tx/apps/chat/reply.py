@@ -1,6 +1,7 @@
-"""The common part of all endpoints: read a request, start its samples, and send the reply whole or as events.
+"""Read a request, start its samples, and send the result as one response or as a stream of events.
 
-`serve` runs one call. An endpoint gives it a `Reply`, which turns new tokens into the response of its API.
+An endpoint calls `serve` with a function that makes a `ChatReply`. The reply turns new tokens into
+the response of the endpoint's API.
 """
 
 import asyncio
@@ -31,65 +32,73 @@ from skyrl_tx.server.identity.authentication import OWNER, authenticate_request
 _log = logging.getLogger(__name__)
 _KEEP_ALIVE_S = 15
 _SEND_TIMEOUT_S = 60.0
-"""A client that has not read for this time has stopped reading: its sample is cancelled."""
+"""If a client reads nothing for this time, its stream ends and its samples are cancelled."""
 _CLIENT_CLOSED_REQUEST = 499
-"""Status in the log of a response that no client reads."""
+"""Status for the access log when the client disconnected before the response."""
 
 Object = dict[str, object]
 T = TypeVar("T")
 
-# By default sse-starlette cancels all streams as soon as uvicorn shuts down. Here `ResultWatcher.release` wakes the
-# generations instead, so that each stream still sends an event that says that the server is shutting down.
+# By default, sse-starlette cancels all streams as soon as uvicorn shuts down. We disable this,
+# because `ResultWatcher.release` wakes the generations on shutdown. Each stream can then send a
+# last event that tells the client that the server is shutting down.
 AppStatus.disable_automatic_graceful_drain()
 
 
 class ChatReply(ABC):
-    """The reply to one request: its samples become one response, or a stream of events, in the form of an API."""
+    """Builds the reply to one request, as one response or as a stream of events.
+
+    Subclasses produce the form of their API. `number` in the methods is the index of a prompt in
+    `requests`.
+    """
 
     form: ClassVar[Form]
     end: ClassVar[bytes] = b""
-    """Ends a stream."""
+    """Bytes that end a stream, after the last event."""
 
     def __init__(self, requests: Sequence[ChatRequest], *, is_streamed: bool) -> None:
-        """`requests` are started together, one for each prompt."""
+        """`requests` has one request per prompt. All of them are started together."""
         self.requests = requests
         self.is_streamed = is_streamed
         self.generations: Sequence[Generation] = ()
-        """The running requests, in the order of `requests`; set before the first tokens."""
+        """The running requests, in the order of `requests`. Set before the first tokens arrive."""
 
     @abstractmethod
     def add(self, number: int, delta: Delta) -> None:
-        """Record new tokens of a request for the whole response."""
+        """Collect new tokens for a response that is not streamed."""
 
     @abstractmethod
     def make_body(self) -> Object:
-        """Return the whole response once all samples are complete. Runs in a thread."""
+        """Return the body of a response that is not streamed, once all samples are complete.
+
+        Runs in a thread.
+        """
 
     def make_first_events(self) -> Iterator[Object]:
-        """Yield the events before the first token."""
+        """Yield the events that come before the first token."""
         yield from ()
 
     @abstractmethod
     def make_events(self, number: int, delta: Delta) -> Iterator[Object]:
-        """Yield the events for new tokens of a request."""
+        """Yield the events for new tokens."""
 
     @abstractmethod
     def make_last_events(self) -> Iterator[Object]:
-        """Yield the events after the last token."""
+        """Yield the events that come after the last token."""
 
     @abstractmethod
     def encode(self, event: Object) -> bytes:
-        """Return the bytes of one event."""
+        """Encode one event."""
 
 
 class OpenAiReply(ChatReply):
-    """A reply with `choices`, as both completions of OpenAI's API have them."""
+    """A reply with `choices`, as OpenAI's completions and chat completions have them."""
 
     form = "openai"
     end = b"data: [DONE]\n\n"
     id_prefix: ClassVar[str]
     object_names: ClassVar[tuple[str, str]]
-    """The field `object` of a whole response, and of an event."""
+    """The field `object` of a response that is not streamed, and of an event in a stream."""
 
     def __init__(self, service: ChatService, request: GenerationFields, requests: Sequence[ChatRequest]) -> None:
         super().__init__(requests, is_streamed=bool(request.stream))
@@ -97,7 +106,10 @@ class OpenAiReply(ChatReply):
         options = request.stream_options
         self.ends_with_usage = options is not None and bool(options.include_usage)
         self.num_dropped = 0
-        """Sampled tokens that the client did not ask for."""
+        """Number of sampled tokens that are not returned, for example with `max_tokens` 0.
+
+        They are not in the usage.
+        """
         self._head: Object = {
             "id": f"{self.id_prefix}{secrets.token_hex(14)}",
             "object": self.object_names[self.is_streamed],
@@ -108,19 +120,22 @@ class OpenAiReply(ChatReply):
 
     @abstractmethod
     def make_choices(self) -> list[Object]:
-        """Return the choices of a whole response."""
+        """Return the choices of a response that is not streamed."""
 
     def make_body(self) -> Object:
-        """Return the whole response."""
+        """Return the body of a response that is not streamed."""
         return {**self._head, "choices": self.make_choices(), "usage": self._count_usage()}
 
     def make_chunk(self, choices: Sequence[Object], about_prompt: Object | None = None) -> Object:
-        """Return one event. If the last event has the usage, the field is null in all events before it."""
+        """Return one event.
+
+        If the client asked for the usage in the last event, `usage` is null in all other events.
+        """
         usage: Object = {"usage": None} if self.ends_with_usage else {}
         return {**self._head, "choices": choices, **(about_prompt or {}), **usage}
 
     def make_last_events(self) -> Iterator[Object]:
-        """Yield the usage if the client wants it."""
+        """Yield the usage if the client asked for it."""
         if self.ends_with_usage:
             yield {**self._head, "choices": [], "usage": self._count_usage()}
 
@@ -136,12 +151,12 @@ class OpenAiReply(ChatReply):
         }
 
     def encode(self, event: Object) -> bytes:
-        """Return the bytes of one event."""
+        """Encode one event."""
         return encode_event(event)
 
 
 async def serve(request: Request, prepare: Callable[[ChatService, ApiCall], ChatReply]) -> Response:
-    """Serve one call. `prepare` checks the request and renders its prompts; it runs in a thread."""
+    """Serve one call. `prepare` checks the request and renders its prompts. It runs in a thread."""
     service = get_service(request)
     call, reply = await read_request(request, lambda call: prepare(service, call))
 
@@ -159,7 +174,10 @@ def get_service(request: Request) -> ChatService:
 
 
 async def read_request(request: Request, prepare: Callable[[ApiCall], T]) -> tuple[ApiCall, T]:
-    """Authenticate and read a request, and prepare it in a thread while its memory is accounted for."""
+    """Authenticate and read a request, and run `prepare` in a thread.
+
+    The memory of the request's body counts towards the server's limit until `prepare` returns.
+    """
     caller = await authenticate_request(request)
     async with receive_data_call(request, caller) as call:
         return call, await run_in_threadpool(prepare, call)
@@ -184,20 +202,26 @@ async def _stream(reply: ChatReply) -> AsyncGenerator[bytes]:
 
 
 def _encode_error(request: Request, reply: ChatReply, error: Exception) -> bytes:
-    """Return the last event of a stream that fails. Unexpected errors are logged."""
+    """Encode the last event of a stream that fails.
+
+    Log the error if it is a bug and not the client's mistake.
+    """
     if not isinstance(error, ApiError | RequestError):
         owner = {"owner": request.scope.get(OWNER)}
-        _log.error("%s failed while streaming", request.url.path, exc_info=error, extra=owner)
+        _log.error("%s: the stream ended with an internal error", request.url.path, exc_info=error, extra=owner)
     return reply.encode(describe_stream_error(reply.form, error)) + reply.end
 
 
 def make_json_response(body: object) -> Response:
-    """Return a body as JSON, which is written much faster than by the framework."""
+    """Return a JSON response. msgspec encodes much faster than FastAPI's own responses."""
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 async def respond(request: Request, work: Awaitable[Response], generations: Sequence[Generation]) -> Response:
-    """Return the response of work on generations. If the client disconnects, all of it is cancelled."""
+    """Wait for `work`, which reads `generations`, and return its response.
+
+    If the client disconnects first, cancel the work and the generations.
+    """
     task = asyncio.ensure_future(work)
     disconnected = asyncio.create_task(_wait_for_disconnect(request.receive))
     try:
@@ -219,13 +243,16 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 def encode_event(data: object, name: str | None = None) -> bytes:
-    """Return one server-sent event."""
+    """Encode one server-sent event."""
     head = b"" if name is None else f"event: {name}\n".encode()
     return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 class EventStream(EventSourceResponse):
-    """A response of server-sent events. It cancels its generations when the client disconnects or stops reading."""
+    """A stream of server-sent events.
+
+    If the client disconnects or stops reading, the generations are cancelled.
+    """
 
     def __init__(
         self,
@@ -233,7 +260,7 @@ class EventStream(EventSourceResponse):
         encode_error: Callable[[Exception], bytes],
         generations: Sequence[Generation],
     ) -> None:
-        """`encode_error` returns the last event after an error of the events."""
+        """`encode_error` makes the last event if `events` raises an error."""
         super().__init__(
             _end_with_error(events, encode_error),
             headers={"Cache-Control": "no-cache"},
@@ -244,11 +271,15 @@ class EventStream(EventSourceResponse):
         self._generations = generations
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
+        """Send the events, then close the generations."""
         try:
             await super().__call__(scope, receive, send)
         except SendTimeoutError:
-            _log.info("%s: ended a stream whose client has read nothing for %g s", scope["path"], _SEND_TIMEOUT_S)
+            _log.info(
+                "%s: cancelled a stream, because its client has not read from it for %g s",
+                scope["path"],
+                _SEND_TIMEOUT_S,
+            )
         finally:
             for generation in self._generations:
                 generation.close()

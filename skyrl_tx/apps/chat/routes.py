@@ -1,4 +1,7 @@
-"""Routes of the OpenAI and Anthropic endpoints, the list of models, and the refusal of all other paths."""
+"""Routes of the OpenAI and Anthropic endpoints, including the list of models.
+
+All other paths get a 404 response.
+"""
 
 import time
 from collections.abc import Awaitable, Callable
@@ -10,20 +13,21 @@ from fastapi.responses import Response
 from skyrl_tx.apps.chat.anthropic import count_tokens, create_message
 from skyrl_tx.apps.chat.chat_completions import create_chat_completion
 from skyrl_tx.apps.chat.completions import create_completion
-from skyrl_tx.apps.chat.errors import ANTHROPIC_PREFIX, OPENAI_PREFIXES
 from skyrl_tx.apps.chat.models import find_weights, list_checkpoints
 from skyrl_tx.apps.chat.reply import make_json_response
 from skyrl_tx.server.context import ApiCall, Incoming
 from skyrl_tx.server.errors import ApiError
 from skyrl_tx.server.identity.authentication import Caller
 
+OPENAI_PREFIXES = ("/oai/api/v1", "/v1")
+ANTHROPIC_PREFIX = "/anthropic/api/v1"
 _METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH"]
 _STARTED_AT = int(time.time())
-"""Shown as the creation time of the served model."""
+"""Returned as the creation time of the served model."""
 
 
 def list_models(call: Incoming) -> Response:
-    """List the served names, and the caller's sampler checkpoints, the newest first."""
+    """List the names of the served model, then the caller's sampler checkpoints, newest first."""
     rows = call.store.read(lambda tx: list_checkpoints(tx, call.caller))
     served = [_describe_model(call, name, _STARTED_AT) for name in call.settings.model_names]
     saved = [_describe_model(call, str(row.path), int(row.created_at)) for row in rows]
@@ -31,7 +35,7 @@ def list_models(call: Incoming) -> Response:
 
 
 def get_model(call: Incoming, model_id: str) -> Response:
-    """Describe one model; 404 for a name that `model` may not have."""
+    """Describe one model. Returns 404 for a name that requests cannot use as `model`."""
     path = find_weights(call, model_id).path
     return make_json_response(_describe_model(call, model_id, _STARTED_AT, None if path is None else str(path)))
 
@@ -53,28 +57,28 @@ anthropic.add_api_route("/messages/count_tokens", count_tokens, methods=["POST"]
 
 
 def create_routers() -> list[APIRouter]:
-    """Return a router for each prefix, which refuses all paths that are not offered below it."""
-    # The second prefix of OpenAI's endpoints is an alias.
+    """Create a router for each prefix. It returns 404 for unknown paths below its prefix."""
+    # The reference documents only the first prefix of OpenAI's endpoints; the second is an alias
     offered = [(prefix, openai, prefix == OPENAI_PREFIXES[0]) for prefix in OPENAI_PREFIXES]
     routers: list[APIRouter] = []
     for prefix, endpoints, in_schema in (*offered, (ANTHROPIC_PREFIX, anthropic, True)):
         router = APIRouter(prefix=prefix)
         router.include_router(endpoints, include_in_schema=in_schema)
         router.add_api_route(
-            "/{path:path}", _create_refusal(prefix, endpoints), methods=_METHODS, include_in_schema=False
+            "/{path:path}", _create_not_found(prefix, endpoints), methods=_METHODS, include_in_schema=False
         )
         routers.append(router)
     return routers
 
 
-def _create_refusal(prefix: str, router: APIRouter) -> Callable[[str, Request, Caller], Awaitable[None]]:
+def _create_not_found(prefix: str, router: APIRouter) -> Callable[[str, Request, Caller], Awaitable[None]]:
     offered = ", ".join(f"{prefix}{getattr(route, 'path_format', '')}" for route in router.routes)
 
     async def refuse(path: str, request: Request, caller: Caller) -> None:
-        """Refuse every path that no router serves."""
+        """Return 404 for every path that has no endpoint, with the list of endpoints."""
         raise ApiError(
             HTTPStatus.NOT_FOUND,
-            f"{request.method} {prefix}/{path} is not offered by this server; offered are {offered}",
+            f"{request.method} {prefix}/{path} is not offered by this server, which offers {offered}",
         )
 
     return refuse

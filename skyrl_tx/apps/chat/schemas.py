@@ -1,14 +1,21 @@
-"""Requests of OpenAI's API, with the further fields that vLLM and SGLang made common, and of Anthropic's Messages API.
+"""Request schemas of OpenAI's completions and chat completions, and of Anthropic's Messages API.
 
-A field that would change the result and is not listed is refused by its name. Fields with a neutral value are listed so
-that clients may send it.
+The OpenAI schemas include extensions that vLLM and SGLang have made common, for example
+`prompt_logprobs`. A request with an unknown field gets an error, because the field could change the
+result. Some fields are listed here although only their neutral value is supported, for example
+`presence_penalty` 0, so that clients that send it still work.
 """
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from skyrl_tx.apps.chat.service import Limits
+from skyrl_tx.contract.requests import SamplingParams
 from skyrl_tx.server.schemas.base import Int, List, WireModel
+from skyrl_tx.server.submission.sampling import MAX_INT32, MAX_SAMPLES, check_stops
+from skyrl_tx.server.submission.validation import choose_seed, quote_value, require
 
 _MAX_PROMPTS = 1024
 _MAX_MESSAGES = 10_000
@@ -17,7 +24,7 @@ _MAX_BLOCKS = 4096
 
 
 class StreamOptions(WireModel):
-    """Options of a streamed response."""
+    """Options for streaming."""
 
     changes_maths = True
     include_usage: bool | None = None
@@ -26,7 +33,7 @@ class StreamOptions(WireModel):
 
 
 class GenerationFields(WireModel):
-    """The fields that both kinds of completion share."""
+    """Fields that completions and chat completions share."""
 
     changes_maths = True
     model: str
@@ -62,7 +69,7 @@ class GenerationFields(WireModel):
 
 
 class CompletionRequest(GenerationFields):
-    """Text or tokens to continue."""
+    """A request for completions of one or multiple prompts."""
 
     prompt: str | List[int] | Annotated[List[str], Field(max_length=_MAX_PROMPTS)] | List[List[int]]
     max_tokens: Int | None = None
@@ -73,7 +80,7 @@ class CompletionRequest(GenerationFields):
 
 
 class FunctionCall(WireModel):
-    """The function that a call names, with its arguments as JSON text."""
+    """The function that a tool call names. `arguments` is JSON as text."""
 
     changes_maths = True
     name: str
@@ -81,7 +88,7 @@ class FunctionCall(WireModel):
 
 
 class MessageToolCall(WireModel):
-    """A call that the assistant made earlier."""
+    """A tool call in an earlier message of the assistant."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -90,14 +97,14 @@ class MessageToolCall(WireModel):
 
 
 class ContentPart(WireModel):
-    """A part of a message. Only text is supported."""
+    """A part of a message's content. Only text is supported."""
 
     type: str
     text: str | None = None
 
 
 class ChatMessage(WireModel):
-    """One message."""
+    """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[List[ContentPart], Field(max_length=_MAX_MESSAGES)] | None = None
@@ -113,7 +120,7 @@ class ChatMessage(WireModel):
 
 
 class Function(WireModel):
-    """The function of a tool; `parameters` is a JSON schema."""
+    """The function of a tool. `parameters` is a JSON schema."""
 
     name: str
     description: str | None = None
@@ -129,13 +136,13 @@ class Tool(WireModel):
 
 
 class ResponseFormat(WireModel):
-    """The form of the response. Only text is supported."""
+    """The format of the response. Only "text" is supported."""
 
     type: str
 
 
 class ChatCompletionRequest(GenerationFields):
-    """A conversation to continue."""
+    """A request for the next message of a conversation."""
 
     messages: Annotated[List[ChatMessage], Field(min_length=1, max_length=_MAX_MESSAGES)]
     max_tokens: Int | None = None
@@ -156,7 +163,7 @@ class ChatCompletionRequest(GenerationFields):
 
 
 class ContentBlock(WireModel):
-    """A block of content: text, tool_use, tool_result or thinking."""
+    """A content block. The supported types are text, tool_use, tool_result and thinking."""
 
     type: str
     text: str | None = None
@@ -176,7 +183,7 @@ Content = str | Annotated[List[ContentBlock], Field(max_length=_MAX_BLOCKS)]
 
 
 class AnthropicMessage(WireModel):
-    """One message."""
+    """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: Content
@@ -201,7 +208,7 @@ class ToolChoice(WireModel):
 
 
 class Thinking(WireModel):
-    """Whether the model reasons first. Its budget is not enforced."""
+    """Whether the model reasons before it answers. `budget_tokens` is accepted but not enforced."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Int | None = None
@@ -209,14 +216,14 @@ class Thinking(WireModel):
 
 
 class OutputConfig(WireModel):
-    """The form of the response. Only free text is supported."""
+    """The format of the response. Only free text is supported, so `format` must be absent."""
 
     format: object = None
     effort: str | None = None
 
 
 class CountTokensRequest(WireModel):
-    """A conversation."""
+    """A request to count the prompt tokens of a conversation."""
 
     changes_maths = True
     model: str
@@ -233,7 +240,7 @@ class CountTokensRequest(WireModel):
 
 
 class MessagesRequest(CountTokensRequest):
-    """A conversation to continue."""
+    """A request for the next message of a conversation."""
 
     max_tokens: Int
     temperature: float | None = None
@@ -248,3 +255,110 @@ class MessagesRequest(CountTokensRequest):
     inference_geo: str | None = None
     container: object = None
     mcp_servers: object = None
+
+
+_NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0.0}
+"""The only supported values of these fields. They do not change the result."""
+
+
+def make_params(
+    *,
+    max_tokens: int | None,
+    temperature: float | None,
+    top_p: float | None,
+    seed: int | None,
+    top_k: int | None = None,
+    stop: str | list[str] | None = None,
+    stop_token_ids: list[int] | None = None,
+    ignore_eos: bool = False,
+    max_tokens_name: str = "max_tokens",
+    stop_name: str = "stop",
+) -> SamplingParams:
+    """Convert the fields of a request to sampling parameters. Absent fields get OpenAI's defaults.
+
+    `max_tokens_name` and `stop_name` are the names of these fields in the request. Raises
+    UserError, with the name of the field, for an invalid value.
+    """
+    # How tokens are drawn
+    require(
+        max_tokens is None or 1 <= max_tokens <= MAX_INT32,
+        f"{max_tokens_name} {quote_value(max_tokens)}: must be between 1 and {MAX_INT32}",
+    )
+    temperature = 1.0 if temperature is None else temperature
+    require(math.isfinite(temperature) and temperature >= 0, f"temperature {temperature}: must be 0 or more")
+    top_p = 1.0 if top_p is None else top_p
+    require(0 < top_p <= 1, f"top_p {top_p}: must be greater than 0 and at most 1")
+    top_k = top_k or -1
+    require(
+        top_k == -1 or 1 <= top_k <= MAX_INT32,
+        f"top_k {quote_value(top_k)}: must be between 1 and {MAX_INT32}, or 0 or -1 for no limit",
+    )
+
+    # When a sample stops
+    strings = [stop] if isinstance(stop, str) else stop or []
+    require(all(strings), f"{stop_name}: a stop string must not be empty")
+    tokens = stop_token_ids or []
+    check_stops(strings, tokens, stop_name, "stop_token_ids")
+
+    return SamplingParams(
+        seed=choose_seed(seed, "seed"),
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop_token_ids=tuple(tokens),
+        stop_strings=tuple(strings),
+        eos_stops=not ignore_eos,
+    )
+
+
+def convert_openai_fields(request: GenerationFields, max_tokens: int | None, name: str) -> SamplingParams:
+    """Convert the fields of an OpenAI request to sampling parameters.
+
+    `name` is the request's field for `max_tokens`. Raises UserError for a value that is not
+    supported.
+    """
+    # Fields with only one supported value
+    for field, neutral in _NEUTRAL.items():
+        value = getattr(request, field)
+        require(value in (None, neutral), f"{field} {quote_value(value)}: this server supports only {neutral}")
+    require(not request.logit_bias, f"logit_bias {quote_value(request.logit_bias)}: is not supported")
+    require(
+        request.best_of in (None, request.n or 1),
+        f"best_of {quote_value(request.best_of)}: must be equal to n, which is {request.n or 1}",
+    )
+
+    return make_params(
+        max_tokens=max_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        seed=request.seed,
+        stop=request.stop,
+        stop_token_ids=request.stop_token_ids,
+        ignore_eos=bool(request.ignore_eos),
+        max_tokens_name=name,
+    )
+
+
+def check_num_samples(n: int | None) -> int:
+    """Return the number of samples per prompt, by default 1.
+
+    Raises UserError if it is out of range.
+    """
+    count = 1 if n is None else n
+    require(1 <= count <= MAX_SAMPLES, f"n {quote_value(n)}: must be between 1 and {MAX_SAMPLES}")
+    return count
+
+
+def check_top_k(value: int | None, name: str, limits: Limits) -> int:
+    """Return how many top log-probabilities a field asks for, by default 0.
+
+    Raises UserError if the backend supports fewer.
+    """
+    count = value or 0
+    require(
+        0 <= count <= limits.max_topk,
+        f"{name} {quote_value(value)}: must be between 0 and {limits.max_topk} on this server",
+    )
+    return count

@@ -1,6 +1,6 @@
-"""Starts samples for everyone who wants text: the OpenAI and Anthropic endpoints, and the console.
+"""Start sample requests for the OpenAI and Anthropic endpoints, and for the console.
 
-Two calls: `start` with a `ChatRequest`, then `Generation.deltas`.
+Callers use `ChatService.start` with a `ChatRequest`, and then read `Generation.deltas`.
 """
 
 import asyncio
@@ -36,25 +36,31 @@ from skyrl_tx.server.submission.validation import require
 from skyrl_tx.store import engine_state, futures, sessions
 from skyrl_tx.store.database import Store
 
-_AWAY = {"Retry-After": "5"}
+_RETRY_HEADERS = {"Retry-After": "5"}
 _MAX_LIMITS_AGE_S = 2.0
 _MAX_TOTAL = 4096
-"""The most samples of one call, over all its prompts."""
+"""Upper bound on the samples of one API call, over all its prompts."""
 
 
 class ContextTooLong(UserError):
-    """The prompt, or the prompt with the new tokens, does not fit into the context."""
+    """The prompt alone, or with the requested new tokens, does not fit into the model's context."""
 
     def __init__(self, num_prompt: int, max_tokens: int | None, limit: int) -> None:
-        asked = "" if max_tokens is None else f" and asks for {max_tokens} new ones"
-        super().__init__(f"the context has {limit} tokens; the prompt has {num_prompt}{asked}: shorten it")
+        requested = "" if max_tokens is None else f" and the request asks for {max_tokens} new tokens"
+        super().__init__(
+            f"this model's maximum context length is {limit} tokens, but the prompt has {num_prompt} tokens{requested}"
+            "; shorten the prompt" + ("" if max_tokens is None else " or ask for fewer tokens")
+        )
         self.num_prompt = num_prompt
         self.limit = limit
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of the engine that ran last. None: no engine has published its own yet."""
+    """Limits that the engine published when it started.
+
+    The defaults apply until an engine has run.
+    """
 
     max_context_length: int | None = None
     max_topk: int = 0
@@ -63,7 +69,7 @@ class Limits:
 
 
 class EngineLimits:
-    """Reads the engine's published capabilities, at most every two seconds. Thread-safe."""
+    """Reads the engine's limits from the database, at most once every two seconds. Thread-safe."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -72,7 +78,7 @@ class EngineLimits:
         self._limits = Limits()
 
     def get_limits(self) -> Limits:
-        """Return the limits."""
+        """Return the limits, which may be two seconds old."""
         with self._lock:
             if time.monotonic() - self._read_at >= _MAX_LIMITS_AGE_S:
                 self._limits = self._read()
@@ -95,10 +101,10 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """One prompt, int32 tokens, and how to continue it.
+    """A prompt and how to sample from it. `prompt` has int32 tokens.
 
-    `params` and `options` are those of any sample. `kind` is one of `sessions.SERVER_SESSIONS`. `extra_stop_tokens`
-    end a sample in addition to the model's own, and with them are no part of its text unless `keep_stop`.
+    `kind` is one of `sessions.SERVER_SESSIONS`. With `keep_stop`, the text includes the stop string
+    or stop token that ended the sample.
     """
 
     weights: Weights
@@ -110,22 +116,22 @@ class ChatRequest:
     keep_stop: bool = False
     skip_special: bool = True
     needs_text: bool = True
-    """False: without a tokenizer the text is empty, and no error."""
+    """If False and the model has no tokenizer, the text is empty. If True, this is an error."""
     is_private: bool = False
-    """True: the samples are not kept for people to read with those of the run."""
+    """If True, the console does not show these samples among the samples of the run."""
     kind: str = sessions.OPENAI
 
 
 class _NoText:
-    """Stands for the tokenizer of a model that has none."""
+    """Used instead of a tokenizer if the model has none."""
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool) -> str:
-        """Return no text."""
+        """Return an empty text."""
         return ""
 
 
 class ChatService:
-    """The part of the API process that turns prompts into text. Created with the application."""
+    """Starts sample requests in the API process. There is one service per application."""
 
     def __init__(self, context: ApiContext) -> None:
         settings = context.settings
@@ -137,31 +143,42 @@ class ChatService:
 
     @property
     def limits(self) -> Limits:
-        """The engine's limits; reads the database now and then."""
+        """The engine's limits. Reads the database at most once every two seconds."""
         return self.engine_limits.get_limits()
 
     async def start(self, caller: Principal, request: ChatRequest) -> Generation:
-        """Submit a request; raises ApiError or UserError if it cannot be. The caller must end the generation."""
+        """Submit a request. Raises ApiError or UserError if it is refused.
+
+        The caller must read the generation to its end or close it.
+        """
         return (await self.start_all(caller, [request]))[0]
 
-    async def start_all(self, caller: Principal, wanted: Sequence[ChatRequest]) -> list[Generation]:
-        """Submit several requests; if one cannot be, none runs."""
+    async def start_all(self, caller: Principal, chat_requests: Sequence[ChatRequest]) -> list[Generation]:
+        """Submit multiple requests. If one is refused, cancel all of them."""
+        # Refuse the call if the engine is down or the caller has used up a quota
         report = await self.context.engine.get_recent_report()
         if report.problem is not None:
-            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, report.problem, _AWAY)
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, report.problem, _RETRY_HEADERS)
         for pause in report.pauses:
             if pause.limit == "sample_tokens_per_day" and (pause.subject_kind, pause.subject) == (
                 "owner",
                 caller.owner,
             ):
-                # The clients' libraries would send the request again and again until the day ends.
+                # Without `X-Should-Retry`, the OpenAI and Anthropic clients would retry until the
+                # day ends
                 headers = {"Retry-After": "60", "X-Should-Retry": "false"}
                 raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, pause.reason, headers, reason="quota")
-        total = sum(request.num_samples for request in wanted)
-        require(1 <= total <= min(_MAX_TOTAL, MAX_SAMPLES), f"n: {total} samples in all, at most {_MAX_TOTAL}")
+
+        # Submit all requests
+        total = sum(request.num_samples for request in chat_requests)
+        limit = min(_MAX_TOTAL, MAX_SAMPLES)
+        require(
+            1 <= total <= limit,
+            f"n: the request asks for {total} samples over all its prompts, but must have between 1 and {limit}",
+        )
         started: list[Generation] = []
         try:
-            for request in wanted:
+            for request in chat_requests:
                 started.append(await self._start(caller, request))
         except BaseException:
             for generation in started:
@@ -175,12 +192,15 @@ class ChatService:
         request_id = futures.make_request_id(key)
         changed = asyncio.Event()
         with ExitStack() as stack:
+            # Subscribe before the request is stored, so that no result is missed
             completed = stack.enter_context(context.results.subscribe(request_id, caller.key_id))
             completed.add_done_callback(lambda _: changed.set())
             stream = None
             if request.is_streamed and not request.options.wants_prompt:
                 stream = self.streams.open(request_id, changed.set)
                 stack.callback(self.streams.close, request_id)
+
+            # Store the request
             texts = await run_in_threadpool(self._submit, caller, request, key, is_streamed=stream is not None)
             return Generation(
                 context,
@@ -194,13 +214,16 @@ class ChatService:
             )
 
     def check_length(self, num_prompt: int, max_tokens: int | None) -> None:
-        """Raise ContextTooLong if a prompt and its new tokens do not fit."""
+        """Raise ContextTooLong if a prompt and its new tokens do not fit into the context."""
         limit = self.limits.max_context_length
         if limit is not None and num_prompt + (1 if max_tokens is None else max_tokens) > limit:
             raise ContextTooLong(num_prompt, max_tokens, limit)
 
     def _submit(self, caller: Principal, request: ChatRequest, key: str, *, is_streamed: bool) -> list[SampleText]:
-        """Store the request. Runs in a thread."""
+        """Store the request, and return the texts of its samples, which are still empty.
+
+        Runs in a thread.
+        """
         self.check_length(len(request.prompt), request.params.max_tokens)
         texts = self._create_texts(request)
         store, admission = self.context.store, self.context.admission
@@ -208,11 +231,14 @@ class ChatService:
         with admission.reserve(caller.owner, prompt.nbytes):
             submitted = None
             sample = Submission.from_request(requests.Rejected(kind="sample", message=""))
-            while submitted is None:  # the session may end while it is used
+            # Repeat if the session ends between its lookup and the submission
+            while submitted is None:
                 weights = request.weights
                 row = direct_sessions.find_or_create_sampling_session(
                     store, caller, request.kind, weights.base_model, weights.path
                 )
+
+                # Build the request for the engine
                 sample = Submission.from_request(
                     requests.Sample(
                         prompt=prompt,
@@ -223,6 +249,8 @@ class ChatService:
                         is_private=request.is_private or UNSET,
                     )
                 )
+
+                # Write it to the database, for the engine that admission chooses
                 engine = admission.choose_engine(row.sampling_session_id)
                 submitted = store.write(
                     lambda tx, row=row, sample=sample, engine=engine: submission.submit_to_sampler(
@@ -233,13 +261,17 @@ class ChatService:
         return texts
 
     def _create_texts(self, request: ChatRequest) -> list[SampleText]:
-        """Return the texts of the samples. Raises UserError if the model has no tokenizer and text is wanted."""
+        """Return one empty text per sample.
+
+        Raises UserError if text is needed and the model has no tokenizer.
+        """
         decoder: Decoder = self.text if request.needs_text or self.text.has_tokenizer else _NoText()
         if decoder is self.text:
             self.text.check()
         stop_tokens = frozenset(request.params.stop_token_ids)
         if request.params.eos_stops:
             stop_tokens |= self.limits.eos_token_ids
+
         return [
             SampleText(
                 decoder,
@@ -253,7 +285,7 @@ class ChatService:
 
 
 def add_stop_token(params: SamplingParams, token: int | None) -> SamplingParams:
-    """Return parameters with one more stop token, unless not even EOS stops."""
+    """Add a stop token to sampling parameters. Has no effect if the client set `ignore_eos`."""
     if token is None or not params.eos_stops or token in params.stop_token_ids:
         return params
     return replace(params, stop_token_ids=(*params.stop_token_ids, token))

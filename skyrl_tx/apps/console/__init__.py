@@ -1,6 +1,7 @@
-"""The console: pages for people about runs, samples, checkpoints, sessions, keys and the server.
+"""The web console: pages about runs, samples, checkpoints, sessions, keys and the server.
 
-Pages are HTML from the server. Without JavaScript tables and forms work; with it they are live and have charts.
+The server renders pages as HTML. Tables and forms work without JavaScript. With JavaScript, pages
+update themselves and have charts.
 """
 
 from __future__ import annotations

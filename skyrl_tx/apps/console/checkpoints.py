@@ -1,4 +1,4 @@
-"""The pages of checkpoints: list, one with its lineage, publish, lifetime, deletion and its undoing, download."""
+"""Pages to list, inspect, publish, expire, delete, restore and download checkpoints."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,10 @@ _ONE = "/checkpoints/{run_id}/{kind}/{name}"
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A base model, a run or a checkpoint in a lineage. `path` is the id of the run or the path of the checkpoint."""
+    """A base model, run or checkpoint in a lineage.
+
+    `path` is the run's id or the checkpoint's path.
+    """
 
     kind: NodeKind
     path: str
@@ -44,7 +47,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A node with its depth in the tree, from 0."""
+    """A node of a lineage with its depth in the tree, from 0."""
 
     depth: int
     node: Node
@@ -52,22 +55,25 @@ class Line:
 
 @pages.get("/checkpoints", menu="Checkpoints")
 def list_checkpoints(visit: Visit) -> Page:
-    """Show checkpoints: of the visitor and its projects, published by anyone, or deleted but restorable."""
+    """List checkpoints. `?scope=` chooses own (including projects), published or deleted ones."""
+    # Check the filters
     scope, kind = visit.get_query("scope", "own"), visit.get_query("kind")
     if scope not in _SCOPES:
-        raise bad_request(f"scope: {scope!r} is not one of {', '.join(_SCOPES)}")
+        raise bad_request(f"scope: {scope!r} must be one of {', '.join(_SCOPES)}")
     if kind and kind not in list(CheckpointKind):
-        raise bad_request(f"kind: {kind!r} is not one of {', '.join(CheckpointKind)}")
+        raise bad_request(f"kind: {kind!r} must be one of {', '.join(CheckpointKind)}")
 
+    # Read one page of the list
     query = visit.make_list_query(_PAGE_ROWS)
-    found, total, num_bytes = visit.read(
+    rows, total, num_bytes = visit.read(
         lambda tx: queries.read_checkpoint_page(tx, query, kind=kind, scope=scope, now=visit.now)
     )
+
     return Page(
         "checkpoints.jinja",
         {
-            "checkpoints": [_describe(visit, row, owner, scope) for row, owner in found],
-            "pager": visit.make_pager(_PAGE_ROWS, len(found), total),
+            "checkpoints": [_describe(visit, row, owner, scope) for row, owner in rows],
+            "pager": visit.make_pager(_PAGE_ROWS, len(rows), total),
             "num_bytes": num_bytes,
             "scope": scope,
             "kind": kind,
@@ -78,9 +84,10 @@ def list_checkpoints(visit: Visit) -> Page:
 
 
 def _describe(visit: Visit, row: CheckpointRow, owner: str, scope: str) -> tuple[CheckpointRow, str, bool]:
-    """Return a checkpoint for a list, its owner's name, and whether its run is linked.
+    """Return a checkpoint, the name of its owner to show, and whether to link its run.
 
-    Of a stranger's checkpoint the path and the name before any @ are public, as in the API.
+    For a published checkpoint of another owner, only the part of the owner's name before "@" is
+    shown, as in the API.
     """
     is_visible = scope != "published" or visit.caller.can_act_for(owner)
     return row, owner if is_visible else owner.partition("@")[0], is_visible
@@ -88,7 +95,7 @@ def _describe(visit: Visit, row: CheckpointRow, owner: str, scope: str) -> tuple
 
 @pages.get(_ONE)
 def show_checkpoint(visit: Visit) -> Page:
-    """Show one checkpoint, where it comes from and what was made of it."""
+    """Show one checkpoint, with the runs and checkpoints it comes from and those made from it."""
     path = _read_path(visit)
 
     def work(tx: Session) -> Page:
@@ -96,7 +103,7 @@ def show_checkpoint(visit: Visit) -> Page:
         owner = models.get_owner(tx, path.model_id) or ""
         is_visible = access.can_see_run(tx, visit.caller, path.model_id)
 
-        # Only what the visitor sees of the runs and copies that were made of it.
+        # Runs and copies made from it, if the visitor may see them
         loaded = queries.list_runs_loaded_from(tx, [str(path)], _MAX_CHILDREN)
         runs = [model_id for model_id, _ in loaded if access.can_see_run(tx, visit.caller, model_id)]
         copies = [
@@ -125,21 +132,23 @@ def show_checkpoint(visit: Visit) -> Page:
 
 
 def _find_ancestors(tx: Session, visit: Visit, row: CheckpointRow) -> Sequence[Node]:
-    """Return the runs and checkpoints that came before a checkpoint, oldest first."""
-    found: list[Node] = []
+    """Return the runs and checkpoints that a checkpoint is based on, oldest first."""
+    ancestors: list[Node] = []
     current: CheckpointRow | None = row
-    while current is not None and len(found) < _MAX_ANCESTORS:
+    while current is not None and len(ancestors) < _MAX_ANCESTORS:
+        # A copy comes from another checkpoint, and any other checkpoint from its run
         run = models.get(tx, current.model_id)
         source = current.copied_from
         if source is None:
-            found.append(_make_run_node(current.model_id))
+            ancestors.append(_make_run_node(current.model_id))
             source = None if run is None else run.loaded_from
         if source is None:
             break
-        before = _find_visible(tx, visit, source)
-        found.append(_make_checkpoint_node(source, is_visible=before is not None))
-        current = before
-    return found[::-1]
+
+        parent = _find_visible(tx, visit, source)
+        ancestors.append(_make_checkpoint_node(source, is_visible=parent is not None))
+        current = parent
+    return ancestors[::-1]
 
 
 def _find_visible(tx: Session, visit: Visit, path: str) -> CheckpointRow | None:
@@ -152,7 +161,7 @@ def _find_visible(tx: Session, visit: Visit, path: str) -> CheckpointRow | None:
 
 @pages.post(_ONE + "/publish")
 def publish(visit: Visit) -> Response:
-    """Publish a checkpoint, or take it back."""
+    """Publish or unpublish a checkpoint."""
     is_public = visit.get_field("public") == "yes"
     path = _read_path(visit)
 
@@ -167,14 +176,14 @@ def publish(visit: Visit) -> Response:
 
 @pages.post(_ONE + "/ttl")
 def set_lifetime(visit: Visit) -> Response:
-    """Set how long a checkpoint is kept from now on; an empty field means without end."""
+    """Set after how many days from now a checkpoint expires. An empty field means never."""
     text, path = visit.get_field("days"), _read_path(visit)
     try:
         days = float(text) if text else None
     except ValueError:
         days = -1.0
     if days is not None and not 0 < days * _DAY_S <= checkpoints.MAX_TTL_S:
-        raise bad_request(f"days: {text[:30]!r} is not a number of days above 0 and at most 3650")
+        raise bad_request(f"days: {text[:30]!r} must be a number greater than 0 and at most 3650, or empty")
     expires_at = None if days is None else visit.now + days * _DAY_S
 
     def work(tx: Session) -> None:
@@ -188,13 +197,13 @@ def set_lifetime(visit: Visit) -> Response:
 
 @pages.get(_ONE + "/download")
 def download(visit: Visit) -> Response:
-    """Go to a signed address of the weights as a tar."""
+    """Redirect to a signed URL that downloads the checkpoint as a tar file."""
     path = _read_path(visit)
 
     def work(tx: Session) -> CheckpointRow:
-        found, _ = access.find_readable_checkpoint(tx, visit.caller, path)
+        checkpoint, _ = access.find_readable_checkpoint(tx, visit.caller, path)
         audit.record(tx, "checkpoint_read", visit.caller.actor, visit.now, path=path, purpose="download")
-        return found
+        return checkpoint
 
     row = visit.write(work)
     return see_other(make_archive_url(visit.context, visit.caller, visit.request, row))
@@ -202,8 +211,14 @@ def download(visit: Visit) -> Response:
 
 @pages.post("/checkpoints/delete")
 def delete(visit: Visit) -> Page:
-    """Ask whether the selected checkpoints shall go, saying what that frees; then delete them, for a day restorably."""
+    """Delete the selected checkpoints, or ask for confirmation first.
+
+    The confirmation page shows how much disk space this frees. Deleted checkpoints can be restored
+    for a day.
+    """
     paths = _read_selected(visit)
+
+    # The visitor has confirmed
     if visit.get_field("confirmed") == "yes":
 
         def work(tx: Session) -> None:
@@ -214,25 +229,26 @@ def delete(visit: Visit) -> Page:
         visit.write(work)
         return Page("deleted.jinja", {"paths": [str(path) for path in paths]})
 
-    def look(tx: Session) -> tuple[list[CheckpointRow], dict[str, int]]:
+    # Ask for confirmation
+    def read_selected(tx: Session) -> tuple[list[CheckpointRow], dict[str, int]]:
         rows = [checkpoints.get(tx, _find_editable(tx, visit, path), visit.now) for path in paths]
-        found = [row for row in rows if row is not None]
-        return found, queries.count_references(tx, {row.artifact_id for row in found}, visit.now)
+        existing = [row for row in rows if row is not None]
+        return existing, queries.count_references(tx, {row.artifact_id for row in existing}, visit.now)
 
-    rows, references = visit.read(look)
+    rows, references = visit.read(read_selected)
     return Page("confirm_delete.jinja", {"rows": rows, "freed": count_freed_bytes(rows, references)})
 
 
 @pages.post("/checkpoints/restore")
 def restore(visit: Visit) -> Response:
-    """Restore deleted checkpoints."""
+    """Restore the selected deleted checkpoints."""
     paths = _read_selected(visit)
 
     def work(tx: Session) -> None:
         for path in paths:
             access.find_editable_run(tx, visit.caller, path.model_id)
             if not checkpoints.undelete(tx, path):
-                raise not_found(f"checkpoint {path} cannot be restored any more")
+                raise not_found(f"checkpoint {path} can no longer be restored; deleted checkpoints are kept for a day")
             audit.record(tx, "checkpoint_restore", visit.caller.actor, visit.now, path=path)
 
     visit.write(work)
@@ -242,9 +258,9 @@ def restore(visit: Visit) -> Response:
 def _read_selected(visit: Visit) -> list[CheckpointPath]:
     paths = [CheckpointPath.parse(text) for text in dict.fromkeys(visit.get_fields("path"))]
     if not paths:
-        raise bad_request("no checkpoint is selected")
+        raise bad_request("no checkpoint is selected; go back and select at least one")
     if len(paths) > _MAX_SELECTED:
-        raise bad_request(f"{len(paths)} checkpoints are selected; at most {_MAX_SELECTED} are taken at once")
+        raise bad_request(f"{len(paths)} checkpoints are selected; select at most {_MAX_SELECTED}")
     return paths
 
 
@@ -256,7 +272,7 @@ def _read_path(visit: Visit) -> CheckpointPath:
 
 
 def _find_editable(tx: Session, visit: Visit, path: CheckpointPath) -> CheckpointPath:
-    """Return the path of a checkpoint that the visitor may change. Raises ApiError if there is none."""
+    """Return the path if it is a checkpoint that the visitor may change, else raise ApiError."""
     access.find_editable_run(tx, visit.caller, path.model_id)
     if checkpoints.get(tx, path, visit.now) is None:
         raise not_found(f"checkpoint {quote_value(str(path))} does not exist")
@@ -268,7 +284,10 @@ def _redirect_to(path: CheckpointPath) -> Response:
 
 
 def count_freed_bytes(selected: Sequence[CheckpointRow], references: Mapping[str, int]) -> int:
-    """Return the bytes of the artifacts that nothing but the selected checkpoints uses."""
+    """Return the size of the artifacts that only the selected checkpoints use.
+
+    `references` is the number of checkpoints that use each artifact.
+    """
     uses: dict[str, int] = {}
     sizes: dict[str, int] = {}
     for row in selected:
@@ -278,9 +297,12 @@ def count_freed_bytes(selected: Sequence[CheckpointRow], references: Mapping[str
 
 
 def _make_checkpoint_node(path: str, *, is_visible: bool, is_current: bool = False, is_copy: bool = False) -> Node:
-    """Return the node of a checkpoint; one that the visitor may not see has no link and shows no owner."""
+    """Return the node of a checkpoint.
+
+    If the visitor may not see the checkpoint, the node shows no details.
+    """
     if not is_visible:
-        return Node("hidden", "", "a checkpoint that is gone, or of another owner")
+        return Node("hidden", "", "a deleted checkpoint, or a checkpoint of another owner")
     try:
         parsed = CheckpointPath.parse(path)
     except UserError:
@@ -288,9 +310,8 @@ def _make_checkpoint_node(path: str, *, is_visible: bool, is_current: bool = Fal
     return Node("copy" if is_copy else "checkpoint", path, parsed.checkpoint_id, is_current)
 
 
-def _make_run_node(model_id: str, *, is_current: bool = False) -> Node:
-    """Return the node of a run."""
-    return Node("run", model_id, shorten_id(model_id), is_current)
+def _make_run_node(model_id: str) -> Node:
+    return Node("run", model_id, shorten_id(model_id))
 
 
 def draw_lineage(
@@ -300,7 +321,11 @@ def draw_lineage(
     runs: Sequence[str],
     copies: Sequence[str],
 ) -> list[Line]:
-    """Return the lineage of a checkpoint: base model, earlier runs and checkpoints, itself, what was made of it."""
+    """Return the lineage of a checkpoint as a tree.
+
+    The base model is the root. Below it follow the ancestors, the checkpoint itself, and the runs
+    and copies made from it.
+    """
     node = _make_checkpoint_node(str(current.path), is_visible=True, is_current=True)
     children = [_make_run_node(model_id) for model_id in runs]
     children += [_make_checkpoint_node(path, is_visible=True, is_copy=True) for path in copies]

@@ -1,4 +1,7 @@
-"""The page about the state of the server: engines, database and disk."""
+"""The health page: the state of engines, database and disk.
+
+Admins also see settings and warnings.
+"""
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -24,14 +27,20 @@ _SECRET_SETTINGS = frozenset({"database_url", "store_url"})
 
 @pages.get("/health", menu="Health")
 def show_health(visit: Visit) -> Page:
-    """Show the state of engine, database and disk; to admins also settings and warnings."""
+    """Show the state of engines, database and disk.
+
+    Admins also see the settings and recent warnings.
+    """
+    # Engine and disk
     state = visit.read(engine_state.get)
     settings = visit.context.settings
     is_admin = visit.caller.is_admin
     disk = shutil.disk_usage(settings.data_dir)
     database = settings.data_dir / DATABASE_NAME
     capabilities: Mapping[str, object] = {} if state is None else state.capabilities
-    shown = {
+
+    # Settings without secrets
+    shown_settings = {
         name: str(value)
         for name, value in sorted(settings.model_dump().items())
         if name not in _SECRET_SETTINGS and value is not None
@@ -43,16 +52,18 @@ def show_health(visit: Visit) -> Page:
             "engine": describe_engine(visit, state),
             "state": state,
             "engines": describe_engines(visit.read(placement.list_engine_work), visit.caller.can_act_for),
-            "has_several_engines": len(visit.read(engine_state.list_engines)) > 1,  # also those that have ended
+            # Counts stopped engines too
+            "has_several_engines": len(visit.read(engine_state.list_engines)) > 1,
             "capabilities": capabilities,
             "fingerprint": capabilities.get("fingerprint") or {},
+            # Store
             "disk_free": disk.free,
             "disk_share": disk.used / disk.total,
             "database": "SQLite" if settings.store_url is None else settings.store_url.partition(":")[0],
             "database_bytes": database.stat().st_size if database.exists() else None,
             "write_failure": visit.context.store.write_failure,
             "versions": {"skyrl_tx": __version__, "Python": python_version(), "SQLAlchemy": sqlalchemy.__version__},
-            "settings": shown if is_admin else {},
+            "settings": shown_settings if is_admin else {},
             "notices": visit.read(lambda tx: notices.list_newest(tx, _NOTICES)) if is_admin else [],
         },
     )
@@ -60,7 +71,7 @@ def show_health(visit: Visit) -> Page:
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """The engine in a few words."""
+    """A short description of the engine's state."""
 
     level: Literal["ok", "busy", "problem"]
     word: str
@@ -68,7 +79,7 @@ class EngineView:
 
 
 def describe_engine(visit: Visit, state: EngineStateRow | None) -> EngineView:
-    """Describe the engine as `healthz` does."""
+    """Describe the engine. The state is the same as in `healthz`."""
     report = visit.context.engine.read_report()
     if report.problem is not None:
         word = state.status if state is not None and state.status != "ready" else "not ready"
@@ -76,13 +87,13 @@ def describe_engine(visit: Visit, state: EngineStateRow | None) -> EngineView:
     activity = "" if state is None else state.activity
     if report.outage is not None or report.activity is not None:
         return EngineView("busy", "busy" if report.outage is None else "partly down", report.detail or "")
-    detail = activity or "waits for requests"
+    detail = activity or "waiting for requests"
     return EngineView("ok", "ready", detail if report.progress is None else f"{detail}; {report.progress}")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLine:
-    """One engine."""
+    """An engine in the table of engines."""
 
     number: int
     where: str
@@ -90,25 +101,25 @@ class EngineLine:
     devices: str
     num_models: int
     models: Sequence[tuple[str, str]]
-    """Id and short name of the first models that the viewer may see."""
+    """Ids and short names of models that the visitor may see, at most `_MAX_LINKS`."""
     num_waiting: int
     num_started: int
     activity: str
 
 
-def describe_engines(holdings: Sequence[EngineWork], acts_for: Callable[[str], bool]) -> list[EngineLine]:
-    """Describe engines; models of owners for whom the viewer does not act are only counted."""
+def describe_engines(engines: Sequence[EngineWork], acts_for: Callable[[str], bool]) -> list[EngineLine]:
+    """Describe engines. Models are counted, but only linked if the visitor acts for their owner."""
     return [
         EngineLine(
-            number=holding.engine.number,
-            where=f"{holding.engine.host or 'this machine'}, process {holding.engine.pid}",
-            state=holding.engine.status if holding.is_running else "has ended",
-            devices=", ".join(map(str, cast(list[object], holding.engine.capabilities.get("devices", [])))),
-            num_models=len(holding.models),
-            models=[(name, shorten_id(name)) for name, owner in holding.models if acts_for(owner)][:_MAX_LINKS],
-            num_waiting=holding.num_waiting,
-            num_started=holding.num_started,
-            activity=holding.engine.activity if holding.is_running else "",
+            number=work.engine.number,
+            where=f"{work.engine.host or 'this machine'}, process {work.engine.pid}",
+            state=work.engine.status if work.is_running else "stopped",
+            devices=", ".join(map(str, cast(list[object], work.engine.capabilities.get("devices", [])))),
+            num_models=len(work.models),
+            models=[(name, shorten_id(name)) for name, owner in work.models if acts_for(owner)][:_MAX_LINKS],
+            num_waiting=work.num_waiting,
+            num_started=work.num_started,
+            activity=work.engine.activity if work.is_running else "",
         )
-        for holding in holdings
+        for work in engines
     ]

@@ -1,4 +1,4 @@
-"""The pages about access: API keys, and the audit log of what was done with them."""
+"""The pages for API keys and for the audit log."""
 
 import re
 from http import HTTPStatus
@@ -27,7 +27,10 @@ _RESOURCES = ("checkpoint", "run", "project", "organization")
 
 
 def _list_scopes(visit: Visit) -> tuple[KeyScope, ...]:
-    """Return the scopes that the visitor's new keys may have: none beyond its own."""
+    """Return the scopes that the visitor may give to a new key.
+
+    Only admins can create keys of scope admin.
+    """
     if visit.caller.is_admin:
         return cast(tuple[KeyScope, ...], get_args(KeyScope))
     return _OWN_SCOPES if visit.visitor.may_change else ()
@@ -35,7 +38,7 @@ def _list_scopes(visit: Visit) -> tuple[KeyScope, ...]:
 
 @pages.get("/keys", menu="Keys")
 def list_keys(visit: Visit) -> Page:
-    """Show the keys of the visitor, to admins those of all owners."""
+    """List the visitor's keys. Admins see the keys of all owners."""
     query = visit.make_list_query(_PAGE_ROWS)
     rows, total = visit.read(lambda tx: queries.read_key_page(tx, query))
     return Page(
@@ -46,7 +49,7 @@ def list_keys(visit: Visit) -> Page:
             "scopes": _list_scopes(visit),
             "is_first": visit.visitor.is_keyless and not total,
             "is_disabled": visit.context.settings.no_auth,
-            # `tinker auth login` prints the address of this page with these two.
+            # `tinker auth login` prints a link to this page with these two parameters
             "is_open": visit.get_query("new_key") == "true",
             "key_name": visit.get_query("key_name"),
         },
@@ -55,22 +58,25 @@ def list_keys(visit: Visit) -> Page:
 
 @pages.post("/keys")
 def create_key(visit: Visit) -> Response | Page:
-    """Create a key and show it, for the only time."""
+    """Create a key and show it. It cannot be shown again, because only its digest is stored."""
+    # Check the fields of the form
     scope = cast(KeyScope, visit.get_field("scope", "user"))
     name, days = visit.get_field("name"), visit.get_field("days")
     owner = visit.get_field("owner") if visit.caller.is_admin else visit.caller.owner
     if scope not in _list_scopes(visit):
-        raise bad_request(f"scope: {scope[:30]!r} is not one of {', '.join(_list_scopes(visit))}")
+        raise bad_request(f"scope: {scope[:30]!r} must be one of {', '.join(_list_scopes(visit))}")
     if not _OWNER.fullmatch(owner) or owner == LOCAL_OWNER:
         raise bad_request(
-            f"owner: {owner[:80]!r} must be 1 to 64 letters, digits or '.', '_', '@', '+', '-', and not {LOCAL_OWNER!r}"
+            f"owner: {owner[:80]!r} must have 1 to 64 letters, digits, or any of '._@+-', must begin with a letter or "
+            f"digit, and must not be {LOCAL_OWNER!r}"
         )
+
     if len(name) > _MAX_NAME or not name.isprintable():
-        raise bad_request(f"name: at most {_MAX_NAME} printable characters")
+        raise bad_request(f"name: must have at most {_MAX_NAME} characters, all printable")
     if days and not (days.isascii() and days.isdigit() and 0 < int(days[:9]) <= _MAX_DAYS):
-        raise bad_request(f"days: {days[:30]!r} is not a whole number from 1 to {_MAX_DAYS}")
+        raise bad_request(f"days: {days[:30]!r} must be a whole number from 1 to {_MAX_DAYS}, or empty")
     if visit.context.settings.no_auth:
-        raise bad_request("authentication is disabled on this server (--no-auth): keys have no effect")
+        raise bad_request("this server runs with --no-auth, so keys would have no effect; restart it without --no-auth")
 
     def work(tx: Session) -> tuple[str, int | None]:
         key, row = keys.create(
@@ -87,18 +93,21 @@ def create_key(visit: Visit) -> Response | Page:
         return key, row.key_id
 
     if visit.visitor.is_keyless and scope != "admin":
-        raise bad_request("scope: the first key turns authentication on, so it must be one of scope admin")
+        raise bad_request("scope: must be admin for the first key, because this key turns on authentication")
+
+    # Create the key
     key, key_id = visit.write(work)
     values = {"key": key, "key_id": key_id, "owner": owner, "scope": scope, "url": str(visit.request.base_url)}
     page = Page("new_key.jinja", values)
     if not visit.visitor.is_keyless:
         return page
-    # From now on the server asks for keys, this browser too.
+
+    # The first key turns on authentication, so log this browser in with it
     visit.context.authenticator.clear_cache()
     principal = Principal(owner, scope, key_id)
-    holder = Response()
-    visit.sessions.set_cookie(visit.request, holder, principal)
-    return Page(page.template, values, headers={"set-cookie": holder.headers["set-cookie"]})
+    response = Response()
+    visit.sessions.set_cookie(visit.request, response, principal)
+    return Page(page.template, values, headers={"set-cookie": response.headers["set-cookie"]})
 
 
 @pages.post("/keys/{key_id}/revoke")
@@ -112,10 +121,10 @@ def revoke_key(visit: Visit) -> Response:
     def work(tx: Session) -> None:
         row = keys.get(tx, key_id)
         if row is None or not visit.caller.can_act_for(row.owner):
-            raise not_found(f"key {key_id} does not exist, or has been revoked")
-        # A key of scope user must not end an admin key of the same owner.
+            raise not_found(f"key {key_id} does not exist, or is revoked already")
+        # A key of scope user must not revoke an admin key of the same owner
         if row.scope == "admin" and not visit.caller.is_admin:
-            raise ApiError(HTTPStatus.FORBIDDEN, "a key of scope admin is revoked by an admin")
+            raise ApiError(HTTPStatus.FORBIDDEN, "only an admin can revoke a key of scope admin")
         keys.revoke(tx, key_id, visit.now)
         actor = visit.caller.actor
         audit.record(tx, "organization_key_revoked", actor, visit.now, key=key_id, owner=row.owner)
@@ -127,9 +136,12 @@ def revoke_key(visit: Visit) -> Response:
 
 @pages.get("/audit", menu="Audit", is_for_admins=True)
 def show_audit_log(visit: Visit) -> Page:
-    """Show who did what, the newest first. Raises ApiError 403 for visitors who are no admins."""
-    visit.require_admin("the audit log is for admins")
-    resource, before = visit.get_query("resource"), visit.get_whole("before", 0, most=2**53)
+    """List the entries of the audit log, newest first.
+
+    Raises ApiError 403 if the visitor is not an admin.
+    """
+    visit.require_admin("only admins can read the audit log")
+    resource, before = visit.get_query("resource"), visit.get_whole("before", 0, maximum=2**53)
     rows = visit.read(
         lambda tx: audit.list_entries(
             tx,
@@ -140,7 +152,7 @@ def show_audit_log(visit: Visit) -> Page:
         )
     )
 
-    # One more row was read, to know whether there are older ones.
+    # One more row was read to find out whether there is an older page
     shown = rows[:_AUDIT_ROWS]
     return Page(
         "audit.jinja",

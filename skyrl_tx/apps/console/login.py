@@ -1,4 +1,4 @@
-"""Console sessions: who looks at a page, proven by a cookie that is good for pages alone."""
+"""Log-in to the console, session cookies, security headers, and protection against forged forms."""
 
 import hmac
 import secrets
@@ -27,30 +27,60 @@ _ALGORITHM = "HS256"
 _AUDIENCE = "console"
 _KEY_PREFIX = "tml-"
 VIEWING_SCOPES: frozenset[KeyScope] = frozenset({"admin", "user", "read"})
+"""Keys of these scopes can log in."""
+
+CONTENT_SECURITY_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' data:",
+        "connect-src 'self'",
+        "font-src 'self'",
+        "form-action 'self'",
+        "frame-ancestors 'none'",
+        "base-uri 'none'",
+    )
+)
+SECURITY_HEADERS = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    # With `no-referrer`, browsers would send our own forms with `Origin: null` (Fetch, section 4.6)
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+}
+NO_STORE = {**SECURITY_HEADERS, "Cache-Control": "no-store"}
+"""Headers of all responses except scripts and styles."""
+FORM_TOKEN = "form_token"
+"""Name of the form field with the token of the console session."""
 
 
 @dataclass(frozen=True, slots=True)
 class Visitor:
-    """The person who looks at a page, and the token that forms of this console session carry."""
+    """The person who looks at a page. Every form of the console session must have `form_token`."""
 
     principal: Principal
     form_token: str
 
     @property
     def is_keyless(self) -> bool:
-        """Whether the visitor came without a key, as an admin of a server that requires none."""
+        """Whether the server requires no key. The visitor then is an admin."""
         return self.principal.key_id is None
 
     @property
     def may_change(self) -> bool:
-        """Whether the visitor may send forms, which keys of scope `read` may not."""
+        """Whether the visitor may send forms. Keys of scope `read` may not."""
         return self.principal.has_full_scope
 
 
 class ConsoleSessions:
-    """Issues and reads the cookie: a JWT that names the key of the visitor, which is looked up with every use.
+    """Issues and reads the session cookie.
 
-    It is signed with a secret of its own, so that it is no credential of the API, and an API token is no cookie.
+    The cookie is a JWT with the id of the visitor's API key. The key is looked up on each request,
+    so revoking it ends the session. The JWT is signed with a separate secret, so a cookie cannot be
+    used for the API, nor an API token as a cookie.
     """
 
     def __init__(self, authenticator: Authenticator, store: Store, signing_key: SigningKey) -> None:
@@ -58,27 +88,39 @@ class ConsoleSessions:
         self._store = store
         self._signing_key = signing_key
         self._secret = signing_key.sign("console")
-        # Browsers share cookies between the ports of a host. Servers of other data directories use other names.
+        # Browsers share cookies between all ports of a host. The name keeps servers on one host
+        # apart.
         self._name = f"skyrl-{signing_key.sign('console-cookie')[:8]}"
 
     def log_in(self, key: str, address: str) -> Principal:
-        """Return the principal of a key. Raises ApiError 401, 429 after too many wrong keys, or 403 for its scope."""
+        """Return the principal of a key.
+
+        Raises ApiError 401 for a wrong key, 429 after too many wrong keys, and 403 if the scope of
+        the key does not allow to log in.
+        """
         if not key.startswith(_KEY_PREFIX):
-            raise ApiError(HTTPStatus.UNAUTHORIZED, f"that is no API key: keys begin with {_KEY_PREFIX}")
+            raise ApiError(HTTPStatus.UNAUTHORIZED, f"this is not an API key: API keys begin with {_KEY_PREFIX}")
         try:
             principal = self._authenticator.authenticate(key, address)
         except ApiError as error:
             detail = error.detail.removeprefix("X-API-Key: ")
             raise ApiError(error.status, detail, error.headers) from error
         if principal.scope not in VIEWING_SCOPES:
-            raise ApiError(HTTPStatus.FORBIDDEN, f"a key of scope {principal.scope} does not admit to the console")
+            raise ApiError(
+                HTTPStatus.FORBIDDEN,
+                f"you cannot log in to the console with a key of scope {principal.scope}; use a key of scope admin, "
+                "user or read",
+            )
         return principal
 
     def find_visitor(self, request: Request) -> Visitor | None:
-        """Return who sent a request; None for a visitor who has to log in."""
+        """Return the visitor who sent a request, or None if the visitor has to log in."""
+        # A server without keys admits everyone
         keyless = self._store.read(lambda tx: self._authenticator.find_key_principal(tx, None))
         if keyless is not None:
             return Visitor(keyless, self._signing_key.sign("console-form", "keyless"))
+
+        # Look up the key in the cookie
         claims = self._read_claims(request.cookies.get(self._get_cookie_name(request), ""))
         key_id, session = claims.get("key_id"), claims.get("jti")
         if not isinstance(key_id, int) or not isinstance(session, str):
@@ -89,7 +131,7 @@ class ConsoleSessions:
         return Visitor(principal, self._signing_key.sign("console-form", session))
 
     def set_cookie(self, request: Request, response: Response, principal: Principal) -> None:
-        """Begin a console session with a response."""
+        """Start a console session: set its cookie in a response."""
         now = int(time.time())
         claims = {
             "aud": _AUDIENCE,
@@ -99,6 +141,7 @@ class ConsoleSessions:
             "key_id": principal.key_id,
         }
         token = jwt.encode(claims, self._secret, algorithm=_ALGORITHM)  # pyright: ignore[reportUnknownMemberType]
+
         response.set_cookie(
             self._get_cookie_name(request),
             token,
@@ -106,11 +149,13 @@ class ConsoleSessions:
             path="/",
             secure=_is_secure(request),
             httponly=True,
-            samesite="lax",  # so that a link in a chat opens; no GET has an effect
+            # Links from other sites work with "lax". This is safe because no GET request changes
+            # anything.
+            samesite="lax",
         )
 
     def clear_cookie(self, request: Request, response: Response) -> None:
-        """End a console session with a response."""
+        """End a console session: delete its cookie in a response."""
         response.delete_cookie(
             self._get_cookie_name(request), path="/", secure=_is_secure(request), httponly=True, samesite="lax"
         )
@@ -119,7 +164,7 @@ class ConsoleSessions:
         return f"__Host-{self._name}" if _is_secure(request) else self._name
 
     def _read_claims(self, token: str) -> dict[str, object]:
-        """Return the claims of a cookie; none if it is not one of this server or has expired."""
+        """Return the claims of a cookie, empty if the cookie is invalid or has expired."""
         try:
             return jwt.decode(  # pyright: ignore[reportUnknownMemberType]
                 token, self._secret, algorithms=[_ALGORITHM], audience=_AUDIENCE
@@ -129,7 +174,10 @@ class ConsoleSessions:
 
 
 class FailedLogins:
-    """Records failed log-ins in the audit log: at most one a second, with the number of those before it."""
+    """Records failed log-ins in the audit log, at most one per second.
+
+    Each entry has the number of failed log-ins before it that were not recorded.
+    """
 
     def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
         self._store = store
@@ -139,7 +187,7 @@ class FailedLogins:
         self._num_omitted = 0
 
     def record(self, reason: str, address: str) -> None:
-        """Record one; the reason never holds the key."""
+        """Record a failed log-in. `reason` must not contain the key."""
         now = self._clock()
         with self._lock:
             if 0 <= now - self._recorded_at < _FAILED_LOGIN_EVERY_S:
@@ -165,41 +213,15 @@ def _is_secure(request: Request) -> bool:
     return request.url.scheme == "https"
 
 
-CONTENT_SECURITY_POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self' data:",
-        "connect-src 'self'",
-        "font-src 'self'",
-        "form-action 'self'",
-        "frame-ancestors 'none'",
-        "base-uri 'none'",
-    )
-)
-SECURITY_HEADERS = {
-    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
-    "X-Content-Type-Options": "nosniff",
-    # Not `no-referrer`: with it browsers send the forms of our own pages with `Origin: null` (Fetch, section 4.6).
-    "Referrer-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
-}
-NO_STORE = {**SECURITY_HEADERS, "Cache-Control": "no-store"}
-"""The headers of everything but scripts and styles."""
-FORM_TOKEN = "form_token"
-"""The name of the field with the token of a form."""
-
-
 def check_form(request: Request, sent_token: str, token: str) -> None:
-    """Raise ApiError 403 unless a page of this server sent the form, to the session that the page was made for."""
+    """Raise ApiError 403 unless a form comes from this server and from the same console session."""
     site = request.headers.get("sec-fetch-site")
     origin = request.headers.get("origin")
     is_own_site = site == "same-origin"
     is_own_origin = origin is not None and urlsplit(origin).netloc.lower() == request.headers.get("host", "").lower()
     if not (is_own_site if site is not None else is_own_origin) or (origin is not None and not is_own_origin):
-        raise ApiError(HTTPStatus.FORBIDDEN, "this form was not sent by a page of this server")
+        raise ApiError(HTTPStatus.FORBIDDEN, "this form was sent by a page of another site, so it was refused")
     if not hmac.compare_digest(sent_token.encode(), token.encode()):
-        raise ApiError(HTTPStatus.FORBIDDEN, "this form is too old: reload the page and send it again")
+        raise ApiError(
+            HTTPStatus.FORBIDDEN, "this form belongs to an earlier console session: reload the page and send it again"
+        )

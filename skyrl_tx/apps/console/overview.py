@@ -1,4 +1,4 @@
-"""The overview: what the server does now, for whom, and what waits."""
+"""The overview page: the current load of the server, its users, and recent failures."""
 
 import threading
 import time
@@ -34,7 +34,7 @@ _RATE_S = 60.0
 _CURVE_POINTS = 60
 _TRAINING = frozenset({"training", "forward"})
 _PREFILL = frozenset({"prefill", "prefill_cached"})
-_PASS_KINDS = {
+_REQUEST_KINDS = {
     "forward_backward": ("training pass", "training passes"),
     "forward": ("forward pass", "forward passes"),
     "model_pass": ("pass", "passes"),
@@ -50,7 +50,10 @@ _PASS_KINDS = {
 
 
 class RecentCache(Generic[V]):
-    """The newest value of each key, for a time. A key names all that the value depends on, such as who may see it."""
+    """Caches computed values for a short time.
+
+    A key must contain everything that the value depends on, for example the owner who may see it.
+    """
 
     def __init__(self, lifetime_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._lifetime_s = lifetime_s
@@ -59,11 +62,16 @@ class RecentCache(Generic[V]):
         self._values: OrderedDict[Hashable, tuple[float, V]] = OrderedDict()
 
     def get(self, key: Hashable, compute: Callable[[], V]) -> V:
-        """Return the value of a key, computed at most a lifetime ago. Errors are not kept."""
+        """Return the cached value of a key, or compute it if it is older than the lifetime.
+
+        Errors are not cached.
+        """
         with self._lock:
-            found = self._values.get(key)
-        if found is not None and self._clock() - found[0] < self._lifetime_s:
-            return found[1]
+            cached = self._values.get(key)
+        if cached is not None and self._clock() - cached[0] < self._lifetime_s:
+            return cached[1]
+
+        # Compute without the lock, so that a slow computation does not block other keys
         began, value = self._clock(), compute()
         with self._lock:
             self._values[key] = (began, value)
@@ -78,20 +86,27 @@ _OVERVIEWS: RecentCache[Mapping[str, object]] = RecentCache(_LIFETIME_S)
 
 @pages.get("/overview", menu="Overview")
 def show_overview(visit: Visit) -> Page:
-    """Show what the server does now, and for whom."""
-    # Everyone of an owner, and all admins, see the same; many have the page open.
+    """Show the current load of the server, its users, and recent failures."""
+    # The page is computed once per owner and once for all admins, because many people keep it open
     key = id(visit.context), visit.caller.owner_filter
     return Page("overview.jinja", _OVERVIEWS.get(key, lambda: _collect(visit)))
 
 
 def _collect(visit: Visit) -> Mapping[str, object]:
-    """Return what the page shows to the visitor's owner; open requests and tokens are counted over all owners."""
+    """Collect the values for the page.
+
+    The number of open requests and the token rates cover all owners. Everything else covers the
+    visitor's owner, or all owners for an admin.
+    """
+    # Engines and open requests
     now, owner = visit.now, visit.caller.owner_filter
     engines = visit.read(engine_state.list_engines)
     state = engine_state.choose_main_engine(engines)
     groups = visit.read(lambda tx: queries.list_open_groups(tx, None))
     oldest = min((group.first_position for group in groups), default=None)
     oldest_at = None if oldest is None else visit.read(lambda tx: queries.get_arrival_time(tx, oldest))
+
+    # Usage, gauges and failures
     buckets = visit.read(lambda tx: queries.read_usage_by_bucket(tx, int(now) - _HISTORY_S - BUCKET_S))
     history = visit.read(lambda tx: engine_state.list_gauges(tx, now - _HISTORY_S, _MAX_HISTORY))
     recent = visit.read(lambda tx: usage.read_totals(tx, owner, now - BUCKET_S, ("owner",)))
@@ -100,6 +115,7 @@ def _collect(visit: Visit) -> Mapping[str, object]:
 
     own = [group for group in groups if visit.caller.can_act_for(group.owner)]
     lines, hidden = make_user_lines(own, recent, today)
+
     return {
         "engine": describe_engine(visit, state),
         "tiles": [
@@ -118,22 +134,24 @@ def _collect(visit: Visit) -> Mapping[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One gauge of the server."""
+    """A tile of the overview with the value of a gauge."""
 
     title: str
     value: str
     detail: str = ""
     spark: str = ""
     share: float | None = None
-    """The part of a limit, from 0 to 1; None without one."""
+    """The fraction of a limit that is used, from 0 to 1, or None if there is no limit."""
 
 
 def make_rate_tiles(
     buckets: Sequence[tuple[int, str, int]], history: Sequence[tuple[int, Mapping[str, float]]], now: float
 ) -> list[Tile]:
-    """Return tokens a second of each kind of work: of the server's gauges, or without any of the usage of two hours.
+    """Make a tile with the tokens per second of training, sampling and prefill.
 
-    `history` has the gauges of the last while, in order, and `buckets` the tokens of each five minutes and kind.
+    `history` has gauges of the last two hours, in order. If it has no recent ones, which is the
+    case when the server has just started, the rates come from `buckets`: time, kind of work, and
+    tokens in five minutes.
     """
     newest = int(now) // BUCKET_S * BUCKET_S
     starts = [newest - BUCKET_S * back for back in range(_SHOWN_BUCKETS - 1, -1, -1)]
@@ -143,6 +161,7 @@ def make_rate_tiles(
         ("Sampling", "sampled_tokens_per_s", frozenset({"sampled"})),
         ("Prefill", "prompt_tokens_per_s", _PREFILL),
     ):
+        # From the gauges
         known = [(at, values[gauge]) for at, values in history if gauge in values]
         if known and known[-1][0] >= now - _CURRENT_S:
             curve = [value for _, value in known]
@@ -158,11 +177,13 @@ def make_rate_tiles(
                 )
             )
             continue
+
+        # From usage
         totals = dict.fromkeys(starts, 0)
         for at, kind, tokens in buckets:
             if kind in kinds and at in totals:
                 totals[at] += tokens
-        # The newest five minutes are not over: together with the ones before they make a steady rate.
+        # The newest bucket is incomplete, so the rate is over the last two
         recent_tokens = totals[starts[-1]] + totals[starts[-2]]
         rate = recent_tokens / (now - starts[-2])
         values = [total / BUCKET_S for total in totals.values()]
@@ -171,7 +192,7 @@ def make_rate_tiles(
 
 
 def _average(values: Sequence[float]) -> list[float]:
-    """Return at most 60 means of equal parts, in order."""
+    """Divide values into at most 60 equal parts, and return the mean of each."""
     parts = min(len(values), _CURVE_POINTS)
     ends = [len(values) * part // parts for part in range(parts + 1)]
     return [sum(values[first:end]) / (end - first) for first, end in pairwise(ends)]
@@ -180,21 +201,28 @@ def _average(values: Sequence[float]) -> list[float]:
 def make_gauge_tiles(
     meters: Mapping[str, object] | None, history: Sequence[tuple[int, Mapping[str, float]]]
 ) -> list[Tile]:
-    """Return what the engine holds, as far as it says so: memory of devices, models, samplers, cache, disk."""
+    """Make a tile for each known gauge of the engine, for example the use of the KV cache.
+
+    `meters` are the newest values, and `history` has earlier ones for the curves.
+    """
     values = {**(history[-1][1] if history else {}), **flatten_meters(meters or {})}
     tiles: list[Tile] = []
 
-    def add_tile(title: str, used: str, limit: str, written: Callable[[float], str]) -> None:
+    def add_tile(
+        title: str, used: str, limit: str, format_value: Callable[[float], str], *, limit_note: str = ""
+    ) -> None:
         if used not in values:
             return
-        most = values.get(limit)
+        maximum = values.get(limit)
         curve = [point.get(used) for _, point in history]
-        value = written(values[used])
-        detail = f"of {written(most)}" if most else ""
-        share = min(values[used] / most, 1.0) if most else None
+        value = format_value(values[used])
+        detail = f"of {format_value(maximum)}{limit_note}" if maximum else ""
+        share = min(values[used] / maximum, 1.0) if maximum else None
         tiles.append(Tile(title, value, detail, draw_spark(curve), share))
 
-    add_tile("Device memory", "device_memory_bytes", "device_memory_limit_bytes", format_size)
+    add_tile(
+        "Device memory", "memory_used_bytes", "memory_limit_bytes", format_size, limit_note=" on the fullest device"
+    )
     add_tile("KV cache", "kv_cache_tokens_used", "kv_cache_tokens", format_count)
     add_tile("Decode slots", "decode_slots_used", "decode_slots", format_count)
     add_tile("Models resident", "models_resident", "models_places", format_count)
@@ -202,30 +230,30 @@ def make_gauge_tiles(
     if tokens := values.get("compared_tokens"):
         mean, largest = values["trainer_gap_nats"] / tokens, values["trainer_gap_max_nats"]
         tiles.append(
-            Tile("Gap to the trainer", f"{mean:.1e} nats", f"{largest:.1e} at most, {format_count(tokens)} tokens")
+            Tile("Gap to the trainer", f"{mean:.1e} nats", f"maximum {largest:.1e}, {format_count(tokens)} tokens")
         )
     add_tile("Free disk", "disk_free_bytes", "", format_size)
     return tiles
 
 
 def flatten_meters(meters: Mapping[str, object]) -> dict[str, float]:
-    """Return the numbers among the engine's meters; the memory of its devices as a sum."""
+    """Return the numbers in the engine's meters, and the memory of the fullest device.
+
+    They have the same names as in the server's history of gauges.
+    """
     values = {name: float(value) for name, value in meters.items() if isinstance(value, int | float)}
     for value in meters.values():
         if isinstance(value, Mapping):
             values |= flatten_meters(cast(Mapping[str, object], value))
-    devices = meters.get("device_memory")
-    for device in cast(list[object], devices) if isinstance(devices, list) else []:
-        if isinstance(device, Mapping):
-            memory = flatten_meters(cast(Mapping[str, object], device))
-            for used, name in (("used_bytes", "device_memory_bytes"), ("limit_bytes", "device_memory_limit_bytes")):
-                values[name] = values.get(name, 0.0) + memory.get(used, 0.0)
+    if devices := cast(list[Mapping[str, float]], meters.get("device_memory", [])):
+        values["memory_used_bytes"] = max(device["used_bytes"] for device in devices)
+        values["memory_limit_bytes"] = max(device["limit_bytes"] for device in devices)
     return values
 
 
 @dataclass(frozen=True, slots=True)
 class UserLine:
-    """The work of one owner now, and its tokens of today."""
+    """A line of the table of users: the open requests of an owner, and its tokens today."""
 
     owner: str
     what: str
@@ -239,10 +267,12 @@ class UserLine:
 def make_user_lines(
     groups: Sequence[OpenGroup], recent: Sequence[Total], today: Sequence[Total]
 ) -> tuple[list[UserLine], int]:
-    """Return a line for each run or sampler with open requests, and for each owner who used the server lately.
+    """Make the table of users, heaviest users first. Also returns how many lines were left out.
 
-    Those with the most work come first. Also returns how many lines were left out.
+    There is a line for each run or sampler with open requests, and for each owner who has used the
+    server today.
     """
+    # Tokens and device time of each owner
     tokens: dict[str, int] = {}
     for total in today:
         tokens[total.group[0]] = tokens.get(total.group[0], 0) + total.tokens
@@ -250,32 +280,34 @@ def make_user_lines(
     for total in recent:
         device[total.group[0]] = device.get(total.group[0], 0.0) + total.device_s
     device_s = sum(device.values())
+
+    # Open requests of each run or sampler
     work: dict[tuple[str, str], list[OpenGroup]] = {}
     for group in groups:
         name = group.model_id or group.sampling_session_id or group.session_id
         work.setdefault((group.owner, name), []).append(group)
     idle = (tokens.keys() | device.keys()) - {owner for owner, _ in work}
 
-    def make_line(owner: str, name: str, found: Sequence[OpenGroup]) -> UserLine:
+    def make_line(owner: str, name: str, open_groups: Sequence[OpenGroup]) -> UserLine:
         share = device.get(owner, 0.0) / device_s if device_s else 0.0
-        model = next((group.model_id for group in found if group.model_id), None)
-        session = next((group.session_id for group in found), None)
+        model = next((group.model_id for group in open_groups if group.model_id), None)
+        session = next((group.session_id for group in open_groups), None)
         return UserLine(
             owner=owner,
             what=shorten_id(name) if name else "",
             link=f"/training_runs/{model}" if model else f"/sessions/{session}" if session else None,
-            waiting=", ".join(_write_count(group.kind, group.number) for group in found),
+            waiting=", ".join(_format_requests(group.kind, group.number) for group in open_groups),
             device_share=share,
             device=f"{share:.0%}" if device_s else "",
             tokens=tokens.get(owner, 0),
         )
 
-    lines = [make_line(owner, name, found) for (owner, name), found in work.items()]
+    lines = [make_line(owner, name, open_groups) for (owner, name), open_groups in work.items()]
     lines += [make_line(owner, "", ()) for owner in sorted(idle)]
     lines.sort(key=lambda line: (-line.device_share, -line.tokens, line.owner, line.what))
     return lines[:_MAX_ROWS], max(len(lines) - _MAX_ROWS, 0)
 
 
-def _write_count(kind: str, number: int) -> str:
-    one, many = _PASS_KINDS.get(kind, (kind, kind))
-    return f"{number} {one if number == 1 else many}"
+def _format_requests(kind: str, number: int) -> str:
+    singular, plural = _REQUEST_KINDS.get(kind, (kind, kind))
+    return f"{number} {singular if number == 1 else plural}"

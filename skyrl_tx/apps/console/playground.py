@@ -1,6 +1,8 @@
-"""The playground: its page, and the calls that stream a reply, render a prompt and score a reply under another model.
+"""The playground: its page, and the endpoints that its script calls.
 
-The visitor is known by the cookie, never by an API key. The form token comes in the header `X-Form-Token`.
+The endpoints stream a reply, render a prompt, and score a reply under another model. They
+authenticate the visitor by the session cookie, not by an API key. The form token is in the header
+`X-Form-Token`.
 """
 
 import logging
@@ -17,7 +19,7 @@ from sqlmodel import Session
 from starlette.responses import Response
 from starlette.routing import Route
 
-from skyrl_tx.apps.chat import logprobs, prompts, sampling_fields
+from skyrl_tx.apps.chat import logprobs, prompts, schemas
 from skyrl_tx.apps.chat.generation import Generation, merge_deltas
 from skyrl_tx.apps.chat.logprobs import TokenLogprob
 from skyrl_tx.apps.chat.models import Weights, find_weights, list_checkpoints, resolve_weights
@@ -39,12 +41,13 @@ from skyrl_tx.store.tables import CheckpointRow
 
 _log = logging.getLogger(__name__)
 pages = PageTable()
-_MAX_OFFERED = 200
-"""Checkpoints in the menu; the others are named by path."""
+_MAX_CHECKPOINTS = 200
+"""Limit on the checkpoints in the menu. Any other checkpoint can be entered by its path."""
 _DEFAULT_MAX_TOKENS = 512
 _MAX_SAMPLES = 8
 _MAX_MESSAGES = 1000
 _TOP = 5
+"""How many of the most likely tokens are shown at each position."""
 _LIMITS = BodyLimits(max_bytes=2**21, max_parts=2**18)
 Handler = Callable[[Request, ApiCall], Awaitable[Response]]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -52,7 +55,7 @@ Tokens = Annotated[List[TokenId], Field(min_length=1)]
 
 
 class PlaygroundMessage(WireModel):
-    """One message of a conversation."""
+    """A message of a conversation."""
 
     changes_maths = True
     role: Literal["system", "user", "assistant"]
@@ -60,9 +63,10 @@ class PlaygroundMessage(WireModel):
 
 
 class PlaygroundPrompt(WireModel):
-    """One of `messages`, `prompt` and `prompt_tokens`. If the last message is the assistant's, it is continued.
+    """A prompt, as exactly one of `messages`, `prompt` and `prompt_tokens`.
 
-    `thinking` is the template's variable `enable_thinking`; without it the template decides.
+    If the last message is from the assistant, the model continues it. `thinking` sets the variable
+    `enable_thinking` of the chat template. If it is absent, the template decides.
     """
 
     changes_maths = True
@@ -74,7 +78,7 @@ class PlaygroundPrompt(WireModel):
 
 
 class PlaygroundChat(PlaygroundPrompt):
-    """A prompt, and how to continue it."""
+    """A prompt with sampling parameters."""
 
     max_tokens: Int
     temperature: float | None = None
@@ -84,7 +88,7 @@ class PlaygroundChat(PlaygroundPrompt):
 
 
 class PlaygroundScore(WireModel):
-    """A reply to score under a model, after the prompt that it answers."""
+    """A reply to score under a model, and the prompt before it."""
 
     changes_maths = True
     model: str
@@ -94,15 +98,18 @@ class PlaygroundScore(WireModel):
 
 @pages.get("/playground", menu="Playground")
 def show_playground(visit: Visit) -> Page:
-    """Show the playground, with the checkpoint or the run that the address names."""
+    """Show the playground. The URL may name a checkpoint or a run to select."""
+    # The checkpoints in the menu, and the weights that the URL names
     named = visit.get_query("checkpoint") or visit.get_query("run")
     settings = visit.context.settings
 
     def work(tx: Session) -> tuple[list[CheckpointRow], Weights | None]:
-        found = resolve_weights(tx, visit.caller, settings, named) if named else None
-        return list_checkpoints(tx, visit.caller)[:_MAX_OFFERED], found
+        selected = resolve_weights(tx, visit.caller, settings, named) if named else None
+        return list_checkpoints(tx, visit.caller)[:_MAX_CHECKPOINTS], selected
 
     rows, weights = visit.read(work)
+
+    # What the script needs to know
     chat = get_service(visit.request)
     limit = chat.limits.max_context_length
     setup = {
@@ -115,7 +122,7 @@ def show_playground(visit: Visit) -> Page:
         "is_keyless": visit.visitor.is_keyless,
         "max_samples": _MAX_SAMPLES,
         "max_tokens": _DEFAULT_MAX_TOKENS if limit is None else min(_DEFAULT_MAX_TOKENS, max(limit // 2, 1)),
-        **_find_abilities(chat),
+        **_find_features(chat),
     }
     return Page("playground.jinja", {"setup": setup})
 
@@ -125,8 +132,8 @@ def _describe_checkpoint(row: CheckpointRow) -> Mapping[str, object]:
     return {"path": str(row.path), "name": f"{shorten_id(row.model_id)} / {row.name}{step}"}
 
 
-def _find_abilities(chat: ChatService) -> Mapping[str, bool]:
-    """Return whether the model has a tokenizer, a chat template, and thinking that can be turned off."""
+def _find_features(chat: ChatService) -> Mapping[str, bool]:
+    """Return whether the model has a tokenizer, a chat template, and a switch for thinking."""
     try:
         template = chat.text.template.source
     except UserError:
@@ -140,7 +147,7 @@ def _find_abilities(chat: ChatService) -> Mapping[str, bool]:
 
 
 def create_routes(context: ApiContext) -> list[Route]:
-    """Return the routes."""
+    """Create the routes of the endpoints."""
     visitors = ConsoleSessions(context.authenticator, context.store, context.signing_key)
 
     def route(path: str, handler: Handler) -> Route:
@@ -157,26 +164,36 @@ def create_routes(context: ApiContext) -> list[Route]:
 
 
 def _admit(visitors: ConsoleSessions, request: Request) -> Visitor:
-    """Return the visitor. Raises ApiError 401 without a console session, 403 for another site or a key that reads."""
+    """Return the visitor.
+
+    Raises ApiError 401 without a console session, and 403 for a request from another site or for a
+    read-only key.
+    """
     visitor = visitors.find_visitor(request)
     if visitor is None:
-        raise ApiError(HTTPStatus.UNAUTHORIZED, "your console session has ended: log in again")
+        raise ApiError(HTTPStatus.UNAUTHORIZED, "your console session has ended; log in again")
     check_form(request, request.headers.get("x-form-token", ""), visitor.form_token)
     if not visitor.may_change:
-        raise ApiError(HTTPStatus.FORBIDDEN, f"a key of scope {visitor.principal.scope} only reads: it may not sample")
+        raise ApiError(
+            HTTPStatus.FORBIDDEN,
+            f"a key of scope {visitor.principal.scope} may not sample; log in with a key of scope user",
+        )
     return visitor
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """A prompt as the model sees it. `stop` are the tokens that end a reply in addition to the model's own."""
+    """A rendered prompt.
+
+    `stop` are tokens that end a reply, in addition to the model's EOS tokens.
+    """
 
     text: str
     tokens: Sequence[int]
     stop: tuple[int, ...] = ()
 
     def describe(self, service: ChatService, weights: Weights) -> dict[str, object]:
-        """Return the prompt with the text of each token, and whose prompt it is."""
+        """Return the prompt for the script, with the text of each token and the weights' path."""
         return {
             "text": self.text,
             "tokens": self.tokens,
@@ -187,37 +204,38 @@ class _Prompt:
 
 
 async def _render(request: Request, call: ApiCall) -> Response:
-    """Return the prompt that a conversation becomes."""
+    """Render a conversation, and return the prompt."""
     service = get_service(request)
 
     def work() -> Response:
-        wanted = call.body.parse_model(PlaygroundPrompt)
-        weights = find_weights(call, wanted.model)
-        return make_json_response(_read_prompt(service, call, wanted).describe(service, weights))
+        body = call.body.parse_model(PlaygroundPrompt)
+        weights = find_weights(call, body.model)
+        return make_json_response(_read_prompt(service, call, body).describe(service, weights))
 
     return await run_in_threadpool(work)
 
 
 async def _chat(request: Request, call: ApiCall) -> Response:
-    """Continue a prompt; send the prompt, then the tokens as they come."""
+    """Sample replies to a prompt. Stream the prompt, then the tokens of the replies."""
     service = get_service(request)
 
     def prepare() -> tuple[dict[str, object], ChatRequest]:
-        wanted = call.body.parse_model(PlaygroundChat)
-        num_samples = sampling_fields.check_num_samples(wanted.n)
+        body = call.body.parse_model(PlaygroundChat)
+        num_samples = schemas.check_num_samples(body.n)
         require(num_samples <= _MAX_SAMPLES, f"n {num_samples}: must be between 1 and {_MAX_SAMPLES} in the playground")
-        weights = find_weights(call, wanted.model)
-        prompt = _read_prompt(service, call, wanted)
+        weights = find_weights(call, body.model)
+        prompt = _read_prompt(service, call, body)
 
-        # A page asks for the usual number of tokens, also after a long prompt.
-        params = sampling_fields.make_params(
-            max_tokens=wanted.max_tokens,
-            temperature=wanted.temperature,
-            top_p=wanted.top_p,
-            seed=wanted.seed,
+        # Lower `max_tokens` if the prompt is long. The page does not know how long the prompt is.
+        params = schemas.make_params(
+            max_tokens=body.max_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            seed=body.seed,
         )
-        max_tokens = _limit_tokens(service, len(prompt.tokens), wanted.max_tokens)
-        return prompt.describe(service, weights) | {"max_tokens": max_tokens}, ChatRequest(
+
+        max_tokens = _limit_tokens(service, len(prompt.tokens), body.max_tokens)
+        chat_request = ChatRequest(
             weights=weights,
             prompt=prompt.tokens,
             params=replace(params, max_tokens=max_tokens, stop_token_ids=prompt.stop),
@@ -228,15 +246,20 @@ async def _chat(request: Request, call: ApiCall) -> Response:
             is_private=True,
             kind=sessions.PLAYGROUND,
         )
+        return prompt.describe(service, weights) | {"max_tokens": max_tokens}, chat_request
 
-    described, start = await run_in_threadpool(prepare)
-    generation = await service.start(call.caller, start)
-    events = _stream_events(service, described, generation, start.num_samples)
+    # Start the samples and stream them
+    described, chat_request = await run_in_threadpool(prepare)
+    generation = await service.start(call.caller, chat_request)
+    events = _stream_events(service, described, generation, chat_request.num_samples)
     return EventStream(events, partial(_make_error_event, call.caller.owner), [generation])
 
 
 def _limit_tokens(service: ChatService, num_prompt: int, max_tokens: int) -> int:
-    """Return how many new tokens fit after a prompt, at most those asked for. Raises ContextTooLong if none does."""
+    """Return the smaller of `max_tokens` and the space after the prompt.
+
+    Raises ContextTooLong if there is no space.
+    """
     limit = service.limits.max_context_length
     if limit is None:
         return max_tokens
@@ -248,7 +271,7 @@ def _limit_tokens(service: ChatService, num_prompt: int, max_tokens: int) -> int
 async def _stream_events(
     service: ChatService, prompt: dict[str, object], generation: Generation, num_samples: int
 ) -> AsyncGenerator[bytes]:
-    """Yield the events of a reply."""
+    """Yield the events of the replies: the prompt, deltas, and a finish event for each sample."""
     yield encode_event({"type": "prompt", **prompt})
     texts = [TokenTexts(service.text) for _ in range(num_samples)]
     counts = [0] * num_samples
@@ -264,38 +287,42 @@ async def _stream_events(
 
 
 def _make_error_event(owner: str, error: Exception) -> bytes:
-    """Return the last event of a reply that fails. Unexpected errors are logged."""
+    """Return the last event of a stream that fails.
+
+    Log the error if it is a bug and not the visitor's mistake.
+    """
     match error:
         case ApiError():
             detail = error.detail
         case RequestError():
             detail = error.message
         case _:
-            _log.error("a reply of the playground failed while streaming", exc_info=error, extra={"owner": owner})
-            detail = "internal error; the server's log has it"
+            _log.error("playground: the stream ended with an internal error", exc_info=error, extra={"owner": owner})
+            detail = "internal error; see the server's log"
     return encode_event({"type": "error", "detail": detail})
 
 
 async def _score(request: Request, call: ApiCall) -> Response:
-    """Return the log-probabilities of a reply under a model, with the likeliest tokens of each position."""
+    """Return the log-probabilities of a reply under a model, with the top tokens."""
     service = get_service(request)
 
+    # The reply is scored as the last part of a prompt
     def prepare() -> tuple[PlaygroundScore, ChatRequest]:
-        wanted = call.body.parse_model(PlaygroundScore)
-        call.check_unknown(wanted)
-        weights = find_weights(call, wanted.model)
-        options = PromptOptions(logprobs=True, last_n=len(wanted.reply_tokens), topk=min(_TOP, service.limits.max_topk))
-        return wanted, ChatRequest(
+        body = call.body.parse_model(PlaygroundScore)
+        call.check_unknown(body)
+        weights = find_weights(call, body.model)
+        options = PromptOptions(logprobs=True, last_n=len(body.reply_tokens), topk=min(_TOP, service.limits.max_topk))
+        return body, ChatRequest(
             weights=weights,
-            prompt=[*wanted.prompt_tokens, *wanted.reply_tokens],
+            prompt=[*body.prompt_tokens, *body.reply_tokens],
             params=SamplingParams(seed=0, max_tokens=1),
             options=options,
             needs_text=False,
             kind=sessions.PLAYGROUND,
         )
 
-    wanted, start = await run_in_threadpool(prepare)
-    generation = await service.start(call.caller, start)
+    body, chat_request = await run_in_threadpool(prepare)
+    generation = await service.start(call.caller, chat_request)
 
     async def work() -> Response:
         async for _ in merge_deltas([generation]):
@@ -303,29 +330,38 @@ async def _score(request: Request, call: ApiCall) -> Response:
         return await run_in_threadpool(describe_scores)
 
     def describe_scores() -> Response:
-        tokens = logprobs.score_prompt(start.prompt, generation.prompt_result, _TOP)[len(wanted.prompt_tokens) :]
-        return make_json_response({"tokens": TokenTexts(service.text).describe(tokens)})
+        scored = logprobs.score_prompt(chat_request.prompt, generation.prompt_result, _TOP)
+        reply = scored[len(body.prompt_tokens) :]
+        return make_json_response({"tokens": TokenTexts(service.text).describe(reply)})
 
     return await respond(request, work(), [generation])
 
 
-def _read_prompt(service: ChatService, call: ApiCall, wanted: PlaygroundPrompt) -> _Prompt:
-    """Return the prompt of a request. Raises UserError for a request that has none or several, or that is not text."""
-    call.check_unknown(wanted)
-    given = [name for name in ("messages", "prompt", "prompt_tokens") if getattr(wanted, name) is not None]
-    require(len(given) == 1, f"messages, prompt, prompt_tokens: exactly one is needed, not {quote_value(given)}")
-    require(wanted.thinking is None or wanted.messages is not None, "thinking: needs messages")
+def _read_prompt(service: ChatService, call: ApiCall, body: PlaygroundPrompt) -> _Prompt:
+    """Return the prompt of a request.
 
+    Raises UserError unless it has exactly one prompt that can be rendered.
+    """
+    call.check_unknown(body)
+    present = [name for name in ("messages", "prompt", "prompt_tokens") if getattr(body, name) is not None]
+    require(
+        len(present) == 1,
+        f"messages, prompt, prompt_tokens: the request must have exactly one of them, not {quote_value(present)}",
+    )
+    require(body.thinking is None or body.messages is not None, "thinking: needs `messages`")
+
+    # Tokens or text
     text = service.text
-    if wanted.prompt_tokens is not None:
-        decoded = text.decode(wanted.prompt_tokens, skip_special=False) if text.has_tokenizer else ""
-        return _Prompt(decoded, wanted.prompt_tokens)
-    if wanted.prompt is not None:
-        tokens = text.encode(wanted.prompt, add_special=True)
+    if body.prompt_tokens is not None:
+        decoded = text.decode(body.prompt_tokens, skip_special=False) if text.has_tokenizer else ""
+        return _Prompt(decoded, body.prompt_tokens)
+    if body.prompt is not None:
+        tokens = text.encode(body.prompt, add_special=True)
         require(bool(tokens), "prompt: has no tokens")
-        return _Prompt(wanted.prompt, tokens)
+        return _Prompt(body.prompt, tokens)
 
-    messages = wanted.messages or []
+    # A conversation
+    messages = body.messages or []
     for index, message in enumerate(messages):
         refuse_extra(message, f"messages[{index}].")
     continues = messages[-1].role == "assistant"
@@ -336,39 +372,46 @@ def _read_prompt(service: ChatService, call: ApiCall, wanted: PlaygroundPrompt) 
         [],
         add_generation_prompt=not continues,
         continue_final_message=continues,
-        variables=None if wanted.thinking is None else {"enable_thinking": wanted.thinking},
+        variables=None if body.thinking is None else {"enable_thinking": body.thinking},
     )
     stop = () if text.eos_token_id is None else (text.eos_token_id,)
     return _Prompt(rendered.text, rendered.tokens, stop)
 
 
 class TokenTexts:
-    """Describes the tokens of one growing text. Without a tokenizer all texts are empty."""
+    """Describes the tokens of a text that arrives in parts.
+
+    Without a tokenizer, all token texts are empty.
+    """
 
     def __init__(self, text: ModelText) -> None:
         self._text = text
         self._detokenizer = Detokenizer(text, skip_special=False) if text.has_tokenizer else None
 
     def read(self, tokens: Iterable[int]) -> list[str]:
-        """Return the texts of the next tokens. The last token of a character has its text, those before it none."""
+        """Return the texts of the next tokens.
+
+        If a character consists of multiple tokens, its last token has the text, and the tokens
+        before it have none.
+        """
         detokenizer = self._detokenizer
         return ["" if detokenizer is None else detokenizer.feed([token]) for token in tokens]
 
     def describe(self, scored: Sequence[TokenLogprob]) -> list[dict[str, object]]:
-        """Return the next tokens with log-probabilities and likeliest tokens."""
+        """Return the next tokens with their log-probabilities and top tokens."""
         return [
             self._describe(score, text)
             for score, text in zip(scored, self.read(score.token for score in scored), strict=True)
         ]
 
     def _describe(self, scored: TokenLogprob, text: str) -> dict[str, object]:
-        made: dict[str, object] = {"id": scored.token, "text": text, "logprob": scored.logprob}
+        described: dict[str, object] = {"id": scored.token, "text": text, "logprob": scored.logprob}
         if not text:
-            made["bytes"] = self._write_bytes(scored.token)
-        return made | {"top": [(token, self._decode_alone(token), logprob) for token, logprob in scored.top]}
+            described["bytes"] = self._format_bytes(scored.token)
+        return described | {"top": [(token, self._decode_alone(token), logprob) for token, logprob in scored.top]}
 
     def _decode_alone(self, token: int) -> str:
-        """Return the text of a token without its neighbours; the bytes of a part of a character in hexadecimal."""
+        """Return the text of a token, or its bytes such as "<e2 82>" if they are incomplete."""
         if self._detokenizer is None:
             return ""
         content = self._text.decode_bytes(token)
@@ -377,5 +420,5 @@ class TokenTexts:
         except UnicodeDecodeError:
             return f"<{content.hex(' ')}>"
 
-    def _write_bytes(self, token: int) -> str:
+    def _format_bytes(self, token: int) -> str:
         return "" if self._detokenizer is None else self._text.decode_bytes(token).hex(" ")

@@ -1,7 +1,8 @@
-"""Queries of the console: what people look at, in bounded pages.
+"""Database queries for the pages of the console. All results are limited in size.
 
-Every function that lists rows of users takes the owner, alone or in a `ListQuery`; None means all owners. Runs,
-checkpoints and sessions of the owner's projects are among its own. Callers decide what a visitor may see.
+Functions that list users' rows take an owner, directly or in a `ListQuery`. None means all owners.
+Lists of runs, checkpoints and sessions include the rows of the owner's projects. Callers must check
+which owner a visitor may see.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -20,15 +21,17 @@ from skyrl_tx.store.sessions import is_visible_to
 from skyrl_tx.store.tables import ApiKeyRow, CheckpointRow, ModelRow, RequestRow, SamplingSessionRow, SessionRow
 
 _MAX_OPEN = 5000
-"""Open requests that an overview counts: the oldest ones."""
+"""The overview counts at most this many open requests, oldest first."""
 _MAX_FAILED = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListQuery:
-    """Which rows of a list are asked for: at most `limit` from `offset` on, of those that an owner sees.
+    """Selects one page of a list.
 
-    `search` is a part of an id or a name, and `project` the id of a project. Lists without these filters ignore them.
+    The page has at most `limit` rows from `offset` on, among the rows that `owner` may see.
+    `search` is a part of an id or name, and `project` is the id of a project. Some lists ignore
+    these filters.
     """
 
     owner: str | None
@@ -39,7 +42,10 @@ class ListQuery:
 
 
 def _match(query: ListQuery, *columns: object) -> ColumnElement[bool]:
-    """Return the condition that one of the columns contains what is searched for; true without a search."""
+    """Return the SQL condition that a column contains the search text.
+
+    It is true if there is no search text.
+    """
     if not query.search:
         return true()
     return or_(*(col(column).contains(query.search, autoescape=True) for column in columns))
@@ -47,7 +53,7 @@ def _match(query: ListQuery, *columns: object) -> ColumnElement[bool]:
 
 @dataclass(frozen=True, slots=True)
 class RunLine:
-    """A run in a list."""
+    """A training run in a list."""
 
     model_id: ModelId
     session_id: SessionId
@@ -61,7 +67,8 @@ class RunLine:
     last_request_at: float
     num_steps: int
     loaded_from: str | None
-    finished_at: float | None  # when its session finished
+    finished_at: float | None
+    """When the run's session finished."""
 
 
 _RUN_COLUMNS = (
@@ -86,43 +93,43 @@ _IS_KEPT = col(ModelRow.deleted_at).is_(None)
 
 
 def list_runs(tx: Session, query: ListQuery) -> tuple[list[RunLine], int]:
-    """Return a page of runs, the last used first, and their total number."""
+    """Return a page of runs, most recently used first, and the total number of runs."""
     is_wanted = is_visible_to(query.owner) & _IS_KEPT
     if query.project is not None:
         is_wanted &= col(SessionRow.project_id) == query.project
     is_wanted &= _match(query, ModelRow.model_id, SessionRow.display_name, SessionRow.project_id, SessionRow.owner)
     page = _RUNS.where(is_wanted).order_by(col(ModelRow.last_request_at).desc(), col(ModelRow.model_id))
-    found = execute(tx, page.limit(query.limit).offset(query.offset))
+    rows = execute(tx, page.limit(query.limit).offset(query.offset))
     total = select(func.count()).select_from(ModelRow).join(SessionRow).where(is_wanted)
-    return [RunLine(*row) for row in found], execute(tx, total).scalar_one()
+    return [RunLine(*row) for row in rows], execute(tx, total).scalar_one()
 
 
 def get_run(tx: Session, model_id: ModelId) -> RunLine | None:
-    """Return one run that is not deleted."""
+    """Return a run, or None if it does not exist or is deleted."""
     row = execute(tx, _RUNS.where(col(ModelRow.model_id) == model_id, _IS_KEPT)).one_or_none()
     return None if row is None else RunLine(*row)
 
 
 def list_runs_of_session(tx: Session, session_id: SessionId, limit: int) -> list[RunLine]:
-    """Return a session's runs, oldest first."""
-    wanted = _RUNS.where(col(ModelRow.session_id) == session_id, _IS_KEPT)
-    return [RunLine(*row) for row in execute(tx, wanted.order_by(col(ModelRow.created_at)).limit(limit))]
+    """Return the runs of a session, oldest first."""
+    statement = _RUNS.where(col(ModelRow.session_id) == session_id, _IS_KEPT)
+    return [RunLine(*row) for row in execute(tx, statement.order_by(col(ModelRow.created_at)).limit(limit))]
 
 
 def list_runs_loaded_from(tx: Session, paths: Collection[str], limit: int) -> list[tuple[ModelId, str]]:
-    """Return the runs that began with one of these checkpoints, and the checkpoint of each."""
-    wanted = (
+    """Return the runs that were loaded from one of these checkpoints, and the checkpoint's path."""
+    statement = (
         select(col(ModelRow.model_id), col(ModelRow.loaded_from))
         .where(col(ModelRow.loaded_from).in_(paths), _IS_KEPT)
         .order_by(col(ModelRow.created_at))
     )
-    return [(model_id, path or "") for model_id, path in execute(tx, wanted.limit(limit))]
+    return [(model_id, path or "") for model_id, path in execute(tx, statement.limit(limit))]
 
 
 def list_copies(tx: Session, path: str, limit: int, now: float) -> list[CheckpointRow]:
-    """Return the checkpoints that were copied from this one."""
-    wanted = select_rows(CheckpointRow).where(col(CheckpointRow.copied_from) == path, is_visible(now))
-    return list(tx.exec(wanted.limit(limit)))
+    """Return the copies of a checkpoint."""
+    statement = select_rows(CheckpointRow).where(col(CheckpointRow.copied_from) == path, is_visible(now))
+    return list(tx.exec(statement.limit(limit)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,26 +142,30 @@ class LoggedStep:
 
 
 def list_logged_steps(tx: Session, model_id: ModelId, limit: int) -> list[LoggedStep]:
-    """Return the newest metrics that the client logged for a run, by step."""
-    wanted = (
+    """Return the metrics that clients logged for the last steps of a run, ordered by step."""
+    statement = (
         select(col(LoggedPointRow.step), col(LoggedPointRow.at), col(LoggedPointRow.values))
         .join(LoggedRunRow, col(LoggedRunRow.logged_run_id) == col(LoggedPointRow.logged_run_id))
         .where(col(LoggedRunRow.model_id) == model_id)
         .order_by(col(LoggedPointRow.step).desc(), col(LoggedPointRow.at).desc())
         .limit(limit)
     )
-    return [LoggedStep(*row) for row in execute(tx, wanted)][::-1]
+    return [LoggedStep(*row) for row in execute(tx, statement)][::-1]
 
 
 def get_logged_names(tx: Session, model_ids: Collection[ModelId]) -> dict[str, str]:
-    """Return the name that the client's logger gave to each of these runs, if it did."""
-    wanted = select(col(LoggedRunRow.model_id), col(LoggedRunRow.name)).where(col(LoggedRunRow.model_id).in_(model_ids))
-    return {model_id or "": name for model_id, name in execute(tx, wanted.order_by(col(LoggedRunRow.last_at)))}
+    """Return the names that clients' loggers gave to these runs.
+
+    Runs without such a name are left out.
+    """
+    is_wanted = col(LoggedRunRow.model_id).in_(model_ids)
+    statement = select(col(LoggedRunRow.model_id), col(LoggedRunRow.name)).where(is_wanted)
+    return {model_id or "": name for model_id, name in execute(tx, statement.order_by(col(LoggedRunRow.last_at)))}
 
 
 @dataclass(frozen=True, slots=True)
 class OpenGroup:
-    """Open requests of one kind for one model or sampler."""
+    """The open requests of one kind for one model or sampler."""
 
     owner: str
     session_id: SessionId
@@ -167,12 +178,13 @@ class OpenGroup:
 
 def list_open_groups(tx: Session, owner: str | None) -> list[OpenGroup]:
     """Return the open requests, at most the 5,000 oldest, in groups."""
-    # The columns behind the body are not read: SQLite would read the whole body to find them.
+    # Only read columns before the large body, because SQLite reads the whole body to find later
+    # columns
     names = col(RequestRow.owner), col(RequestRow.session_id), col(RequestRow.kind), col(RequestRow.model_id)
     columns = (*names, col(RequestRow.sampling_session_id))
     is_open = col(RequestRow.status) == literal_column("'open'")
-    wanted = is_open if owner is None else is_open & (col(RequestRow.owner) == owner)
-    oldest = select(*columns, col(RequestRow.position)).where(wanted).order_by(col(RequestRow.position))
+    is_wanted = is_open if owner is None else is_open & (col(RequestRow.owner) == owner)
+    oldest = select(*columns, col(RequestRow.position)).where(is_wanted).order_by(col(RequestRow.position))
     part = oldest.limit(_MAX_OPEN).subquery().c
     groups = part.owner, part.session_id, part.kind, part.model_id, part.sampling_session_id
     counted = select(*groups, func.count(), func.min(part.position)).group_by(*groups)
@@ -180,7 +192,7 @@ def list_open_groups(tx: Session, owner: str | None) -> list[OpenGroup]:
 
 
 def get_arrival_time(tx: Session, position: int) -> float | None:
-    """Return when the request at a position arrived; None if it is gone."""
+    """Return when the request at a position arrived, or None if the request is deleted."""
     return execute(
         tx, select(col(RequestRow.created_at)).where(col(RequestRow.position) == position)
     ).scalar_one_or_none()
@@ -188,7 +200,7 @@ def get_arrival_time(tx: Session, position: int) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class RequestLine:
-    """A request in a list. `result` is there for failed ones."""
+    """A request in a list. `result` is only set for failed requests."""
 
     request_id: str
     kind: str
@@ -203,7 +215,10 @@ class RequestLine:
 
 
 def list_failed_requests(tx: Session, owner: str | None, limit: int) -> list[RequestLine]:
-    """Return the last requests that failed, newest first, as long as their rows are kept."""
+    """Return the newest failed requests, newest first.
+
+    Rows of old requests are deleted after some time.
+    """
     is_failed = col(RequestRow.status) == literal_column("'failed'")
     newest = select(col(RequestRow.position), col(RequestRow.owner)).where(is_failed)
     part = newest.order_by(col(RequestRow.position).desc()).limit(_MAX_FAILED).subquery()
@@ -214,7 +229,7 @@ def list_failed_requests(tx: Session, owner: str | None, limit: int) -> list[Req
 
 
 def list_requests_of_model(tx: Session, model_id: ModelId, limit: int) -> list[RequestLine]:
-    """Return the open requests of a model and its last completed ones, newest first."""
+    """Return the newest requests of a model, open and completed, newest first."""
     newest = (
         select(col(RequestRow.position))
         .where(col(RequestRow.model_id) == model_id)
@@ -225,6 +240,7 @@ def list_requests_of_model(tx: Session, model_id: ModelId, limit: int) -> list[R
 
 
 def _read_requests(tx: Session, is_wanted: ColumnElement[bool], limit: int) -> list[RequestLine]:
+    # Rows without results
     columns = (
         col(RequestRow.request_id),
         col(RequestRow.kind),
@@ -237,11 +253,13 @@ def _read_requests(tx: Session, is_wanted: ColumnElement[bool], limit: int) -> l
         col(RequestRow.completed_at),
     )
     newest_first = select(col(RequestRow.position), *columns).where(is_wanted).order_by(col(RequestRow.position).desc())
-    found = list(execute(tx, newest_first.limit(limit)))
-    failed = [row[0] for row in found if row[6] == "failed"]
+    rows = list(execute(tx, newest_first.limit(limit)))
+
+    # The results of failed requests, which have the error
+    failed = [row[0] for row in rows if row[6] == "failed"]
     texts = select(col(RequestRow.position), col(RequestRow.result)).where(col(RequestRow.position).in_(failed))
     results: dict[int, bytes | None] = {position or 0: result for position, result in execute(tx, texts)}
-    return [RequestLine(*row[1:], result=results.get(row[0] or 0)) for row in found]
+    return [RequestLine(*row[1:], result=results.get(row[0] or 0)) for row in rows]
 
 
 _USAGE = select(col(UsageRow.bucket_at), col(UsageRow.kind), cast(func.sum(col(UsageRow.tokens)), BigInteger)).group_by(
@@ -250,25 +268,30 @@ _USAGE = select(col(UsageRow.bucket_at), col(UsageRow.kind), cast(func.sum(col(U
 
 
 def read_usage_by_bucket(tx: Session, since: int) -> list[tuple[int, str, int]]:
-    """Return the tokens of all owners since a time, as bucket, kind and tokens."""
-    wanted = _USAGE.where(col(UsageRow.bucket_at) >= since).order_by(col(UsageRow.bucket_at))
-    return [(at, kind, int(total or 0)) for at, kind, total in execute(tx, wanted)]
+    """Return the tokens of all owners since a time, as tuples of bucket, kind and tokens."""
+    statement = _USAGE.where(col(UsageRow.bucket_at) >= since).order_by(col(UsageRow.bucket_at))
+    return [(at, kind, int(total or 0)) for at, kind, total in execute(tx, statement)]
 
 
 def read_usage_of_session(tx: Session, session_id: SessionId, since: int, limit: int) -> list[tuple[int, str, int]]:
-    """Return the tokens of a session since a time, as bucket, kind and tokens: the newest buckets, oldest first."""
-    wanted = _USAGE.where(col(UsageRow.session_id) == session_id, col(UsageRow.bucket_at) >= since)
-    newest = execute(tx, wanted.order_by(col(UsageRow.bucket_at).desc()).limit(limit))
+    """Return the tokens of a session since a time, as tuples of bucket, kind and tokens.
+
+    At most `limit` rows are returned, from the newest buckets, oldest first.
+    """
+    statement = _USAGE.where(col(UsageRow.session_id) == session_id, col(UsageRow.bucket_at) >= since)
+    newest = execute(tx, statement.order_by(col(UsageRow.bucket_at).desc()).limit(limit))
     return [(at, kind, int(total or 0)) for at, kind, total in newest][::-1]
 
 
 def read_checkpoint_page(
     tx: Session, query: ListQuery, *, kind: str, scope: str, now: float
 ) -> tuple[list[tuple[CheckpointRow, str]], int, int]:
-    """Return a page of checkpoints with their owners, newest first; their number and their size.
+    """Return a page of checkpoints with their owners, and the number and size of all checkpoints.
 
-    `scope` is `own`, `published` by anyone, or `deleted` but restorable.
+    The newest come first. `scope` is "own", "published" (by any owner), or "deleted" (can still be
+    restored).
     """
+    # Filters
     is_wanted: ColumnElement[bool] = _IS_KEPT
     if scope == "published":
         is_wanted &= col(CheckpointRow.public) & is_visible(now)
@@ -280,33 +303,36 @@ def read_checkpoint_page(
         is_wanted &= col(CheckpointRow.kind) == kind
     is_wanted &= _match(query, CheckpointRow.name, CheckpointRow.model_id, SessionRow.owner)
 
+    # One page
     joined = and_(col(ModelRow.model_id) == col(CheckpointRow.model_id))
     session = and_(col(SessionRow.session_id) == col(ModelRow.session_id))
     newest = (col(CheckpointRow.created_at).desc(), col(CheckpointRow.model_id), col(CheckpointRow.kind))
     page = (
         select_rows(CheckpointRow, SessionRow.owner).join(ModelRow, joined).join(SessionRow, session).where(is_wanted)
     )
-    found = tx.exec(page.order_by(*newest, col(CheckpointRow.name)).limit(query.limit).offset(query.offset))
+    rows = tx.exec(page.order_by(*newest, col(CheckpointRow.name)).limit(query.limit).offset(query.offset))
+
+    # Totals
     size = func.coalesce(func.sum(col(CheckpointRow.size_bytes)), 0)
     totals = select(func.count(), size).select_from(CheckpointRow).join(ModelRow, joined).join(SessionRow, session)
     number, num_bytes = execute(tx, totals.where(is_wanted)).one()
-    return [(row, who) for row, who in found], int(number), int(num_bytes)
+    return [(row, owner) for row, owner in rows], int(number), int(num_bytes)
 
 
 def list_checkpoints_of_runs(tx: Session, model_ids: Sequence[ModelId], limit: int, now: float) -> list[CheckpointRow]:
     """Return the newest checkpoints of these runs, oldest first."""
-    wanted = select_rows(CheckpointRow).where(col(CheckpointRow.model_id).in_(model_ids), is_visible(now))
-    return list(tx.exec(wanted.order_by(col(CheckpointRow.created_at).desc()).limit(limit)))[::-1]
+    statement = select_rows(CheckpointRow).where(col(CheckpointRow.model_id).in_(model_ids), is_visible(now))
+    return list(tx.exec(statement.order_by(col(CheckpointRow.created_at).desc()).limit(limit)))[::-1]
 
 
 def count_references(tx: Session, artifact_ids: Collection[str], now: float) -> dict[str, int]:
     """Return how many checkpoints use each of these artifacts."""
-    wanted = (
+    statement = (
         select(col(CheckpointRow.artifact_id), func.count())
         .where(col(CheckpointRow.artifact_id).in_(artifact_ids), is_visible(now))
         .group_by(col(CheckpointRow.artifact_id))
     )
-    return {str(artifact_id): number for artifact_id, number in execute(tx, wanted)}
+    return {str(artifact_id): number for artifact_id, number in execute(tx, statement)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +344,8 @@ class SessionLine:
 
 
 def read_session_page(tx: Session, query: ListQuery) -> tuple[list[SessionLine], int]:
-    """Return a page of sessions, newest first, and their total number."""
+    """Return a page of sessions, newest first, and the total number of sessions."""
+    # One page
     is_wanted = is_visible_to(query.owner)
     if query.project is not None:
         is_wanted &= col(SessionRow.project_id) == query.project
@@ -326,6 +353,8 @@ def read_session_page(tx: Session, query: ListQuery) -> tuple[list[SessionLine],
     newest_first = (col(SessionRow.created_at).desc(), col(SessionRow.session_id))
     page = select_rows(SessionRow).where(is_wanted).order_by(*newest_first).limit(query.limit).offset(query.offset)
     rows = list(tx.exec(page))
+
+    # Runs of each session, and the total number
     counted = select(col(ModelRow.session_id), func.count()).where(
         col(ModelRow.session_id).in_([row.session_id for row in rows]), _IS_KEPT
     )
@@ -336,13 +365,16 @@ def read_session_page(tx: Session, query: ListQuery) -> tuple[list[SessionLine],
 
 
 def list_samplers_of_session(tx: Session, session_id: SessionId, limit: int) -> list[SamplingSessionRow]:
-    """Return a session's newest sampling sessions, newest first."""
-    wanted = select_rows(SamplingSessionRow).where(col(SamplingSessionRow.session_id) == session_id)
-    return list(tx.exec(wanted.order_by(col(SamplingSessionRow.created_at).desc()).limit(limit)))
+    """Return the newest samplers of a session, newest first."""
+    statement = select_rows(SamplingSessionRow).where(col(SamplingSessionRow.session_id) == session_id)
+    return list(tx.exec(statement.order_by(col(SamplingSessionRow.created_at).desc()).limit(limit)))
 
 
 def read_key_page(tx: Session, query: ListQuery) -> tuple[list[ApiKeyRow], int]:
-    """Return a page of API keys, newest first, the revoked ones last, and their total number."""
+    """Return a page of API keys and the total number of keys.
+
+    Newest keys come first, and revoked keys last.
+    """
     is_wanted: ColumnElement[bool] = true() if query.owner is None else col(ApiKeyRow.owner) == query.owner
     order = (col(ApiKeyRow.revoked_at).is_not(None), col(ApiKeyRow.key_id).desc())
     page = select_rows(ApiKeyRow).where(is_wanted).order_by(*order).limit(query.limit).offset(query.offset)

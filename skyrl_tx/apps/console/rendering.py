@@ -1,4 +1,4 @@
-"""How pages become HTML: templates with their filters, and the style sheets and scripts that pages load."""
+"""Render pages: formats for numbers and times, the template environment, and static files."""
 
 import hashlib
 import math
@@ -19,28 +19,29 @@ from starlette.responses import Response
 
 from skyrl_tx.apps.console.login import SECURITY_HEADERS
 
+STATIC = Path(__file__).parent / "static"
+_TEMPLATES = Path(__file__).parent / "templates"
+_TYPES = {".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml"}
+_FOREVER = "public, max-age=31536000, immutable"
+
 _DASH = "–"
-
-
 _UNITS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
-
-
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-
-
+_MINUTE, _HOUR, _DAY = 60, 3600, 86_400
 _MAX_CHARS = 20_000
-
-
-# Control characters but tab and newline, and the marks that change the direction of text or have no width
-# (Unicode Standard Annex #9; "Trojan Source", CVE-2021-42574).
 _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
     "\U000e0000-\U000e007f]"
 )
+"""Control characters, and characters that change the direction of text or have no width.
+
+Tab and newline are allowed. See
+Unicode Standard Annex #9; "Trojan Source", CVE-2021-42574.
+"""
 
 
 def format_count(value: float | None) -> str:
-    """Return a count in at most four digits, such as 48.1M."""
+    """Format a count, for example "48.1M"."""
     if value is None or not math.isfinite(value):
         return _DASH
     for unit, size in _UNITS:
@@ -51,7 +52,7 @@ def format_count(value: float | None) -> str:
 
 
 def format_number(value: float | None) -> str:
-    """Return a measured number in four significant digits."""
+    """Format a measured number, for example "0.1235" or "1.23e-5"."""
     if value is None or not math.isfinite(value):
         return _DASH
     if value == 0 or 1e-3 <= abs(value) < 1e5:
@@ -61,25 +62,27 @@ def format_number(value: float | None) -> str:
 
 
 def format_size(num_bytes: float | None) -> str:
-    """Return a number of bytes with a binary unit."""
+    """Format a number of bytes with a binary unit, for example "1.5 GiB"."""
     if num_bytes is None:
         return _DASH
-    left = float(num_bytes)
+    value = float(num_bytes)
     for unit in _BINARY[:-1]:
-        if abs(left) < 1023.95:
-            return f"{left:.0f} {unit}" if unit == "B" or left >= 99.95 else f"{left:.1f} {unit}"
-        left /= 1024
-    return f"{left:.1f} {_BINARY[-1]}"
+        if abs(value) < 1023.95:
+            return f"{value:.0f} {unit}" if unit == "B" or value >= 99.95 else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} {_BINARY[-1]}"
 
 
 def format_duration(seconds: float | None) -> str:
-    """Return a length of time in its one or two largest units."""
+    """Format a duration with its one or two largest units, for example "2 h 5 min"."""
     if seconds is None or not math.isfinite(seconds):
         return _DASH
     if seconds < 0.9995:
         return f"{max(seconds, 0) * 1000:.0f} ms"
     if seconds < 59.95:
         return f"{seconds:.1f} s"
+
+    # From one minute on, two units
     whole = round(seconds)
     for unit, length, small, small_length in (
         ("d", _DAY, "h", _HOUR),
@@ -93,7 +96,7 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_age(at: float | None, now: float) -> str:
-    """Return how long ago a time was, or in how long it will be."""
+    """Format a time relative to `now`, for example "5 min ago" or "in 2 d"."""
     if at is None:
         return _DASH
     seconds = now - at
@@ -111,42 +114,30 @@ def _round_duration(seconds: float) -> str:
 
 
 def format_time(at: float | None) -> str:
-    """Return a time in UTC, to the second."""
+    """Format a time in UTC, for example "2026-01-31 12:00:00 UTC"."""
     return _DASH if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def format_iso(at: float) -> str:
-    """Return a time as the `datetime` attribute of HTML has it."""
+    """Format a time for the `datetime` attribute in HTML."""
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def shorten_id(identifier: str) -> str:
-    """Return the distinguishing part of a session, run or sampler id, such as 3f9a2c1b:train:0."""
+    """Shorten the id of a session, run or sampler, for example to "3f9a2c1b:train:0"."""
     head, colon, rest = identifier.removeprefix("session-").partition(":")
     return head[:8] + colon + rest
 
 
 def make_visible(text: str, max_chars: int = _MAX_CHARS) -> str:
-    r"""Return text with control and direction characters as escapes such as `\u202e`, cut to a length."""
-    cut = _HIDDEN.sub(_escape, text[:max_chars])
-    return cut if len(text) <= max_chars else f"{cut}… ({len(text):,} characters)"
+    r"""Replace hidden characters by escapes such as `\u202e`, and truncate to `max_chars`."""
+    visible = _HIDDEN.sub(_escape, text[:max_chars])
+    return visible if len(text) <= max_chars else f"{visible}… ({len(text):,} characters)"
 
 
-def _escape(found: re.Match[str]) -> str:
-    code = ord(found.group())
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match.group())
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-
-
-STATIC = Path(__file__).parent / "static"
-
-
-_TEMPLATES = Path(__file__).parent / "templates"
-
-
-_TYPES = {".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml"}
-
-
-_FOREVER = "public, max-age=31536000, immutable"
 
 
 _FILTERS: dict[str, Callable[..., object]] = {
@@ -165,14 +156,17 @@ _FILTERS: dict[str, Callable[..., object]] = {
 
 @dataclass(frozen=True, slots=True)
 class StaticFiles:
-    """All files in memory, by name, and the hash that is part of their addresses and changes with their content."""
+    """The style sheets, scripts and images of the console, in memory.
+
+    `digest` is a hash of all files. It is part of their URLs, so browsers can cache files forever.
+    """
 
     files: Mapping[str, bytes]
     digest: str
 
     @classmethod
     def load(cls) -> "StaticFiles":
-        """Read the files of the package."""
+        """Read the files from the package."""
         paths = sorted(path for path in STATIC.rglob("*") if path.suffix in _TYPES)
         files = {path.relative_to(STATIC).as_posix(): path.read_bytes() for path in paths}
         hashed = hashlib.sha256()
@@ -181,23 +175,30 @@ class StaticFiles:
         return cls(files, hashed.hexdigest()[:16])
 
     def address(self, name: str) -> str:
-        """Return the address of a file. Raises KeyError if there is none."""
+        """Return the URL path of a file. Raises KeyError if it does not exist."""
         self.files[name]
         return f"/console/static/{self.digest}/{name}"
 
     async def serve(self, request: Request) -> Response:
-        """Send a file. Under an old address it is sent too, without leave to keep it."""
+        """Send a file.
+
+        A request with an old digest gets the current file, but must not cache it.
+        """
         name: str = request.path_params["name"]
         content = self.files.get(name)
         if content is None:
-            return Response("there is no such file", HTTPStatus.NOT_FOUND, headers=SECURITY_HEADERS)
+            return Response("this file does not exist", HTTPStatus.NOT_FOUND, headers=SECURITY_HEADERS)
         is_current = request.path_params["digest"] == self.digest
         headers = {**SECURITY_HEADERS, "Cache-Control": _FOREVER if is_current else "no-store"}
         return Response(content, headers=headers, media_type=_TYPES[Path(name).suffix])
 
 
 def load_templates(static: StaticFiles) -> Environment:
-    """Return the templates: text of users is escaped, made visible and bounded wherever it is written."""
+    """Create the template environment.
+
+    All text in templates is escaped, has its hidden characters replaced, and is truncated
+    (`make_visible`).
+    """
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
         autoescape=True,
@@ -215,6 +216,3 @@ def load_templates(static: StaticFiles) -> Environment:
 
 def _make_visible(value: object) -> object:
     return make_visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
-_MINUTE, _HOUR, _DAY = 60, 3600, 86_400

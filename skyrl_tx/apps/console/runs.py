@@ -1,4 +1,4 @@
-"""The pages of runs: list, one run with its tabs, compare; and the forms that join logged runs to a run."""
+"""The pages of training runs: the list, one run with its tabs, and the comparison of runs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ _SPARK_POINTS = 120
 _SPARK_REWARDS = 400
 _SPARK_BUCKETS = 30
 _WHOLE_STEPS = 2000
-"""Steps up to which a list shows the whole curve of a run; of longer ones the newest part."""
+"""The list shows the newest part of a curve if the run has more than this many steps."""
 _STEP_ROWS = 100
 _REQUESTS = 30
 _CHECKPOINTS = 200
@@ -41,11 +41,16 @@ _MOST_DIGITS = 18
 _ACTIVE_S = 60.0
 _STATES = {"unloaded": "ended", "creating": "loading"}
 _TABS = ("curves", "samples", "steps", "checkpoints", "requests", "config")
+_CURVES = CurveCache()
+_MAX_LOGGED = 5000
+_MAX_LOGGED_NAMES = 60
+_MAX_MARKS = 500
+_NAMES = [curve.name for curve in CURVES]
 
 
 @pages.get("/training_runs", menu="Runs")
 def list_runs(visit: Visit) -> Page:
-    """Show the runs of the visitor and its projects, to admins those of all owners, the last used first."""
+    """List the runs of the visitor and its projects, or all runs for an admin."""
     query = visit.make_list_query(_PAGE_ROWS)
     lines, total = visit.read(lambda tx: queries.list_runs(tx, query))
     return Page(
@@ -62,13 +67,13 @@ def list_runs(visit: Visit) -> Page:
 
 @pages.get("/training_runs/{run_id}")
 def show_run(visit: Visit) -> Page:
-    """Show one run: its curves, or another tab."""
+    """Show one tab of a run, by default its curves."""
     line = _find_run(visit)
     tab = visit.get_query("tab", "curves")
     if tab not in _TABS:
-        raise bad_request(f"tab: {tab!r} is not one of {', '.join(_TABS)}")
+        raise bad_request(f"tab: {tab!r} must be one of {', '.join(_TABS)}")
 
-    # The heading is the same on all tabs.
+    # The heading, which is the same on all tabs
     steps = read_steps(visit, line.model_id, line.owner)
     (run,) = describe_runs(visit, [line])
     saved = visit.read(lambda tx: queries.list_checkpoints_of_runs(tx, [line.model_id], _CHECKPOINTS, visit.now))
@@ -81,6 +86,7 @@ def show_run(visit: Visit) -> Page:
         "has_sampler": any(row.kind == CheckpointKind.SAMPLER for row in saved),
     }
 
+    # The tab
     match tab:
         case "steps":
             newest_first = steps[::-1][visit.offset : visit.offset + _STEP_ROWS]
@@ -94,31 +100,39 @@ def show_run(visit: Visit) -> Page:
         case "checkpoints":
             values["checkpoints"] = [(row, line.owner, True) for row in saved[::-1]]
         case "requests":
-            found = visit.read(lambda tx: queries.list_requests_of_model(tx, line.model_id, _REQUESTS))
-            values["requests"] = [describe_request(request) for request in found]
+            lines = visit.read(lambda tx: queries.list_requests_of_model(tx, line.model_id, _REQUESTS))
+            values["requests"] = [describe_request(request) for request in lines]
+
         case "config":
             row = visit.read(lambda tx: access.find_visible_run(tx, visit.caller, line.model_id))
             values["is_own"] = visit.caller.can_act_for(line.owner)
             values["session"] = visit.read(lambda tx: sessions.get(tx, line.session_id))
             values["metadata"] = row.user_metadata or {}
             values["joined"], values["free"] = visit.read(lambda tx: _list_logged(tx, visit, line))
+
         case _:
             values["curves"] = _list_curves(steps)
     return Page("run.jinja", values)
 
 
 def _find_run(visit: Visit, model_id: str | None = None) -> RunLine:
-    """Find a run that the visitor sees, by default the one of the address. Raises ApiError 404 if there is none."""
+    """Return a run, by default the run in the URL.
+
+    Raises ApiError 404 if the visitor cannot see it.
+    """
     run_id = ModelId(visit.path["run_id"] if model_id is None else model_id)
     visit.read(lambda tx: access.find_visible_run(tx, visit.caller, run_id))
     line = visit.read(lambda tx: queries.get_run(tx, run_id))
     if line is None:
-        raise not_found(f"model {quote_value(run_id)} does not exist")
+        raise not_found(f"run {quote_value(run_id)} does not exist")
     return line
 
 
 def _list_logged(tx: Session, visit: Visit, line: RunLine) -> tuple[list[LoggedRunRow], list[LoggedRunRow]]:
-    """Return the logged runs that are shown in a run, and for its owner the newest ones that are shown in none."""
+    """Return the logged runs that belong to a run, and the owner's newest unassigned logged runs.
+
+    The second list is empty if the visitor may not change the run.
+    """
     joined = logged_metrics.list_runs(tx, line.owner, model_id=line.model_id, limit=_LOGGED_RUNS)
     if not visit.caller.can_act_for(line.owner):
         return joined, []
@@ -134,50 +148,55 @@ def _find_hints(visit: Visit, line: RunLine, steps: Sequence[OptimizerStep]) -> 
 
 
 def _list_curves(steps: Sequence[OptimizerStep]) -> list[tuple[str, str]]:
-    """Return name and title of the curves that a run has."""
-    there = {name for step in steps for name in step.values}
-    return [(curve.name, curve.title) for curve in CURVES if curve.name in there]
+    """Return the names and titles of the curves that have values."""
+    present = {name for step in steps for name in step.values}
+    return [(curve.name, curve.title) for curve in CURVES if curve.name in present]
 
 
 @pages.get("/console/data/training_runs/{run_id}/curves")
 def send_curves(visit: Visit) -> Response:
-    """Send the steps of a run for charts and programs, with `since` only those from that step on."""
+    """Send the curves of a run as JSON, for charts and programs.
+
+    `since` is the first step to send.
+    """
     line = _find_run(visit)
     return JSONResponse(make_columns(visit, line.model_id, line.owner, visit.get_whole("since", 0)))
 
 
 @pages.get("/training_runs/{run_id}/curves.csv")
 def send_table(visit: Visit) -> Response:
-    """Send all steps of a run as a table."""
+    """Send the curves of a run as CSV, with one row per step."""
     line = _find_run(visit)
     return make_csv_response("curves.csv", make_rows(visit, line.model_id, line.owner))
 
 
 @pages.get("/compare")
 def compare(visit: Visit) -> Page:
-    """Show the curves of several runs in one plot."""
-    asked = visit.request.query_params.getlist("run") + visit.get_query("runs").split(",")
-    ids = list(dict.fromkeys(name for name in asked if name))[: _MAX_COMPARED + 1]
+    """Show the curves of multiple runs in the same charts."""
+    requested = visit.request.query_params.getlist("run") + visit.get_query("runs").split(",")
+    ids = list(dict.fromkeys(name for name in requested if name))[: _MAX_COMPARED + 1]
     if len(ids) > _MAX_COMPARED:
-        raise bad_request(f"runs: at most {_MAX_COMPARED} runs are compared at once")
+        raise bad_request(f"runs: select at most {_MAX_COMPARED} runs to compare")
     lines = [_find_run(visit, model_id) for model_id in ids]
-    return Page("compare.jinja", {"runs": describe_runs(visit, lines), "most": _MAX_COMPARED})
+    return Page("compare.jinja", {"runs": describe_runs(visit, lines), "max_runs": _MAX_COMPARED})
 
 
 @pages.post("/training_runs/{run_id}/logged_runs")
 def join_logged(visit: Visit) -> Response:
-    """Show a logged run in this run, or with `act` "separate" no longer."""
+    """Assign a logged run to this run. With `act` "separate", remove it from this run."""
+    # Check the fields of the form
     run_id, text = _find_run(visit).model_id, visit.get_field("logged_run_id")
     if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
-        raise bad_request(f"logged_run_id: {text[:50]!r} is not a number")
+        raise bad_request(f"logged_run_id: {text[:50]!r} must be a number")
     act = visit.get_field("act", "join")
     if act not in ("join", "separate"):
-        raise bad_request(f"act: {act!r} is neither join nor separate")
+        raise bad_request(f"act: {act!r} must be join or separate")
 
+    # Change the assignment
     def work(tx: Session) -> None:
         logged_run_id = int(text)
         if act == "separate" and logged_metrics.find_logged_run(tx, visit.caller, logged_run_id).model_id != run_id:
-            raise not_found(f"logged run {logged_run_id} is not shown in this run")
+            raise not_found(f"logged run {logged_run_id} does not belong to this run")
         logged_metrics.join_logged_run(tx, visit.caller, logged_run_id, run_id if act == "join" else None)
 
     visit.write(work)
@@ -186,7 +205,7 @@ def join_logged(visit: Visit) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """A run as lists and headings show it."""
+    """A run as it appears in lists and headings."""
 
     line: RunLine
     name: str
@@ -202,24 +221,24 @@ class RunView:
 
 
 def describe_runs(visit: Visit, lines: Sequence[RunLine]) -> list[RunView]:
-    """Describe runs, with their last steps."""
+    """Describe runs, with their newest loss and reward."""
     tokens = visit.read(lambda tx: _count_tokens(tx, lines))
     names = visit.read(lambda tx: queries.get_logged_names(tx, [line.model_id for line in lines]))
     return [_describe_run(visit, line, names.get(line.model_id), tokens.get(line.model_id)) for line in lines]
 
 
 def _count_tokens(tx: Session, lines: Sequence[RunLine]) -> dict[str, int]:
-    """Return the tokens that each run trained."""
+    """Return the training tokens of each run."""
     ids = {line.session_id for line in lines}
-    found = usage.read_totals(tx, None, 0, ("model_id",), session_ids=ids) if ids else []
-    return {total.group[0]: total.tokens for total in found if total.kind == "training"}
+    totals = usage.read_totals(tx, None, 0, ("model_id",), session_ids=ids) if ids else []
+    return {total.group[0]: total.tokens for total in totals if total.kind == "training"}
 
 
 def _describe_run(visit: Visit, line: RunLine, logged_name: str | None, tokens: int | None) -> RunView:
     spec = codec.decode(line.spec)
     assert isinstance(spec, ModelSpec)
 
-    # The curves of the loss and of the reward that the client logged, if it did.
+    # Small curves of the loss, and of the reward if the client logged one
     if line.num_steps <= _WHOLE_STEPS:
         steps = thin_steps(read_steps(visit, line.model_id, line.owner), ("loss",), _SPARK_BUCKETS)
     else:
@@ -248,7 +267,10 @@ def _describe_run(visit: Visit, line: RunLine, logged_name: str | None, tokens: 
 
 
 def find_state(status: str, last_request_at: float, now: float, *, has_finished: bool = False) -> str:
-    """Return what a run does in one word; `has_finished` is whether its session has."""
+    """Return the state of a run in one word.
+
+    `has_finished` tells whether its session has finished.
+    """
     if status != "ready":
         return _STATES.get(status, status)
     if has_finished:
@@ -257,7 +279,11 @@ def find_state(status: str, last_request_at: float, now: float, *, has_finished:
 
 
 def find_reward(values: Mapping[str, float | None]) -> float | None:
-    """Return the reward among metrics that a client logged, under any of its usual names; None without one."""
+    """Return the reward among metrics that a client logged, or None if there is none.
+
+    A metric counts as reward if its name contains "reward". Exact names, for example
+    "env/reward_mean", are preferred.
+    """
     named = [name for name in values if "reward" in name.lower()]
     exact = [
         name for name in named if name.lower().rpartition("/")[2] in ("reward", "reward_mean", "mean_reward", "total")
@@ -267,7 +293,7 @@ def find_reward(values: Mapping[str, float | None]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """A request as lists show it."""
+    """A request as it appears in lists."""
 
     line: RequestLine
     problem: str
@@ -277,16 +303,19 @@ class RequestView:
 
 
 def describe_request(line: RequestLine) -> RequestView:
-    """Describe a request, with the error if it failed."""
+    """Describe a request, including the error if it failed."""
+    # The error of a failed request
     problem = category = ""
     if line.status == "failed" and line.result is not None:
         try:
             result = codec.decode(line.result)
         except codec.CodecError:
-            problem = "the stored error is damaged"
+            problem = "the stored error cannot be read"
         else:
             if isinstance(result, Failure):
                 problem, category = result.message, result.category
+
+    # How long it waited and ran
     started = line.started_at
     return RequestView(
         line=line,
@@ -297,16 +326,11 @@ def describe_request(line: RequestLine) -> RequestView:
     )
 
 
-_CURVES = CurveCache()
-"""One for each process, like its store."""
-_MAX_LOGGED = 5000
-_MAX_LOGGED_NAMES = 60
-_MAX_MARKS = 500
-_NAMES = [curve.name for curve in CURVES]
-
-
 def read_steps(visit: Visit, model_id: ModelId, owner: str) -> Sequence[OptimizerStep]:
-    """Return all steps of a run that the visitor may see, with its owner's samples from its weights."""
+    """Return all steps of a run, with the sums over its owner's samples.
+
+    The visitor must be allowed to see the run.
+    """
     return _CURVES.read_steps(
         f"{id(visit.context)} {model_id}",
         lambda after, limit: visit.read(lambda tx: points.read_points(tx, model_id, after, limit)),
@@ -315,7 +339,10 @@ def read_steps(visit: Visit, model_id: ModelId, owner: str) -> Sequence[Optimize
 
 
 def read_logged(visit: Visit, model_id: ModelId, since: int = 0) -> dict[str, dict[str, list[Any]]]:
-    """Return the metrics that the client logged itself, from a step on: for each name its steps, times and values."""
+    """Return the metrics that clients logged from a step on.
+
+    For each name, there are lists of steps, times and values.
+    """
     logged = visit.read(lambda tx: queries.list_logged_steps(tx, model_id, _MAX_LOGGED))
     curves: dict[str, dict[str, list[Any]]] = {}
     for point in logged:
@@ -330,15 +357,19 @@ def read_logged(visit: Visit, model_id: ModelId, since: int = 0) -> dict[str, di
 
 
 def make_columns(visit: Visit, model_id: ModelId, owner: str, since: int) -> dict[str, Any]:
-    """Return the steps from `since` on as columns. A reader replaces its own steps from there on."""
+    """Return the curves of a run as columns, for the steps from `since` on.
+
+    A reader that polls replaces its own steps from `since` on by the result.
+    """
+    # Steps
     steps = read_steps(visit, model_id, owner)
     total = len(steps)
     if since:
         steps = [step for step in steps if step.step >= since]
     kept = thin_steps(steps, _NAMES)
 
-    # Curves that no step has are left out.
-    there = {name for step in kept for name in step.values}
+    # Curves without values are left out
+    present = {name for step in kept for name in step.values}
     marks = visit.read(lambda tx: queries.list_checkpoints_of_runs(tx, [model_id], _MAX_MARKS, visit.now))
 
     return {
@@ -347,12 +378,13 @@ def make_columns(visit: Visit, model_id: ModelId, owner: str, since: int) -> dic
         "total": total,
         "step": [step.step for step in kept],
         "time": [step.at for step in kept],
-        "curves": {name: [step.values.get(name) for step in kept] for name in _NAMES if name in there},
+        "curves": {name: [step.values.get(name) for step in kept] for name in _NAMES if name in present},
         "titles": {
             curve.name: {"title": curve.title, "help": curve.help, "unit": curve.unit}
             for curve in CURVES
-            if curve.name in there
+            if curve.name in present
         },
+        # Besides the curves
         "logged": read_logged(visit, model_id, since),
         "checkpoints": [
             {"name": row.name, "kind": row.kind, "step": row.step, "time": row.created_at}
@@ -363,7 +395,7 @@ def make_columns(visit: Visit, model_id: ModelId, owner: str, since: int) -> dic
 
 
 def make_rows(visit: Visit, model_id: ModelId, owner: str) -> Iterator[list[object]]:
-    """Yield the heads of a table of all steps, then a row for each step."""
+    """Yield the header of a table of all steps, then one row per step."""
     logged = read_logged(visit, model_id)
     yield ["step", "time", *_NAMES, *(f"logged/{name}" for name in logged)]
     by_step = [dict(zip(curve["step"], curve["value"], strict=True)) for curve in logged.values()]

@@ -1,4 +1,4 @@
-"""The tab of a run with its samples: which step, which group, and the texts in the groups of their prompts."""
+"""The samples tab of a run: choose a step and a group, and read the samples grouped by prompt."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from skyrl_tx.apps.history import kept_samples
 from skyrl_tx.apps.history.kept_samples import KeptGroup, KeptSample
 
 Decode = Callable[[Sequence[int]], str | None]
-"""Returns the text of tokens, or None if the tokenizer is unknown."""
+"""Returns the text of tokens, or None if they cannot be decoded."""
 
 _MAX_STEPS = 200
 _MAX_GROUPS = 64
@@ -23,21 +23,24 @@ _SHOWN_SAMPLES = 64
 
 
 def find_owner(visit: Visit, line: RunLine) -> str | None:
-    """Return the owner whose samples of a run are shown; None means all owners."""
+    """Return the owner whose samples are shown, or None for all owners."""
     return None if visit.caller.is_admin else line.owner
 
 
 def read_tab(visit: Visit, line: RunLine) -> dict[str, Any]:
-    """Return what the template of the tab shows: the samples of `?step=`, by default of the newest."""
+    """Return the values for the tab's template.
+
+    `?step=` chooses the step, by default the newest.
+    """
+    # The weights after n - 1 optimizer steps make the samples that step n trains on
     owner = find_owner(visit, line)
     kept = visit.read(lambda tx: kept_samples.list_steps(tx, line.model_id, owner, _MAX_STEPS))
-    # Step n trains on what the weights after n - 1 optimizer steps made.
     steps = [(number + 1, count) for number, count in kept if number is not None]
     step = visit.get_whole("step", steps[0][0] if steps else 0)
     rows = visit.read(lambda tx: kept_samples.read_step(tx, line.model_id, step - 1, _MAX_GROUPS, owner=owner))
 
     groups = describe_groups(rows, make_decoder(get_service(visit.request).text))
-    number = visit.get_whole("group", 0, most=_MAX_GROUPS)
+    number = visit.get_whole("group", 0, maximum=_MAX_GROUPS)
     return {
         "sample_steps": steps,
         "step": step,
@@ -49,7 +52,10 @@ def read_tab(visit: Visit, line: RunLine) -> dict[str, Any]:
 
 
 def make_decoder(text: ModelText) -> Decode:
-    """Return a function that decodes tokens. It returns None without a tokenizer, and for ids beyond its range."""
+    """Return a function that decodes tokens.
+
+    It returns None if there is no tokenizer or an id is out of range.
+    """
     if not text.has_tokenizer:
         return lambda _: None
 
@@ -64,12 +70,12 @@ def make_decoder(text: ModelText) -> Decode:
 
 @dataclass(frozen=True, slots=True)
 class SampleView:
-    """One sampled sequence."""
+    """A sampled sequence as the page shows it."""
 
     number: int
     text: str
     is_text: bool
-    """False if `text` shows the ids of tokens."""
+    """False if `text` has token ids, because there is no tokenizer."""
     num_tokens: int
     is_cut: bool
     stop_reason: str
@@ -77,14 +83,14 @@ class SampleView:
     """Geometric mean of the probabilities of its tokens."""
     advantage: float | None
     bar: float
-    """Length of the advantage from -1 to 1, where 1 is the largest in the step."""
+    """The advantage divided by the largest absolute advantage of the step."""
     kl: float | None
     trainer_gap: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
-    """The samples of one prompt."""
+    """The samples of one prompt as the page shows them."""
 
     number: int
     request_id: str
@@ -95,18 +101,22 @@ class GroupView:
 
 
 def describe_groups(kept: Sequence[KeptGroup], decode: Decode) -> list[GroupView]:
-    """Describe the groups of a step; the best sample of a group first."""
+    """Describe the groups of a step.
+
+    The samples of a group are sorted by advantage, highest first.
+    """
     advantages = [sample.advantage for group in kept for sample in group.samples if sample.advantage is not None]
     largest = max(map(abs, advantages), default=0.0)
     return [_describe_group(number, group, largest, decode) for number, group in enumerate(kept, start=1)]
 
 
 def _describe_group(number: int, group: KeptGroup, largest: float, decode: Decode) -> GroupView:
-    text, is_text = _write(group.prompt.tolist(), decode)
+    text, is_text = _format_tokens(group.prompt.tolist(), decode)
     ordered = sorted(
         group.samples,
         key=lambda sample: (-(sample.advantage if sample.advantage is not None else -math.inf), sample.sample_index),
     )
+
     return GroupView(
         number=number,
         request_id=group.request_id,
@@ -122,7 +132,7 @@ def _describe_group(number: int, group: KeptGroup, largest: float, decode: Decod
 
 def _describe_sample(number: int, sample: KeptSample, largest: float, decode: Decode) -> SampleView:
     mean = float(sample.logprobs.mean()) if sample.logprobs.size else math.nan
-    text, is_text = _write(sample.tokens.tolist(), decode)
+    text, is_text = _format_tokens(sample.tokens.tolist(), decode)
     return SampleView(
         number=number,
         text=text,
@@ -138,8 +148,11 @@ def _describe_sample(number: int, sample: KeptSample, largest: float, decode: De
     )
 
 
-def _write(tokens: Sequence[int], decode: Decode) -> tuple[str, bool]:
-    """Return tokens as text, or their ids, and whether it is text."""
+def _format_tokens(tokens: Sequence[int], decode: Decode) -> tuple[str, bool]:
+    """Return the text of tokens, or their ids if they cannot be decoded.
+
+    The second value is True for text.
+    """
     text = decode(tokens[:_SHOWN_TOKENS])
     if text is not None:
         return text, True

@@ -1,4 +1,4 @@
-"""The pages of client sessions: list, and one with its runs, samplers, and requests and tokens over time."""
+"""The pages of sessions: the list, and one session with its timeline, tokens, runs and samplers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ _MAX_RUNS = 50
 _MAX_SAMPLERS = 50
 _MAX_REQUESTS = 12
 _MAX_SPANS = 2000
-"""Requests on a timeline."""
+"""Limit on the requests on a timeline."""
 _TRAFFIC_S = 30 * 86_400
 _MAX_BUCKETS = 20_000
 _MAX_BARS = 60
@@ -37,34 +37,34 @@ _PANELS: tuple[tuple[str, frozenset[str]], ...] = (
     ("Prefill", frozenset({"prefill", "prefill_cached"})),
 )
 Bucket = tuple[int, str, int]
-"""Begin of five minutes or of an hour, kind of work, tokens."""
+"""Start of a bucket of five minutes or an hour, kind of work, and tokens."""
 
 
 @pages.get("/sessions", menu="Sessions")
 def list_sessions(visit: Visit) -> Page:
-    """Show the sessions of the visitor and its projects, to admins those of all owners, newest first."""
+    """List the sessions of the visitor and its projects, or all sessions for an admin."""
     query = visit.make_list_query(_PAGE_ROWS)
-    found, total = visit.read(lambda tx: queries.read_session_page(tx, query))
-    pager = visit.make_pager(_PAGE_ROWS, len(found), total)
-    values = {"sessions": found, "pager": pager, "search": query.search, "project": query.project}
+    lines, total = visit.read(lambda tx: queries.read_session_page(tx, query))
+    pager = visit.make_pager(_PAGE_ROWS, len(lines), total)
+    values = {"sessions": lines, "pager": pager, "search": query.search, "project": query.project}
     return Page("sessions.jinja", values)
 
 
 @pages.get("/sessions/{session_id}")
 def show_session(visit: Visit) -> Page:
-    """Show one session with its requests over time, runs and samplers."""
+    """Show one session with its timeline, tokens over time, runs and samplers."""
     session_id = _find_session(visit)
     row = visit.read(lambda tx: sessions.get(tx, session_id))
     assert row is not None
     lines = visit.read(lambda tx: queries.list_runs_of_session(tx, session_id, _MAX_RUNS))
     samplers = _read_samplers(visit, session_id)
 
-    # Requests and tokens over time.
+    # Requests, and tokens over time
     groups = visit.read(lambda tx: read_session_groups(tx, session_id, visit.now, _MAX_REQUESTS, with_logged=False))
     since = int(visit.now) - _TRAFFIC_S
     buckets = visit.read(lambda tx: queries.read_usage_of_session(tx, session_id, since, _MAX_BUCKETS))
-    opened = visit.read(lambda tx: queries.list_open_groups(tx, row.owner))
-    waiting = [group for group in opened if group.session_id == session_id]
+    open_groups = visit.read(lambda tx: queries.list_open_groups(tx, row.owner))
+    waiting = [group for group in open_groups if group.session_id == session_id]
 
     return Page(
         "session.jinja",
@@ -82,14 +82,17 @@ def show_session(visit: Visit) -> Page:
 
 @pages.get("/sessions/{session_id}/trace")
 def download_trace(visit: Visit) -> Response:
-    """Go to a signed address of the timeline as a Perfetto trace."""
+    """Redirect to a signed URL that downloads the timeline as a Perfetto trace."""
     return see_other(make_trace_url(visit.context, visit.caller, visit.request, _find_session(visit)))
 
 
 @pages.get("/console/data/sessions/{session_id}/timeline")
 def send_timeline(visit: Visit) -> Response:
-    """Send the newest requests of a session, with `after` only those after a position."""
-    session_id, after = _find_session(visit), visit.get_whole("after", 0, most=2**53)
+    """Send the newest requests of a session as JSON, for the drawing.
+
+    `after` leaves out requests up to a position.
+    """
+    session_id, after = _find_session(visit), visit.get_whole("after", 0, maximum=2**53)
     groups = visit.read(
         lambda tx: read_session_groups(tx, session_id, visit.now, _MAX_SPANS, after=after, with_logged=False)
     )
@@ -98,7 +101,10 @@ def send_timeline(visit: Visit) -> Response:
 
 
 def _find_session(visit: Visit) -> SessionId:
-    """Return the session of the address. Raises ApiError 404 if the visitor has none of this id."""
+    """Return the id of the session in the URL.
+
+    Raises ApiError 404 if the visitor cannot see the session.
+    """
     session_id = SessionId(visit.path["session_id"])
     return visit.read(lambda tx: access.find_visible_session(tx, visit.caller, session_id)).session_id
 
@@ -109,7 +115,7 @@ def _read_samplers(visit: Visit, session_id: SessionId) -> Sequence[SamplingSess
 
 
 def _describe_weights(samplers: Sequence[SamplingSessionRow]) -> Mapping[str, str]:
-    """Return what each sampler samples from, by its id."""
+    """Return a description of each sampler's weights, by the sampler's id."""
     return {
         row.sampling_session_id: row.model_path
         or (row.base_model if row.model_id is None else f"weights of {shorten_id(row.model_id)}")
@@ -120,16 +126,18 @@ def _describe_weights(samplers: Sequence[SamplingSessionRow]) -> Mapping[str, st
 def make_timeline(
     groups: Sequence[TimelineGroup], now: float, weights: Mapping[str, str], after: int = 0
 ) -> dict[str, Any]:
-    """Return requests as tracks for the drawing. `weights` describes what each sampler samples from.
+    """Return requests as tracks for the drawing. `weights` describes the weights of each sampler.
 
-    A reader keeps the requests that it has, by their position, and asks for those after `cursor`.
+    The script keeps requests by position. It polls with `after=cursor`, which returns new requests,
+    and requests that were still open.
     """
     spans = [span for group in groups for span in group.spans]
     positions = [span.position for span in spans]
-    is_open = [span.position for span in spans if span.status == "open"]
+    open_positions = [span.position for span in spans if span.status == "open"]
+
     return {
         "now": now,
-        "cursor": min(is_open) - 1 if is_open else max(positions, default=after),
+        "cursor": min(open_positions) - 1 if open_positions else max(positions, default=after),
         "columns": ["position", "name", "created", "started", "ended", "status", "device_s", "detail"],
         "tracks": [
             {
@@ -144,7 +152,7 @@ def make_timeline(
 
 
 def _name_track(group: TimelineGroup) -> str:
-    """Return the name of a track."""
+    """Return the name of a model's or sampler's track."""
     name = group.model_id or group.sampling_session_id
     if name is None:
         return "other requests"
@@ -159,21 +167,21 @@ def _list_span(span: TimelineSpan) -> list[object]:
 
 
 def _describe_span(span: TimelineSpan) -> str:
-    """Return what else is known of a request than its times."""
-    known = span.annotations
+    """Describe a request in a few words, for example "step 3, 1,024 tokens"."""
+    annotations = span.annotations
     words: list[str] = []
-    if isinstance(step := known.get("step"), int):
+    if isinstance(step := annotations.get("step"), int):
         words.append(f"step {get_displayed_step('step' if span.name == 'optim_step' else span.name, step)}")
-    elif "seq_id" in known:
-        words.append(f"number {known['seq_id']}")
-    if tokens := known.get("tokens"):
+    elif "seq_id" in annotations:
+        words.append(f"number {annotations['seq_id']}")
+    if tokens := annotations.get("tokens"):
         words.append(f"{tokens:,} tokens")
     return ", ".join(words)
 
 
 @dataclass(frozen=True, slots=True)
 class SpanLine:
-    """One request in a table."""
+    """A request in a table."""
 
     track: str
     model_id: str | None
@@ -198,7 +206,7 @@ def _describe_request(group: TimelineGroup, span: TimelineSpan) -> SpanLine:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Tokens of one kind of work over time. `bars` is an SVG path of 300 x 64."""
+    """The tokens of one kind of work over time. `bars` is an SVG path in a box of 300 x 64."""
 
     title: str
     total: str
@@ -208,7 +216,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The tokens of a session over time, between two times."""
+    """The tokens of a session over time. Each bar covers `bar_s` seconds."""
 
     panels: Sequence[Panel]
     begin: float
@@ -217,17 +225,23 @@ class Traffic:
 
 
 def make_traffic(buckets: Sequence[Bucket], began: float, now: float) -> Traffic | None:
-    """Return the tokens over time, by kind of work, of a session that began at a time; None without any."""
+    """Return the tokens over time by kind of work, or None if there are none.
+
+    `began` is the start of the session.
+    """
     if not buckets:
         return None
+
+    # Choose the length of a bar. Old buckets have been merged into hours.
     begin = min(at for at, _, _ in buckets)
     last = max(at for at, _, _ in buckets)
-    least = HOUR_S if begin < now - FINE_S else BUCKET_S  # old rows are those of whole hours
-    bar_s = next((bar for bar in _BAR_S if bar >= least and last - begin < _MAX_BARS * bar), _BAR_S[-1])
+    min_bar_s = HOUR_S if begin < now - FINE_S else BUCKET_S
+    bar_s = next((bar for bar in _BAR_S if bar >= min_bar_s and last - begin < _MAX_BARS * bar), _BAR_S[-1])
     begin -= begin % bar_s
     number = min((last - begin) // bar_s + 1, 2 * _MAX_BARS)
     ends = [begin + bar_s * (index + 1) for index in range(number)]
-    # The first bar and the newest one are not full: their tokens were processed in a part of it.
+
+    # The first and the last bar are incomplete, so their rates use the time that they really cover
     lengths = [max(min(end, now) - max(end - bar_s, began), 1.0) for end in ends]
     panels: list[Panel] = []
     for title, kinds in _PANELS:

@@ -1,4 +1,4 @@
-"""The console as a part of the HTTP application: routes, log-in, rendering, and errors as pages."""
+"""The console's routes: log-in, dispatch to the handlers of pages, rendering, and error pages."""
 
 import logging
 import secrets
@@ -45,14 +45,14 @@ TABLES: tuple[PageTable, ...] = (
 )
 """The pages of all modules, in the order of the menu."""
 _THREADS = 4
-"""Pages that are made at once: they never take the threads of training requests."""
+"""Number of threads that render pages. They are separate from the threads of API requests."""
 _FORM_LIMITS = BodyLimits(max_bytes=2**18)
 _MAX_FIELDS = 2000
 _DATA = "/console/data/"
 
 
 def create_routes(context: ApiContext) -> list[Route]:
-    """Return the routes of the console."""
+    """Create the routes of the console."""
     console = Console(context)
     routes = [
         Route("/", console.redirect_to_overview, methods=["GET"]),
@@ -68,14 +68,17 @@ def create_routes(context: ApiContext) -> list[Route]:
 
 
 def describe_session(call: ApiCall, request: Request, session_id: SessionId) -> str | None:
-    """Return a line with the address of a session's page."""
+    """Return a line with the URL of a session's page, or None if the console is disabled."""
     if call.settings.no_console:
         return None
     return f"live: {get_base_url(call.settings, request)}/sessions/{session_id}"
 
 
 class Console:
-    """The console of one API process. It keeps no state of its own."""
+    """The console of one API process.
+
+    It has no state except caches, so any API process can serve any request.
+    """
 
     def __init__(self, context: ApiContext) -> None:
         self._context = context
@@ -87,7 +90,7 @@ class Console:
         self._menu = [entry for table in TABLES for entry in table.menu]
 
     def make_endpoint(self, handler: Handler, *, is_form: bool) -> Endpoint:
-        """Return the endpoint of a page or of a form."""
+        """Create the endpoint of a page or a form."""
 
         async def serve(request: Request) -> Response:
             return await self._serve(request, partial(self._answer, handler, request, is_form=is_form))
@@ -95,11 +98,11 @@ class Console:
         return serve
 
     async def redirect_to_overview(self, request: Request) -> Response:
-        """Go to the overview."""
+        """Redirect to the overview."""
         return see_other("/overview")
 
     async def show_login(self, request: Request) -> Response:
-        """Show the form for a key, unless the visitor is known."""
+        """Show the log-in form, or redirect a visitor who is logged in already."""
 
         def work(_: Form) -> Response:
             then = request.query_params.get("next", "")
@@ -110,10 +113,11 @@ class Console:
         return await self._serve(request, work)
 
     async def log_in(self, request: Request) -> Response:
-        """Exchange a key for a cookie."""
+        """Check an API key, and start a console session."""
 
         def work(form: Form) -> Response:
-            check_form(request, "", "")  # there is no session yet, so only the origin counts
+            # There is no session yet, so this only checks that the form is from this site
+            check_form(request, "", "")
             address = "" if request.client is None else request.client.host
             then = form.get("next", [""])[-1]
             try:
@@ -121,6 +125,8 @@ class Console:
             except ApiError as error:
                 self._failed_logins.record(error.detail, address)
                 return self._render(request, None, _make_login_page(then, error))
+
+            # Record the log-in and set the cookie
             self._context.store.write(
                 lambda tx: audit.record(tx, "organization_login", principal.actor, time.time(), address=address)
             )
@@ -131,7 +137,7 @@ class Console:
         return await self._serve(request, work)
 
     async def log_out(self, request: Request) -> Response:
-        """Forget the cookie."""
+        """End the console session."""
 
         def work(form: Form) -> Response:
             visitor = self._sessions.find_visitor(request)
@@ -144,7 +150,10 @@ class Console:
         return await self._serve(request, work)
 
     async def _serve(self, request: Request, work: Callable[[Form], Response]) -> Response:
-        """Run work with the form of a request in a thread; its errors become pages."""
+        """Read the form of a request, and call `work` with it in a thread.
+
+        Errors become error pages.
+        """
         try:
             form: Form = await _read_form(request) if request.method == "POST" else {}
             return await to_thread.run_sync(work, form, limiter=self._limiter)
@@ -154,16 +163,23 @@ class Console:
             return await to_thread.run_sync(self._make_error_page, request, error, limiter=self._limiter)
 
     def _answer(self, handler: Handler, request: Request, form: Form, *, is_form: bool) -> Response:
+        # Authenticate. Only requests for whole pages are redirected to the log-in.
         visitor = self._find_visitor(request)
         if visitor is None:
             if is_form or "hx-request" in request.headers or request.url.path.startswith(_DATA):
-                raise ApiError(HTTPStatus.UNAUTHORIZED, "your console session has ended: log in again")
+                raise ApiError(HTTPStatus.UNAUTHORIZED, "your console session has ended; log in again")
             return see_other("/login?" + urlencode({"next": request.url.path + _get_query(request)}))
         request.scope[OWNER] = visitor.principal.owner  # for the log
+
+        # Check a form
         if is_form:
             check_form(request, form.get(FORM_TOKEN, [""])[-1], visitor.form_token)
             if not visitor.may_change:
-                raise ApiError(HTTPStatus.FORBIDDEN, f"a key of scope {visitor.principal.scope} only reads")
+                raise ApiError(
+                    HTTPStatus.FORBIDDEN, f"a key of scope {visitor.principal.scope} may read, but not change anything"
+                )
+
+        # Call the handler
         visit = Visit(self._context, self._sessions, visitor, request, form, time.time())
         answer = handler(visit)
         if isinstance(answer, Page):
@@ -173,7 +189,10 @@ class Console:
         return answer
 
     def _find_visitor(self, request: Request) -> Visitor | None:
-        """Return who asks; programs may send a key for the data of charts, as they do for the API."""
+        """Return the visitor, or None if there is no console session.
+
+        For chart data, programs can send an API key instead of a cookie.
+        """
         key = request.headers.get("x-api-key", "")
         if not key or not request.url.path.startswith(_DATA):
             return self._sessions.find_visitor(request)
@@ -181,22 +200,30 @@ class Console:
         return Visitor(self._sessions.log_in(key, address), "")
 
     def _make_error_page(self, request: Request, error: Exception) -> Response:
+        """Return the page for an error, or JSON for a request of chart data.
+
+        Log errors that are not the visitor's.
+        """
         about = {"owner": request.scope.get(OWNER)}
         match error:
+            # Mistakes of the visitor
             case ApiError():
                 page = Page("error.jinja", {"detail": error.detail}, error.status, error.headers or {})
             case UserError() | ValueRefused():
                 page = Page("error.jinja", {"detail": str(error)}, HTTPStatus.BAD_REQUEST)
+
+            # Problems of the server
             case StoreError():
                 _log.error("%s %s: %s", request.method, request.url.path, error, extra=about)
-                detail = "the database is not available; the server's log says why"
+                detail = "the database is not available; see the server's log"
                 page = Page("error.jinja", {"detail": detail}, HTTPStatus.SERVICE_UNAVAILABLE)
             case _:
                 reference = secrets.token_hex(4)
-                failed = "%s %s failed (reference %s)"
-                _log.error(failed, request.method, request.url.path, reference, exc_info=error, extra=about)
-                detail = f"internal error; the server's log has it under reference {reference}"
+                message = "%s %s failed (reference %s)"
+                _log.error(message, request.method, request.url.path, reference, exc_info=error, extra=about)
+                detail = f"internal error; search the server's log for reference {reference}"
                 page = Page("error.jinja", {"detail": detail}, HTTPStatus.INTERNAL_SERVER_ERROR)
+
         if request.url.path.startswith(_DATA):
             return JSONResponse(dict(page.values), page.status, headers={**NO_STORE, **page.headers})
         return self._render(request, None, page)
@@ -218,12 +245,15 @@ class Console:
 
 
 async def _read_form(request: Request) -> Form:
-    """Receive the fields of a form. Raises ApiError 400 or 413."""
+    """Read the fields of a form.
+
+    Raises ApiError 400 if they are malformed, and 413 if they are too large.
+    """
     body = await read_body(request, _FORM_LIMITS)
     try:
         return parse_qs(body.decompress().decode(), keep_blank_values=True, max_num_fields=_MAX_FIELDS)
     except ValueError as error:
-        raise bad_request(f"this form cannot be read: {error}") from error
+        raise bad_request(f"the form cannot be read: {error}") from error
 
 
 def _make_login_page(then: str, error: ApiError | None = None) -> Page:
@@ -235,7 +265,10 @@ def _make_login_page(then: str, error: ApiError | None = None) -> Page:
 
 
 def _check_own_path(path: str) -> str:
-    """Return a path of this server to go to; the overview instead of anything that may lead elsewhere."""
+    """Return `path` if it is a path on this server, else the path of the overview.
+
+    Prevents open redirects.
+    """
     parts = urlsplit(path) if len(path) < 1000 and "\\" not in path and path.isprintable() else None
     is_own = parts is not None and not parts.scheme and not parts.netloc and path.startswith("/") and path[1:2] != "/"
     return path if is_own and not path.startswith(("/login", "/logout")) else "/overview"

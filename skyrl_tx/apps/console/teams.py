@@ -1,4 +1,4 @@
-"""The pages about teams: quotas and what is used of them, and projects with their members."""
+"""The pages for teams: quotas with their use, projects with their members, and usage."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -26,26 +26,41 @@ pages = PageTable()
 _MAX_SHOWN = 200
 _ROLES: tuple[ProjectRole, ...] = get_args(ProjectRole)
 _TITLES = {"checkpoint_bytes": "Checkpoints"}
-"""Titles of quotas that differ from their names."""
+"""Titles of limits, where they differ from the name of the limit."""
 _BEYOND: dict[OverQuota, str] = {"wait": "waits until 00:00 UTC", "fail": "fails until 00:00 UTC"}
 _UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+Box = tuple[str, float, float, float, float]
+"""Kind of tokens, x, y, width and height of a rectangle, in a drawing of 800 x 120."""
+
+_DAY_S = 86_400
+_WINDOWS = (1, 7, 30, 90, 365)
+_COLUMNS = (
+    *("subject", "training_tokens", "prefill_tokens", "cached_tokens", "sampled_tokens"),
+    *("checkpoints", "device_s", "gigabyte_hours", "cost_usd"),
+)
+_ADDRESSES = {"session": "/sessions/", "run": "/training_runs/"}
+_WIDTH, _HEIGHT = 800.0, 120.0
+_GAP = 0.2
+"""The gap between two bars, as a fraction of the width of a day."""
+_MAX_BARS = 100
 
 
 @pages.get("/quotas", menu="Quotas")
 def list_quotas(visit: Visit) -> Page:
-    """Show what is used of the visitor's quotas, to admins of all."""
+    """Show the visitor's quotas and how much of them is used. Admins see all quotas."""
 
-    def look(tx: Session) -> tuple[Rules, list[QuotaUse], list[QuotaRow]]:
+    def read_quotas(tx: Session) -> tuple[Rules, list[QuotaUse], list[QuotaRow]]:
         rules = quotas.read_rules(tx)
-        shown = read_quota_uses(tx, rules, visit.caller.owner_filter, visit.now, limit=_MAX_SHOWN)
-        return rules, shown, quotas.list_rows(tx) if visit.caller.is_admin else []
+        uses = read_quota_uses(tx, rules, visit.caller.owner_filter, visit.now, limit=_MAX_SHOWN)
+        return rules, uses, quotas.list_rows(tx) if visit.caller.is_admin else []
 
-    rules, found, rows = visit.read(look)
+    rules, uses, rows = visit.read(read_quotas)
     return Page(
         "quotas.jinja",
         {
-            "lines": list(describe_quotas(found)),
-            "is_cut": len(found) == _MAX_SHOWN,
+            "lines": list(describe_quotas(uses)),
+            "is_cut": len(uses) == _MAX_SHOWN,
             "weight": rules.weights.get(visit.caller.owner, 1),
             "is_weighted": bool(rules.weights),
             "rows": [
@@ -76,14 +91,14 @@ def remove_quota(visit: Visit) -> Response:
 
 
 def _put_quota(visit: Visit, value: int | None, over: OverQuota = "wait") -> bool:
-    visit.require_admin("quotas are set by an admin")
+    visit.require_admin("only admins can set quotas")
     subject, limit, actor = Subject.parse(visit.get_field("subject")), visit.get_field("limit"), visit.caller.actor
     return visit.write(lambda tx: quotas.put(tx, subject, limit, value, actor, visit.now, over=over))
 
 
 @dataclass(frozen=True, slots=True)
 class QuotaLine:
-    """One quota of one subject."""
+    """A quota and its use, as the page shows it."""
 
     subject: str
     title: str
@@ -91,26 +106,26 @@ class QuotaLine:
     allowed: str
     share: float
     beyond: str | None
-    """Says whether new work waits or fails, if the quota of a day is used up."""
+    """The fate of new requests, if a daily quota is used up."""
 
 
 def describe_quotas(uses: Sequence[QuotaUse]) -> Iterator[QuotaLine]:
-    """Describe quotas, each with what is used of it."""
+    """Describe quotas and their use."""
     for use in uses:
         quota, used = use.quota, use.used
         is_used_up = used >= quota.value
         yield QuotaLine(
             subject=quota.subject.label,
             title=_TITLES.get(quota.limit) or quota.limit.replace("_per_", " a ").replace("_", " ").capitalize(),
-            used=_write_amount(quota.limit, used),
-            allowed=_write_amount(quota.limit, quota.value),
+            used=_format_value(quota.limit, used),
+            allowed=_format_value(quota.limit, quota.value),
             share=min(used / quota.value, 1.0) if quota.value else 1.0,
             beyond=_BEYOND[quota.over] if is_used_up and quota.limit.endswith("_per_day") else None,
         )
 
 
-def _write_amount(limit: str, value: int) -> str:
-    """Return the value of a limit in few digits, bytes in decimal units, as storage is billed."""
+def _format_value(limit: str, value: int) -> str:
+    """Format the value of a limit. Bytes have decimal units, because storage is billed in them."""
     if not limit.endswith("_bytes"):
         return format_count(value)
     for unit, size in _UNITS:
@@ -121,56 +136,46 @@ def _write_amount(limit: str, value: int) -> str:
 
 @pages.get("/projects", menu="Projects")
 def list_projects(visit: Visit) -> Page:
-    """Show the projects that the visitor works in or is a member of, to admins all."""
-    found = visit.read(lambda tx: projects.list_visible(tx, visit.caller.owner_filter, _MAX_SHOWN))
-    return Page("projects.jinja", {"projects": found, "is_cut": len(found) == _MAX_SHOWN, "roles": _ROLES})
+    """List the projects in which the visitor is a member or has sessions.
+
+    Admins see all projects.
+    """
+    visible = visit.read(lambda tx: projects.list_visible(tx, visit.caller.owner_filter, _MAX_SHOWN))
+    return Page("projects.jinja", {"projects": visible, "is_cut": len(visible) == _MAX_SHOWN, "roles": _ROLES})
 
 
 @pages.post("/projects")
 def set_member(visit: Visit) -> Response:
-    """Give an owner a role in a project."""
+    """Add an owner to a project, or change the owner's role."""
     role = visit.get_field("role")
     if role not in _ROLES:
-        raise bad_request(f"role: {role[:50]!r} is not one of {', '.join(_ROLES)}")
+        raise bad_request(f"role: {role[:50]!r} must be one of {', '.join(_ROLES)}")
     _put_member(visit, role)
     return see_other("/projects")
 
 
 @pages.post("/projects/remove")
 def remove_member(visit: Visit) -> Response:
-    """Take a member out of a project."""
+    """Remove an owner from a project."""
     if not _put_member(visit, None):
         raise not_found(
-            f"{visit.get_field('owner')[:80]!r} is no member of project {visit.get_field('project')[:80]!r}"
+            f"{visit.get_field('owner')[:80]!r} is not a member of project {visit.get_field('project')[:80]!r}"
         )
     return see_other("/projects")
 
 
 def _put_member(visit: Visit, role: ProjectRole | None) -> bool:
-    visit.require_admin("members of projects are set by an admin")
+    visit.require_admin("only admins can change the members of projects")
     project_id, owner, actor = visit.get_field("project"), visit.get_field("owner"), visit.caller.actor
     return visit.write(lambda tx: projects.put_member(tx, project_id, owner, role, actor, visit.now))
 
 
-Box = tuple[str, float, float, float, float]
-"""Kind of tokens, x, y, width and height in a box of 800 by 120."""
-
-_DAY_S = 86_400
-_WINDOWS = (1, 7, 30, 90, 365)
-_COLUMNS = (
-    *("subject", "training_tokens", "prefill_tokens", "cached_tokens", "sampled_tokens"),
-    *("checkpoints", "device_s", "gigabyte_hours", "cost_usd"),
-)
-_ADDRESSES = {"session": "/sessions/", "run": "/training_runs/"}
-_WIDTH, _HEIGHT = 800.0, 120.0
-_GAP = 0.2
-"""The free part of the width of a day."""
-_MAX_BARS = 100
-
-
 @pages.get("/usage", menu="Usage")
 def show_usage(visit: Visit) -> Page:
-    """Show what each subject has used; to users of their own, to admins of all owners."""
+    """Show usage per day, and per subject, for example per run.
+
+    Admins see the usage of all owners.
+    """
     by, days = _read_choice(visit)
     lines = _read_lines(visit, by, days)
     daily = lines if by == "day" else _read_lines(visit, "day", days)
@@ -184,6 +189,7 @@ def show_usage(visit: Visit) -> Page:
             "windows": sorted({*_WINDOWS, days}),
             "lines": lines[-_MAX_SHOWN:] if by == "day" else lines[:_MAX_SHOWN],
             "hidden": max(len(lines) - _MAX_SHOWN, 0),
+            # Totals and the chart
             "total": add_lines(lines),
             "bars": draw_days(daily, days, visit.now),
             "has_costs": any(line.cost_usd is not None for line in lines),
@@ -199,18 +205,18 @@ def show_usage(visit: Visit) -> Page:
 
 @pages.get("/usage.csv")
 def send_usage(visit: Visit) -> Response:
-    """Send the same lines as CSV."""
+    """Send the lines of the usage page as CSV."""
     by, days = _read_choice(visit)
-    rows = [[_write_cell(getattr(line, name)) for name in _COLUMNS] for line in _read_lines(visit, by, days)]
+    rows = [[_escape_cell(getattr(line, name)) for name in _COLUMNS] for line in _read_lines(visit, by, days)]
     return make_csv_response(f"usage-by-{by}.csv", [[by, *_COLUMNS[1:]], *rows], line_end="\n")
 
 
 def _read_choice(visit: Visit) -> tuple[UsageSubject, int]:
-    """Return by what the visitor wants to see usage, and of how many days."""
+    """Return the chosen kind of subject, for example "run", and the number of days."""
     by = visit.get_query("by", "owner" if visit.caller.is_admin else "run")
     if by not in SUBJECTS:
-        raise bad_request(f"by: {by[:30]!r} is not one of {', '.join(SUBJECTS)}")
-    return by, visit.get_whole("days", 30, least=1, most=400)
+        raise bad_request(f"by: {by[:30]!r} must be one of {', '.join(SUBJECTS)}")
+    return by, visit.get_whole("days", 30, minimum=1, maximum=400)
 
 
 def _read_lines(visit: Visit, by: UsageSubject, days: int) -> list[UsageLine]:
@@ -219,8 +225,11 @@ def _read_lines(visit: Visit, by: UsageSubject, days: int) -> list[UsageLine]:
     return list(visit.read(lambda tx: read_usage_lines(tx, owner, by, since, prices)))
 
 
-def _write_cell(value: object) -> object:
-    """Return a value of a CSV cell. Text that a spreadsheet would read as a formula gets an apostrophe (OWASP)."""
+def _escape_cell(value: object) -> object:
+    """Return the value for a CSV cell.
+
+    Text that a spreadsheet would read as a formula gets an apostrophe (OWASP).
+    """
     if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r"):
         return f"'{value}"
     return round(value, 4) if isinstance(value, float) else value
@@ -228,28 +237,32 @@ def _write_cell(value: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One day as a stacked bar: a box of each kind of tokens, from the bottom up."""
+    """A day as a stacked bar, with a box for each kind of tokens, from the bottom up."""
 
     title: str
     boxes: tuple[Box, ...]
 
 
 def draw_days(lines: Sequence[UsageLine], days: int, now: float) -> list[Bar]:
-    """Return a bar for each of the last days, at most 100, also for those without usage."""
+    """Return a bar for each of the last days, at most 100. Days without usage have an empty bar."""
+    # A line for each day
     by_day = {line.subject: line for line in lines}
-    shown = min(days, _MAX_BARS)
+    num_bars = min(days, _MAX_BARS)
     today = datetime.fromtimestamp(now, UTC).date()
-    wanted = [(today - timedelta(days=back)).isoformat() for back in range(shown - 1, -1, -1)]
-    found = [by_day.get(day, UsageLine(subject=day)) for day in wanted]
-    most = max((line.tokens for line in found), default=0)
-    step = _WIDTH / shown
+    dates = [(today - timedelta(days=back)).isoformat() for back in range(num_bars - 1, -1, -1)]
+    day_lines = [by_day.get(date, UsageLine(subject=date)) for date in dates]
+
+    # Scale them to the day with the most tokens
+    max_tokens = max((line.tokens for line in day_lines), default=0)
+    day_width = _WIDTH / num_bars
+    bar_width = day_width * (1 - _GAP)
     return [
-        Bar(f"{line.subject}: {line.tokens:,} tokens", _stack_boxes(line, index * step, step * (1 - _GAP), most))
-        for index, line in enumerate(found)
+        Bar(f"{line.subject}: {line.tokens:,} tokens", _stack_boxes(line, index * day_width, bar_width, max_tokens))
+        for index, line in enumerate(day_lines)
     ]
 
 
-def _stack_boxes(line: UsageLine, x: float, width: float, most: int) -> tuple[Box, ...]:
+def _stack_boxes(line: UsageLine, x: float, width: float, max_tokens: int) -> tuple[Box, ...]:
     boxes: list[Box] = []
     bottom = _HEIGHT
     for kind, tokens in (
@@ -258,14 +271,14 @@ def _stack_boxes(line: UsageLine, x: float, width: float, most: int) -> tuple[Bo
         ("prefill", line.prefill_tokens + line.cached_tokens),
     ):
         if tokens:
-            height = tokens / most * _HEIGHT
+            height = tokens / max_tokens * _HEIGHT
             bottom -= height
             boxes.append((kind, round(x, 2), round(bottom, 2), round(width, 2), round(height, 2)))
     return tuple(boxes)
 
 
 def add_lines(lines: Sequence[UsageLine]) -> UsageLine:
-    """Return the sums of all lines."""
+    """Return the total of all lines."""
     names = [field.name for field in fields(UsageLine) if field.name not in ("subject", "cost_usd")]
     sums = {name: sum(getattr(line, name) for line in lines) for name in names}
     costs = [line.cost_usd for line in lines if line.cost_usd is not None]

@@ -1,4 +1,4 @@
-"""One request to the console as its pages see it, and what they return."""
+"""The interface between the console and its pages: request, result, and registry of pages."""
 
 import csv
 import io
@@ -33,12 +33,12 @@ class Page:
 
 
 def see_other(path: str) -> Response:
-    """Return a response that leads to another page, as the answer to a form does."""
+    """Return a redirect to another page, for example after a form."""
     return RedirectResponse(path, HTTPStatus.SEE_OTHER, headers=NO_STORE)
 
 
 def make_csv_response(filename: str, rows: Iterable[Iterable[object]], line_end: str = "\r\n") -> Response:
-    """Return rows as a file to download."""
+    """Return rows as a CSV file to download."""
     text = io.StringIO()
     csv.writer(text, lineterminator=line_end).writerows(rows)
     headers = {"Content-Disposition": f'attachment; filename="{filename}"'}
@@ -47,7 +47,7 @@ def make_csv_response(filename: str, rows: Iterable[Iterable[object]], line_end:
 
 @dataclass(frozen=True, slots=True)
 class Pager:
-    """Which part of a list a page shows, and the addresses of the parts before and after it."""
+    """The range of rows that a page shows, and the URLs of the previous and next page."""
 
     first: int
     last: int
@@ -58,7 +58,7 @@ class Pager:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One authenticated request for a page, or one form."""
+    """An authenticated request for a page, or a form that was sent."""
 
     context: ApiContext
     sessions: ConsoleSessions
@@ -69,56 +69,62 @@ class Visit:
 
     @property
     def caller(self) -> Principal:
-        """The principal that looks at the page."""
+        """The principal of the visitor."""
         return self.visitor.principal
 
     @property
     def path(self) -> Mapping[str, str]:
-        """The variable parts of the path, by name."""
+        """The parameters in the path, by name."""
         return self.request.path_params
 
     @property
     def offset(self) -> int:
-        """The number of rows before the shown part of a list."""
+        """The number of rows before the current page of a list."""
         return self.get_whole("offset", 0)
 
     def require_admin(self, reason: str) -> None:
-        """Raise ApiError 403 with the reason unless an admin looks at the page."""
+        """Raise ApiError 403 with the reason unless the visitor is an admin."""
         if not self.caller.is_admin:
             raise ApiError(HTTPStatus.FORBIDDEN, reason)
 
     def read(self, work: Callable[[Session], T]) -> T:
-        """Run a query."""
+        """Run a read transaction."""
         return self.context.store.read(work)
 
     def write(self, work: Callable[[Session], T]) -> T:
-        """Run a transaction and wait for its commit."""
+        """Run a write transaction, and wait for its commit."""
         return self.context.store.write(work)
 
     def get_query(self, name: str, default: str = "") -> str:
-        """Return a parameter of the address, cut to a length that no honest one has."""
+        """Return a query parameter, truncated to 500 characters."""
         return self.request.query_params.get(name, default)[:500]
 
-    def get_whole(self, name: str, default: int, *, least: int = 0, most: int = _MAX_OFFSET) -> int:
-        """Return a parameter of the address as a whole number. Raises ApiError 400 naming it."""
-        return _parse_whole(name, self.get_query(name), default, least, most)
+    def get_whole(self, name: str, default: int, *, minimum: int = 0, maximum: int = _MAX_OFFSET) -> int:
+        """Return a query parameter as a whole number.
+
+        Raises ApiError 400 if it is not in the range.
+        """
+        return _parse_whole(name, self.get_query(name), default, minimum, maximum)
 
     def get_field(self, name: str, default: str = "") -> str:
-        """Return a field of the form, without spaces around it."""
+        """Return a field of the form, without white space around it."""
         return self.form.get(name, [default])[-1].strip()
 
     def get_fields(self, name: str) -> Sequence[str]:
-        """Return all values of a field of the form."""
+        """Return all values of a field that occurs multiple times in the form."""
         return self.form.get(name, [])
 
     def make_address(self, **changes: object) -> str:
-        """Return the address of this page with other parameters; None removes one."""
+        """Return the URL of this page with changed query parameters.
+
+        A value of None removes a parameter.
+        """
         parameters = {**self.request.query_params, **changes}
         kept = {name: value for name, value in parameters.items() if value is not None}
         return self.request.url.path + ("?" + urlencode(kept) if kept else "")
 
     def make_list_query(self, limit: int) -> ListQuery:
-        """Return which rows of a list the visitor asks for, among those that it may see."""
+        """Return the list query in the URL, limited to the rows that the visitor may see."""
         return ListQuery(
             owner=self.caller.owner_filter,
             search=self.get_query("q").strip(),
@@ -128,7 +134,10 @@ class Visit:
         )
 
     def make_pager(self, limit: int, shown: int, total: int) -> Pager:
-        """Return the pager of a list that shows `shown` of `total` rows, and at most `limit` on a page."""
+        """Return the pager of a list.
+
+        The current page shows `shown` of `total` rows, and a full page has `limit`.
+        """
         offset = self.offset
         return Pager(
             first=offset + 1 if shown else 0,
@@ -139,11 +148,11 @@ class Visit:
         )
 
 
-def _parse_whole(name: str, text: str, default: int, least: int, most: int) -> int:
+def _parse_whole(name: str, text: str, default: int, minimum: int, maximum: int) -> int:
     if not text:
         return default
-    if not (text.isascii() and text.isdigit() and len(text) < 18) or not least <= int(text) <= most:
-        raise bad_request(f"{name}: {text[:50]!r} is not a whole number from {least} to {most}")
+    if not (text.isascii() and text.isdigit() and len(text) < 18) or not minimum <= int(text) <= maximum:
+        raise bad_request(f"{name}: {text[:50]!r} must be a whole number from {minimum} to {maximum}")
     return int(text)
 
 
@@ -152,7 +161,7 @@ Handler = Callable[[Visit], Page | Response]
 
 @dataclass(frozen=True, slots=True)
 class MenuEntry:
-    """A page that the menu at the top of all pages leads to."""
+    """A link in the menu at the top of all pages."""
 
     path: str
     title: str
@@ -160,20 +169,20 @@ class MenuEntry:
 
 
 class PageTable:
-    """The pages of one module: method, path and handler of each, and the entries of the menu."""
+    """The pages of one module. Handlers are registered with the decorators `get` and `post`."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[str, str, Handler]] = []
         self.menu: list[MenuEntry] = []
 
     def get(self, path: str, *, menu: str | None = None, is_for_admins: bool = False) -> Callable[[Handler], Handler]:
-        """Add a page, and with a title in `menu` an entry of the menu."""
+        """Register a page. With a title in `menu`, also add it to the menu."""
         if menu is not None:
             self.menu.append(MenuEntry(path, menu, is_for_admins))
         return self._add("GET", path)
 
     def post(self, path: str) -> Callable[[Handler], Handler]:
-        """Add a form, which only visitors who may change something can send."""
+        """Register a handler for a form. Visitors with a read-only key cannot send forms."""
         return self._add("POST", path)
 
     def _add(self, method: str, path: str) -> Callable[[Handler], Handler]:

@@ -1,4 +1,4 @@
-"""The history of runs: curves, kept samples, metrics of clients, and traces of sessions."""
+"""The history of training runs: curves, kept samples, clients' metrics, and traces of sessions."""
 
 from __future__ import annotations
 

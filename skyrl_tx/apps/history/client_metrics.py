@@ -1,7 +1,7 @@
-"""Metrics that only the client knows: checks them, finds the model that they belong to, and stores them.
+"""Store metrics that only the client knows, for example rewards, and find the model they belong to.
 
-Programs log them by an endpoint, by trackio, and through the SDK, as telemetry:
-`client.get_telemetry().log("metrics", {"step": 3, "reward": 0.4})`.
+Clients can log metrics in three ways: through an HTTP endpoint, with trackio, or through the SDK's
+telemetry, for example `client.get_telemetry().log("metrics", {"step": 3, "reward": 0.4})`.
 """
 
 import math
@@ -27,24 +27,31 @@ from skyrl_tx.store.database import Store, get_existing
 from skyrl_tx.store.tables import ModelRow, SessionRow
 
 ACTIVE_S = 600.0
-"""The time since a model's last request for which new metrics may be its own."""
+"""A model counts as active for this time after its last request.
+
+New metrics can be matched to active models only.
+"""
 CLIENT_RUN = "client"
-"""The name of logged runs whose metrics name their model themselves."""
+"""Name of the logged run for metrics that the client logs directly for a model."""
 _POINTS_PER_TRANSACTION = 500
-"""So that other writes wait only briefly."""
+"""Keeps write transactions short, so that other writes do not wait long."""
 _MAX_CONFIG_NAMES = 256
 _MAX_CONFIG_CHARS = 2**15
 _NON_FINITE = frozenset({"NaN", "Infinity", "-Infinity"})
-"""Text that loggers send for numbers that JSON does not have."""
+"""Strings that loggers send for numbers that JSON cannot express."""
 _EVENT = "metrics"
-"""Name of the telemetry events that have metrics."""
+"""Name of telemetry events that contain metrics."""
 _NOT_METRICS = frozenset({"step", "model_id"})
 _MODEL_NAMES = "model_id", "training_run_id"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMetrics:
-    """Points of one logged run, and how its model is found: named, or sought among the owner's active ones."""
+    """Points of one logged run, and the model that the run belongs to.
+
+    The client has named the model (`model_id`), or the server looks for it among the owner's active
+    models (`seeks_model`).
+    """
 
     run: LoggedRun
     points: Sequence[NewLoggedPoint]
@@ -54,13 +61,16 @@ class RunMetrics:
 
 
 def make_metrics_of_model(owner: str, model_id: ModelId, points: Sequence[NewLoggedPoint] = ()) -> RunMetrics:
-    """Return metrics whose model the client named."""
+    """Return metrics for a model that the client named."""
     run = LoggedRun(owner=owner, project="", key=model_id, name=CLIENT_RUN)
     return RunMetrics(run=run, points=points, model_id=model_id)
 
 
 def store_metrics(store: Store, metrics: RunMetrics, now: float) -> int:
-    """Store points of a logged run; return how many are new. Raises UserError if the owner has too many runs."""
+    """Store the points of a logged run and return how many are new.
+
+    Raises UserError if the owner has too many logged runs.
+    """
 
     def work(tx: Session, points: Sequence[NewLoggedPoint]) -> int:
         row = logged_metrics.open_run(
@@ -72,45 +82,54 @@ def store_metrics(store: Store, metrics: RunMetrics, now: float) -> int:
             seeks_model=metrics.seeks_model,
         )
         if row.seeks_model:
-            found = find_candidate_models(tx, metrics.run, row.config, now)
-            if found:
-                logged_metrics.set_model(tx, row, found[0].model_id if len(found) == 1 else None)
+            candidates = find_candidate_models(tx, metrics.run, row.config, now)
+            if candidates:
+                logged_metrics.set_model(tx, row, candidates[0].model_id if len(candidates) == 1 else None)
         return logged_metrics.add_points(tx, row, points, now)
 
     return sum(store.write(lambda tx, part=part: work(tx, part)) for part in _split_points(metrics.points))
 
 
 def find_candidate_models(tx: Session, run: LoggedRun, config: Mapping[str, object], now: float) -> list[ModelRow]:
-    """Return the models of its owner that a logged run with this config may train.
+    """Return the models that a logged run may belong to.
 
-    A config that names a model of the owner decides. Otherwise these are the active ones, without those of another LoRA
-    rank than the config has; of these, the ones whose session has the run's name, if there are such.
+    If the config names a model of the owner, the result is this model. Otherwise the candidates are
+    the owner's active models with the LoRA rank in the config. If the sessions of some candidates
+    have the same name as the logged run, only these candidates are returned.
     """
+    # A model that the config names
     for name in _MODEL_NAMES:
         value = config.get(name)
         if isinstance(value, str) and models.get_owner(tx, ModelId(value)) == run.owner:
             row = models.get(tx, ModelId(value))
             return [] if row is None else [row]
+
+    # Active models with the same LoRA rank
     rank = config.get("lora_rank")
-    found = [
+    candidates = [
         row for row in models.list_active(tx, run.owner, now - ACTIVE_S) if rank in (None, decode_spec(row).lora.rank)
     ]
-    # The cookbook names the session and the logged run alike if it gets a `wandb_name`.
-    return [row for row in found if get_existing(tx, SessionRow, row.session_id).display_name == run.name] or found
+
+    # With `wandb_name`, the cookbook gives the session and the logged run the same name
+    same_name = [row for row in candidates if get_existing(tx, SessionRow, row.session_id).display_name == run.name]
+    return same_name or candidates
 
 
 def to_object(value: object) -> Mapping[str, object]:
-    """Return a JSON object; an empty one for any other value."""
+    """Return `value` if it is a JSON object, else an empty object."""
     return cast(Mapping[str, object], value) if isinstance(value, dict) else {}
 
 
 def to_list(value: object) -> Sequence[object]:
-    """Return a JSON list; an empty one for any other value."""
+    """Return `value` if it is a JSON list, else an empty list."""
     return cast(list[object], value) if isinstance(value, list) else ()
 
 
 def clean_values(metrics: Mapping[str, object]) -> Values:
-    """Return the numbers among logged values, with None for NaN and infinity; others and surplus names are left out."""
+    """Return the numbers among logged values, with None for NaN and infinity.
+
+    Other values are left out, and so are all values after the first `MAX_METRICS`.
+    """
     values: Values = {}
     for name, value in metrics.items():
         if len(values) == MAX_METRICS:
@@ -125,21 +144,28 @@ def clean_values(metrics: Mapping[str, object]) -> Values:
 
 
 def clean_name(value: object) -> str | None:
-    """Return a logged name; None for what is no text, too long, or not storable in every database."""
+    """Return a logged name, or None if it is not a valid name.
+
+    A name is a text of 1 to `MAX_NAME_LENGTH` characters without NUL, which PostgreSQL cannot
+    store.
+    """
     if isinstance(value, str) and 0 < len(value) <= MAX_NAME_LENGTH and "\0" not in value:
         return value
     return None
 
 
 def clean_step(value: object) -> int | None:
-    """Return a logged step; None for anything but an integer that JSON readers keep."""
+    """Return a logged step, or None if it is not an integer or is beyond `MAX_STEP`."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MAX_STEP:
         return value
     return None
 
 
 def clean_config(value: object) -> dict[str, object]:
-    """Return the scalars of a logged config, within bounds; other parts are left out."""
+    """Return the scalars of a logged config.
+
+    Other values are left out, and so is everything beyond the size limits.
+    """
     config: dict[str, object] = {}
     num_chars = 0
     for name, part in to_object(value).items():
@@ -167,27 +193,29 @@ def _split_points(points: Sequence[NewLoggedPoint]) -> Iterator[Sequence[NewLogg
 
 
 def keep_telemetry(call: ApiCall) -> None:
-    """Store the events named `metrics` of one of the caller's sessions; others, and what is malformed, are dropped.
+    """Store the `metrics` events in a telemetry request of a session of the caller.
 
-    Raises StoreError.
+    All other events and malformed events are ignored. Raises StoreError if the database fails.
     """
+    # Most telemetry has no metrics. Do not parse it.
     if f'"{_EVENT}"'.encode() not in call.body.raw or not call.caller.has_full_scope:
-        return  # without parsing the body
+        return
+
     try:
         body = call.body.parse_object()
         session_id = SessionId(clean_name(body.get("session_id")) or "")
         points: defaultdict[str | None, list[NewLoggedPoint]] = defaultdict(list)
         for model_name, point in _read_metrics(body):
             points[model_name].append(point)
-        for model_name, of_model in points.items():
-            found = call.store.read(lambda tx, name=model_name: _find_destination(tx, call, session_id, name))
-            store_metrics(call.store, replace(found, points=of_model), time.time())
+        for model_name, model_points in points.items():
+            metrics = call.store.read(lambda tx, name=model_name: _find_destination(tx, call, session_id, name))
+            store_metrics(call.store, replace(metrics, points=model_points), time.time())
     except (ApiError, UserError):
         return
 
 
 def _read_metrics(body: Mapping[str, object]) -> Iterator[tuple[str | None, NewLoggedPoint]]:
-    """Yield the metrics among the events of a batch, each with the model that it names."""
+    """Yield the metrics in a batch of telemetry events, with the model id in the event, if any."""
     for event in map(to_object, to_list(body.get("events"))):
         if event.get("event") != "GENERIC_EVENT" or event.get("event_name") != _EVENT:
             continue
@@ -199,17 +227,23 @@ def _read_metrics(body: Mapping[str, object]) -> Iterator[tuple[str | None, NewL
 
 
 def _find_destination(tx: Session, call: ApiCall, session_id: SessionId, model_name: str | None) -> RunMetrics:
-    """Return the model that an event names, or the session's only one; with several or none the session itself.
+    """Find where to store metrics of a session.
 
-    Raises ApiError 404 for a session or a model that the caller may not see.
+    The metrics belong to the model that the event names, or else to the only model of the session.
+    If the session has no or multiple models, they belong to a logged run with the name of the
+    session. Raises ApiError 404 if the caller may not see the session or the model.
     """
     session = access.find_session(tx, call.caller, session_id)
+
+    # The model that the event names, or the only model of the session
     if model_name is not None:
         model_id = access.find_model(tx, call.caller, ModelId(model_name)).model_id
         return make_metrics_of_model(models.get_owner(tx, model_id) or session.owner, model_id)
     trained = models.list_by_session(tx, session_id)
     if len(trained) == 1:
         return make_metrics_of_model(session.owner, trained[0].model_id)
+
+    # The session
     row = sessions.get(tx, session_id)
     name, project = (None, None) if row is None else (row.display_name, row.project_id)
     run = LoggedRun(owner=session.owner, project=project or "", key=session_id, name=(name or session_id)[:200])

@@ -1,6 +1,7 @@
-"""Curves of a run: its points folded into steps, thinned for charts, and kept in memory between looks.
+"""Combine the points of a run into optimizer steps, compute its curves from them, and cache them.
 
-Rows of one step are combined as the SDK combines the chunks of one call (`tinker.lib.chunked_fwdbwd_helpers`).
+The points of one step are combined in the same way as the SDK combines the chunks of one call
+(`tinker.lib.chunked_fwdbwd_helpers`).
 """
 
 import math
@@ -13,22 +14,25 @@ from dataclasses import dataclass, field, replace
 from skyrl_tx.apps.history.points import Point, SampledStep
 
 Value = float | None
-"""A number; None for NaN and infinity."""
+"""A number. None stands for NaN or infinity."""
 
 _MAX_RUNS = 64
-_PAGE = 5000
+_PAGE_SIZE = 5000
 _BUCKETS = 250
 _SAMPLED_AGAIN = 32
-"""Steps of the weights whose samples are read again."""
+"""On each refresh, the sums over samples of this many newest steps are read again.
+
+They may still grow, because asynchronous training samples from older weights for a while.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStep:
-    """One optimizer step of a run: its passes and its update together. Steps are numbered from 1."""
+    """One optimizer step of a run, with the passes before it. Steps are numbered from 1."""
 
     step: int
     at: float
-    """When the last request of the step was completed."""
+    """When the last request of the step completed."""
     began_at: float
     """When the first request of the step arrived."""
     passes: int
@@ -38,9 +42,9 @@ class OptimizerStep:
     """The longest time that a request of the step waited for the device."""
     device_s: float
     is_applied: bool
-    """Whether the optimizer step has been made."""
+    """False if there are passes but no optimizer step yet."""
     values: Mapping[str, Value] = field(default_factory=dict[str, Value])
-    """The curves by name; see `CURVES`."""
+    """The values of the curves at this step, by the names in `CURVES`."""
 
     @property
     def wall_s(self) -> float:
@@ -50,7 +54,7 @@ class OptimizerStep:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Name and description of a curve."""
+    """Name and description of a curve, as the console shows it."""
 
     name: str
     title: str
@@ -59,36 +63,40 @@ class Curve:
 
 
 CURVES: tuple[Curve, ...] = (
-    Curve("loss", "Loss per token", "loss of the step divided by the tokens that it is summed over"),
-    Curve("forward_loss", "Loss per token, forward only", "the same for passes without a backward pass: evaluations"),
-    Curve("kl_to_sampler", "KL to the sampler", "mean log-probability of the sampler minus that of the model"),
-    Curve("ratio", "Ratio", "mean probability of the model divided by that of the sampler"),
-    Curve("clip_fraction", "Clip fraction", "share of the ratios outside the clip thresholds"),
+    Curve("loss", "Loss per token", "loss of the step, divided by the number of tokens it is summed over"),
+    Curve("forward_loss", "Loss per token, forward only", "loss per token of forward-only passes, such as evaluations"),
+    Curve("kl_to_sampler", "KL to the sampler", "mean of sampler log-probability minus trainer log-probability"),
+    Curve("ratio", "Ratio", "mean of trainer probability divided by sampler probability"),
+    Curve("clip_fraction", "Clip fraction", "fraction of ratios outside the clip thresholds"),
     Curve("grad_norm", "Gradient norm", "L2 norm of the gradient before clipping"),
-    Curve("learning_rate", "Learning rate", "of the optimizer step"),
-    Curve("loss_sum", "Loss, summed", "loss of the step as the client got it"),
-    Curve("sampled_length", "Sampled length", "mean tokens of the samples from the weights that the step began with"),
-    Curve("cut_share", "Cut samples", "share of these samples that ended at max_tokens"),
-    Curve("surprise", "Surprise", "mean -log p of their tokens: 0 means that the model is certain of each", "nats"),
-    Curve("tokens", "Tokens", "tokens that the passes of the step trained on"),
-    Curve("datums", "Examples", "examples of the step"),
-    Curve("device_s", "Device time", "seconds of the device that the step took", "s"),
-    Curve("queue_s", "Queue time", "the longest time that a request of the step waited for the device", "s"),
-    Curve("wall_s", "Wall time", "seconds from the first request of the step to its last result", "s"),
+    Curve("learning_rate", "Learning rate", "learning rate of the optimizer step"),
+    Curve("loss_sum", "Loss, summed", "loss of the step as returned to the client"),
+    Curve("sampled_length", "Sampled length", "mean length in tokens of samples from the weights before this step"),
+    Curve("cut_share", "Cut samples", "fraction of samples that reached max_tokens or the context limit"),
+    Curve("surprise", "Surprise", "mean -log p of sampled tokens; near 0, all samples of a prompt are alike", "nats"),
+    Curve("tokens", "Tokens", "training tokens of the step"),
+    Curve("datums", "Examples", "training examples of the step"),
+    Curve("device_s", "Device time", "device time of the step in seconds", "s"),
+    Curve("queue_s", "Queue time", "longest time that a request of the step waited for the device", "s"),
+    Curve("wall_s", "Wall time", "time from the first request of the step to its last result", "s"),
 )
 _STEP_NAMES = frozenset({"tokens", "datums", "device_s", "queue_s", "wall_s"})
 _MEANS = ("ratio", "kl_to_sampler", "clip_fraction")
 
 
 def get_displayed_step(kind: str, step: int) -> int:
-    """Return the number, from 1, of the optimizer step that a point belongs to."""
+    """Return the number of the optimizer step that a point belongs to, from 1.
+
+    A pass before the first optimizer step has `step` 0 and belongs to step 1.
+    """
     return step if kind == "step" else step + 1
 
 
 def fold_metrics(rows: Sequence[tuple[Mapping[str, Value], float]]) -> dict[str, Value]:
-    """Combine metrics of several requests, each with its weight, by the reduction that each name ends with.
+    """Combine the metrics of multiple requests. `rows` are pairs of metrics and weight.
 
-    A metric that one of the requests lacks is left out, and one that is not finite anywhere is None.
+    The end of a metric's name gives the reduction, for example "loss:sum". A metric is left out if
+    a request does not have it, and it is None if a request has NaN or infinity.
     """
     if not rows:
         return {}
@@ -98,8 +106,8 @@ def fold_metrics(rows: Sequence[tuple[Mapping[str, Value], float]]) -> dict[str,
         reduction = name.rpartition(":")[2]
         if reduction not in ("mean", "sum", "min", "max", "slack") or not all(name in values for values, _ in rows):
             continue
-        found = [value for values, _ in rows if (value := values[name]) is not None]
-        folded[name] = _reduce(reduction, found, weights) if len(found) == len(rows) else None
+        finite = [value for values, _ in rows if (value := values[name]) is not None]
+        folded[name] = _reduce(reduction, finite, weights) if len(finite) == len(rows) else None
     return folded
 
 
@@ -111,6 +119,7 @@ def _reduce(reduction: str, values: Sequence[float], weights: Sequence[float]) -
             result = min(values)
         case "max":
             result = max(values)
+        # "mean", and "slack", which is the maximum minus the mean
         case _:
             total = math.fsum(weights)
             even = total <= 0
@@ -123,7 +132,7 @@ def _reduce(reduction: str, values: Sequence[float], weights: Sequence[float]) -
 
 
 def fold_points(points: Iterable[Point]) -> list[OptimizerStep]:
-    """Fold points into steps, in order of their numbers."""
+    """Combine points into optimizer steps, in order of their numbers."""
     by_step: dict[int, list[Point]] = {}
     for point in points:
         by_step.setdefault(get_displayed_step(point.kind, point.step), []).append(point)
@@ -131,7 +140,11 @@ def fold_points(points: Iterable[Point]) -> list[OptimizerStep]:
 
 
 def fold_newest_points(points: Sequence[Point]) -> list[OptimizerStep]:
-    """Fold the newest points of a run; the first step is left out, because some of its points may be missing."""
+    """Combine the newest points of a run into optimizer steps.
+
+    The first step is left out if there are more than two, because some of its points may be
+    missing.
+    """
     steps = fold_points(points)
     return steps[1:] if len(steps) > 2 else steps
 
@@ -140,13 +153,17 @@ def _fold_step(step: int, points: Sequence[Point]) -> OptimizerStep:
     passes = [point for point in points if point.kind == "train"]
     forwards = [point for point in points if point.kind == "forward"]
     updates = [point for point in points if point.kind == "step"]
-    # Evaluations between two steps belong to no training: they change neither its tokens nor its times.
+
+    # Forward passes between two steps are evaluations. They do not count for tokens and times of
+    # the training step.
     timed = [*passes, *updates] or forwards
     trained = passes or ([] if updates else forwards)
     tokens, datums = (sum(point.tokens for point in trained), sum(point.datums for point in trained))
     wall_s = max(point.at for point in timed) - min(point.created_at for point in timed)
     queue_s = max(max(point.started_at - point.created_at, 0.0) for point in timed)
     device_s = sum(point.device_s for point in timed)
+
+    # Curves
     values: dict[str, Value] = _fold_passes(passes)
     if forwards:
         values["forward_loss"] = _fold_passes(forwards).get("loss")
@@ -157,6 +174,7 @@ def _fold_step(step: int, points: Sequence[Point]) -> OptimizerStep:
                 values[name] = update[metric]
     if passes or updates:
         values |= {"tokens": tokens, "datums": datums, "device_s": device_s, "queue_s": queue_s, "wall_s": wall_s}
+
     return OptimizerStep(
         step=step,
         at=max(point.at for point in timed),
@@ -179,7 +197,8 @@ def _fold_passes(passes: Sequence[Point]) -> dict[str, Value]:
     curves: dict[str, Value] = {}
     if "loss:sum" in metrics:
         total = metrics["loss:sum"]
-        # A policy-gradient loss counts the positions that have an advantage; others are summed over all tokens.
+        # A policy-gradient loss is summed over the positions with an advantage, any other loss over
+        # all tokens
         counted = metrics.get("ratio_count:sum") or metrics.get("num_tokens:sum")
         counted = counted or float(sum(point.tokens for point in passes))
         curves["loss_sum"] = total
@@ -196,13 +215,15 @@ def _fold_passes(passes: Sequence[Point]) -> dict[str, Value]:
 
 
 def thin_steps(steps: Sequence[OptimizerStep], names: Sequence[str], buckets: int = _BUCKETS) -> list[OptimizerStep]:
-    """Return at most a few steps a bucket: the first, the last, and for each curve its least and its greatest.
+    """Reduce the steps for a chart, without losing spikes.
 
-    So that spikes stay. Few steps are returned as they are.
+    The steps are divided into buckets. Of each bucket, the result has the first step, and for each
+    curve the steps with its minimum and maximum. Up to four steps per bucket are returned
+    unchanged.
     """
-    most = buckets * 4
-    if len(steps) <= most:
+    if len(steps) <= buckets * 4:
         return list(steps)
+
     kept: set[int] = {0, len(steps) - 1}
     for bucket in range(buckets):
         first, end = bucket * len(steps) // buckets, (bucket + 1) * len(steps) // buckets
@@ -217,7 +238,7 @@ def thin_steps(steps: Sequence[OptimizerStep], names: Sequence[str], buckets: in
 
 
 def smooth(values: Sequence[Value], weight: float) -> list[Value]:
-    """Return the exponential moving average, without the bias towards 0 of its first values."""
+    """Return the exponential moving average, without the usual bias of its first values to 0."""
     average = total = 0.0
     smoothed: list[Value] = []
     for value in values:
@@ -230,7 +251,10 @@ def smooth(values: Sequence[Value], weight: float) -> list[Value]:
 
 
 def draw_spark(values: Sequence[Value], width: int = 120, height: int = 28) -> str:
-    """Return the points of an SVG polyline through the values, which fills a box; empty for fewer than two values."""
+    """Return the points of an SVG polyline through the values.
+
+    The line fills a box of `width` times `height`. Returns an empty text for fewer than two values.
+    """
     known = [(index, value) for index, value in enumerate(values) if value is not None]
     if len(known) < 2:
         return ""
@@ -246,7 +270,7 @@ def draw_spark(values: Sequence[Value], width: int = 120, height: int = 28) -> s
 
 
 def add_samples(step: OptimizerStep, sampled: SampledStep) -> OptimizerStep:
-    """Return a step with the curves of the samples from the weights that it began with."""
+    """Return a step with the curves about samples from the weights before the step."""
     curves: dict[str, Value] = {}
     if sampled.samples:
         curves["sampled_length"] = sampled.tokens / sampled.samples
@@ -257,7 +281,10 @@ def add_samples(step: OptimizerStep, sampled: SampledStep) -> OptimizerStep:
 
 
 class CurveCache:
-    """The folded steps of the runs that were looked at last; each look reads only the rows of the newest steps."""
+    """Caches the steps of recently viewed runs.
+
+    A refresh only reads the newest points from the database.
+    """
 
     def __init__(self, max_runs: int = _MAX_RUNS) -> None:
         self._max_runs = max_runs
@@ -272,8 +299,8 @@ class CurveCache:
     ) -> Sequence[OptimizerStep]:
         """Return all steps of a run.
 
-        `read(after, limit)` returns its points after a position, in order; `read_sampled(after)` the sums over its
-        samples after a step of the weights.
+        `read(after, limit)` returns the points of the run after a position, in order.
+        `read_sampled(after)` returns the sums over samples from weights after a step.
         """
         with self._lock:
             run = self._runs.pop(model_id, None) or _CachedRun()
@@ -284,9 +311,11 @@ class CurveCache:
 
 
 class _CachedRun:
-    """The steps of one run. The newest two are read again: chunks of a pass may arrive in another order.
+    """The steps of one run.
 
-    So are the samples from the weights of the last steps, which asynchronous training uses for a while.
+    A refresh reads the newest two steps again, because chunks of a pass can complete out of order.
+    It also reads the sums over samples from the last `_SAMPLED_AGAIN` steps again, because
+    asynchronous training still samples from older weights.
     """
 
     def __init__(self) -> None:
@@ -295,35 +324,51 @@ class _CachedRun:
         self._sampled: dict[int, SampledStep] = {}
         self._merged: list[OptimizerStep] = []
         self._after = -1
-        """The position after which points are read again."""
+        """The next refresh reads the points after this position."""
 
     def refresh(
         self, read: Callable[[int, int], Sequence[Point]], read_sampled: Callable[[int], Sequence[SampledStep]]
     ) -> Sequence[OptimizerStep]:
         with self._lock:
+            # Read new points, and the newest two steps again
             points: list[Point] = []
             after = self._after
-            while page := read(after, _PAGE):
+            while page := read(after, _PAGE_SIZE):
                 points.extend(page)
-                if len(page) < _PAGE:
+                if len(page) < _PAGE_SIZE:
                     break
                 after = page[-1].position
+
+            # Combine them into steps
             folded = fold_points(points)
             for step in folded:
                 self._steps[step.step] = step
             if points:
                 newest = max(get_displayed_step(point.kind, point.step) for point in points)
-                again = [point.position for point in points if get_displayed_step(point.kind, point.step) >= newest - 1]
-                self._after = min(again) - 1
-            again = max(self._sampled, default=-1) - _SAMPLED_AGAIN
-            grown = {each.step: each for each in read_sampled(again) if self._sampled.get(each.step) != each}
+                reread = [
+                    point.position for point in points if get_displayed_step(point.kind, point.step) >= newest - 1
+                ]
+                self._after = min(reread) - 1
+
+            # Read the sums over samples
+            after_step = max(self._sampled, default=-1) - _SAMPLED_AGAIN
+            grown = {
+                sampled.step: sampled
+                for sampled in read_sampled(after_step)
+                if self._sampled.get(sampled.step) != sampled
+            }
             self._sampled |= grown
+
+            # Merge the steps that changed
             changed = [step.step for step in folded] + [step + 1 for step in grown]
             self._merge(min(changed, default=None))
             return list(self._merged)
 
     def _merge(self, first: int | None) -> None:
-        """Combine the steps from a number on with their samples; the weights of step n sample for step n + 1."""
+        """Combine the steps from number `first` on with the sums over their samples.
+
+        Samples from the weights after step n belong to step n + 1.
+        """
         if first is None:
             return
         kept = bisect_left(self._merged, first, key=lambda step: step.step)

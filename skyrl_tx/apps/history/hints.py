@@ -1,4 +1,4 @@
-"""Warnings about a run, as far as its own numbers tell."""
+"""Find problems of a training run in its curves, and describe them for people."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ _MIN_SHARE = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """Something that a person should know about a run."""
+    """A problem of a run, and what to do about it."""
 
     level: Literal["error", "warning"]
     text: str
@@ -36,36 +36,43 @@ class Hint:
 
 @dataclass(frozen=True, slots=True)
 class DeviceUser:
-    """Somebody else's use of the device, under a name that the reader may see."""
+    """How long another user has used the device.
+
+    `name` is a name that the reader is allowed to see.
+    """
 
     name: str
     device_s: float
 
 
-def find_hints(steps: Sequence[OptimizerStep], now: float, others: Sequence[DeviceUser] = ()) -> list[Hint]:
-    """Return what the steps of a run, in order, say about it at a time; errors first.
+def find_hints(steps: Sequence[OptimizerStep], now: float, other_users: Sequence[DeviceUser] = ()) -> list[Hint]:
+    """Return hints about the steps of a run, errors first. `steps` must be in order.
 
-    `others` are the other users of the device since `find_slow_since`.
+    `other_users` are the other users of the device since the time that `find_slow_since` returns.
     """
     if not steps:
         return []
-    found = [
+
+    hints = [
         hint
         for hint in (
+            # The training itself
             _check_finite(steps),
             _check_advantages(steps),
             _check_gradient(steps),
             _check_kl(steps),
             _check_clipping(steps),
             _check_learning_rate(steps),
+            # Samples
             _check_cut_samples(steps),
             _check_certainty(steps),
-            _check_slowness(steps, others),
+            # Speed
+            _check_slowness(steps, other_users),
             _check_idle(steps, now),
         )
         if hint is not None
     ]
-    return sorted(found, key=lambda hint: hint.level != "error")
+    return sorted(hints, key=lambda hint: hint.level != "error")
 
 
 def _list_values(steps: Sequence[OptimizerStep], name: str) -> list[tuple[int, Value]]:
@@ -81,12 +88,12 @@ def _format_span(first: int, last: int) -> str:
 
 
 def _check_finite(steps: Sequence[OptimizerStep]) -> Hint | None:
-    for name, what in (("loss_sum", "loss"), ("grad_norm", "gradient norm")):
+    for name, label in (("loss_sum", "loss"), ("grad_norm", "gradient norm")):
         last = _list_values(steps, name)[-_MANY:]
         bad = [step for step, value in last if value is None]
         if bad:
-            text = f"The {what} was NaN or infinite in {_format_span(bad[0], bad[-1])}."
-            advice = "Load the last good checkpoint and lower the learning rate, or clip the gradient."
+            text = f"The {label} was NaN or infinite in {_format_span(bad[0], bad[-1])}."
+            advice = "Load the last good checkpoint, and lower the learning rate or set grad_clip_norm."
             return Hint("error", text, advice, bad[0])
     return None
 
@@ -102,8 +109,9 @@ def _check_advantages(steps: Sequence[OptimizerStep]) -> Hint | None:
         return None
     return Hint(
         "warning",
-        f"All advantages were 0 in {_format_span(run[-1], run[0])}: every group got one reward, so nothing is learned.",
-        "Choose problems that are neither solved always nor never, or use larger groups.",
+        f"All advantages were 0 in {_format_span(run[-1], run[0])}: all samples of a group got the same reward, so the "
+        "model learns nothing.",
+        "Choose problems that the model solves sometimes, or use larger groups.",
         run[-1],
     )
 
@@ -113,13 +121,13 @@ def _check_gradient(steps: Sequence[OptimizerStep]) -> Hint | None:
     if len(known) < 2 * _FEW:
         return None
     usual = median(value for _, value in known)
-    step, greatest = max(known[-_FEW:], key=lambda found: found[1])
+    step, greatest = max(known[-_FEW:], key=lambda pair: pair[1])
     if not usual or greatest < _GRADIENT_FACTOR * usual:
         return None
     return Hint(
         "warning",
         f"The gradient norm was {greatest:.3g} at step {step}, {greatest / usual:.0f} times its median {usual:.3g}.",
-        "Look at the data of this step; grad_clip_norm bounds the update.",
+        "Check the data of this step. grad_clip_norm limits the size of such updates.",
         step,
     )
 
@@ -130,8 +138,8 @@ def _check_kl(steps: Sequence[OptimizerStep]) -> Hint | None:
         return None
     return Hint(
         "warning",
-        f"The KL divergence to the sampler is {known[-1][1]:.3g} and rises.",
-        "Sample from newer weights, make fewer updates on one batch, or lower the learning rate.",
+        f"The KL divergence to the sampler is {known[-1][1]:.3g} and rising.",
+        "Sample from newer weights, make fewer updates per batch, or lower the learning rate.",
         known[0][0],
     )
 
@@ -143,7 +151,7 @@ def _check_clipping(steps: Sequence[OptimizerStep]) -> Hint | None:
     return Hint(
         "warning",
         f"{known[-1][1]:.0%} of the ratios are clipped: most tokens no longer contribute to the gradient.",
-        "Make fewer updates on one batch, or lower the learning rate.",
+        "Make fewer updates per batch, or lower the learning rate.",
         known[0][0],
     )
 
@@ -152,7 +160,12 @@ def _check_learning_rate(steps: Sequence[OptimizerStep]) -> Hint | None:
     known = _list_known_values(steps, "learning_rate")[-_FEW:]
     if len(known) < min(_FEW, len(steps)) or not known or any(value for _, value in known):
         return None
-    return Hint("warning", "The learning rate is 0: steps change nothing.", "Look at the schedule.", known[0][0])
+    return Hint(
+        "warning",
+        "The learning rate is 0, so optimizer steps do not change the weights.",
+        "Check the learning rate schedule.",
+        known[0][0],
+    )
 
 
 def _check_cut_samples(steps: Sequence[OptimizerStep]) -> Hint | None:
@@ -161,8 +174,8 @@ def _check_cut_samples(steps: Sequence[OptimizerStep]) -> Hint | None:
         return None
     return Hint(
         "warning",
-        f"{share:.0%} of the samples of {_format_span(known[0][0], known[-1][0])} were cut by max_tokens.",
-        "Their rewards are those of unfinished answers: raise max_tokens, or reward shorter ones.",
+        f"{share:.0%} of the samples of {_format_span(known[0][0], known[-1][0])} were cut off by max_tokens.",
+        "Unfinished answers are being rewarded: raise max_tokens, or reward shorter answers.",
         known[0][0],
     )
 
@@ -173,8 +186,8 @@ def _check_certainty(steps: Sequence[OptimizerStep]) -> Hint | None:
         return None
     return Hint(
         "warning",
-        f"The mean -log p of sampled tokens is {known[-1][1]:.2g}: samples of one prompt hardly differ any more.",
-        "If this is not wanted, go back to an earlier checkpoint, and lower the learning rate or add a KL penalty.",
+        f"The mean -log p of sampled tokens is {known[-1][1]:.2g}: samples of one prompt are nearly identical.",
+        "If this is not intended, go back to an earlier checkpoint, and lower the learning rate or add a KL penalty.",
         known[0][0],
     )
 
@@ -200,25 +213,25 @@ def _measure_slowness(steps: Sequence[OptimizerStep]) -> _Slowness | None:
 
 
 def find_slow_since(steps: Sequence[OptimizerStep]) -> float | None:
-    """Return when the steps began to wait for the device for longer than before; None if they do not."""
+    """Return the time since which steps wait longer for the device than before, or None."""
     slow = _measure_slowness(steps)
     return slow.first.began_at if slow is not None and slow.waits else None
 
 
-def _check_slowness(steps: Sequence[OptimizerStep], others: Sequence[DeviceUser]) -> Hint | None:
+def _check_slowness(steps: Sequence[OptimizerStep], other_users: Sequence[DeviceUser]) -> Hint | None:
     slow = _measure_slowness(steps)
     if slow is None:
         return None
     reason = "they wait for the device" if slow.waits else "their own passes take longer"
-    if slow.waits and others:
-        total = sum(other.device_s for other in others)
-        most = [other for other in others if other.device_s >= _MIN_SHARE * total][:3]
-        users = ", ".join(f"{other.name} ({other.device_s / total:.0%})" for other in most)
-        reason += f", which meanwhile works for {users}" if users else ""
+    if slow.waits and other_users:
+        total = sum(user.device_s for user in other_users)
+        main_users = [user for user in other_users if user.device_s >= _MIN_SHARE * total][:3]
+        names = ", ".join(f"{user.name} ({user.device_s / total:.0%})" for user in main_users)
+        reason += f", which is used by {names}" if names else ""
     return Hint(
         "warning",
         f"Steps take {slow.recent_s:.1f} s, {slow.recent_s / slow.usual_s:.1f} times as long as before: {reason}.",
-        "The overview shows who uses the device.",
+        "See the overview page for the users of the device.",
         slow.first.step,
     )
 
@@ -227,10 +240,12 @@ def _check_idle(steps: Sequence[OptimizerStep], now: float) -> Hint | None:
     last = steps[-1]
     if last.is_applied or not last.passes or now - last.at < _IDLE_S:
         return None
+    minutes = (now - last.at) / 60
     return Hint(
         "warning",
-        f"Step {last.step} has {last.passes} passes but no optimizer step for {(now - last.at) / 60:.0f} minutes.",
-        "Is the client still running?",
+        f"Step {last.step} has {last.passes} passes but no optimizer step, and its last pass ended {minutes:.0f} "
+        "minutes ago.",
+        "Check whether the client is still running.",
         last.step,
     )
 
@@ -238,24 +253,28 @@ def _check_idle(steps: Sequence[OptimizerStep], now: float) -> Hint | None:
 def find_device_users(
     tx: Session, since: float, model_id: ModelId, owner: str, may_see: Callable[[str], bool]
 ) -> Sequence[DeviceUser]:
-    """Return the users of the device since a time other than a run of an owner, those who used it most first."""
+    """Return the users of the device since a time, except for the given run, heaviest user first.
+
+    `may_see` tells whether the reader may see the name of an owner.
+    """
     return sum_device_users(usage.read_totals(tx, None, since, ("owner", "model_id")), model_id, owner, may_see)
 
 
 def sum_device_users(
     totals: Sequence[Total], model_id: str, owner: str, may_see: Callable[[str], bool]
 ) -> list[DeviceUser]:
-    """Add up device seconds by owner and model: other runs of the owner by their ids, other owners by their names.
+    """Add up device seconds by user, without the given run.
 
-    Those whose names the reader may not see are one user.
+    A user is another run of the same owner, or another owner. All owners whose names the reader may
+    not see count as one user.
     """
     seconds: dict[str, float] = {}
     for total in totals:
-        who, model = total.group
-        if who == owner and model == model_id:
+        user, model = total.group
+        if user == owner and model == model_id:
             continue
-        if who != owner:
-            name = str(who) if may_see(who) else _OTHERS
+        if user != owner:
+            name = str(user) if may_see(user) else _OTHERS
         else:
             name = f"{owner}'s run {model}" if model else f"{owner}'s samples of base weights"
         seconds[name] = seconds.get(name, 0.0) + total.device_s

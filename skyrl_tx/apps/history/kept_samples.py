@@ -1,8 +1,8 @@
-"""Sampled sequences that are kept for people to read, with what training made of them.
+"""Choose and store sampled sequences that people can read in the console.
 
-A group is the samples of one request, and is kept or removed as a whole. Of each step, the groups with the smallest
-request ids are kept. Request ids are hashes, so the choice is even and independent of order, and a crash does not
-change it.
+A group is the samples of one request. It is kept or deleted as a whole. For each step, the server
+keeps the groups with the smallest request ids. Request ids are hashes, so this is a uniform random
+choice. It does not depend on the order in which requests complete, and is the same after a crash.
 """
 
 from bisect import insort
@@ -23,27 +23,36 @@ from skyrl_tx.store.sampling_sessions import Origin
 
 MAX_ROWS = 1000
 _MAX_STEPS = 256
-"""Steps whose choice is in memory; others are read again."""
+"""The chosen groups of this many steps are cached in memory.
+
+For other steps, they are read from the database.
+"""
 _PERIOD_S = 3600
-"""Samples whose step is unknown, such as those of base weights, are chosen among those of as much time."""
+"""Samples without a step, for example from base weights, are chosen per hour, not per step."""
 _TOKENS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewSample:
-    """One sequence of a group: tokens int32 [T], logprobs float32 [T]."""
+    """One sequence of a new group: tokens int32 [T], logprobs float32 [T]."""
 
     sequence_id: str
     tokens: Int32Array
     logprobs: Float32Array
     stop_reason: str
     trainer_gap: float | None = None
-    """The mean in nats; None if the sample was not compared."""
+    """Mean difference to the trainer's log-probabilities, in nats.
+
+    None if they were not compared.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewGroup:
-    """The samples of one request, in index order; see `KeptSampleRow` for the fields. `prompt` is int32 [P]."""
+    """The samples of one request, in index order. `prompt` is int32 [P].
+
+    See `KeptSampleRow` for the other fields.
+    """
 
     request_id: RequestId
     model_id: str
@@ -54,13 +63,16 @@ class NewGroup:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the arrays."""
+        """Size of the arrays in bytes."""
         return 4 * self.prompt.size + sum(8 * sample.tokens.size for sample in self.samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedSequence:
-    """The result of a pass for one sampled sequence; None where the pass has no such input."""
+    """The result of a training pass for one sampled sequence.
+
+    A value is None if the pass has no such input.
+    """
 
     sequence_id: str
     advantage: float | None
@@ -102,7 +114,8 @@ _DELETE_GROUPS = delete(KeptSampleRow).where(is_in_batch(col(KeptSampleRow.reque
 
 
 def add(tx: Session, group: NewGroup, now: float) -> None:
-    """Insert the samples of a group; they replace those with the same ids."""
+    """Insert the samples of a group. Samples with the same sequence ids are replaced."""
+    # Encode the arrays. The prompt is stored with the first sample only.
     common = {
         "request_id": group.request_id,
         "model_id": group.model_id,
@@ -117,6 +130,7 @@ def add(tx: Session, group: NewGroup, now: float) -> None:
             "tokens": np.ascontiguousarray(sample.tokens, _TOKENS).tobytes(),
             "logprobs": np.ascontiguousarray(sample.logprobs, _LOGPROBS).tobytes(),
         }
+
         rows.append(
             {
                 **common,
@@ -128,7 +142,9 @@ def add(tx: Session, group: NewGroup, now: float) -> None:
                 "trainer_gap": sample.trainer_gap,
             }
         )
-    execute_in_batches(tx, _DELETE, [sample.sequence_id for sample in group.samples])  # ids that are used again
+
+    # Clients may use sequence ids again
+    execute_in_batches(tx, _DELETE, [sample.sequence_id for sample in group.samples])
     if rows:
         execute(tx, _INSERT, rows)
 
@@ -148,9 +164,9 @@ _HAS_STEP = (
 def list_groups_of_step(
     tx: Session, model_id: str, step: int | None, owner: str, since: float = 0.0
 ) -> list[RequestId]:
-    """Return the groups that are kept of an owner's samples from one step of a model since a time."""
-    wanted = select(col(KeptSampleRow.request_id)).distinct().where(_HAS_STEP, col(KeptSampleRow.owner) == owner)
-    return list(execute(tx, wanted, {"model_id": model_id, "step": step, "since": since}).scalars())
+    """Return the kept groups that an owner sampled from one step of a model since a time."""
+    query = select(col(KeptSampleRow.request_id)).distinct().where(_HAS_STEP, col(KeptSampleRow.owner) == owner)
+    return list(execute(tx, query, {"model_id": model_id, "step": step, "since": since}).scalars())
 
 
 _KEPT = select(col(KeptSampleRow.sequence_id)).where(
@@ -169,29 +185,37 @@ _TRAINED = (
 
 
 def find_kept(tx: Session, owner: str, sequence_ids: Iterable[str]) -> set[str]:
-    """Return those of an owner's sequences that are kept."""
+    """Return which of these sequences of an owner are kept."""
     return {sequence_id for (sequence_id,) in execute_in_batches(tx, _KEPT, sequence_ids, owner=owner)}
 
 
 def record_training(tx: Session, model_id: ModelId, step: int, trained: Iterable[TrainedSequence]) -> None:
-    """Record the results of a pass for kept sequences, in place of those of earlier passes."""
+    """Record the results of a training pass for kept sequences.
+
+    They replace the results of earlier passes.
+    """
     common = {"by_model": model_id, "in_step": step}
-    rows = [{**common, "name": each.sequence_id, "of_advantage": each.advantage, "of_kl": each.kl} for each in trained]
+    rows = [
+        {**common, "name": result.sequence_id, "of_advantage": result.advantage, "of_kl": result.kl}
+        for result in trained
+    ]
     if rows:
         execute(tx, _TRAINED, rows)
 
 
 def list_steps(tx: Session, model_id: str, owner: str | None, limit: int = 1000) -> list[tuple[int | None, int]]:
-    """Return the newest steps of a model with kept samples and their number of groups, newest first.
+    """Return the steps of a model with kept samples and their numbers of groups, newest first.
 
-    `owner` None means all owners. The step is None where it is unknown, and for base weights.
+    `owner` None means all owners. The step is None for samples from base weights, and if the step
+    is unknown.
     """
     step = col(KeptSampleRow.step)
     count = func.count(col(KeptSampleRow.request_id).distinct())
-    wanted = select(step, count).where(col(KeptSampleRow.model_id) == model_id).group_by(step)
+    query = select(step, count).where(col(KeptSampleRow.model_id) == model_id).group_by(step)
     if owner is not None:
-        wanted = wanted.where(col(KeptSampleRow.owner) == owner)
-    return [(found, number) for found, number in execute(tx, wanted.order_by(step.desc().nulls_last()).limit(limit))]
+        query = query.where(col(KeptSampleRow.owner) == owner)
+    rows = execute(tx, query.order_by(step.desc().nulls_last()).limit(limit))
+    return [(number, num_groups) for number, num_groups in rows]
 
 
 def read_step(
@@ -203,17 +227,19 @@ def read_step(
     owner: str | None,
     after: RequestId | None = None,
 ) -> list[KeptGroup]:
-    """Return at most `limit` groups of one step of a model, by request id; `after` is the last one that was read.
+    """Return a page of at most `limit` groups of one step of a model, ordered by request id.
 
-    `owner` None means all owners; another one sees no group but its own. A step of None is that of base weights.
+    `after` is the request id of the last group on the previous page. `owner` limits the result to
+    one owner's groups, and None means all owners. A step of None means base weights or an unknown
+    step.
     """
-    wanted = select(col(KeptSampleRow.request_id)).distinct().where(_HAS_STEP).order_by(col(KeptSampleRow.request_id))
+    query = select(col(KeptSampleRow.request_id)).distinct().where(_HAS_STEP).order_by(col(KeptSampleRow.request_id))
     if owner is not None:
-        wanted = wanted.where(col(KeptSampleRow.owner) == owner)
+        query = query.where(col(KeptSampleRow.owner) == owner)
     if after is not None:
-        wanted = wanted.where(col(KeptSampleRow.request_id) > after)
+        query = query.where(col(KeptSampleRow.request_id) > after)
     parameters = {"model_id": model_id, "step": step, "since": 0.0}
-    return read_groups(tx, list(execute(tx, wanted.limit(limit), parameters).scalars()), owner=owner)
+    return read_groups(tx, list(execute(tx, query.limit(limit), parameters).scalars()), owner=owner)
 
 
 _GROUP_ROWS = (
@@ -224,48 +250,58 @@ _GROUP_ROWS = (
 
 
 def read_groups(tx: Session, request_ids: Sequence[RequestId], *, owner: str | None) -> list[KeptGroup]:
-    """Return those groups that are kept, by request id; `owner` None means any owner."""
+    """Return the kept groups among these requests, ordered by request id.
+
+    `owner` None means any owner.
+    """
+    # Collect the rows of each group
     rows: dict[RequestId, list[Any]] = {}
     for row in execute_in_batches(tx, _GROUP_ROWS, request_ids):
         if owner is None or row.owner == owner:
             rows.setdefault(row.request_id, []).append(row)
+
+    # Decode them
     return [
         KeptGroup(
             request_id=request_id,
-            model_id=samples[0].model_id,
-            step=samples[0].step,
-            owner=samples[0].owner,
-            at=samples[0].at,
-            prompt=np.frombuffer(samples[0].prompt, _TOKENS),
-            samples=tuple(
-                KeptSample(
-                    sequence_id=row.sequence_id,
-                    sample_index=row.sample_index,
-                    tokens=np.frombuffer(row.tokens, _TOKENS),
-                    logprobs=np.frombuffer(row.logprobs, _LOGPROBS),
-                    stop_reason=row.stop_reason,
-                    trained_model_id=row.trained_model_id,
-                    trained_step=row.trained_step,
-                    advantage=row.advantage,
-                    kl=row.kl,
-                    trainer_gap=row.trainer_gap,
-                )
-                for row in samples
-            ),
+            model_id=group_rows[0].model_id,
+            step=group_rows[0].step,
+            owner=group_rows[0].owner,
+            at=group_rows[0].at,
+            prompt=np.frombuffer(group_rows[0].prompt, _TOKENS),
+            samples=tuple(map(_decode_sample, group_rows)),
         )
-        for request_id, samples in rows.items()
+        for request_id, group_rows in rows.items()
     ]
 
 
+def _decode_sample(row: Any) -> KeptSample:
+    return KeptSample(
+        sequence_id=row.sequence_id,
+        sample_index=row.sample_index,
+        tokens=np.frombuffer(row.tokens, _TOKENS),
+        logprobs=np.frombuffer(row.logprobs, _LOGPROBS),
+        stop_reason=row.stop_reason,
+        trained_model_id=row.trained_model_id,
+        trained_step=row.trained_step,
+        advantage=row.advantage,
+        kl=row.kl,
+        trainer_gap=row.trainer_gap,
+    )
+
+
 def expire(tx: Session, before: float, *, limit: int = MAX_ROWS) -> int:
-    """Delete samples that were drawn before a time; return their number. A group expires at once or in two calls."""
+    """Delete up to `limit` samples that were drawn before a time, and return how many were deleted.
+
+    If the limit falls inside a group, the next call deletes the rest of the group.
+    """
     old = select(col(KeptSampleRow.sequence_id)).where(col(KeptSampleRow.at) < before)
     old = old.order_by(col(KeptSampleRow.at), col(KeptSampleRow.request_id)).limit(limit)
     return execute(tx, delete(KeptSampleRow).where(col(KeptSampleRow.sequence_id).in_(old))).rowcount
 
 
 def find_superfluous(tx: Session, model_id: str, owner: str, max_bytes: int) -> list[RequestId]:
-    """Return the oldest groups of an owner and a model, without which the others take at most `max_bytes`."""
+    """Return the oldest groups of a model and owner that exceed `max_bytes` in total."""
     at = func.max(col(KeptSampleRow.at))
     sizes = (
         select(col(KeptSampleRow.request_id), func.sum(col(KeptSampleRow.num_bytes)))
@@ -274,52 +310,58 @@ def find_superfluous(tx: Session, model_id: str, owner: str, max_bytes: int) -> 
         .order_by(at.desc(), col(KeptSampleRow.request_id))
     )
     total = 0
-    found: list[RequestId] = []
+    superfluous: list[RequestId] = []
     for request_id, num_bytes in execute(tx, sizes):
         total += int(num_bytes)
         if total > max_bytes:
-            found.append(request_id)
-    return found
+            superfluous.append(request_id)
+    return superfluous
 
 
 def remove_runs(tx: Session, model_ids: Sequence[ModelId]) -> None:
-    """Delete all samples from the weights of models."""
+    """Delete all samples from the weights of these models."""
     execute_in_batches(tx, delete(KeptSampleRow).where(is_in_batch(col(KeptSampleRow.model_id))), model_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class KeepDecision:
-    """The decision about a new group. `replaced` is the group that it takes the place of."""
+    """The decision about a new group.
+
+    `replaced` is the group that must be deleted for it, if any.
+    """
 
     is_kept: bool
     replaced: RequestId | None = None
 
 
-_LEFT_OUT = KeepDecision(is_kept=False)
+_NOT_KEPT = KeepDecision(is_kept=False)
 
 
 @dataclass(slots=True)
 class KeptGroups:
-    """The chosen groups of the latest steps."""
+    """Decides which groups are kept. Caches the chosen groups of recent steps."""
 
     store: Store
     max_groups: int
-    """Groups of each step and owner."""
+    """How many groups to keep per step and owner."""
     _chosen: OrderedDict[tuple[str, Origin, int], list[RequestId]] = field(
         default_factory=OrderedDict[tuple[str, Origin, int], list[RequestId]]
     )
 
     def choose(self, owner: str, origin: Origin, request_id: RequestId, now: float) -> KeepDecision:
-        """Decide about a group that is about to be written."""
+        """Decide whether to keep a group that is about to be written."""
         if not self.max_groups:
-            return _LEFT_OUT
+            return _NOT_KEPT
+
         chosen = self._read_chosen(owner, origin, now)
         if request_id in chosen:
             return KeepDecision(is_kept=True)
+
+        # The group with the largest request id has to go
         replaced = None
         if len(chosen) >= self.max_groups:
             if request_id > chosen[-1]:
-                return _LEFT_OUT
+                return _NOT_KEPT
             replaced = chosen.pop()
         insort(chosen, request_id)
         return KeepDecision(is_kept=True, replaced=replaced)

@@ -1,6 +1,8 @@
-"""Metrics that only clients know, such as rewards and evaluations: runs of the client's logger, and their points.
+"""Read and write logged runs and their points in the database.
 
-A logged run belongs to an owner, and to a model once that is known. A bounded number of points of each is kept.
+A logged run is a run of the client's logger, with metrics that only the client knows, for example
+rewards. It belongs to an owner, and to a training run (a model) once that is known. The number and
+size of its points are limited.
 """
 
 import json
@@ -22,13 +24,19 @@ from skyrl_tx.store import models
 from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
 
 RETENTION_S = 90 * 86_400.0
-"""Time from the last point of a logged run to its deletion."""
+"""A logged run is deleted this long after its last point."""
 MAX_POINTS = 50_000
-"""Points of a logged run; beyond, every second one of the older half is deleted."""
+"""Limit on the points of a logged run.
+
+Beyond it, every second point of the older half is deleted.
+"""
 MAX_BYTES = 32 * 2**20
-"""Size of the values of a logged run as JSON; beyond, it is thinned in the same way."""
+"""Limit on the size of a logged run's values as JSON.
+
+Beyond it, points are deleted in the same way.
+"""
 MAX_RUNS = 10_000
-"""Logged runs of an owner."""
+"""Limit on the logged runs of an owner."""
 _NEW_POINTS = insert(LoggedPointRow)
 _POINTS = select(
     col(LoggedPointRow.position),
@@ -45,7 +53,7 @@ _KNOWN = select(col(LoggedPointRow.log_id)).where(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedRun:
-    """The identity of a logged run, as the client gives it."""
+    """The names that identify a logged run. The client chooses them."""
 
     owner: str
     project: str
@@ -55,7 +63,7 @@ class LoggedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewLoggedPoint:
-    """Metrics of one step; None for NaN and infinity."""
+    """Metrics of one step. A value of None stands for NaN or infinity."""
 
     log_id: str
     step: int
@@ -64,7 +72,7 @@ class NewLoggedPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedPoint:
-    """A stored point with the name of its run."""
+    """A stored point, with the names of its run and project."""
 
     position: int
     project: str
@@ -83,23 +91,30 @@ def open_run(
     model_id: ModelId | None = None,
     seeks_model: bool = False,
 ) -> LoggedRunRow:
-    """Return a logged run, which is created if there is none. Raises UserError if the owner has too many.
+    """Find or create a logged run. Raises UserError if the owner would have more than `MAX_RUNS`.
 
-    `config` fills an empty one. `model_id` and `seeks_model` are those of a new run.
+    `config` is stored if the run has none yet. `model_id` and `seeks_model` are used only for a new
+    run.
     """
-    found = tx.exec(
-        # one row: the three columns are unique together
+    # The combination of the three columns is unique
+    row = tx.exec(
         select_rows(LoggedRunRow).where(
             col(LoggedRunRow.owner) == run.owner,
             col(LoggedRunRow.project) == run.project,
             col(LoggedRunRow.key) == run.key,
         )
     ).one_or_none()
-    if found is None:
+
+    # Create the run
+    if row is None:
         count = execute(tx, select(func.count()).where(col(LoggedRunRow.owner) == run.owner)).scalar_one()
         if count >= MAX_RUNS:
-            raise UserError(f"{run.owner} has logged {count} runs in the last 90 days, which is the limit")
-        found = LoggedRunRow(
+            raise UserError(
+                f"{run.owner} has {count} logged runs, and the limit is {MAX_RUNS}; a logged run is deleted "
+                f"{RETENTION_S / 86_400:.0f} days after its last point"
+            )
+
+        row = LoggedRunRow(
             owner=run.owner,
             project=run.project,
             key=run.key,
@@ -109,28 +124,39 @@ def open_run(
             created_at=now,
             last_at=now,
         )
-        tx.add(found)
-    if config and not found.config:
-        found.config = dict(config)
-    found.last_at = max(found.last_at, now)
+        tx.add(row)
+
+    # Update it
+    if config and not row.config:
+        row.config = dict(config)
+    row.last_at = max(row.last_at, now)
     tx.flush()
-    return found
+    return row
 
 
 def add_points(tx: Session, run: LoggedRunRow, points: Sequence[NewLoggedPoint], now: float) -> int:
-    """Append points to a logged run and return how many are new; one whose `log_id` is known is a retry."""
+    """Append points to a logged run and return how many are new.
+
+    A point whose `log_id` is stored already is a retry, and is ignored.
+    """
     run_id = run.logged_run_id
     assert run_id is not None
-    new = {point.log_id: point for point in reversed(points)}  # the first of several with one id
+
+    # Drop retries. Of multiple new points with the same id, the first one counts.
+    new = {point.log_id: point for point in reversed(points)}
     for (log_id,) in execute_in_batches(tx, _KNOWN, new, run_id=run_id):
         new.pop(log_id, None)
     if not new:
         return 0
+
+    # Insert the points
     rows = [
         {"logged_run_id": run_id, "log_id": point.log_id, "step": point.step, "at": now, "values": dict(point.values)}
         for point in reversed(new.values())
     ]
     execute(tx, _NEW_POINTS, rows)
+
+    # Keep the run within its limits
     run.num_points += len(rows)
     run.num_bytes += sum(len(json.dumps(row["values"])) for row in rows)
     while run.num_points > MAX_POINTS or (run.num_bytes > MAX_BYTES and run.num_points > 1):
@@ -140,10 +166,10 @@ def add_points(tx: Session, run: LoggedRunRow, points: Sequence[NewLoggedPoint],
 
 
 def _thin(tx: Session, run: LoggedRunRow) -> None:
-    """Delete every second point of the older half of a run."""
+    """Delete every second point in the older half of a run."""
     number = cast(Label[int], func.row_number().over(order_by=col(LoggedPointRow.position)).label("number"))
-    of_run = col(LoggedPointRow.logged_run_id) == run.logged_run_id
-    ranked = select(col(LoggedPointRow.position), number).where(of_run).subquery()
+    is_in_run = col(LoggedPointRow.logged_run_id) == run.logged_run_id
+    ranked = select(col(LoggedPointRow.position), number).where(is_in_run).subquery()
     dropped = select(ranked.c.position).where(ranked.c.number <= (run.num_points + 1) // 2, ranked.c.number % 2 == 1)
     num_dropped = execute(tx, delete(LoggedPointRow).where(col(LoggedPointRow.position).in_(dropped))).rowcount
     run.num_bytes -= run.num_bytes * num_dropped // run.num_points
@@ -151,14 +177,17 @@ def _thin(tx: Session, run: LoggedRunRow) -> None:
 
 
 def set_model(tx: Session, run: LoggedRunRow, model_id: ModelId | None) -> None:
-    """Join a logged run to a model, or with None to none; a model is not looked for any more."""
+    """Assign a logged run to a model, or to no model.
+
+    The server no longer looks for a matching model after this.
+    """
     run.model_id, run.seeks_model = model_id, False
     tx.add(run)
     tx.flush()
 
 
 def get_run(tx: Session, logged_run_id: int) -> LoggedRunRow | None:
-    """Return a logged run, or None if there is none."""
+    """Return a logged run, or None if it does not exist."""
     return tx.get(LoggedRunRow, logged_run_id)
 
 
@@ -172,59 +201,62 @@ def list_runs(
     limit: int = 1000,
     offset: int = 0,
 ) -> list[LoggedRunRow]:
-    """Return a page of logged runs, the most recently written first; `owner` None means all owners.
+    """Return a page of logged runs, most recently written first.
 
-    `is_free` leaves out those that belong to a model.
+    `owner` None means all owners. `is_free` leaves out runs that belong to a model.
     """
-    wanted = select_rows(LoggedRunRow).order_by(col(LoggedRunRow.last_at).desc(), col(LoggedRunRow.logged_run_id))
+    query = select_rows(LoggedRunRow).order_by(col(LoggedRunRow.last_at).desc(), col(LoggedRunRow.logged_run_id))
     for column, value in ((LoggedRunRow.owner, owner), (LoggedRunRow.project, project)):
         if value is not None:
-            wanted = wanted.where(col(column) == value)
+            query = query.where(col(column) == value)
     if model_id is not None:
-        wanted = wanted.where(col(LoggedRunRow.model_id) == model_id)
+        query = query.where(col(LoggedRunRow.model_id) == model_id)
     if is_free:
-        wanted = wanted.where(col(LoggedRunRow.model_id).is_(None))
-    return list(tx.exec(wanted.limit(limit).offset(offset)))
+        query = query.where(col(LoggedRunRow.model_id).is_(None))
+    return list(tx.exec(query.limit(limit).offset(offset)))
 
 
 def read_points(tx: Session, logged_run_ids: Sequence[int], *, after: int = 0, limit: int = 1000) -> list[LoggedPoint]:
     """Return points of these runs after a position, in order of arrival."""
-    wanted = _POINTS.where(col(LoggedPointRow.logged_run_id).in_(logged_run_ids), col(LoggedPointRow.position) > after)
-    return _select_points(tx, wanted.order_by(col(LoggedPointRow.position)).limit(limit))
+    query = _POINTS.where(col(LoggedPointRow.logged_run_id).in_(logged_run_ids), col(LoggedPointRow.position) > after)
+    return _select_points(tx, query.order_by(col(LoggedPointRow.position)).limit(limit))
 
 
 def read_last_points(tx: Session, logged_run_ids: Sequence[int], *, limit: int) -> list[LoggedPoint]:
     """Return the last points of these runs, in order of arrival."""
-    wanted = _POINTS.where(col(LoggedPointRow.logged_run_id).in_(logged_run_ids))
-    return _select_points(tx, wanted.order_by(col(LoggedPointRow.position).desc()).limit(limit))[::-1]
+    query = _POINTS.where(col(LoggedPointRow.logged_run_id).in_(logged_run_ids))
+    return _select_points(tx, query.order_by(col(LoggedPointRow.position).desc()).limit(limit))[::-1]
 
 
-def _select_points(tx: Session, wanted: Executable) -> list[LoggedPoint]:
+def _select_points(tx: Session, query: Executable) -> list[LoggedPoint]:
     return [
         LoggedPoint(position=position, project=project, run=name, step=step, at=at, values=values)
-        for position, project, name, step, at, values in execute(tx, wanted)
+        for position, project, name, step, at, values in execute(tx, query)
     ]
 
 
 def read_points_of_model(tx: Session, model_id: ModelId, *, after: int = 0, limit: int = 1000) -> list[LoggedPoint]:
-    """Return points of the logged runs of a model after a position, in order of arrival."""
+    """Return the points of all logged runs of a model after a position, in order of arrival."""
     run_ids = [row.logged_run_id for row in list_runs(tx, None, model_id=model_id) if row.logged_run_id is not None]
     return read_points(tx, run_ids, after=after, limit=limit)
 
 
 def get_last_step(tx: Session, logged_run_id: int) -> int | None:
-    """Return the largest step of a logged run; None without points."""
-    wanted = select(func.max(col(LoggedPointRow.step))).where(col(LoggedPointRow.logged_run_id) == logged_run_id)
-    return execute(tx, wanted).scalar_one()
+    """Return the largest step of a logged run, or None if it has no points."""
+    query = select(func.max(col(LoggedPointRow.step))).where(col(LoggedPointRow.logged_run_id) == logged_run_id)
+    return execute(tx, query).scalar_one()
 
 
 def forget_model(tx: Session, model_id: ModelId) -> None:
-    """Let the next `prune` delete the logged runs of a model that is removed for good."""
+    """Mark the logged runs of a deleted model, so that the next `prune` deletes them."""
     execute(tx, update(LoggedRunRow).where(col(LoggedRunRow.model_id) == model_id).values(model_id=None, last_at=0.0))
 
 
 def prune(tx: Session, before: float, *, limit: int) -> int:
-    """Delete points, then runs, whose last point precedes a time; return the larger number of deleted rows."""
+    """Delete logged runs whose last point is older than `before`, and their points.
+
+    Deletes at most `limit` points and `limit` runs, and returns the larger of both numbers.
+    """
     old = select(col(LoggedRunRow.logged_run_id)).where(col(LoggedRunRow.last_at) < before)
     points = select(col(LoggedPointRow.position)).where(col(LoggedPointRow.logged_run_id).in_(old)).limit(limit)
     num_points = execute(tx, delete(LoggedPointRow).where(col(LoggedPointRow.position).in_(points))).rowcount
@@ -235,7 +267,10 @@ def prune(tx: Session, before: float, *, limit: int) -> int:
 
 
 def find_logged_run(tx: Session, caller: Principal, logged_run_id: int) -> LoggedRunRow:
-    """Find a logged run. Raises ApiError 404 if the caller has none of this id."""
+    """Return a logged run.
+
+    Raises ApiError 404 if it does not exist or the caller may not see it.
+    """
     row = get_run(tx, logged_run_id)
     if row is None or not caller.can_act_for(row.owner):
         raise not_found(f"logged run {logged_run_id} does not exist")
@@ -243,12 +278,15 @@ def find_logged_run(tx: Session, caller: Principal, logged_run_id: int) -> Logge
 
 
 def join_logged_run(tx: Session, caller: Principal, logged_run_id: int, run_id: str | None) -> None:
-    """Join a logged run to a training run of the same owner, or with None to none. Raises ApiError 400 or 404."""
+    """Assign a logged run to a training run of the same owner, or to none if `run_id` is None.
+
+    Raises ApiError 404 if the caller cannot see one of them, and 400 if they have different owners.
+    """
     row = find_logged_run(tx, caller, logged_run_id)
     if run_id is None:
         set_model(tx, row, None)
         return
     model_id = access.find_model(tx, caller, ModelId(run_id)).model_id
     if models.get_owner(tx, model_id) != row.owner:
-        raise bad_request(f"training_run_id {model_id!r}: it belongs to another owner than the logged run")
+        raise bad_request(f"training_run_id {model_id!r}: must have the same owner as the logged run")
     set_model(tx, row, model_id)

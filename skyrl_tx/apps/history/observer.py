@@ -1,4 +1,4 @@
-"""The history that people read, written with each result: points, and kept samples with their sums."""
+"""Write the history of runs with each result: points, kept samples, and sums over samples."""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -26,19 +26,23 @@ from skyrl_tx.store.database import Store
 from skyrl_tx.store.sampling_sessions import Origin
 
 _MIN_TEMPERATURE = 0.5
-"""Below it, the most likely tokens are drawn whatever the model has learned."""
+"""Samples below this temperature do not count for the `surprise` curve.
+
+At a low temperature, the most likely tokens are drawn, so their probabilities do not show how
+certain the model is.
+"""
 
 
 @dataclass(slots=True)
 class HistoryObserver(ResultObserver):
-    """Records the curves of runs, a choice of samples with what training made of them, and sums over all samples."""
+    """Records points for the curves of runs, sums over all samples, and a selection of samples."""
 
     store: Store
     settings: EngineSettings
     _groups: KeptGroups = field(init=False)
     _points: RowLimit[ModelId] = field(init=False)
     _samples: RowLimit[tuple[str, str]] = field(init=False)
-    """By model and owner."""
+    """The keys are model and owner."""
 
     def __post_init__(self) -> None:
         self._groups = KeptGroups(self.store, self.settings.keep_samples)
@@ -55,18 +59,19 @@ class HistoryObserver(ResultObserver):
 
     @property
     def row_limits(self) -> Sequence[RowLimit[Any]]:
-        """The points of a run, and the kept samples of one owner from one model."""
+        """The limits on the points of a run, and on the kept samples per model and owner."""
         return self._points, self._samples
 
     def observe_pass(
         self, queued: QueuedRequest, model: LiveModel, output: ForwardBackwardOutput, num_tokens: int, time: DeviceTime
     ) -> ObserverRows:
-        """Add a point, and what the pass made of kept samples."""
+        """Write a point, and the results of the pass for kept samples."""
         request, step = queued.model_pass, model.num_steps
         assert request is not None
         self._points.grown.add(model.model_id)
 
         def write_rows(tx: Session, now: float) -> None:
+            # A point for the curves
             point = Point(
                 position=queued.position,
                 model_id=model.model_id,
@@ -81,6 +86,8 @@ class HistoryObserver(ResultObserver):
                 values=output.metrics,
             )
             points.add(tx, point)
+
+            # Advantage and KL of kept samples that the pass trained on
             if request.backward and not isinstance(request.sampled, UnsetType) and self.settings.keep_samples:
                 kept = kept_samples.find_kept(tx, queued.owner, {span.sequence_id for span in request.sampled})
                 trained = _describe_trained_sequences(request, request.sampled, output, kept)
@@ -91,7 +98,7 @@ class HistoryObserver(ResultObserver):
     def observe_step(
         self, queued: QueuedRequest, model: LiveModel, output: OptimStepOutput, time: DeviceTime
     ) -> ObserverRows:
-        """Add a point."""
+        """Write a point for an optimizer step."""
         step = model.num_steps
         self._points.grown.add(model.model_id)
 
@@ -116,8 +123,8 @@ class HistoryObserver(ResultObserver):
     def observe_sample(
         self, queued: QueuedRequest, request: Sample, output: SampleOutput, origin: Origin, now: float, device_s: float
     ) -> ObserverRows | None:
-        """Add to the sums of the step, and keep the sequences if their group is chosen."""
-        # Prompts that are only scored are no samples, and private ones are none of the run.
+        """Add the samples to the sums of their step, and keep them if their group is chosen."""
+        # Skip requests that only score a prompt, and private requests
         is_scoring = request.options.wants_prompt and (request.params.max_tokens or 0) == 1
         if is_scoring or request.is_private is True:
             return None
@@ -138,9 +145,11 @@ class HistoryObserver(ResultObserver):
     def _choose_group(
         self, queued: QueuedRequest, request: Sample, output: SampleOutput, origin: Origin, now: float
     ) -> tuple[NewGroup | None, list[RequestId]]:
-        """Return the samples to keep, and the groups that they replace."""
+        """Return the group if it is to be kept, and the groups that it replaces."""
         if not self.settings.keep_samples:
             return None, []
+
+        # Build the group
         sequence_ids = request.sequence_ids or [f"{queued.request_id}-{n}" for n in range(len(output.sequences))]
         samples = [
             NewSample(
@@ -152,6 +161,7 @@ class HistoryObserver(ResultObserver):
             )
             for name, sequence in zip(sequence_ids, output.sequences, strict=True)
         ]
+
         group = NewGroup(
             request_id=queued.request_id,
             model_id=origin.model_id,
@@ -162,6 +172,8 @@ class HistoryObserver(ResultObserver):
         )
         if group.num_bytes > self.settings.max_kept_sample_bytes:
             return None, []
+
+        # Decide whether to keep it
         choice = self._groups.choose(queued.owner, origin, queued.request_id, now)
         if not choice.is_kept:
             return None, []
@@ -170,7 +182,7 @@ class HistoryObserver(ResultObserver):
 
 
 def _sum_samples(step: int, request: Sample, output: SampleOutput) -> SampledStep:
-    """Return what a request adds to the sums of its step."""
+    """Return the sums over the samples of one request."""
     is_scored = request.params.temperature >= _MIN_TEMPERATURE
     tokens = sum(sequence.tokens.size for sequence in output.sequences)
     logprob_sum = sum(float(sequence.logprobs.sum(dtype=np.float64)) for sequence in output.sequences if is_scored)
@@ -188,26 +200,30 @@ def _sum_samples(step: int, request: Sample, output: SampleOutput) -> SampledSte
 def _describe_trained_sequences(
     request: ModelPass, spans: Sequence[SampledSpan], output: ForwardBackwardOutput, kept: Collection[str]
 ) -> Iterator[TrainedSequence]:
-    """Yield the mean advantage of each kept sequence, and how far its log-probabilities moved since it was sampled."""
-    of_sequence: dict[str, list[SampledSpan]] = {}
+    """Yield the mean advantage and KL of each kept sequence.
+
+    The KL is the mean difference between the log-probabilities from sampling and from this pass.
+    """
+    spans_by_sequence: dict[str, list[SampledSpan]] = {}
     for span in spans:
         if span.sequence_id in kept:
-            of_sequence.setdefault(span.sequence_id, []).append(span)
-    for sequence_id, parts in of_sequence.items():
+            spans_by_sequence.setdefault(span.sequence_id, []).append(span)
+
+    for sequence_id, parts in spans_by_sequence.items():
         advantages: list[NumberArray] = []
         differences: list[NumberArray] = []
         for span in parts:
             inputs, trained = request.data[span.datum].loss_inputs, output.logprobs[span.datum]
-            of_span = slice(span.first, span.first + span.length)
+            token_range = slice(span.first, span.first + span.length)
             if (advantage := inputs.get("advantages")) is not None and advantage.ndim == 1:
-                advantages.append(advantage[of_span])
+                advantages.append(advantage[token_range])
             if (sampled := inputs.get("logprobs")) is not None and sampled.shape == trained.shape:
-                differences.append(sampled[of_span] - trained[of_span])
+                differences.append(sampled[token_range] - trained[token_range])
         yield TrainedSequence(sequence_id=sequence_id, advantage=_average(advantages), kl=_average(differences))
 
 
 def _average(parts: Sequence[NumberArray]) -> float | None:
-    """Return the mean of all values; None if there are none, or if it is not finite."""
+    """Return the mean of all values, or None if there are no values or the mean is not finite."""
     values = np.concatenate(parts) if parts else np.empty(0)
     mean = float(values.mean(dtype=np.float64)) if values.size else math.nan
     return mean if math.isfinite(mean) else None

@@ -1,7 +1,8 @@
-"""The rows behind curves: a point of each completed pass and optimizer step, and sums over the samples of each step.
+"""Read and write points, the database rows for curves, and sums over the samples of each step.
 
-The engine adds them in the transaction of the result, so that after a crash each request is there once. The statements
-that run for every request are built once, as in `futures`.
+There is one point for each completed pass and each optimizer step. The engine writes the point in
+the same transaction as the result, so each request has exactly one point, even after a crash. SQL
+statements that run for every request are prepared once, as in `futures`.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -17,12 +18,18 @@ from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
 from skyrl_tx.store.prepared_statements import PreparedStatement, make_upsert_builder
 
 MAX_POINTS = 200_000
-"""Points of one run; beyond that, half of the steps in its older half are dropped."""
+"""Limit on the points of one run.
+
+Beyond it, every second step in the older half of the run is deleted.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One completed request; see `RunPointRow` for the fields. `position` is the cursor of readers."""
+    """One completed request. See `RunPointRow` for the fields.
+
+    Readers use `position` as a cursor.
+    """
 
     position: int
     model_id: ModelId
@@ -39,7 +46,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledStep:
-    """Sums over the samples from the weights of one step; see `SampledStepRow` for the fields."""
+    """Sums over the samples from the weights of one step. See `SampledStepRow` for the fields."""
 
     step: int
     samples: int
@@ -54,7 +61,7 @@ _INSERT = PreparedStatement(lambda _: insert(RunPointRow), _NAMES)
 
 
 def add(tx: Session, point: Point) -> None:
-    """Insert a point. Values that are not finite become null."""
+    """Insert a point. NaN and infinity are stored as null."""
     row = {name: getattr(point, name) for name in _NAMES}
     _INSERT.execute(tx, {**row, "values": encode_numbers(point.values)})
 
@@ -77,52 +84,49 @@ _NEWEST = (
 def read_points(tx: Session, model_id: ModelId, after_position: int = 0, limit: int = 10_000) -> list[Point]:
     """Return at most `limit` points of a run after a position, in order of arrival.
 
-    A pass may be completed after one that arrived later, for requests without a sequence number or for forward passes.
-    A reader that polls therefore sees a late point only in a new series.
+    A request can complete after a request that arrived later, if it has no sequence number or is a
+    forward pass. A reader that polls with a cursor misses such a point, until it reads the run from
+    the beginning again.
     """
     return _make_points(execute(tx, _SERIES, {"model_id": model_id, "after": after_position, "limit": limit}))
 
 
 def read_newest(tx: Session, model_id: ModelId, limit: int, kind: PointKind | None = None) -> list[Point]:
-    """Return the last points of a run, of one kind or of all, in order of arrival."""
-    wanted = _NEWEST if kind is None else _NEWEST.where(col(RunPointRow.kind) == kind)
-    return _make_points(execute(tx, wanted, {"model_id": model_id, "limit": limit}))[::-1]
-
-
-def read_steps(tx: Session, model_id: ModelId, first_step: int, last_step: int, limit: int = 10_000) -> list[Point]:
-    """Return the points whose `step` is in a range, in order of arrival.
-
-    The passes of step n have `step` n - 1, because that many steps were taken before them.
-    """
-    is_in_range = col(RunPointRow.step).between(first_step, last_step)
-    return _make_points(execute(tx, _SERIES.where(is_in_range), {"model_id": model_id, "after": -1, "limit": limit}))
+    """Return the newest points of a run, in order of arrival. `kind` None means all kinds."""
+    query = _NEWEST if kind is None else _NEWEST.where(col(RunPointRow.kind) == kind)
+    return _make_points(execute(tx, query, {"model_id": model_id, "limit": limit}))[::-1]
 
 
 def _make_points(rows: Iterable[Any]) -> list[Point]:
     return [Point(**row._mapping) for row in rows]
 
 
-def find_superfluous(tx: Session, model_id: ModelId, most: int = MAX_POINTS) -> list[int]:
-    """Return the positions of every second step in the older half of a run with more than `most` points.
+def find_superfluous(tx: Session, model_id: ModelId, max_points: int = MAX_POINTS) -> list[int]:
+    """Return the positions of points to delete if a run has more than `max_points` points.
 
-    Whole steps go, so that the curves of passes and of steps stay complete for the others.
+    These are the points of every second step in the older half. The points of a step are deleted
+    together, so that all curves have the same steps.
     """
-    of_run = col(RunPointRow.model_id) == model_id
-    newest_first = select(col(RunPointRow.position)).where(of_run).order_by(col(RunPointRow.position).desc())
-    if execute(tx, newest_first.offset(most).limit(1)).first() is None:
+    is_in_run = col(RunPointRow.model_id) == model_id
+    newest_first = select(col(RunPointRow.position)).where(is_in_run).order_by(col(RunPointRow.position).desc())
+    if execute(tx, newest_first.offset(max_points).limit(1)).first() is None:
         return []
-    middle = execute(tx, newest_first.offset(most // 2).limit(1)).scalar_one()
-    older = of_run, col(RunPointRow.position) <= middle
+
+    # Number the points and steps of the older half
+    middle = execute(tx, newest_first.offset(max_points // 2).limit(1)).scalar_one()
+    older = is_in_run, col(RunPointRow.position) <= middle
     ranked = select(
         col(RunPointRow.position),
         func.dense_rank().over(order_by=col(RunPointRow.step)).label("step_rank"),
         func.row_number().over(order_by=col(RunPointRow.position)).label("row_rank"),
     ).where(*older)
     rows = execute(tx, ranked).all()
+
+    # Delete every second step, or every second point if one step has nearly all points
     by_step = [position for position, step_rank, _ in rows if step_rank % 2 == 0]
     if len(by_step) >= len(rows) // 4:
         return by_step
-    return [position for position, _, row_rank in rows if row_rank % 2 == 0]  # one step has nearly all of them
+    return [position for position, _, row_rank in rows if row_rank % 2 == 0]
 
 
 _DELETE = delete(RunPointRow).where(is_in_batch(col(RunPointRow.position)))
@@ -136,13 +140,11 @@ def remove(tx: Session, positions: Collection[int]) -> None:
 _SUM_NAMES = tuple(SampledStep.__dataclass_fields__)
 _SUM_KEY = ("model_id", "step", "owner")
 _SUM_COLUMNS = tuple(name for name in _SUM_NAMES if name not in _SUM_KEY)
-
-
 _ADD_SUMS = PreparedStatement(make_upsert_builder(SampledStepRow, _SUM_KEY, _SUM_COLUMNS), (*_SUM_KEY, *_SUM_COLUMNS))
 
 
 def add_sampled(tx: Session, model_id: str, owner: str, sampled: SampledStep) -> None:
-    """Add samples that an owner drew from a model's weights."""
+    """Add the samples of one request to the sums of their model, step and owner."""
     values = {name: getattr(sampled, name) for name in _SUM_NAMES}
     _ADD_SUMS.execute(tx, {"model_id": model_id, "owner": owner, **values})
 
@@ -150,11 +152,11 @@ def add_sampled(tx: Session, model_id: str, owner: str, sampled: SampledStep) ->
 def read_sampled(
     tx: Session, model_id: ModelId, owner: str, *, after_step: int = -1, limit: int = 10_000
 ) -> list[SampledStep]:
-    """Return the newest steps after one of which an owner drew samples, oldest first."""
+    """Return the sums over an owner's samples for the newest steps after a step, oldest first."""
     columns = tuple(getattr(SampledStepRow, name) for name in _SUM_NAMES)
-    wanted = select(*columns).where(col(SampledStepRow.model_id) == model_id, col(SampledStepRow.owner) == owner)
-    wanted = wanted.where(col(SampledStepRow.step) > after_step).order_by(col(SampledStepRow.step).desc()).limit(limit)
-    rows: Sequence[Any] = execute(tx, wanted).all()
+    query = select(*columns).where(col(SampledStepRow.model_id) == model_id, col(SampledStepRow.owner) == owner)
+    query = query.where(col(SampledStepRow.step) > after_step).order_by(col(SampledStepRow.step).desc()).limit(limit)
+    rows: Sequence[Any] = execute(tx, query).all()
     return [SampledStep(**row._mapping) for row in reversed(rows)]
 
 

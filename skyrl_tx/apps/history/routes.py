@@ -1,4 +1,4 @@
-"""Endpoints for the metrics of runs, and for the timeline of a session as a trace behind a signed URL."""
+"""Endpoints for the metrics of runs, and for traces of sessions."""
 
 import secrets
 import time
@@ -36,7 +36,7 @@ LoggedRunId = Annotated[int, Path(ge=0, lt=2**63)]
 
 @router.post("/training_runs/{run_id}/metrics")
 def log_metrics(run_id: str, call: Incoming) -> dict[str, bool]:
-    """Store metrics of one step of a training run; `is_new` is false for a retry."""
+    """Store metrics of one step of a training run. `is_new` is false if the request is a retry."""
     request = call.body.parse_model(schemas.LogMetricsRequest)
     model_id = ModelId(run_id)
 
@@ -52,21 +52,21 @@ def log_metrics(run_id: str, call: Incoming) -> dict[str, bool]:
 
 @router.get("/training_runs/{run_id}/metrics")
 def get_metrics(run_id: str, call: Incoming, cursor: str = "0-0", limit: PageSize = 1000) -> schemas.MetricsResponse:
-    """Return the points of a training run after a cursor: one of each request, and what clients logged."""
+    """Return a page of a training run's metrics: a point per request, and what clients logged."""
     after, logged_after = _parse_cursor(cursor)
 
     def work(tx: Session) -> schemas.MetricsResponse:
         model_id = access.find_visible_run(tx, call.caller, ModelId(run_id)).model_id
         points = stored_points.read_points(tx, model_id, after, limit)
-        found = logged_metrics.read_points_of_model(tx, model_id, after=logged_after, limit=limit)
+        logged = logged_metrics.read_points_of_model(tx, model_id, after=logged_after, limit=limit)
         last = points[-1].position if points else after
-        last_logged = found[-1].position if found else logged_after
+        last_logged = logged[-1].position if logged else logged_after
         return schemas.MetricsResponse(
             training_run_id=model_id,
             points=[_describe_point(row) for row in points],
-            logged=[_describe_logged_point(point) for point in found],
+            logged=[_describe_logged_point(point) for point in logged],
             cursor=f"{last}-{last_logged}",
-            has_more=limit in (len(points), len(found)),
+            has_more=limit in (len(points), len(logged)),
         )
 
     return call.store.read(work)
@@ -80,7 +80,7 @@ def list_logged_runs(
     access_scope: AccessScope = "owned",
     project: str | None = None,
 ) -> schemas.LoggedRunsResponse:
-    """List the runs that the caller's loggers named; `accessible` lists all owners' for an admin."""
+    """List the caller's logged runs, or all logged runs for an admin with `accessible`."""
     owner = call.caller.owner_filter if access_scope == "accessible" else call.caller.owner
 
     def work(tx: Session) -> schemas.LoggedRunsResponse:
@@ -94,15 +94,15 @@ def list_logged_runs(
 def get_logged_metrics(
     logged_run_id: LoggedRunId, call: Incoming, cursor: Position = 0, limit: PageSize = 1000
 ) -> schemas.LoggedMetricsResponse:
-    """Return the points of a logged run after a cursor."""
+    """Return a page of a logged run's points."""
 
     def work(tx: Session) -> schemas.LoggedMetricsResponse:
         logged_metrics.find_logged_run(tx, call.caller, logged_run_id)
-        found = logged_metrics.read_points(tx, [logged_run_id], after=cursor, limit=limit)
+        points = logged_metrics.read_points(tx, [logged_run_id], after=cursor, limit=limit)
         return schemas.LoggedMetricsResponse(
-            logged=[_describe_logged_point(point) for point in found],
-            cursor=found[-1].position if found else cursor,
-            has_more=len(found) == limit,
+            logged=[_describe_logged_point(point) for point in points],
+            cursor=points[-1].position if points else cursor,
+            has_more=len(points) == limit,
         )
 
     return call.store.read(work)
@@ -110,7 +110,7 @@ def get_logged_metrics(
 
 @router.put("/logged_runs/{logged_run_id}/training_run")
 def join_training_run(logged_run_id: LoggedRunId, call: Incoming) -> dict[str, str | None]:
-    """Join a logged run to a training run of the same owner, or separate them."""
+    """Assign a logged run to a training run of the same owner, or to no training run."""
     run_id = call.body.parse_model(schemas.JoinRunRequest).training_run_id
 
     call.store.write(lambda tx: logged_metrics.join_logged_run(tx, call.caller, logged_run_id, run_id))
@@ -118,7 +118,10 @@ def join_training_run(logged_run_id: LoggedRunId, call: Incoming) -> dict[str, s
 
 
 class TraceExport(Response):
-    """The state of an export as the SDK polls it. This server builds the trace when it is fetched, so it is ready."""
+    """The state of an export, which the SDK polls.
+
+    It is always ready: the trace is built when it is downloaded.
+    """
 
     status: Literal["ready"] = "ready"
     url: str
@@ -126,13 +129,16 @@ class TraceExport(Response):
 
 @router.get("/sessions/{session_id}/trace_export")
 def get_trace_export(session_id: str, call: Incoming, request: Request) -> TraceExport:
-    """Return a signed URL of a session's timeline as a Perfetto trace."""
-    found = call.store.read(lambda tx: access.find_visible_session(tx, call.caller, SessionId(session_id)))
-    return TraceExport(url=make_trace_url(call.context, call.caller, request, found.session_id))
+    """Return a signed URL for the timeline of a session as a Perfetto trace."""
+    session = call.store.read(lambda tx: access.find_visible_session(tx, call.caller, SessionId(session_id)))
+    return TraceExport(url=make_trace_url(call.context, call.caller, request, session.session_id))
 
 
 def make_trace_url(context: ApiContext, caller: Principal, request: Request, session_id: SessionId) -> str:
-    """Return a signed URL of the trace of a session that the caller may see."""
+    """Return a signed URL for the trace of a session.
+
+    The caller must have access to the session.
+    """
     expires = int(time.time() + context.settings.download_url_ttl_s)
     signature = context.signing_key.sign(_PURPOSE, session_id, str(expires), str(caller.key_id))
     key = "" if caller.key_id is None else f"&key={caller.key_id}"
@@ -148,25 +154,33 @@ def fetch_trace(
     signature: str,
     key: Annotated[int | None, Query(ge=0, lt=2**31)] = None,
 ) -> StreamingResponse:
-    """Send the trace that a signed URL names; no API key is needed while the one that asked for the URL is valid."""
+    """Download a trace by its signed URL, without an API key.
+
+    The URL works until it expires or the API key that asked for it is revoked.
+    """
+    # Check the URL
     if not context.signing_key.verify(signature, _PURPOSE, session_id, str(expires), str(key)):
         raise ApiError(HTTPStatus.FORBIDDEN, "this URL was not signed by this server")
     if expires < time.time():
         raise ApiError(HTTPStatus.FORBIDDEN, "this URL has expired; ask for a new one")
+
+    # Read the session with the rights of the key that asked for the URL
     now = time.time()
 
     def work(tx: Session) -> tuple[str, list[TimelineGroup]]:
         asker = context.authenticator.find_key_principal(tx, key)
         if asker is None:
-            raise ApiError(HTTPStatus.FORBIDDEN, "the API key with which this URL was made was revoked or has expired")
-        found = access.find_visible_session(tx, asker, SessionId(session_id))
-        row = sessions.get(tx, found.session_id)
-        title = found.session_id if row is None or not row.display_name else row.display_name
-        return title, read_session_groups(tx, found.session_id, now, MAX_SLICES)
+            raise ApiError(HTTPStatus.FORBIDDEN, "this URL is invalid: its API key was revoked or has expired")
+        session = access.find_visible_session(tx, asker, SessionId(session_id))
+        row = sessions.get(tx, session.session_id)
+        title = session.session_id if row is None or not row.display_name else row.display_name
+        return title, read_session_groups(tx, session.session_id, now, MAX_SLICES)
 
     title, groups = context.store.read(work)
+
+    # Encode the first part before the response starts, so that an error gets an error status
     parts: Iterator[bytes] = timeline.encode_trace(title, groups)
-    first = next(parts)  # an error here becomes a status
+    first = next(parts)
     headers = {
         "content-disposition": f'attachment; filename="{session_id}.pftrace"',
         "cache-control": "private",
@@ -176,10 +190,13 @@ def fetch_trace(
 
 
 def _parse_cursor(cursor: str) -> tuple[int, int]:
-    """Parse a cursor: the last position of each list. Raises ApiError 400."""
+    """Parse a cursor such as "120-35", the last positions of both lists.
+
+    Raises ApiError 400 if it is malformed.
+    """
     parts = cursor.split("-")
     if len(parts) != 2 or not all(part.isascii() and part.isdigit() and len(part) <= 18 for part in parts):
-        raise bad_request(f"cursor {cursor[:50]!r}: must be one that this endpoint returned")
+        raise bad_request(f"cursor {cursor[:50]!r}: must be a cursor from an earlier response of this endpoint")
     return int(parts[0]), int(parts[1])
 
 

@@ -1,4 +1,4 @@
-"""`skyrl-tx runs show`: what a run is, did and reached, on one screen or as JSON."""
+"""`skyrl-tx runs show`: print the configuration, curves, checkpoints and problems of a run."""
 
 import argparse
 import json
@@ -14,16 +14,15 @@ from skyrl_tx.apps.history.curves import add_samples, fold_newest_points
 from skyrl_tx.apps.history.hints import Hint, find_device_users, find_hints, find_slow_since
 from skyrl_tx.apps.history.logged_metrics import LoggedPoint
 from skyrl_tx.apps.history.points import Point
-from skyrl_tx.contract import codec
 from skyrl_tx.contract.ids import ModelId
-from skyrl_tx.contract.requests import ModelSpec
 from skyrl_tx.launch.command import CommandError
 from skyrl_tx.launch.command_line import Record, format_table, format_time, open_database
+from skyrl_tx.server.identity.access import decode_spec
 from skyrl_tx.store import checkpoints, models, sessions
 from skyrl_tx.store.tables import CheckpointRow, ModelRow
 
 MAX_POINTS = 2000
-"""Points of a run that the report reads, of each source: the newest."""
+"""The report reads this many of the newest points of a run, and as many logged points."""
 LOSS = "loss:sum"
 GRADIENT_NORM = "unclipped_grad_l2:mean"
 LOSS_CURVE = "loss"
@@ -33,12 +32,12 @@ _NO_VALUE = "·"
 _MAX_CURVES = 12
 
 CurvePoints = Sequence[tuple[int, float | None]]
-"""Steps and values; None for NaN and infinity."""
+"""Pairs of step and value. None stands for NaN or infinity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """A run with its curves and checkpoints."""
+    """A run with its curves, checkpoints and hints."""
 
     summary: Record
     curves: Mapping[str, CurvePoints]
@@ -47,7 +46,7 @@ class RunReport:
 
 
 def show(arguments: argparse.Namespace) -> None:
-    """Print a run. Raises CommandError if there is none."""
+    """Print a run. Raises CommandError if it does not exist."""
     with open_database(arguments) as store:
         report = store.read(lambda tx: read_report(tx, ModelId(arguments.run_id)))
     if arguments.json:
@@ -63,59 +62,67 @@ def show(arguments: argparse.Namespace) -> None:
 
 
 def read_report(tx: Session, model_id: ModelId) -> RunReport:
-    """Read a run. Raises CommandError if there is none."""
+    """Read a run. Raises CommandError if it does not exist."""
     row = models.get(tx, model_id)
     if row is None:
-        raise CommandError(f"{model_id!r}: there is no such run; `skyrl-tx runs list` shows all")
-    found = points.read_newest(tx, model_id, MAX_POINTS)
-    values = _read_newest_logged(tx, model_id)
+        raise CommandError(f"run {model_id!r} does not exist; `skyrl-tx runs list` shows all runs")
+    newest = points.read_newest(tx, model_id, MAX_POINTS)
+    logged = _read_newest_logged(tx, model_id)
     saved = checkpoints.list_by_run(tx, model_id, time.time())
     return RunReport(
-        summary=_make_summary(tx, row, found),
-        curves=make_curves(found, values),
+        summary=_make_summary(tx, row, newest),
+        curves=make_curves(newest, logged),
         checkpoints=list(map(_make_checkpoint_record, saved)),
-        hints=_find_hints(tx, model_id, found),
+        hints=_find_hints(tx, model_id, newest),
     )
 
 
-def _find_hints(tx: Session, model_id: ModelId, found: Sequence[Point]) -> Sequence[Hint]:
-    """Return the warnings of the run's page, as an admin sees them."""
+def _find_hints(tx: Session, model_id: ModelId, newest: Sequence[Point]) -> Sequence[Hint]:
+    """Return the hints that an admin sees on the run's page in the console."""
     owner = models.get_owner(tx, model_id) or ""
-    sampled = {each.step + 1: each for each in points.read_sampled(tx, model_id, owner, limit=MAX_POINTS)}
-    steps = [
-        add_samples(step, sampled[step.step]) if step.step in sampled else step for step in fold_newest_points(found)
-    ]
+    sums = {sampled.step + 1: sampled for sampled in points.read_sampled(tx, model_id, owner, limit=MAX_POINTS)}
+    steps = [add_samples(step, sums[step.step]) if step.step in sums else step for step in fold_newest_points(newest)]
     since = find_slow_since(steps)
     users = () if since is None else find_device_users(tx, since, model_id, owner, lambda _: True)
     return find_hints(steps, time.time(), users)
 
 
-def get_last_loss(found: Iterable[Point]) -> float | None:
-    """Return the loss of the last step that has one, of all its passes, with six digits."""
-    curve = _sum_losses(found)
+def get_last_loss(run_points: Iterable[Point]) -> float | None:
+    """Return the loss of the last step that has one, summed over its passes, with six digits."""
+    curve = _sum_losses(run_points)
     return None if not curve or curve[-1][1] is None else float(f"{curve[-1][1]:.6g}")
 
 
-def make_curves(found: Sequence[Point], values: Iterable[LoggedPoint]) -> dict[str, CurvePoints]:
-    """Return the curves of a run by name: loss, gradient norm, then what clients logged."""
+def make_curves(run_points: Sequence[Point], logged: Iterable[LoggedPoint]) -> dict[str, CurvePoints]:
+    """Return the curves of a run by name: the loss, the gradient norm, and clients' metrics."""
     norms = [
-        (row.step, row.values[GRADIENT_NORM]) for row in found if row.kind == "step" and GRADIENT_NORM in row.values
+        (row.step, row.values[GRADIENT_NORM])
+        for row in run_points
+        if row.kind == "step" and GRADIENT_NORM in row.values
     ]
-    curves: dict[str, list[tuple[int, float | None]]] = {LOSS_CURVE: _sum_losses(found), "gradient norm": norms}
-    for point in values:
+    curves: dict[str, list[tuple[int, float | None]]] = {LOSS_CURVE: _sum_losses(run_points), "gradient norm": norms}
+    for point in logged:
         for name, value in point.values.items():
             curves.setdefault(name, []).append((point.step, value))
     return {name: curve for name, curve in curves.items() if curve}
 
 
 def draw_sparkline(values: Sequence[float | None], width: int = _WIDTH) -> str:
-    """Draw values with block characters, averaged to at most `width`; a dot stands for values that are not finite."""
+    """Draw values with at most `width` block characters.
+
+    Each shows the mean of its values, or a dot if none is finite.
+
+    For example, the values 0, 1, 2 and 3 give "▁▃▆█".
+    """
+    # The mean of each part
     count = min(width, len(values))
     means: list[float | None] = []
     for index in range(count):
         part = values[index * len(values) // count : (index + 1) * len(values) // count]
         numbers = [value for value in part if value is not None and math.isfinite(value)]
         means.append(math.fsum(number / len(numbers) for number in numbers) if numbers else None)
+
+    # A block for each mean, between the minimum and the maximum
     finite = [mean for mean in means if mean is not None]
     if not finite:
         return _NO_VALUE * count
@@ -124,22 +131,29 @@ def draw_sparkline(values: Sequence[float | None], width: int = _WIDTH) -> str:
 
 
 def _choose_block(value: float, low: float, high: float) -> str:
-    half_range = high / 2 - low / 2  # halves: the range of two floats may not be a float
-    if half_range == 0:  # equal, or next to each other
+    # Halves, because high - low can overflow
+    half_range = high / 2 - low / 2
+    # Both are equal, or so close that half their distance is 0
+    if half_range == 0:
         return _BLOCKS[len(_BLOCKS) // 2 - 1]
     share = (value / 2 - low / 2) / half_range
     return _BLOCKS[min(len(_BLOCKS) - 1, int(share * len(_BLOCKS)))]
 
 
 def format_report(report: RunReport) -> Iterator[str]:
-    """Yield the lines of a report for people. Text of clients is shown without control characters."""
+    """Yield the lines of a report. Control characters in text from clients are replaced."""
+    # Summary
     width = max(map(len, report.summary))
     for name, value in report.summary.items():
         yield f"{name.replace('_', ' '):<{width}}  {_format_value(value)}"
+
+    # Hints
     if report.hints:
         yield ""
     for hint in report.hints:
         yield f"{hint.level}: {_format_value(hint.text)} {_format_value(hint.advice)}"
+
+    # Curves
     if report.curves:
         yield ""
         yield from format_table(
@@ -147,6 +161,8 @@ def format_report(report: RunReport) -> Iterator[str]:
         )
         if len(report.curves) > _MAX_CURVES:
             yield f"and {len(report.curves) - _MAX_CURVES} more metrics; --json prints all"
+
+    # Checkpoints
     if report.checkpoints:
         yield ""
         yield from format_table(
@@ -170,10 +186,9 @@ def _format_value(value: object) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def _make_summary(tx: Session, row: ModelRow, found: Sequence[Point]) -> Record:
-    spec = codec.decode(row.spec)
-    assert isinstance(spec, ModelSpec)
+def _make_summary(tx: Session, row: ModelRow, newest: Sequence[Point]) -> Record:
     session = sessions.get(tx, row.session_id)
+
     return {
         "run": row.model_id,
         "name": None if session is None else session.display_name,
@@ -182,12 +197,13 @@ def _make_summary(tx: Session, row: ModelRow, found: Sequence[Point]) -> Record:
         "session": row.session_id,
         "status": row.status,
         "base_model": row.base_model,
-        "rank": spec.lora.rank,
+        "rank": decode_spec(row).lora.rank,
         "loaded_from": row.loaded_from,
+        # State
         "created": format_time(row.created_at),
         "last_used": format_time(row.last_request_at),
         "step": row.num_steps,
-        "loss": get_last_loss(found),
+        "loss": get_last_loss(newest),
         "incomplete_gradient": row.poisoned_by,
         "deleted": format_time(row.deleted_at),
     }
@@ -205,17 +221,17 @@ def _make_checkpoint_record(row: CheckpointRow) -> Record:
 
 
 def _read_newest_logged(tx: Session, model_id: ModelId) -> list[LoggedPoint]:
-    """Return the newest points that clients logged for a run, by step."""
+    """Return the newest points that clients logged for a run, ordered by step."""
     run_ids = [row.logged_run_id for row in logged_metrics.list_runs(tx, None, model_id=model_id) if row.logged_run_id]
     return sorted(
         logged_metrics.read_last_points(tx, run_ids, limit=MAX_POINTS), key=lambda point: (point.step, point.position)
     )
 
 
-def _sum_losses(found: Iterable[Point]) -> list[tuple[int, float | None]]:
-    """Return the loss of each step: the sum over the passes that its optimizer step used."""
+def _sum_losses(run_points: Iterable[Point]) -> list[tuple[int, float | None]]:
+    """Return the loss of each optimizer step, summed over the passes before it."""
     losses: dict[int, float | None] = {}
-    for row in found:
+    for row in run_points:
         if row.kind == "train" and LOSS in row.values:
             value, before = row.values[LOSS], losses.get(row.step, 0.0)
             losses[row.step] = None if value is None or before is None else before + value

@@ -1,4 +1,4 @@
-"""Schemas of metrics: those that clients log, and the series of a run."""
+"""Request and response schemas of the endpoints for metrics."""
 
 import math
 from typing import Annotated, Literal, cast
@@ -8,17 +8,20 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from skyrl_tx.server.schemas.base import Name, Response, WireModel
 
 MAX_METRICS = 256
-"""Names in one point."""
+"""Limit on the metrics in one point."""
 MAX_NAME_LENGTH = 200
-"""Characters of a metric's name, a run's name and a project's."""
+"""Limit on the characters in the name of a metric, run or project."""
 MAX_STEP = 2**53
-"""Beyond, JSON readers round."""
+"""Limit on steps. Larger integers are rounded by JSON readers that use floats."""
 
 Values = dict[str, float | None]
 
 
 def _check_metric_count(value: object) -> object:
-    """Refuse an object with many names, before its values are validated. Raises ValueError."""
+    """Raise ValueError if an object has too many names.
+
+    Runs before its values are validated, to save time.
+    """
     if isinstance(value, dict) and len(cast(dict[str, object], value)) > MAX_METRICS:
         raise ValueError(f"must have at most {MAX_METRICS} names")
     return cast(object, value)
@@ -40,17 +43,20 @@ class LogMetricsRequest(WireModel):
         dict[MetricName, _Number | None], BeforeValidator(_check_metric_count), AfterValidator(_replace_non_finite)
     ]
     log_id: Annotated[Name, Field(min_length=1)] | None = None
-    """Equal in all retries; default: the `X-Idempotency-Key` header, or a random one."""
+    """The same in all retries of a request.
+
+    Default: the `X-Idempotency-Key` header, or a random id.
+    """
 
 
 class JoinRunRequest(WireModel):
-    """The training run that a logged run belongs to; null separates them."""
+    """The training run that a logged run belongs to, or null for none."""
 
     training_run_id: Name | None
 
 
 class RunPoint(Response):
-    """One completed request of a run: its metrics, and when and for how long it ran."""
+    """One completed request of a run, with its metrics and times. Times are Unix seconds."""
 
     kind: Literal["train", "forward", "step"]
     step: int
@@ -74,7 +80,10 @@ class LoggedMetrics(Response):
 
 
 class MetricsResponse(Response):
-    """A page of a run's points, each list in order of arrival. `cursor` continues after it; times are Unix seconds."""
+    """A page of a run's points, in order of arrival. Pass `cursor` to get the next page.
+
+    Times are Unix seconds.
+    """
 
     training_run_id: str
     points: list[RunPoint]
@@ -84,7 +93,7 @@ class MetricsResponse(Response):
 
 
 class LoggedMetricsResponse(Response):
-    """A page of a logged run's points."""
+    """A page of a logged run's points, in order of arrival. Pass `cursor` to get the next page."""
 
     logged: list[LoggedMetrics]
     cursor: int
@@ -92,7 +101,7 @@ class LoggedMetricsResponse(Response):
 
 
 class LoggedRunResponse(Response):
-    """A run as a client's logger names it, and the training run that it belongs to, if that is known."""
+    """A run of a client's logger, and the training run that it belongs to, if known."""
 
     logged_run_id: int
     project: str
@@ -106,6 +115,6 @@ class LoggedRunResponse(Response):
 
 
 class LoggedRunsResponse(Response):
-    """A page of logged runs, the most recently written first."""
+    """A page of logged runs, most recently written first."""
 
     logged_runs: list[LoggedRunResponse]

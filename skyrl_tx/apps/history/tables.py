@@ -1,7 +1,7 @@
-"""The tables of curves, kept samples, and metrics that clients log.
+"""Database tables for curves, kept samples, and metrics that clients log.
 
-Nothing here is needed to serve or to recover: rows have a retention, and clients see no difference without them.
-Columns that end in `_scale_to_temperature` hold seconds since the epoch.
+The server does not need these rows to serve clients or to recover after a crash. They are deleted
+after some time. Columns that end in `_at` hold seconds since the epoch.
 """
 
 # pyright: reportAssignmentType=false
@@ -21,83 +21,95 @@ PointKind = Literal["train", "forward", "step"]
 
 
 def encode_numbers(values: Mapping[str, float | None] | None) -> str:
-    """Return numbers by name as JSON; those that are not finite become null."""
+    """Encode numbers by name as JSON. NaN and infinity become null."""
     return msgspec.json.encode(values).decode()
 
 
 class NumbersText(TypeDecorator[Mapping[str, float | None]]):
-    """Numbers by name as JSON text, which takes a fraction of the time of a JSON column. Not finite: null."""
+    """A column for numbers by name, stored as JSON text.
+
+    Much faster than SQLAlchemy's JSON type.
+    """
 
     impl = Text
     cache_ok = True
 
     def process_bind_param(self, value: Mapping[str, float | None] | None, dialect: Dialect) -> Any:
-        """Encode."""
+        """Encode the value for the database."""
         return encode_numbers(value)
 
     def process_result_value(self, value: Any, dialect: Dialect) -> Mapping[str, float | None]:
-        """Decode."""
+        """Decode the value from the database."""
         return msgspec.json.decode(value)
 
 
 class RunPointRow(AppTable, table=True):
-    """The effect of one completed request on its model; written in the transaction of the result."""
+    """The metrics and times of one completed request. Written in the transaction of its result."""
 
     __tablename__ = "run_points"
     __table_args__ = (Index("ix_run_points_model", "model_id", "position", "step"),)
 
     position: int = Field(primary_key=True, sa_type=BigInteger, sa_column_kwargs={"autoincrement": False})
-    """The position of the request, whose row may be gone."""
+    """The position of the request. The request's own row may be deleted already."""
     model_id: ModelId = Field(sa_type=String)
     kind: PointKind = Field(sa_type=String)
-    """`train` for forward_backward, `forward`, or `step` for optim_step."""
+    """`train` for forward_backward, `forward` for forward, `step` for optim_step."""
     step: int = Field(sa_type=BigInteger)
-    """The model's optimizer steps before the request; for an optim_step its own number, from 1."""
+    """For a pass, the number of optimizer steps before it.
+
+    For an optimizer step, its number, from 1.
+    """
     created_at: float
     """When the request arrived."""
     started_at: float
     """When the request first reached the device in the attempt that completed it."""
     at: float
-    """When the request was completed."""
+    """When the request completed."""
     device_s: float = 0.0
-    """Seconds of the device that the request took: of a shared step, its share by tokens."""
+    """Device time of the request in seconds.
+
+    Requests that share a batch are charged in proportion to their tokens.
+    """
     tokens: int = Field(default=0, sa_type=BigInteger)
     datums: int = 0
     values: Mapping[str, float | None] = Field(default_factory=dict, sa_type=NumbersText)
-    """The metrics as the client got them, such as `loss:sum`; None for NaN and infinity."""
+    """The metrics in the result, for example `loss:sum`. None stands for NaN or infinity."""
 
 
 class KeptSampleRow(AppTable, table=True):
-    """One sampled sequence that is kept for people to read; arrays are little-endian."""
+    """One sampled sequence that people can read in the console. Arrays are little-endian."""
 
     __tablename__ = "kept_samples"
     __table_args__ = (Index("ix_kept_samples_model", "model_id", "step"), Index("ix_kept_samples_at", "at"))
 
     sequence_id: str = Field(primary_key=True)
     request_id: RequestId = Field(index=True, sa_type=String)
-    """The request of its group: samples of one prompt."""
+    """The request that sampled the sequence. All samples of a request are one group."""
     sample_index: int
-    """Its place in the group."""
+    """Index in the group."""
     model_id: str
-    """The model whose weights were sampled; empty for base weights."""
+    """The model whose weights were sampled, or empty for base weights."""
     step: int | None = Field(default=None, sa_type=BigInteger)
-    """Optimizer steps of the model in the weights that were sampled, if known."""
+    """Number of optimizer steps in the sampled weights, if known."""
     owner: str
-    """The owner of the request, who alone may read it, with admins."""
+    """The owner of the request. Only the owner and admins can read the sample."""
     at: float
     num_bytes: int
-    """Size of the arrays. It precedes them, so that SQLite reads it without them."""
+    """Size of the arrays.
+
+    This column is before the arrays, so that SQLite can read it without reading the arrays.
+    """
     stop_reason: str
     trained_model_id: str | None = None
     trained_step: int | None = Field(default=None, sa_type=BigInteger)
     advantage: float | None = None
     """Mean advantage of the sampled tokens, in the last pass that trained on the sequence."""
     kl: float | None = None
-    """Mean difference between the sampled and the trained log-probability of the sampled tokens, in that pass."""
+    """Mean of sampling minus training log-probability of the sampled tokens, in that pass."""
     trainer_gap: float | None = None
-    """Mean absolute difference from the trainer's log-probabilities with the same weights, if they were compared."""
+    """Mean absolute difference to the trainer's log-probabilities at the same weights, if known."""
     prompt: bytes
-    """int32 [prompt length] for the first sample of the group; empty for the others."""
+    """int32 [prompt length] in the first sample of a group, empty in all following samples."""
     tokens: bytes
     """int32 [completion length]."""
     logprobs: bytes
@@ -105,27 +117,27 @@ class KeptSampleRow(AppTable, table=True):
 
 
 class SampledStepRow(AppTable, table=True):
-    """Sums over the samples that an owner drew from the weights of one optimizer step."""
+    """Sums over all samples of an owner from the weights of one optimizer step."""
 
     __tablename__ = "sampled_steps"
 
     model_id: str = Field(primary_key=True)
     step: int = Field(primary_key=True, sa_type=BigInteger, sa_column_kwargs={"autoincrement": False})
-    """Optimizer steps of the model in the weights that were sampled."""
+    """Number of optimizer steps in the sampled weights."""
     owner: str = Field(primary_key=True)
     samples: int = Field(default=0, sa_type=BigInteger)
     cut: int = Field(default=0, sa_type=BigInteger)
-    """Samples that ended at `max_tokens` or at the context limit."""
+    """Number of samples that reached `max_tokens` or the context limit."""
     tokens: int = Field(default=0, sa_type=BigInteger)
-    """Sampled tokens."""
+    """Number of sampled tokens."""
     scored_tokens: int = Field(default=0, sa_type=BigInteger)
-    """Those among them that were drawn at a temperature at which their probabilities say how certain the model is."""
+    """Number of tokens sampled at a temperature of at least 0.5, which count for `surprise`."""
     logprob_sum: float = 0.0
     """Sum of the log-probabilities of the scored tokens."""
 
 
 class LoggedRunRow(AppTable, table=True):
-    """A run as the client's own logger names it."""
+    """A run of a client's logger, for example of trackio."""
 
     __tablename__ = "logged_runs"
     __table_args__ = (UniqueConstraint("owner", "project", "key"), {"sqlite_autoincrement": True})
@@ -133,15 +145,21 @@ class LoggedRunRow(AppTable, table=True):
     logged_run_id: int | None = Field(default=None, primary_key=True, sa_type=BIG_KEY)
     owner: str
     project: str
-    """The logger's project; empty for metrics that name their model or session themselves."""
+    """The logger's project.
+
+    Empty or the session's project for metrics that were logged without a logger.
+    """
     key: str
-    """An id that tells runs of one name apart: the logger's own id, or the id of the model or session."""
+    """Distinguishes runs of one name: the logger's run id, or the id of the model or session."""
     name: str
     config: Mapping[str, object] = Field(default_factory=dict, sa_type=JSON)
     model_id: str | None = Field(default=None, index=True)
-    """The model that the run trains, once it is known."""
+    """The model that the run belongs to, once it is known."""
     seeks_model: bool = False
-    """Whether later metrics may still find the model; False once there was a choice between several."""
+    """Whether the server still looks for the model.
+
+    False once it was found, or if there were multiple candidates.
+    """
     num_points: int = 0
     num_bytes: int = Field(default=0, sa_type=BigInteger)
     """Size of the values of all points, as JSON."""
@@ -163,7 +181,7 @@ class LoggedPointRow(AppTable, table=True):
     """Order of arrival."""
     logged_run_id: int = Field(sa_type=BigInteger)
     log_id: str
-    """Chosen by the client: a repeated one is a retry."""
+    """Chosen by the client. A point with the same id is a retry."""
     step: int = Field(sa_type=BigInteger)
     at: float
     values: Mapping[str, float | None] = Field(sa_type=JSON)

@@ -1,7 +1,8 @@
-"""The timeline of a session: when its requests arrived, ran and ended, by model and by sampler.
+"""The timeline of a session: when its requests arrived, started and ended, per model and sampler.
 
-Completed passes and optimizer steps come from the points of their run, which have the same times and are kept longer.
-So the large bodies of passes are not read.
+Completed passes and optimizer steps are read from the points of their run. Points have the same
+times as the requests, are kept longer, and do not have the large bodies of passes. `encode_trace`
+writes a timeline as a Perfetto trace.
 """
 
 from collections import defaultdict
@@ -22,22 +23,32 @@ from skyrl_tx.store.database import execute, execute_in_batches, is_in_batch
 from skyrl_tx.store.tables import RequestRow
 
 MAX_COUNTERS = 16
-"""Metrics of each model."""
+"""Limit on the metrics per model that become counters."""
+MAX_SLICES = 10_000
+"""Limit on the requests in a trace, per source. The oldest are left out."""
 _MAX_GROUPS = 200
-"""Models, and samplers, of a session; the oldest are left out."""
+"""Limit on the models of a session, and on its samplers. The oldest are left out."""
 _WITH_POINTS = ("model_pass", "optim_step")
-_LOOKED_AT = 5
-"""Rows that are looked at for each one that is wanted."""
+_ROWS_PER_RESULT = 5
+"""To find n requests without points, the newest n times this many rows are searched."""
 _MAX_PASSES = 200
-"""Open and failed passes that are read: SQLite reads the body of a row before the columns behind it."""
+"""Limit on the open and failed requests that are read.
+
+For each, SQLite also has to read the large body.
+"""
 _KINDS: Mapping[PointKind, str] = {"train": "forward_backward", "forward": "forward", "step": "optim_step"}
+
+_PACKETS_PER_PART = 500
+_SEQUENCE = 1
+_MAX_ANNOTATIONS = 16
+_BEGIN, _END, _COUNTER = TrackEvent.TYPE_SLICE_BEGIN, TrackEvent.TYPE_SLICE_END, TrackEvent.TYPE_COUNTER
 
 Value = str | int | float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTimes:
-    """A stored request without its body and result; times are seconds since the epoch."""
+    """A stored request without its body and result. Times are seconds since the epoch."""
 
     position: int
     request_id: RequestId
@@ -53,29 +64,29 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineSpan:
-    """One request on the timeline; times are seconds since the epoch."""
+    """One request on the timeline. Times are seconds since the epoch."""
 
     name: str
     created_at: float
     started_at: float | None
-    """When it began to run; None while it is queued."""
+    """When the request started to run, or None while it is queued."""
     ended_at: float
     device_s: float = 0.0
     position: int = 0
-    """Order of arrival; the same in each look at the session."""
+    """The position of the request, which gives the order of arrival and never changes."""
     status: str = "done"
     """`open`, `done` or `failed`."""
     annotations: Mapping[str, Value] = field(default_factory=dict[str, Value])
 
     @property
     def end(self) -> float:
-        """The end, which is not before the beginning even if the clock was set back."""
+        """The end, but not before the beginning. The clock may have been set back."""
         return max(self.created_at, self.ended_at)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineGroup:
-    """A model or a sampler: its requests, and values over time by their name."""
+    """The requests of a model or of a sampler. `counters` are pairs of time and value, by name."""
 
     title: str
     spans: Sequence[TimelineSpan]
@@ -89,10 +100,12 @@ class TimelineGroup:
 def read_session_groups(
     tx: Session, session_id: SessionId, now: float, limit: int, *, after: int = 0, with_logged: bool = True
 ) -> list[TimelineGroup]:
-    """Return the newest requests of a session, at most `limit` of each source, by model and by sampler.
+    """Return the newest requests of a session, grouped by model and sampler.
 
-    `after` leaves out those up to a position. `with_logged` adds the metrics that the client logged.
+    At most `limit` rows are read from each source. `after` leaves out requests up to a position.
+    `with_logged` adds the metrics that the client logged.
     """
+    # Group the stored requests
     by_model: defaultdict[ModelId, list[RequestTimes]] = defaultdict(list)
     by_sampler: defaultdict[str | None, list[TimelineSpan]] = defaultdict(list)
     for row in read_requests_of_session(tx, session_id, limit, after):
@@ -100,20 +113,24 @@ def read_session_groups(
             by_model[row.model_id].append(row)
         else:
             by_sampler[row.sampling_session_id].append(make_request_span(row, now))
+
+    # Models, newest first: the limit is used up by the newest models
     groups: list[TimelineGroup] = []
-    left = limit
-    for model in reversed(models.list_by_session(tx, session_id)[-_MAX_GROUPS:]):  # the oldest models get what is left
-        found = (
-            points.read_points(tx, model.model_id, after, left)
+    remaining = limit
+    for model in reversed(models.list_by_session(tx, session_id)[-_MAX_GROUPS:]):
+        passes = (
+            points.read_points(tx, model.model_id, after, remaining)
             if after
-            else points.read_newest(tx, model.model_id, left)
+            else points.read_newest(tx, model.model_id, remaining)
         )
-        logged_points = logged_metrics.read_points_of_model(tx, model.model_id, limit=left) if with_logged else []
+        logged_points = logged_metrics.read_points_of_model(tx, model.model_id, limit=remaining) if with_logged else []
         title = f"model {model.model_id.partition(':')[2] or model.model_id}"
         requests = by_model[model.model_id]
-        groups.append(make_model_group(title, model.model_id, requests, found, logged_points, now))
-        left = max(0, left - len(found) - len(logged_points))
+        groups.append(make_model_group(title, model.model_id, requests, passes, logged_points, now))
+        remaining = max(0, remaining - len(passes) - len(logged_points))
     groups.reverse()
+
+    # Samplers
     for name, spans in list(by_sampler.items())[-_MAX_GROUPS:]:
         title = "other requests" if name is None else f"sampler {name}"
         groups.append(TimelineGroup(title=title, spans=spans, sampling_session_id=name))
@@ -121,7 +138,7 @@ def read_session_groups(
 
 
 def keep_newest_spans(groups: list[TimelineGroup], limit: int) -> list[TimelineGroup]:
-    """Return the groups with their newest spans alone, at most `limit` together."""
+    """Drop old spans, so that the groups have at most `limit` spans in total."""
     positions = sorted((span.position for group in groups for span in group.spans), reverse=True)
     if len(positions) <= limit:
         return groups
@@ -137,7 +154,11 @@ def make_model_group(
     metrics: Sequence[LoggedPoint],
     now: float,
 ) -> TimelineGroup:
-    """Return the group of a model. Points outlive the requests, which add those that have no point."""
+    """Return the group of a model.
+
+    Points are preferred to requests, because they are kept longer. Requests without a point, for
+    example open requests, are added.
+    """
     by_position = {request.position: make_request_span(request, now) for request in requests}
     counters: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in passes:
@@ -151,13 +172,16 @@ def make_model_group(
 
 
 def make_request_span(request: RequestTimes, now: float) -> TimelineSpan:
-    """Return a request as a span, which lasts until now while it is open."""
+    """Make a span of a request. If the request is open, the span ends at `now`."""
     annotations: dict[str, Value] = {"request_id": request.request_id, "status": request.status}
     if request.seq_id is not None:
         annotations["seq_id"] = request.seq_id
+
+    # Until a request starts, its column `started_at` has the time of arrival
     started_at = request.started_at
     if request.status == "open" and started_at is not None and started_at <= request.created_at:
-        started_at = None  # the column has the time of arrival until the request is started
+        started_at = None
+
     return TimelineSpan(
         name=request.kind,
         created_at=request.created_at,
@@ -209,52 +233,55 @@ _COLUMNS = (
 def read_requests_of_session(tx: Session, session_id: SessionId, limit: int, after: int = 0) -> list[RequestTimes]:
     """Return the newest requests of a session after a position, in order of arrival.
 
-    Those whose rows are pruned are missing, and completed ones that have a point.
+    The result does not have completed requests with a point, nor requests whose rows were deleted.
     """
-    of_session = (col(RequestRow.session_id) == session_id) & (col(RequestRow.position) > after)
-    newest = _select_columns().where(of_session).limit(limit * _LOOKED_AT).subquery().c
-    others = select(newest.position).where(newest.kind.not_in(_WITH_POINTS)).limit(limit)
-    positions = set(execute(tx, others.order_by(newest.position.desc())).scalars())
+    # Requests of kinds without points
+    is_in_session = (col(RequestRow.session_id) == session_id) & (col(RequestRow.position) > after)
+    newest = _select_columns().where(is_in_session).limit(limit * _ROWS_PER_RESULT).subquery().c
+    without_points = select(newest.position).where(newest.kind.not_in(_WITH_POINTS)).limit(limit)
+    positions = set(execute(tx, without_points.order_by(newest.position.desc())).scalars())
+
+    # Open and failed requests of any kind
     for status in ("open", "failed"):
-        of_status = of_session & (col(RequestRow.status) == literal_column(f"'{status}'"))
-        positions |= {position for position, _ in execute(tx, _select_columns().where(of_status).limit(_MAX_PASSES))}
-    wanted = select(*_COLUMNS).where(is_in_batch(col(RequestRow.position)))
+        has_status = is_in_session & (col(RequestRow.status) == literal_column(f"'{status}'"))
+        positions |= {position for position, _ in execute(tx, _select_columns().where(has_status).limit(_MAX_PASSES))}
+
+    # Read all columns of the newest among them
+    query = select(*_COLUMNS).where(is_in_batch(col(RequestRow.position)))
     chosen = sorted(positions, reverse=True)[:limit]
-    rows = sorted(execute_in_batches(tx, wanted, chosen), key=lambda row: row.position)
+    rows = sorted(execute_in_batches(tx, query, chosen), key=lambda row: row.position)
     return [RequestTimes(**row._mapping) for row in rows]
 
 
 def _select_columns() -> Select[int | None, str]:
-    """Return a query of columns before the body, newest first."""
+    """Return a query for requests, newest first. It only reads columns before the large body."""
     return select(col(RequestRow.position), col(RequestRow.kind)).order_by(col(RequestRow.position).desc())
 
 
-MAX_SLICES = 10_000
-"""Requests in a trace, of each source; the oldest are left out."""
-_PACKETS_PER_PART = 500
-_SEQUENCE = 1
-_MAX_ANNOTATIONS = 16
-_BEGIN, _END, _COUNTER = TrackEvent.TYPE_SLICE_BEGIN, TrackEvent.TYPE_SLICE_END, TrackEvent.TYPE_COUNTER
-
-
 def encode_trace(title: str, groups: Iterable[TimelineGroup]) -> Iterator[bytes]:
-    """Yield the encoded trace of a session in parts; joined they are one `perfetto.protos.Trace`."""
-    writer = _Writer()
+    """Encode the trace of a session. The parts, joined, are one `perfetto.protos.Trace`."""
+    writer = _TraceWriter()
     root = writer.begin_track(title, ordering=TrackDescriptor.EXPLICIT)
     device: list[TimelineSpan] = []
     for group in groups:
         parent = writer.begin_track(group.title, parent=root)
+
+        # Requests that overlap are on different tracks
         for number, spans in enumerate(_split_overlaps(group.spans), start=1):
             track = writer.begin_track(f"requests {number}", parent=parent)
             for span in spans:
                 writer.write_request(track, span)
                 yield from writer.take_full_parts()
+
+        # Metrics over time
         for name, values in group.counters.items():
             track = writer.begin_track(name, parent=parent, is_counter=True)
             for at, value in values:
                 writer.write_count(track, at, value)
                 yield from writer.take_full_parts()
         device += [_make_device_span(group.title, span) for span in group.spans if span.device_s > 0]
+
+    # The device
     parent = writer.begin_track("device", parent=root)
     for number, spans in enumerate(_split_overlaps(sorted(device, key=lambda span: span.created_at)), start=1):
         track = writer.begin_track(f"device {number}", parent=parent)
@@ -271,7 +298,7 @@ def _make_device_span(title: str, span: TimelineSpan) -> TimelineSpan:
 
 
 def _split_overlaps(spans: Iterable[TimelineSpan]) -> list[list[TimelineSpan]]:
-    """Split spans in order of arrival into lists without overlaps, as few as there are spans at once."""
+    """Split spans, in order of arrival, into lists whose spans do not overlap."""
     tracks: list[list[TimelineSpan]] = []
     for span in spans:
         free = next((track for track in tracks if track[-1].end <= span.created_at), None)
@@ -282,8 +309,8 @@ def _split_overlaps(spans: Iterable[TimelineSpan]) -> list[list[TimelineSpan]]:
     return tracks
 
 
-class _Writer:
-    """Encodes packets; `take_full_parts` hands out those so far when there are many."""
+class _TraceWriter:
+    """Collects the packets of a trace, and encodes them in parts to limit memory."""
 
     def __init__(self) -> None:
         self._trace = Trace()
@@ -297,7 +324,7 @@ class _Writer:
         is_counter: bool = False,
         ordering: TrackDescriptor.ChildTracksOrdering = TrackDescriptor.UNKNOWN,
     ) -> int:
-        """Begin a track; return its id."""
+        """Begin a track and return its id."""
         self._num_tracks += 1
         packet = self._trace.packet.add(trusted_packet_sequence_id=_SEQUENCE)
         described = packet.track_descriptor
@@ -308,7 +335,7 @@ class _Writer:
         return self._num_tracks
 
     def write_request(self, track: int, span: TimelineSpan) -> None:
-        """Write a request, and inside it the parts in which it was queued and running."""
+        """Write a request, with slices for the times when it was queued and when it ran."""
         end = span.end
         self._write_event(track, _BEGIN, span.created_at, span.name, "request", span.annotations)
         if span.started_at is not None:
@@ -318,7 +345,7 @@ class _Writer:
         self._write_event(track, _END, end)
 
     def write_slice(self, track: int, name: str, category: str, begin: float, end: float) -> None:
-        """Write a slice of a track."""
+        """Write a slice on a track."""
         self._write_event(track, _BEGIN, begin, name, category)
         self._write_event(track, _END, end)
 
@@ -327,12 +354,12 @@ class _Writer:
         self._write_event(track, _COUNTER, at).double_counter_value = value
 
     def take_full_parts(self) -> Iterator[bytes]:
-        """Yield the packets so far, if there are enough for a part."""
+        """Yield the encoded packets if there are enough for a part."""
         if len(self._trace.packet) >= _PACKETS_PER_PART:
             yield self.take_rest()
 
     def take_rest(self) -> bytes:
-        """Return the packets that were not handed out."""
+        """Encode and remove all collected packets."""
         data = self._trace.SerializeToString()
         self._trace.Clear()
         return data

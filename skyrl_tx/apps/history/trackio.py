@@ -1,7 +1,8 @@
-"""The part of the trackio protocol that logs metrics (trackio 0.43, remote_client.py and server.py).
+"""The metrics part of the trackio protocol (trackio 0.43, remote_client.py and server.py).
 
-`TRACKIO_SERVER_URL=http://host:8000/trackio` sends what recipes log here. A logger that gets an error keeps its data
-and sends all of it again, so one entry that cannot be read is left out instead of refused.
+With `TRACKIO_SERVER_URL=http://host:8000/trackio`, recipes send their metrics to this server. If a
+request gets an error, trackio sends all its data again. So the server skips entries that it cannot
+read, instead of refusing the request.
 """
 
 import logging
@@ -45,7 +46,10 @@ _Arguments = Mapping[str, object]
 
 
 async def _authenticate(request: Request) -> Principal:
-    """Authenticate by trackio's write token, which is an API key, or by the headers of other clients."""
+    """Authenticate the caller.
+
+    The API key is trackio's write token, or in one of the headers of other clients.
+    """
     headers = request.headers
     scheme, _, token = headers.get("authorization", "").partition(" ")
     bearer = token.strip() if scheme.lower() == "bearer" else ""
@@ -61,19 +65,26 @@ async def _read_call(request: Request, caller: Annotated[Principal, Depends(_aut
 
 @router.get("/version")
 async def get_version() -> dict[str, object]:
-    """Name the protocol version that the trackio client asks for; no API key is needed."""
+    """Return the protocol version. The trackio client asks for it without an API key."""
     return {"version": __version__, "api_version": _API_VERSION, "api_transport": "http"}
 
 
 @router.post("/api/{name}")
 def call_api(name: str, call: Annotated[ApiCall, Depends(_read_call)]) -> JSONResponse:
-    """Store metrics that the trackio client logs, and list its runs; media and artifacts are refused."""
+    """Store metrics that trackio logs, or list its runs. Media and artifacts are refused."""
+    # Refuse functions that this server does not have
     function = _FUNCTIONS.get(name)
     if function is None:
-        text = f"{quote_value(name)}: this server stores the numbers that trackio logs, no media, tables or artifacts"
-        # The client shows the text of a 200 alone; an upload must have another status.
+        text = (
+            f"{quote_value(name)} is not supported: this server stores numbers that trackio logs, but no media, tables "
+            "or artifacts"
+        )
+        # The trackio client shows the error only with status 200. For an upload, it needs an error
+        # status.
         status = HTTPStatus.UNSUPPORTED_MEDIA_TYPE if name == "upload" else HTTPStatus.OK
         return JSONResponse({"data": None, "error": text}, status_code=status)
+
+    # Call the function
     arguments = call.body.parse_object().get("kwargs", {})
     if not isinstance(arguments, dict):
         raise bad_request("kwargs: must be an object")
@@ -85,30 +96,40 @@ def call_api(name: str, call: Annotated[ApiCall, Depends(_read_call)]) -> JSONRe
 
 
 def _log_metrics(call: ApiCall, arguments: _Arguments) -> dict[str, int]:
-    """Store logged entries; return how many were new, and how many were left out because they have no number."""
+    """Store logged entries.
+
+    Return how many were new, and how many were ignored because they have no number.
+    """
+    # Sort the entries by run
     entries = _read_entries(arguments)
     points: defaultdict[LoggedRun, list[NewLoggedPoint]] = defaultdict(list)
     configs: dict[LoggedRun, dict[str, object]] = {}
     for entry in entries:
-        found = _read_point(call.caller.owner, entry)
-        if found is not None:
-            run, point = found
+        run_and_point = _read_point(call.caller.owner, entry)
+        if run_and_point is not None:
+            run, point = run_and_point
             points[run].append(point)
             if run not in configs and (config := clean_config(to_object(entry).get("config"))):
                 configs[run] = config
+
     num_ignored = len(entries) - sum(map(len, points.values()))
     if num_ignored:
-        _warn(f"{num_ignored} metrics that {call.caller.owner!r} logged with trackio hold no number, or no valid name")
+        _warn(
+            f"ignored {num_ignored} metrics that {call.caller.owner!r} logged with trackio, because they have no "
+            "number or no valid name"
+        )
+
+    # Store them
     now = time.time()
     num_new = sum(
-        store_metrics(call.store, RunMetrics(run=run, points=of_run, config=configs.get(run), seeks_model=True), now)
-        for run, of_run in points.items()
+        store_metrics(call.store, RunMetrics(run=run, points=new, config=configs.get(run), seeks_model=True), now)
+        for run, new in points.items()
     )
     return {"stored": num_new, "ignored": num_ignored}
 
 
 def _read_point(owner: str, entry: object) -> tuple[LoggedRun, NewLoggedPoint] | None:
-    """Return a logged entry and its run; None for one that cannot be stored."""
+    """Return the run and the point of a logged entry, or None if the entry cannot be stored."""
     fields = to_object(entry)
     project, name = clean_name(fields.get("project")), clean_name(fields.get("run"))
     log_id = secrets.token_hex(16) if fields.get("log_id") is None else clean_name(fields.get("log_id"))
@@ -122,11 +143,14 @@ def _read_point(owner: str, entry: object) -> tuple[LoggedRun, NewLoggedPoint] |
 
 
 def _ignore(call: ApiCall, arguments: _Arguments) -> None:
-    """Accept and discard CPU metrics of the client, and alerts, which the client prints by itself."""
+    """Discard system metrics of the client's machine, and alerts.
+
+    The client prints alerts itself.
+    """
 
 
 def _list_runs(call: ApiCall, arguments: _Arguments) -> list[dict[str, str]]:
-    """List the owner's runs of a project."""
+    """List the caller's runs in a project."""
     project = _read_project(arguments)
     rows = call.store.read(
         lambda tx: logged_metrics.list_runs(tx, call.caller.owner, project=project, limit=_MAX_LISTED)
@@ -138,20 +162,20 @@ def _list_runs(call: ApiCall, arguments: _Arguments) -> list[dict[str, str]]:
 
 
 def _summarize_run(call: ApiCall, arguments: _Arguments) -> dict[str, object]:
-    """Return the last step of a run, from which a resumed one counts on."""
+    """Describe a run. A resumed run continues to count after `last_step`."""
     project, key, name = _read_project(arguments), arguments.get("run_id"), arguments.get("run")
     rows = call.store.read(
         lambda tx: logged_metrics.list_runs(tx, call.caller.owner, project=project, limit=_MAX_LISTED)
     )
-    found = next((row for row in rows if (row.key == key if key is not None else row.name == name)), None)
-    run_id = 0 if found is None else found.logged_run_id or 0
+    run = next((row for row in rows if (row.key == key if key is not None else row.name == name)), None)
+    run_id = 0 if run is None else run.logged_run_id or 0
     return {
         "project": project,
-        "run": name if found is None else found.name,
-        "run_id": key if found is None else found.key,
-        "num_logs": 0 if found is None else found.num_points,
+        "run": name if run is None else run.name,
+        "run_id": key if run is None else run.key,
+        "num_logs": 0 if run is None else run.num_points,
         "metrics": [],
-        "config": {} if found is None else dict(found.config),
+        "config": {} if run is None else dict(run.config),
         "last_step": call.store.read(lambda tx: logged_metrics.get_last_step(tx, run_id)),
     }
 
@@ -166,7 +190,7 @@ def _read_entries(arguments: _Arguments) -> list[object]:
 def _read_project(arguments: _Arguments) -> str:
     project = clean_name(arguments.get("project"))
     if project is None:
-        raise bad_request("kwargs.project: must be a name of at most 200 characters")
+        raise bad_request("kwargs.project: must be a text of 1 to 200 characters")
     return project
 
 

@@ -1,1 +1,4 @@
-"""One backend on several hosts: rank 0 leads, the other ranks follow its calls. Knows the contract and no backend."""
+"""Run one backend on multiple hosts: rank 0 leads, and the other ranks repeat its calls.
+
+This package knows the contract, but no backend.
+"""

@@ -1,8 +1,9 @@
-"""The calls of a backend as messages from rank 0 to the other hosts, and the replies of each host.
+"""The messages between rank 0 and the other hosts: backend calls, and each host's reply.
 
-Messages are msgpack: a follower decodes records of the contract and nothing else. For example, the message of
-`optim_step` has the fields `model_id` and `params`, with the types of the method's annotations. Passes and
-snapshots exist on every host under the number of the call that made them.
+Messages are msgpack, and a follower decodes only these types and the records of the contract. For
+example, the message of `optim_step` has the fields `model_id` and `params`, with the types of the
+method's annotations. Passes and snapshots exist on every host. A message refers to them by the
+number of the call that made them.
 """
 
 import hashlib
@@ -23,17 +24,19 @@ PROTOCOL_VERSION = 2
 _DIGEST_BYTES = 8
 _RESULT = "result"
 _PLAN = "plan"
+"""Keys of `HostReply.digests`: a result that is not a dataclass, the plan of MemoryExhausted."""
 
 
 class BackendCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that all hosts make. Its subclasses are made from the methods of `AbstractBackend` and `Pass`."""
+    """A call that all hosts make. Each method of `AbstractBackend` and `Pass` has a subclass."""
 
 
 def _make_call_type(name: str, owner: type, method: str) -> type[BackendCall]:
-    """Return the record of a call: its fields are the parameters of the method, its tag is `name`.
+    """Return the message type of a method.
 
-    A pass or a snapshot is the number of the call that made it. Collections are tuples, so that their order is the
-    same on all hosts.
+    Its fields are the parameters of the method, and its tag is `name`. A pass or a snapshot is sent
+    as the number of the call that made it. A collection is sent as a tuple, so that its order is
+    the same on all hosts.
     """
     function = getattr(owner, method)
     types = get_type_hints(function)
@@ -41,10 +44,10 @@ def _make_call_type(name: str, owner: type, method: str) -> type[BackendCall]:
     fields_ = [(parameter, _get_wire_type(types[parameter])) for parameter in parameters]
     if owner is Pass:
         fields_.insert(0, ("handle", int))
-    made: Any = msgspec.defstruct(
+    call_type: Any = msgspec.defstruct(
         name, fields_, bases=(BackendCall,), frozen=True, kw_only=True, tag=name, module=__name__
     )
-    return made
+    return call_type
 
 
 def _get_wire_type(annotation: Any) -> Any:
@@ -69,32 +72,32 @@ CALLS: Mapping[str, type[BackendCall]] = {
 
 
 class OpenSnapshot(BackendCall, frozen=True, kw_only=True, tag="open_snapshot"):
-    """`AbstractBackend.open_snapshot`; its number names the snapshot.
+    """A call of `AbstractBackend.open_snapshot`.
 
-    The bytes of the files follow in their order, each file in frames of at most CHUNK_BYTES.
+    Rank 0 then sends the contents of the files in this order, in chunks of at most CHUNK_BYTES.
     """
 
     files: tuple[tuple[str, int], ...]
     """Relative paths and sizes in bytes."""
 
 
-AnyCall = Union[OpenSnapshot, *CALLS.values()]  # made when this module is loaded
+AnyCall = Union[OpenSnapshot, *CALLS.values()]  # type checkers cannot evaluate it
 
 CHUNK_BYTES = 8 * 2**20
-"""The most bytes of a file in one frame."""
+"""Size of the chunks in which rank 0 sends a file."""
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
-    """One call, with its number: calls are numbered from 1 in their order."""
+    """One call, with its number. Calls are numbered from 1."""
 
     number: int
     released: tuple[int, ...]
-    """Passes and snapshots that rank 0 has dropped since the call before."""
+    """Numbers of the passes and snapshots that rank 0 has dropped since the previous call."""
     call: AnyCall  # pyright: ignore[reportInvalidTypeForm]
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message of a follower."""
+    """The first message that a follower sends to rank 0."""
 
     protocol: int
     version: str
@@ -104,7 +107,10 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The reply of rank 0: what all hosts run. Its own settings decide."""
+    """Rank 0's answer to `Hello`: the backend that all hosts run.
+
+    The settings of rank 0 apply to all hosts.
+    """
 
     backend: str
     base_model: str
@@ -113,7 +119,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The reply of rank 0 to a host that cannot join."""
+    """Rank 0's answer to the `Hello` of a host that cannot join."""
 
     reason: str
 
@@ -123,50 +129,58 @@ class HostReply(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     digests: dict[str, bytes] = {}
-    """Hashes of the result, of a record one for each field."""
+    """Hashes of the result.
+    A dataclass has one hash for each field, so that a difference can be named."""
     error: str = ""
-    """The type of what was raised."""
+    """Name of the error's class, for example "CapacityError"; empty if the call returned."""
     message: str = ""
+    """The error's message, in one line."""
 
 
 def make_reply(number: int, result: object) -> HostReply:
-    """Return the reply to a call that returned a result."""
+    """Return the reply for a call that returned a result."""
     parts = {_RESULT: result}
     if is_dataclass(result):
-        parts = {each.name: getattr(result, each.name) for each in fields(result)}
+        parts = {field.name: getattr(result, field.name) for field in fields(result)}
     return HostReply(number=number, digests={name: _digest(part) for name, part in parts.items()})
 
 
 def make_error_reply(number: int, error: Exception) -> HostReply:
-    """Return the reply to a call that raised."""
+    """Return the reply for a call that raised an error."""
     digests = {_PLAN: _digest(error.plan)} if isinstance(error, MemoryExhausted) else {}
     return HostReply(number=number, digests=digests, error=type(error).__name__, message=" ".join(str(error).split()))
 
 
 def describe_difference(rank: int, call: BackendCall, reply: HostReply, own: HostReply) -> str | None:
-    """Return how a host's reply differs from that of rank 0, or None if both did the same.
+    """Describe how the reply of host `rank` differs from rank 0's `own` reply.
 
-    Two that raised the same type of error did, if they go on in the same way: messages name paths and addresses.
+    Returns None if they agree. Errors of the same class agree although their messages may differ,
+    because messages can contain paths and addresses. Two MemoryExhausted errors must also have the
+    same plan.
     """
     name = get_call_name(call)
     if reply.error != own.error:
-        return f"host {rank} {_describe_outcome(reply)} in {name}, call {own.number}, where host 0 {_describe_outcome(own)}"
-    differing = sorted(each for each in own.digests.keys() | reply.digests.keys() if _differs(each, reply, own))
+        return (
+            f"host {rank} {_describe_outcome(reply)} in {name}, call {own.number}, but host 0 {_describe_outcome(own)}"
+        )
+
+    keys = own.digests.keys() | reply.digests.keys()
+    differing = sorted(key for key in keys if reply.digests.get(key) != own.digests.get(key))
     if not differing:
         return None
-    of = "" if differing == [_RESULT] else f" of {', '.join(differing)}"
-    return f"host {rank} computed another result than host 0{of} in {name}, call {own.number}"
+    suffix = "" if differing == [_RESULT] else f" in {', '.join(differing)}"
+    return f"the results of host {rank} and host 0 in {name}, call {own.number}, differ{suffix}"
 
 
 def get_call_name(call: BackendCall) -> str:
-    """Return the name of a call for people, such as step_sample."""
+    """Return the name of a call, for example "step_sample"."""
     return str(call.__struct_config__.tag)
 
 
 _DECODERS = {
     kind: msgspec.msgpack.Decoder(kind, dec_hook=decode_array) for kind in (Frame, Hello, HostReply, Welcome | Refusal)
 }
-"""Made once, because two threads cannot safely make decoders of a class; see `contract.codec`."""
+"""Made at import, because two threads must not make decoders of one class; see `contract.codec`."""
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -175,18 +189,17 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes, kind: Any) -> Any:
-    """Return a message of a kind of `_DECODERS`. Raises msgspec.DecodeError for other bytes."""
+    """Decode a message.
+
+    `kind` is a key of `_DECODERS`. Raises msgspec.DecodeError for other data.
+    """
     return _DECODERS[kind].decode(data)
 
 
 def is_inside(path: str) -> bool:
-    """Return whether a relative path stays in its directory."""
+    """Return whether a path is relative and does not leave its directory."""
     parts = PurePosixPath(path).parts
     return bool(parts) and ".." not in parts and not PurePosixPath(path).is_absolute()
-
-
-def _differs(name: str, reply: HostReply, own: HostReply) -> bool:
-    return reply.digests.get(name) != own.digests.get(name)
 
 
 def _describe_outcome(reply: HostReply) -> str:

@@ -1,4 +1,7 @@
-"""The other ranks: they make the calls of rank 0 in order, and reply to each with digests of the result."""
+"""The ranks other than 0.
+
+They make the calls of rank 0 in order, and answer each with hashes of the result.
+"""
 
 import logging
 import queue
@@ -21,15 +24,20 @@ from skyrl_tx.contract.capabilities import Capabilities
 from skyrl_tx.process.signals import ServiceThread
 
 _MAX_QUEUED_FRAMES = 8
-"""Frames that wait to be read, at most: those of files are large."""
+"""How many received frames may wait.
+The limit bounds memory, because frames with file contents have up to 8 MiB."""
 _SHUTDOWN_GRACE_S = 5.0
-"""Time for the running call to fail by itself when rank 0 has ended."""
+"""How long the running call may continue after rank 0 has ended, before `on_lost` is called."""
 
 _log = logging.getLogger(__name__)
 
 
 class Follower:
-    """Makes the calls of rank 0 on the backend of this host."""
+    """Make the calls of rank 0 on the backend of this host.
+
+    One thread receives frames, and the thread of `run` makes the calls. So the end of rank 0 is
+    noticed even if a call never returns.
+    """
 
     def __init__(
         self,
@@ -40,7 +48,11 @@ class Follower:
         on_ready: Callable[[Capabilities], object],
         on_lost: Callable[[str], object],
     ) -> None:
-        """`on_ready` is called after `start`; `on_lost` ends this process, because its call may never return."""
+        """Store the arguments.
+
+        `on_ready` is called when the backend has started. `on_lost` is called with the reason if
+        rank 0 has ended and the running call does not return. It must end this process.
+        """
         self._connection = connection
         self._backend = backend
         self._rank = rank
@@ -53,7 +65,10 @@ class Follower:
         self._files: dict[int, tempfile.TemporaryDirectory[str]] = {}
 
     def run(self) -> None:
-        """Follow until rank 0 closes the backend. Raises LeaderLost if it ends in another way."""
+        """Make calls until rank 0 closes the backend.
+
+        Raises LeaderLost if rank 0 ends without that.
+        """
         ServiceThread("leader", self._receive_frames).start()
         try:
             self._follow()
@@ -85,7 +100,7 @@ class Follower:
         with suppress(queue.Full):
             self._frames.put(None, timeout=_SHUTDOWN_GRACE_S)
         if not self._has_ended.wait(_SHUTDOWN_GRACE_S):
-            self._on_lost("host 0 has ended, and a call of this host does not return")
+            self._on_lost("host 0 has ended, but a call of this host does not return")
 
     def _get_frame(self) -> bytes:
         data = self._frames.get()
@@ -103,9 +118,14 @@ class Follower:
             return calls.make_error_reply(frame.number, error)
 
     def _make_call(self, number: int, call: BackendCall, files: Path | None) -> object:
-        """Make a call and return its result. Passes and snapshots are not results: they are kept here."""
+        """Make a call and return its result.
+
+        A pass or a snapshot is kept by its number, and None is returned.
+        """
         name = calls.get_call_name(call)
         arguments: dict[str, Any] = {field: getattr(call, field) for field in call.__struct_fields__}
+
+        # Arguments that differ between hosts.
         match name:
             case "join_hosts":
                 arguments["rank"] = replace(arguments["rank"], rank=self._rank)
@@ -133,7 +153,10 @@ class Follower:
         return result
 
     def _receive_files(self, frame: Frame) -> Path:
-        """Write the files that follow a frame into a directory, which is removed with the snapshot."""
+        """Write the file contents that follow a frame to a temporary directory, and return it.
+
+        The directory is removed when rank 0 releases the snapshot.
+        """
         assert isinstance(frame.call, calls.OpenSnapshot)
         self._files[frame.number] = tempfile.TemporaryDirectory(prefix="skyrl-tx-snapshot-")
         directory = Path(self._files[frame.number].name)
@@ -157,9 +180,13 @@ class Follower:
 def follow(
     settings: HostsSettings, *, on_ready: Callable[[Capabilities], object], on_lost: Callable[[str], object]
 ) -> None:
-    """Join rank 0 and follow it with the backend that it names, until it closes the backend; see `Follower`.
+    """Join rank 0 and make its calls until it closes the backend.
 
-    Raises UserError if this host cannot join, and LeaderLost.
+    Rank 0 chooses the backend and its settings. See `Follower` for `on_ready` and `on_lost`.
+
+    Raises:
+        UserError: If this host cannot join.
+        LeaderLost: If rank 0 ends before it closes the backend.
     """
     connection, welcome = connect(settings)
     with connection:

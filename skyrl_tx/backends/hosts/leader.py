@@ -1,7 +1,7 @@
-"""Rank 0 of multiple hosts: every call of the backend is made by all hosts, in one order.
+"""Rank 0 of multiple hosts: send every backend call to all hosts, and compare the results.
 
-`Followers` are the other hosts as rank 0 sees them: their replies to the running call, and which of them are
-late or gone.
+`LeadingBackend` is what the engine uses. `Followers` sends frames to the other hosts, collects
+their replies, and notices hosts that are late or have ended.
 """
 
 import inspect
@@ -18,6 +18,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from skyrl_tx.backends.hosts import calls
 from skyrl_tx.backends.hosts.calls import BackendCall, Frame, HostReply, Welcome, decode, get_call_name
 from skyrl_tx.backends.hosts.channel import accept_all, listen
@@ -32,31 +34,36 @@ from skyrl_tx.process.signals import ServiceThread
 _log = logging.getLogger(__name__)
 
 LOSS_GRACE_S = 5.0
-"""Time for the running call of rank 0 to fail by itself when another host has ended."""
+"""How long the running call of rank 0 may continue after another host has ended."""
 FAILURE_GRACE_S = 30.0
-"""Time for all hosts to fail in a call when one has failed."""
+"""How long a call may continue on the other hosts after one host has raised an error in it."""
 _CHECK_PERIOD_S = 0.1
 _CHECKS_PER_LIMIT = 4
+"""The limits are checked every 0.1 s, or four times within a `silence_s` below 0.4 s."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _RunningCall:
-    """The call that all hosts make now. Times are those in which this process ran."""
+    """The call that all hosts are making.
+
+    Its times do not count pauses of this process, for example while it is stopped with SIGSTOP.
+    """
 
     number: int
     call: BackendCall
     is_limited: bool
     own: HostReply | None = None
-    """The reply of rank 0, when its call has ended."""
+    """Rank 0's reply. None while its call is running."""
     replies: dict[int, HostReply] = field(default_factory=dict[int, HostReply])
+    """The replies of the other hosts so far, by rank."""
     spent_s: float = 0.0
-    """Without what the compiler of rank 0 took."""
+    """Duration of the call so far, without the time in which rank 0 compiled."""
     trouble_s: float = 0.0
-    """Since a host is known to be gone or to have failed."""
+    """Time since a host ended or raised an error."""
 
 
 class Followers:
-    """The other hosts. A thread receives their replies and keeps the time limits."""
+    """The connections to the other hosts. A thread receives replies and checks the time limits."""
 
     def __init__(
         self,
@@ -66,9 +73,12 @@ class Followers:
         is_compiling: Callable[[], bool],
         on_lost: Callable[[str], object],
     ) -> None:
-        """`on_lost` ends this process, because a call of rank 0 may never return; it receives the reason.
+        """Start the thread.
 
-        It is called on the thread. A call that waits here for other hosts raises BackendLost instead.
+        `silence_s` limits how long a host may take for a call. `on_lost` is called on the thread,
+        with the reason, if a host is lost while rank 0 computes. That call may never return, so
+        `on_lost` must end this process. If rank 0 only waits for replies, `wait_for_replies` raises
+        BackendLost instead.
         """
         self._connections = dict(connections)
         self._silence_s = silence_s
@@ -85,16 +95,19 @@ class Followers:
 
     @property
     def loss_reason(self) -> str:
-        """Why the hosts can make no further call; empty while they can."""
+        """Why the hosts can make no more calls. Empty while they can."""
         return self._loss_reason
 
     def begin(self, number: int, call: BackendCall, *, is_limited: bool) -> None:
-        """Watch a call, before it is sent."""
+        """Start to watch a call.
+
+        Must be called before the call is sent. `is_limited`: whether `silence_s` applies.
+        """
         with self._changed:
             self._running = _RunningCall(number=number, call=call, is_limited=is_limited)
 
     def send(self, data: bytes) -> None:
-        """Send a frame to all. Raises BackendLost if one is gone."""
+        """Send data to all hosts. Raises BackendLost if a host has closed its connection."""
         for rank, connection in self._connections.items():
             try:
                 connection.send_bytes(data)
@@ -102,7 +115,10 @@ class Followers:
                 raise self.mark_lost(f"host {rank} has ended: {error.strerror or error}") from error
 
     def wait_for_replies(self, own: HostReply) -> Mapping[int, HostReply]:
-        """Wait for the replies of all to the running call, which has ended here. Raises BackendLost without them."""
+        """Wait until all hosts have replied to the running call. `own` is the reply of rank 0.
+
+        Raises BackendLost if a host ends first, or if a time limit is exceeded.
+        """
         with self._changed:
             running = self._running
             assert running is not None
@@ -112,6 +128,7 @@ class Followers:
             )
             self._running = None
             missing = [rank for rank in self._lost_ranks if rank not in running.replies]
+
         if missing:
             raise self.mark_lost(self._describe_end(missing[0], running))
         if self._loss_reason:
@@ -119,7 +136,7 @@ class Followers:
         return running.replies
 
     def close(self) -> None:
-        """Close all connections: the other hosts end."""
+        """Close all connections. The other hosts then end."""
         with self._changed:
             self._is_closed = True
         self._thread.join()
@@ -127,7 +144,10 @@ class Followers:
             connection.close()
 
     def mark_lost(self, reason: str) -> BackendLost:
-        """Make no further call, and return the error to raise."""
+        """Refuse further calls, and return the error that the caller raises.
+
+        The first reason counts.
+        """
         with self._changed:
             self._loss_reason = self._loss_reason or reason
             self._changed.notify_all()
@@ -137,6 +157,7 @@ class Followers:
         open_ranks = {connection: rank for rank, connection in self._connections.items()}
         checked_at = time.monotonic()
         while not self._is_closed:
+            # Receive replies, and notice closed connections.
             for connection in wait(list(open_ranks), self._period_s) if open_ranks else ():
                 assert isinstance(connection, Connection)
                 try:
@@ -149,8 +170,10 @@ class Followers:
                     self._record_reply(open_ranks[connection], decode(data, HostReply))
             if not open_ranks:
                 time.sleep(self._period_s)
+
+            # A longer interval means that this process was stopped: do not count it.
             now = time.monotonic()
-            self._check_limits(min(now - checked_at, 2 * self._period_s))  # not the time of a stopped process
+            self._check_limits(min(now - checked_at, 2 * self._period_s))
             checked_at = now
 
     def _record_reply(self, rank: int, reply: HostReply) -> None:
@@ -161,7 +184,7 @@ class Followers:
                 self._changed.notify_all()
 
     def _check_limits(self, elapsed_s: float) -> None:
-        """Count time to the running call, and end what exceeds its limit."""
+        """Add the elapsed time to the running call, and report lost hosts if it exceeds a limit."""
         with self._changed:
             if self._loss_reason or self._is_closed:
                 return
@@ -176,25 +199,34 @@ class Followers:
             self._on_lost(reason)
 
     def _find_loss_reason(self, running: _RunningCall | None, elapsed_s: float) -> str:
-        """Return why the hosts are lost, or nothing. Called with the lock."""
+        """Return why the hosts are lost; empty if they are not. The caller holds the lock."""
         if running is None:
             return f"host {self._lost_ranks[0]} has ended" if self._lost_ranks else ""
+
         replies = running.replies if running.own is None else {0: running.own, **running.replies}
         failed = next((rank for rank, reply in replies.items() if reply.error), None)
         missing = [rank for rank in self._connections if rank not in replies]
+
+        # Count the time. Compilation on rank 0 may take much longer than a call.
         if self._lost_ranks or failed is not None:
             running.trouble_s += elapsed_s
         if running.own is not None or not self._is_compiling():
             running.spent_s += elapsed_s
-        what = f"{get_call_name(running.call)}, call {running.number}"
+
+        # A host has ended, has failed, or is late.
+        call_text = f"{get_call_name(running.call)}, call {running.number}"
         if self._lost_ranks and running.trouble_s > LOSS_GRACE_S:
             return self._describe_end(self._lost_ranks[0], running)
         if failed is not None and running.trouble_s > FAILURE_GRACE_S:
-            reply = replies[failed]
-            others = missing or [0]
-            return f"host {failed} raised {reply.error} in {what}, and host {others[0]} did not end: {reply.message}"
+            reply, late = replies[failed], missing[0] if missing else 0
+            return (
+                f"host {failed} raised {reply.error} in {call_text}, and {FAILURE_GRACE_S:g} s later host {late} is "
+                f"still computing: {reply.message}"
+            )
         if missing and running.is_limited and running.spent_s > self._silence_s:
-            return f"host {missing[0]} has not ended {what} within --step-timeout-s, which is {self._silence_s:g} s"
+            return (
+                f"host {missing[0]} has not ended {call_text} within --step-timeout-s, which is {self._silence_s:g} s"
+            )
         return ""
 
     def _describe_end(self, rank: int, running: _RunningCall) -> str:
@@ -202,7 +234,7 @@ class Followers:
 
 
 def _make_collective_method(name: str) -> Callable[..., Any]:
-    """Return a method of `AbstractBackend` that makes its call on all hosts."""
+    """Return a method of `AbstractBackend` that makes the call on all hosts."""
     signature = inspect.signature(getattr(AbstractBackend, name))
 
     def method(self: "LeadingBackend", *args: Any, **kwargs: Any) -> Any:
@@ -214,11 +246,12 @@ def _make_collective_method(name: str) -> Callable[..., Any]:
 
 
 class LeadingBackend(AbstractBackend):
-    """The backend of rank 0 as the engine sees it.
+    """The backend that the engine of rank 0 uses.
 
-    A call is sent to the other hosts, made here, and returns when all hosts have returned the same: no result reaches
-    the engine that another host did not compute. If all raise the same type of error, it is an ordinary failure.
-    Whatever else happens ends in BackendLost.
+    A call is sent to the other hosts, then made here. It returns when all hosts have replied with
+    the same hashes, so the engine never sees a result that another host did not compute. If all
+    hosts raise the same class of error, that error is raised. If the replies differ, or a host is
+    lost, BackendLost is raised.
     """
 
     def __init__(  # pyright: ignore[reportMissingSuperCall]
@@ -229,7 +262,7 @@ class LeadingBackend(AbstractBackend):
         *,
         on_lost: Callable[[str], object],
     ) -> None:
-        """`own` is the backend of this host. See `Followers` for `on_lost`."""
+        """Store the arguments. `own` is the backend of this host. See `Followers` for `on_lost`."""
         self._own = own
         self._settings = settings
         self._welcome = welcome
@@ -237,21 +270,24 @@ class LeadingBackend(AbstractBackend):
         self._followers: Followers | None = None
         self._listener: socket.socket | None = None
         self._num_calls = 0
-        self._released: deque[int] = deque()  # appended to by the garbage collector, on any thread
+        self._released: deque[int] = deque()  # the garbage collector appends to it, on any thread
 
     # Life cycle
 
+    @override
     def start(self) -> Capabilities:
-        """See AbstractBackend. Waits for all hosts first."""
+        """Wait until all hosts have joined, then start the backend on all of them."""
         self._listener = listen(self._settings)
         with self._listener:
             connections = accept_all(self._listener, self._settings, self._welcome)
+
         self._followers = Followers(
             connections,
             silence_s=self._settings.silence_s,
             is_compiling=self._own.is_compiling,
             on_lost=self._on_lost,
         )
+
         size, coordinator = self._settings.size, self._settings.coordinator
         rank = HostRank(rank=0, size=size, coordinator=coordinator)
         self._make_call("join_hosts", self._own.join_hosts, is_limited=False, rank=rank)
@@ -259,8 +295,8 @@ class LeadingBackend(AbstractBackend):
         _log.info("%d hosts have started", size)
         return capabilities
 
+    @override
     def close(self) -> None:
-        """See AbstractBackend."""
         followers, self._followers = self._followers, None
         if followers is None:
             self._own.close()
@@ -272,20 +308,22 @@ class LeadingBackend(AbstractBackend):
         finally:
             followers.close()
 
+    # Calls of this host only
+
+    @override
     def is_compiling(self) -> bool:
-        """See AbstractBackend. Of this host."""
         return self._own.is_compiling()
 
+    @override
     def meters(self) -> Meters:
-        """See AbstractBackend. Of this host."""
         return self._own.meters()
 
+    @override
     def fingerprint_changes(self) -> Mapping[str, str]:
-        """See AbstractBackend."""
         return self._own.fingerprint_changes()
 
+    @override
     def text_of(self, tokens: list[int]) -> str:
-        """See AbstractBackend."""
         return self._own.text_of(tokens)
 
     # Calls of all hosts
@@ -306,8 +344,12 @@ class LeadingBackend(AbstractBackend):
     cancel_sample: Any = _make_collective_method("cancel_sample")
     end_sample: Any = _make_collective_method("end_sample")
 
+    @override
     def open_snapshot(self, directory: Path) -> Snapshot:
-        """See AbstractBackend. The other hosts get the files from here, so that they need not share a directory."""
+        """Open a snapshot on all hosts.
+
+        Rank 0 sends them the files, so the hosts need no shared directory.
+        """
         paths = sorted(path for path in directory.rglob("*") if path.is_file())
         files = tuple((path.relative_to(directory).as_posix(), path.stat().st_size) for path in paths)
         chunks = (chunk for path, (_, size) in zip(paths, files, strict=True) for chunk in _read_chunks(path, size))
@@ -315,20 +357,23 @@ class LeadingBackend(AbstractBackend):
         return self._send_call(self._live_followers(), call, lambda: self._own.open_snapshot(directory), chunks)
 
     def _make_call(self, name: str, own: Callable[..., Any], *, is_limited: bool = True, **arguments: Any) -> Any:
-        """Make a call on all hosts and return its result."""
+        """Make a call on all hosts and return its result. `own` makes it on this host."""
         followers = self._live_followers()
+
+        # Sort collections: sets have a different order on each host.
         in_order = {
-            # Sets have a different order on each host.
             parameter: tuple(sorted(value)) if isinstance(value, Set | list | tuple) else value
             for parameter, value in arguments.items()
         }
+
+        # The other hosts get numbers of passes and snapshots; rank 0 has the objects.
         sent = {key: value.handle if isinstance(value, _LeadingSnapshot) else value for key, value in in_order.items()}
         here = {key: value.own if isinstance(value, _LeadingSnapshot) else value for key, value in in_order.items()}
-        here.pop("handle", None)  # of a pass, which rank 0 has itself
+        here.pop("handle", None)  # `own` is a method of the pass
         return self._send_call(followers, calls.CALLS[name](**sent), lambda: own(**here), is_limited=is_limited)
 
     def _live_followers(self) -> Followers:
-        """Return the other hosts. Raises BackendLost if one is lost."""
+        """Return the other hosts. Raises BackendLost if one of them is lost."""
         followers = self._followers
         assert followers is not None, "the backend is not started"
         if followers.loss_reason:
@@ -344,7 +389,8 @@ class LeadingBackend(AbstractBackend):
         *,
         is_limited: bool = True,
     ) -> Any:
-        """Send a call, make it here, and compare the replies."""
+        """Send a call and the `chunks` of its files, make it here, and compare all replies."""
+        # Send the call.
         self._num_calls += 1
         number = self._num_calls
         released = tuple(self._released.popleft() for _ in range(len(self._released)))
@@ -355,10 +401,11 @@ class LeadingBackend(AbstractBackend):
                 followers.send(chunk)
         except OSError as error:
             raise followers.mark_lost(
-                f"host 0 cannot read what it sends in {calls.get_call_name(call)}: {error}"
+                f"host 0 cannot read the files that it sends in {calls.get_call_name(call)}: {error}"
             ) from error
 
-        # The call of this host. Its passes and snapshots are not results: the other hosts have their own.
+        # Make the call here. Passes and snapshots are not compared: the other hosts reply None for
+        # theirs.
         error: Exception | None = None
         result: Any = None
         try:
@@ -368,6 +415,7 @@ class LeadingBackend(AbstractBackend):
         except Exception as raised:
             error, is_kept, reply = raised, False, calls.make_error_reply(number, raised)
 
+        # Compare the replies.
         for rank, other in sorted(followers.wait_for_replies(reply).items()):
             if differing := calls.describe_difference(rank, call, other, reply):
                 raise followers.mark_lost(differing) from error
@@ -376,65 +424,75 @@ class LeadingBackend(AbstractBackend):
         return self._wrap_handle(result, number) if is_kept else result
 
     def _wrap_handle(self, own: Pass | Snapshot, number: int) -> Pass | Snapshot:
-        """Return a pass or a snapshot of all hosts, which the other hosts drop after it is dropped here."""
-        kept = _LeadingPass(self._make_call, own, number) if isinstance(own, Pass) else _LeadingSnapshot(own, number)
-        weakref.finalize(kept, self._released.append, number).atexit = False
-        return kept
+        """Return a pass or a snapshot that stands for the objects of all hosts.
+
+        When rank 0 drops it, the next frame tells the other hosts to drop theirs.
+        """
+        leading = _LeadingPass(self._make_call, own, number) if isinstance(own, Pass) else _LeadingSnapshot(own, number)
+        weakref.finalize(leading, self._released.append, number).atexit = False
+        return leading
 
 
 class _LeadingPass(Pass):
-    """A pass of all hosts. Rank 0 lets it go on with less memory when all hosts are out of it at the same place."""
+    """A pass that runs on all hosts.
+
+    If all hosts run out of memory in the same call and choose the same smaller plan, the pass
+    continues with it.
+    """
 
     def __init__(self, make: Callable[..., Any], own: Pass, handle: int) -> None:
         self._make_call = make
         self._own = own
         self._handle = handle
 
+    @override
     def step(self) -> bool:
-        """See Pass."""
         try:
             return bool(self._make_call("step_pass", self._own.step, handle=self._handle))
         except MemoryExhausted as error:
             _log_retry(error)
             return False
 
+    @override
     def results(self) -> list[PassResult]:
-        """See Pass."""
         while True:
             try:
-                found = self._make_call("finish_pass", self._own.results, handle=self._handle)
+                results = self._make_call("finish_pass", self._own.results, handle=self._handle)
             except MemoryExhausted as error:
                 _log_retry(error)
             else:
-                assert isinstance(found, list)
-                return found
+                assert isinstance(results, list)
+                return results
 
+    @override
     def abort(self) -> None:
-        """See Pass."""
         self._make_call("abort_pass", self._own.abort, handle=self._handle)
 
 
 class _LeadingSnapshot(Snapshot):
-    """A snapshot of all hosts; rank 0 writes it."""
+    """A snapshot that exists on all hosts. Only rank 0 writes it."""
 
     def __init__(self, own: Snapshot, handle: int) -> None:
         self.own = own
         self.handle = handle
 
+    @override
     def write(self, directory: Path) -> None:
-        """See Snapshot."""
         self.own.write(directory)
 
 
 def _log_retry(error: MemoryExhausted) -> None:
-    _log.warning("all hosts ran out of memory in the same call; all go on with %s: %s", error.plan, error)
+    _log.warning("all hosts ran out of memory in the same call and continue with %s: %s", error.plan, error)
 
 
 def _read_chunks(path: Path, size: int) -> Iterator[bytes]:
-    """Yield the bytes of a file. Raises OSError if it has become shorter."""
+    """Yield the first `size` bytes of a file in chunks.
+
+    Raises OSError if the file has become shorter.
+    """
     with path.open("rb") as file:
         for start in range(0, size, calls.CHUNK_BYTES):
             chunk = file.read(min(calls.CHUNK_BYTES, size - start))
             if len(chunk) != min(calls.CHUNK_BYTES, size - start):
-                raise OSError(f"{path} has changed")
+                raise OSError(f"{path} has changed: it is shorter than {size} bytes")
             yield chunk

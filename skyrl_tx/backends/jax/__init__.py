@@ -1,4 +1,4 @@
-"""The entry point of the JAX backend. Importing it does not import JAX."""
+"""The entry point of the JAX backend. Importing this module does not import JAX."""
 
 from skyrl_tx.backends.jax.config import JaxFlags
 from skyrl_tx.contract.backend import AbstractBackend, BackendSpec

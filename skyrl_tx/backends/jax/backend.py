@@ -1,4 +1,8 @@
-"""The JAX backend: one base model and many adapters on the devices of this machine. This module connects the parts."""
+"""The JAX backend: one base model and many adapters on the devices of this machine.
+
+`JaxBackend.start` loads the base model, then sets up sampling and training. The other methods call
+the parts: training passes in `train`, sampling in `sample`, files in `checkpoint`.
+"""
 
 import logging
 import os
@@ -10,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
+from typing_extensions import override
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax import checkpoint, devices, mesh
-from skyrl_tx.backends.jax.compiler import Compiler, set_cpu_options
+from skyrl_tx.backends.jax.compiler import Compiler, configure_jax, disable_compilation_cache
 from skyrl_tx.backends.jax.config import JaxConfig, JaxFlags, count_compile_threads
 from skyrl_tx.backends.jax.devices import (
     CompilationMonitor,
@@ -23,26 +27,24 @@ from skyrl_tx.backends.jax.devices import (
     get_compilation_monitor,
 )
 from skyrl_tx.backends.jax.kernel_choice import (
-    KernelError,
     choose_kernels,
     count_moe_layers,
     explain_kernels,
     pad_cached_dims,
 )
 from skyrl_tx.backends.jax.memory import (
-    ActiveMemoryPlan,
     choose_max_models,
     estimate_training_costs,
     find_longest_example,
     make_default_memory_plan,
     plan_training_memory,
     read_device_memory,
-    read_memory_limit,
 )
+from skyrl_tx.backends.jax.memory_plan import ActiveMemoryPlan
 from skyrl_tx.backends.jax.sample.model_runner import ModelRunner
 from skyrl_tx.backends.jax.sample.scheduler import SampleScheduler
 from skyrl_tx.backends.jax.shapes import SampleMemory
-from skyrl_tx.backends.jax.start_plan import plan_start, warm_up
+from skyrl_tx.backends.jax.start_plan import warm_up
 from skyrl_tx.backends.jax.train.optimizer import global_norm
 from skyrl_tx.backends.jax.train.passes import DispatchLimit, JaxPass
 from skyrl_tx.backends.jax.train.training_programs import MicroBatchShapes, TrainingPrograms, make_param_shapes
@@ -73,15 +75,15 @@ from skyrl_tx.weights.peft import AdapterFormat
 log = logging.getLogger(__name__)
 
 MAX_SAMPLE_COMPILE_THREADS = 8
-"""Threads that compile programs of sampling, at most."""
+"""Maximum number of threads that compile sampling programs."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 class JaxBackend(AbstractBackend):
-    """See AbstractBackend. The attributes that are only declared here are set by `start`, phase by phase."""
+    """The backend for JAX devices. `start` sets the attributes that are only declared here."""
 
-    # The devices and the model
+    # Devices and model
     _compilation: CompilationMonitor
     _family: ModelFamily
     _model: models.ModelConfig
@@ -91,7 +93,8 @@ class JaxBackend(AbstractBackend):
     _params: models.DecoderParams
     _training_params: models.DecoderParams
     _shards: tuple[int, int]
-    """In training: the devices that share the rows, and those that share the tokens of a row."""
+    """In training, the number of shards of batch rows, and the number of shards of a row's tokens.
+    """
     _placement: mesh.Placement
     _format: AdapterFormat
     # Sampling
@@ -111,12 +114,16 @@ class JaxBackend(AbstractBackend):
         self._training_programs: TrainingPrograms | None = None
         self._sample_compiler: Compiler[Hashable] | None = None
 
+    @override
     def join_hosts(self, rank: HostRank) -> None:
-        """See AbstractBackend."""
         devices.join(rank)
 
+    @override
     def start(self) -> Capabilities:
-        """See AbstractBackend. Raises UserError for a model or mesh that is not supported."""
+        """Load the base model and set up sampling and training.
+
+        Raises UserError if the model or the mesh is not supported.
+        """
         try:
             return self._start()
         except BaseException:
@@ -130,7 +137,7 @@ class JaxBackend(AbstractBackend):
             self._load_weights(config, layout)
         self._start_sampling(config, layout)
         self._plan_training(config)
-        self.check_devices()  # compiles its program, which must exist when a device is lost
+        self.check_devices()  # compile its program now: it could not be compiled after a device is lost
         self._is_started = True
 
         capabilities = self._make_capabilities(config)
@@ -147,18 +154,22 @@ class JaxBackend(AbstractBackend):
 
     @contextmanager
     def _convert_errors(self) -> Generator[None]:
-        """Raise UserError, naming the setting, for a model, mesh or kernel that is not supported."""
+        """Convert errors about the model or the mesh to UserError.
+
+        The message names the setting.
+        """
         try:
             yield
         except (models.UnsupportedModel, hf.CheckpointError) as error:
             raise UserError(f"base_model {self._base_model!r}: {error}") from error
         except mesh.MeshError as error:
             raise UserError(f"--backend-config.mesh: {error}") from error
-        except KernelError as error:
-            raise UserError(f"{error.setting}: {error}") from error
 
     def _choose_devices(self) -> tuple[JaxConfig, Layout]:
-        """Configure JAX, and return the mesh with the settings that suit its platform."""
+        """Configure JAX and make the mesh.
+
+        Returns the settings with the defaults of the mesh's platform.
+        """
         config = self._config
         configure_jax(config)
         self._compilation = get_compilation_monitor()
@@ -172,7 +183,7 @@ class JaxBackend(AbstractBackend):
         return config.with_platform_defaults(mesh.get_platform(layout)), layout
 
     def _read_model_config(self, config: JaxConfig, layout: Layout) -> None:
-        """Read what the model is, and choose its type and kernels."""
+        """Read the config of the base model, check it against the mesh, and choose kernels."""
         platform = mesh.get_platform(layout)
         content = hf.read_json(hf.resolve_model(self._base_model, with_weights=False), "config.json")
         self._family = models.find_family(content)
@@ -185,10 +196,13 @@ class JaxBackend(AbstractBackend):
             log.info(line)
 
     def _load_weights(self, config: JaxConfig, layout: Layout) -> None:
-        """Load the base weights, while programs of training are compiled in the background."""
+        """Load the base weights. Meanwhile, training programs are compiled in the background."""
+        # Begin to compile.
         self._directory = hf.resolve_model(self._base_model, with_weights=config.load_format == "auto")
         described = models.describe_params(self._model)
         self._training_programs = self._start_training_compiler(config, layout, described)
+
+        # Load.
         load = hf.make_dummy
         if config.load_format != "dummy":
             load = partial(hf.load, self._directory, weights=self._family.weights)
@@ -202,14 +216,14 @@ class JaxBackend(AbstractBackend):
         self._format = models.make_adapter_format(self._model, self._family.weights, self._base_model)
 
     def _start_sampling(self, config: JaxConfig, layout: Layout) -> None:
-        """Allocate the KV cache and the slots of samples and adapters."""
+        """Allocate sampler pool, KV cache and batch slots."""
         self._sample_compiler = self._start_sample_compiler(layout)
         programs = ModelRunner(self._params, self._model, config, self._sample_compiler)
         self._sample_memory = programs.memory
         self._scheduler = SampleScheduler(programs, config, programs.memory, hf.read_eos_token_ids(self._directory))
 
     def _plan_training(self, config: JaxConfig) -> None:
-        """Choose micro-batches and the longest example for the memory that the KV cache leaves free."""
+        """Choose micro-batches, longest example and number of models for the free memory."""
         costs = estimate_training_costs(self._training_params, self._model)
         self._memory = ActiveMemoryPlan(plan_training_memory(config, self._training_params, self._model, costs))
         self._max_training_length = find_longest_example(
@@ -222,32 +236,40 @@ class JaxBackend(AbstractBackend):
     def _start_training_compiler(
         self, config: JaxConfig, layout: Layout, described: models.DecoderParams
     ) -> TrainingPrograms | None:
-        """Begin to compile programs of training, which run while weights are read; None if that is not wanted."""
+        """Begin to compile training programs in the background.
+
+        Returns None if programs are compiled on first use.
+        """
         in_training = mesh.make_training_layout(layout)
         if not config.compile_threads or devices.is_distributed():
             return None
-        passes, limit = make_default_memory_plan(config), read_memory_limit(layout)
-        if limit is not None:
-            platform = mesh.get_platform(layout)
-            passes = plan_start(config, layout, self._model, self._dtype, platform=platform, limit_bytes=limit).passes
+
+        # Background compilation is for CPUs, which do not report their memory and so have the
+        # default plan.
+        plan = make_default_memory_plan(config)
         num_rows, num_splits = in_training.num_shards("batch"), in_training.num_shards("tokens")
+
         programs = TrainingPrograms(
             make_param_shapes(described, in_training, self._kernels, self._dtype),
             self._model,
             Compiler(config.compile_threads, self._compilation),
         )
+
         shapes = MicroBatchShapes(
-            budget=max(1, passes.micro_batch_tokens // num_rows),
+            budget=max(1, plan.micro_batch_tokens // num_rows),
             num_rows=num_rows,
             multiple=num_splits,
             rank=pad_rank(min(DEFAULT_RANK, config.max_lora_rank)),
-            remat=lambda num_tokens: passes.get_remat_policy(num_tokens // (num_rows * num_splits)),
+            remat=lambda num_tokens: plan.get_remat_policy(num_tokens // (num_rows * num_splits)),
         )
         programs.start(shapes, config.compile_cache_dir)
         return programs
 
     def _start_sample_compiler(self, layout: Layout) -> Compiler[Hashable] | None:
-        """Return what compiles programs of sampling at the same time; None on CPU, whose cores compute too."""
+        """Return a compiler for sampling programs.
+
+        None on CPU, whose cores are needed to compute.
+        """
         if mesh.get_platform(layout) == "cpu" or devices.is_distributed():
             return None
         return Compiler(count_compile_threads(MAX_SAMPLE_COMPILE_THREADS), self._compilation)
@@ -255,30 +277,31 @@ class JaxBackend(AbstractBackend):
     def _stop_compiling(self) -> None:
         programs, self._training_programs = self._training_programs, None
         compiler, self._sample_compiler = self._sample_compiler, None
-        for each in (programs, compiler):
-            if each is not None:
-                each.close()
+        if programs is not None:
+            programs.close()
+        if compiler is not None:
+            compiler.close()
 
+    @override
     def close(self) -> None:
-        """See AbstractBackend."""
         self._stop_compiling()
         if self._is_started:
             del self._params, self._training_params, self._pool, self._scheduler
             self._is_started = False
             devices.leave()
 
+    @override
     def check_devices(self) -> None:
-        """See AbstractBackend."""
-        mesh = self._params.layout.mesh
-        assert mesh is not None
-        check_devices(mesh)
+        device_mesh = self._params.layout.mesh
+        assert device_mesh is not None
+        check_devices(device_mesh)
 
+    @override
     def is_compiling(self) -> bool:
-        """See AbstractBackend."""
         return self._is_started and self._compilation.is_compiling
 
+    @override
     def meters(self) -> Meters:
-        """See AbstractBackend."""
         limit, compilation = self._dispatch_limit, self._compilation
         return replace(
             self._scheduler.meters(),
@@ -293,20 +316,20 @@ class JaxBackend(AbstractBackend):
 
     # Models
 
+    @override
     def create_model(self, model_id: ModelId, spec: ModelSpec) -> None:
-        """See AbstractBackend."""
         self._check_spec(spec)
         self._pool.check_capacity(model_id)
         with convert_memory_errors("another model in training"):
             state = put_on_devices(make_training_state(self._model, spec.lora), self._placement)
         self._pool.put(model_id, state)
 
+    @override
     def delete_model(self, model_id: ModelId) -> None:
-        """See AbstractBackend."""
         self._pool.drop(model_id)
 
+    @override
     def begin_pass(self, batch: PreparedModelPassBatch, *, backward: bool) -> Pass:
-        """See AbstractBackend."""
         return JaxPass(
             batch,
             backward=backward,
@@ -319,12 +342,12 @@ class JaxBackend(AbstractBackend):
             programs=self._training_programs,
         )
 
+    @override
     def optim_step(self, model_id: ModelId, params: OptimizerParams) -> Metrics:
-        """See AbstractBackend."""
         before = self._pool.get(model_id)
         with convert_memory_errors("an optimizer step, which needs the new and the old weights and moments"):
             after, norm = apply_gradient(before, params)
-            grad_norm = float(norm)  # a device may report only now that its memory was exhausted
+            grad_norm = float(norm)  # an asynchronous out-of-memory error is raised here
         metrics = {
             "unclipped_grad_l2:mean": grad_norm,
             "learning_rate:mean": params.learning_rate,
@@ -333,28 +356,32 @@ class JaxBackend(AbstractBackend):
         self._pool.put(model_id, after)
         return metrics
 
+    @override
     def gradient_norm(self, model_id: ModelId) -> float:
-        """See AbstractBackend."""
         gradient = self._pool.get(model_id).gradient
         with convert_memory_errors("the norm of a gradient"):
             return 0.0 if gradient is None else float(global_norm(gradient))
 
+    @override
     def clear_gradient(self, model_id: ModelId) -> None:
-        """See AbstractBackend."""
         self._pool.put(model_id, self._pool.get(model_id).with_gradient(None))
 
     # Snapshots
 
+    @override
     def capture(self, model_id: ModelId, parts: Collection[StatePart]) -> Snapshot:
-        """See AbstractBackend. Starts the copy to the host; `write` waits for it."""
+        """Return a snapshot and start to copy it to the host.
+
+        `Snapshot.write` waits for the copy.
+        """
         return checkpoint.capture(self._pool.get(model_id), parts, self._format)
 
+    @override
     def open_snapshot(self, directory: Path) -> Snapshot:
-        """See AbstractBackend."""
         return checkpoint.open_snapshot(directory, self._format)
 
+    @override
     def restore(self, model_id: ModelId, spec: ModelSpec, source: Snapshot, parts: Collection[StatePart]) -> None:
-        """See AbstractBackend."""
         self._check_spec(spec)
         self._pool.check_capacity(model_id)
         state = checkpoint.restore(make_training_state(self._model, spec.lora), _as_adapter_snapshot(source), parts)
@@ -362,49 +389,52 @@ class JaxBackend(AbstractBackend):
             state = put_on_devices(state, self._placement)
         self._pool.put(model_id, state)
 
+    @override
     def fingerprint_changes(self) -> Mapping[str, str]:
-        """See AbstractBackend. The memory plan changes when a device runs out of memory."""
+        """Return the entries of the memory plan, which changes when a device runs out of memory."""
         return self._memory.plan.fingerprint
 
     # Sampling
 
+    @override
     def load_sampler(self, sampler: SamplerId, source: Snapshot) -> None:
-        """See AbstractBackend."""
         snapshot = _as_adapter_snapshot(source)
         self._scheduler.load(sampler, snapshot.make_adapter(pad_rank(snapshot.rank)))
 
+    @override
     def drop_sampler(self, sampler: SamplerId) -> None:
-        """See AbstractBackend."""
         self._scheduler.drop(sampler)
 
+    @override
     def begin_sample(self, batch: PreparedSampleBatch) -> None:
-        """See AbstractBackend."""
         self._scheduler.begin(batch)
 
+    @override
     def step_sample(self) -> list[SampleDelta]:
-        """See AbstractBackend."""
         return self._scheduler.step()
 
+    @override
     def cancel_sample(self, request_ids: Collection[RequestId]) -> None:
-        """See AbstractBackend."""
         self._scheduler.cancel(request_ids)
 
+    @override
     def end_sample(self, request_id: RequestId, index: int) -> None:
-        """See AbstractBackend."""
         self._scheduler.end(request_id, index)
 
+    @override
     def text_of(self, tokens: list[int]) -> str:
-        """See AbstractBackend."""
         return self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
 
     @cached_property
     def _tokenizer(self) -> Any:
-        # Without these files transformers may return an empty tokenizer, whose text matches no stop string.
+        # Without these files, transformers may return an empty tokenizer, whose text matches no
+        # stop string.
         if not any((self._directory / name).is_file() for name in TOKENIZER_FILES):
             raise UserError(f"stop: {self._base_model} has no tokenizer, which stop strings need; pass token ids")
         from transformers import AutoTokenizer  # slow to import, and only stop strings need it
 
-        # Unset, transformers asks on the terminal whether to execute code of the model.
+        # Without this argument, transformers asks on the terminal whether it may run code of the
+        # model.
         return AutoTokenizer.from_pretrained(self._directory, trust_remote_code=False)
 
     def _hash_base_model(self) -> str:
@@ -416,15 +446,16 @@ class JaxBackend(AbstractBackend):
         assert 1 <= spec.lora.rank <= self._config.max_lora_rank and spec.optimizer == "adamw", spec
 
     def _make_capabilities(self, config: JaxConfig) -> Capabilities:
-        devices = jax.tree.leaves(self._params)[0].devices()
-        device = min(devices, key=lambda device: device.id)
+        all_devices = jax.tree.leaves(self._params)[0].devices()
+        device = min(all_devices, key=lambda device: device.id)
         return Capabilities(
             max_context_length=self._sample_memory.max_length,
             max_training_length=self._max_training_length,
             vocab_size=self._model.vocab_size,
             eos_token_ids=hf.read_eos_token_ids(self._directory),
             num_parameters=sum(leaf.size for leaf in jax.tree.leaves(self._params)),
-            devices=(f"{device.device_kind} ({device.platform})",) * len(devices),
+            devices=(f"{device.device_kind} ({device.platform})",) * len(all_devices),
+            # Limits
             max_models=self._max_models,
             max_samplers=config.max_sampler_adapters,
             max_sample_tokens=self._sample_memory.tokens,
@@ -432,52 +463,35 @@ class JaxBackend(AbstractBackend):
             micro_batch_tokens=self._memory.plan.micro_batch_tokens,
             sample_slots=self._sample_memory.num_slots,
             max_lora_rank=config.max_lora_rank,
+            # Features
             lora_targets=frozenset({"attn", "mlp", "unembed"}),
             losses={name: loss.spec for name, loss in LOSSES.items()},
             max_topk_logprobs=config.max_topk_logprobs,
             max_alt_tokens=config.max_topk_logprobs,
             offers_custom_losses=True,
             offers_target_logprobs=True,
-            fingerprint={
-                "jax": jax.__version__,
-                "device": device.device_kind,
-                "dtype": self._dtype.name,
-                "mesh": str(config.mesh),
-                **devices.make_fingerprint(),
-                "attention_kernel": self._kernels.attention_name,
-                "pages_kernel": self._kernels.pages_name,
-                **({"experts_kernel": self._kernels.experts_name} if count_moe_layers(self._model) else {}),
-                **self.fingerprint_changes(),
-                "sample_slots": f"{self._sample_memory.num_slots} of {self._sample_memory.tokens} tokens",
-                "prefill_chunk_tokens": str(config.prefill_chunk_tokens),
-                "xla_flags": os.environ.get("XLA_FLAGS", ""),
-            },
+            fingerprint=self._make_fingerprint(config, device),
             base_model_hash=self._hash_base_model(),
         )
 
-
-def configure_jax(config: JaxConfig) -> None:
-    """Configure JAX in this process: full float32 precision of products, XLA's options, a compilation cache on disk."""
-    set_cpu_options(os.environ)
-    jax.config.update("jax_default_matmul_precision", "highest")
-    if config.compile_cache_dir is not None:
-        config.compile_cache_dir.mkdir(parents=True, exist_ok=True)
-        jax.config.update("jax_compilation_cache_dir", str(config.compile_cache_dir))
-        jax.config.update(
-            "jax_persistent_cache_min_compile_time_secs", 0.0
-        )  # also programs that compile quickly, as there are many
-
-
-def disable_compilation_cache() -> None:
-    """Read no compiled programs from disk in the rest of this process, as those for several CPU devices must not be.
-
-    Devices that run a program that XLA loads, not compiles, may wait for each other forever: on a mesh with cp the
-    gradient does so each time (JAX 0.10.2).
-    """
-    jax.config.update("jax_enable_compilation_cache", False)
-    reset_cache()  # JAX reads that setting once
+    def _make_fingerprint(self, config: JaxConfig, device: Any) -> dict[str, str]:
+        """Return what the last bits of results depend on; see `Capabilities.fingerprint`."""
+        return {
+            "jax": jax.__version__,
+            "device": device.device_kind,
+            "dtype": self._dtype.name,
+            "mesh": str(config.mesh),
+            **devices.make_fingerprint(),
+            "attention_kernel": self._kernels.attention_name,
+            "pages_kernel": self._kernels.pages_name,
+            **({"experts_kernel": self._kernels.experts_name} if count_moe_layers(self._model) else {}),
+            **self.fingerprint_changes(),
+            "sample_slots": f"{self._sample_memory.num_slots} of {self._sample_memory.tokens} tokens",
+            "prefill_chunk_tokens": str(config.prefill_chunk_tokens),
+            "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        }
 
 
 def _as_adapter_snapshot(source: Snapshot) -> checkpoint.AdapterSnapshot:
-    assert isinstance(source, checkpoint.AdapterSnapshot), "the snapshot is of another backend"
+    assert isinstance(source, checkpoint.AdapterSnapshot), "the snapshot was made by another backend"
     return source

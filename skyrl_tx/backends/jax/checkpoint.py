@@ -1,6 +1,6 @@
-"""A model's state as files, see `skyrl_tx.contract.state_files`.
+"""Write the state of a model to files and read it. `contract.state_files` describes the format.
 
-Files have the adapter's own rank; arrays of training states have padded ranks.
+Files have the rank that the client chose. Arrays of training states have padded ranks.
 """
 
 from collections.abc import Collection, Mapping
@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from safetensors.numpy import save_file
+from typing_extensions import override
 
 from skyrl_tx.backends.jax.devices import fetch_one_by_one, is_distributed
 from skyrl_tx.backends.jax.train.optimizer import OptimizerState
@@ -24,24 +25,27 @@ from skyrl_tx.weights.peft import AdapterFormat, Tensors, read_config, read_tens
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSnapshot(Snapshot):
-    """The captured parts of one model: trees with padded ranks, on the device or on the host."""
+    """The captured parts of one model, with padded ranks, on the device or on the host."""
 
     format: AdapterFormat
     rank: int
     alpha: float
     targets: tuple[str, ...]
     parts: Mapping[StatePart, Any]
-    """The weights, the optimizer's state and the gradient, which may be None."""
+    """Weights, optimizer state and gradient. The gradient may be None."""
 
     def make_adapter(self, rank: int) -> Adapter:
-        """Return the adapter for sampling, as host arrays padded to `rank`. Raises UserError without weights."""
+        """Return the adapter for sampling, as host arrays that are padded to `rank`.
+
+        Raises UserError if the snapshot has no weights.
+        """
         if StatePart.WEIGHTS not in self.parts:
-            raise UserError(f"checkpoint: holds no {StatePart.WEIGHTS}")
+            raise UserError(f"checkpoint: holds no {StatePart.WEIGHTS}, which sampling needs")
         weights = resize_rank(self.parts[StatePart.WEIGHTS], rank)
         return Adapter(weights=weights, scale=np.float32(self.alpha / self.rank))  # type: ignore[arg-type]
 
+    @override
     def write(self, directory: Path) -> None:
-        """See Snapshot."""
         self.format.write_config(directory, self.targets, self.rank, self.alpha)
         for part, value in self.parts.items():
             save_file(dict(self._make_tensors(value)), directory / FILES[part], metadata={"format": "pt"})
@@ -60,13 +64,13 @@ class AdapterSnapshot(Snapshot):
 
 
 def capture(state: TrainingState, parts: Collection[StatePart], format: AdapterFormat) -> AdapterSnapshot:
-    """Return a snapshot that refers to the state's arrays, and start to copy them to the host.
+    """Return a snapshot that refers to the arrays of a state, and start to copy them to the host.
 
-    With several hosts it has copies, because `write` must not communicate.
-
-    Arrays of a training state must never be donated to a compiled function, because a snapshot may refer to them.
+    Never donate the arrays of a training state to a compiled function, because a snapshot may refer
+    to them. On multiple hosts the snapshot has copies on the host, because `write` must not
+    communicate with other hosts.
     """
-    present: dict[StatePart, Any] = {
+    state_parts: dict[StatePart, Any] = {
         StatePart.WEIGHTS: state.adapter.weights,
         StatePart.OPTIMIZER: state.optimizer,
         StatePart.GRADIENT: state.gradient,
@@ -76,8 +80,9 @@ def capture(state: TrainingState, parts: Collection[StatePart], format: AdapterF
         rank=state.lora.rank,
         alpha=ALPHA,
         targets=state.targets,
-        parts={part: present[part] for part in parts},
+        parts={part: state_parts[part] for part in parts},
     )
+
     if is_distributed():
         return replace(snapshot, parts=fetch_one_by_one(dict(snapshot.parts)))
     for leaf in jax.tree.leaves(dict(snapshot.parts)):
@@ -86,17 +91,22 @@ def capture(state: TrainingState, parts: Collection[StatePart], format: AdapterF
 
 
 def restore(fresh: TrainingState, source: AdapterSnapshot, parts: Collection[StatePart]) -> TrainingState:
-    """Return a fresh state with `parts` of a snapshot, not placed yet. Raises UserError if they do not fit."""
-    for name, found, wanted in (
+    """Return the `fresh` state with `parts` of a snapshot. The arrays are not on the devices yet.
+
+    Raises UserError if the snapshot does not fit the model, or lacks a part.
+    """
+    # Does the snapshot fit?
+    for name, actual, expected in (
         ("rank", source.rank, fresh.lora.rank),
         ("lora_alpha", source.alpha, ALPHA),
         ("targets", sorted(source.targets), sorted(fresh.targets)),
     ):
-        if found != wanted:
-            raise UserError(f"checkpoint: its {name} is {found!r}, the model's {wanted!r}")
-    absent = set(parts) - source.parts.keys()
-    if absent:
+        if actual != expected:
+            raise UserError(f"checkpoint: its {name} is {actual!r}, but the {name} of the model is {expected!r}")
+    if absent := set(parts) - source.parts.keys():
         raise UserError(f"checkpoint: holds no {', no '.join(sorted(absent))}")
+
+    # Replace the parts.
     state = fresh
     if StatePart.WEIGHTS in parts:
         state = replace(state, adapter=replace(state.adapter, weights=source.parts[StatePart.WEIGHTS]))
@@ -106,11 +116,12 @@ def restore(fresh: TrainingState, source: AdapterSnapshot, parts: Collection[Sta
 
 
 def open_snapshot(directory: Path, format: AdapterFormat) -> AdapterSnapshot:
-    """Read a snapshot's files. Raises UserError if they do not fit the base model."""
+    """Read the files of a snapshot. Raises UserError if they do not fit the base model."""
     config = read_config(directory)
     targets, rank = format.read_targets(config), config["r"]
     tensors = {part: read_tensors(directory / name) for part, name in FILES.items() if (directory / name).is_file()}
-    any_form = tensors.keys() == {StatePart.WEIGHTS}  # moments and gradients are not those of the other form
+    # Weights of experts may have the other form of `expert_lora`; moments and gradients may not.
+    any_form = tensors.keys() == {StatePart.WEIGHTS}
 
     def read_tree(part: StatePart, prefix: str = "") -> AdapterWeights:
         weights = format.to_weights(tensors[part], targets, rank, prefix, any_form=any_form)

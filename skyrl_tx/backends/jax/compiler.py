@@ -1,12 +1,12 @@
-"""Compiles programs on threads of its own, the likeliest first, while the backend starts and requests run.
+"""Compile programs in background threads, and the XLA options that programs are compiled with.
 
-Which program a request needs follows from the request alone, never from what is compiled, so that its bits do not
-depend on it. A request waits for its own programs only, which are compiled before all that are merely likely, whether
-by threads of the compiler or by the calls of the request.
+`Compiler` compiles likely programs while the backend starts and requests run. A request waits for
+its own programs only, and these are compiled before the likely ones. Which program a request uses
+never depends on what is compiled already, so its results do not depend on it either.
 
-The options of XLA's compilers are here too: for GPUs by kind of program, for CPUs by process. Compilers for
-other devices know and ignore them. XLA refuses options that it does not know, except options of CPUs, and
-drops some over time: these are known to exist up to JAX 0.11.
+**Options.** GPU options are set per program, and CPU options per process in XLA_FLAGS. XLA ignores
+the options of other devices, but it refuses GPU options that it does not know. The options here
+exist up to JAX 0.11.
 """
 
 import json
@@ -24,60 +24,75 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import jax
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.devices import CompilationMonitor
 from skyrl_tx.process.signals import ServiceThread
 
 Key = TypeVar("Key", bound=Hashable)
 
 _NICENESS = 5
-"""The niceness of threads that compile: on busy cores, one of them has a third of the time of another thread."""
+"""The niceness of compiler threads.
+On busy cores, such a thread gets a third of the time of another thread."""
 _IDLE_S = 1.0
-"""Likely programs wait until no call has compiled a program itself for this long: a request needs several in turn.
+"""Likely programs wait until no call has compiled a program for this long.
 
-XLA compiles the parts of all programs with the same threads, in their order, whatever the niceness of who asks.
+A request often needs more than one program, and likely programs would slow it down: XLA compiles
+all programs with the same threads, first come, first served, regardless of niceness.
 """
 _LOG_EVERY = 5
-"""Programs between two lines of the log."""
+"""How many compiled programs are between two log lines."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A jitted function with its static arguments, and its other arguments or their shapes."""
+    """A jitted function with the arguments to compile it for."""
 
-    function: Any  # what jax.jit returns
+    function: Any  # the result of jax.jit
     arguments: tuple[Any, ...]
+    """Arguments, or their shapes."""
     static: Mapping[str, Any]
+    """Static arguments."""
 
     def compile(self) -> Callable[..., Any]:
         """Return the compiled program."""
         return self.function.lower(*self.arguments, **self.static).compile()
 
     def compile_lazily(self) -> Callable[..., Any]:
-        """Return the function, which compiles itself when it is called."""
+        """Return a function that is compiled on its first call."""
         return partial(self.function, **self.static)
 
 
 @dataclass(slots=True)
 class CompiledProgram:
-    """A program that can be called with all arguments but the static ones."""
+    """A compiled program."""
 
     call: Callable[..., Any]
+    """Takes the arguments of the function without the static ones."""
     num_calls: int = 0
-    """Counted by the caller."""
+    """How often it was called. The caller counts."""
 
 
 class Compiler(Generic[Key]):
-    """Programs by key. Its methods are called from one thread, but for `progress`."""
+    """Compile programs in background threads, and store them by key.
+
+    Programs that a request needs are compiled first, then the likely ones. Only `progress` is
+    thread-safe; call all other methods from one thread.
+    """
 
     def __init__(self, num_threads: int, monitor: CompilationMonitor) -> None:
-        """Start the threads: one for programs that are needed, and `num_threads` of less priority for all.
+        """Start a thread for needed programs, and `num_threads` slower ones for all programs.
 
-        By `monitor`, likely programs wait for calls that compile programs themselves.
+        `monitor` tells when calls compile programs on their own threads. Likely programs wait for
+        them.
         """
         self.ready: dict[Key, CompiledProgram] = {}
-        """The programs that are compiled."""
+        """The compiled programs."""
+
         self._monitor = monitor
         self._lock = threading.Condition()
         self._likely: deque[tuple[Key, Program]] = deque()
@@ -94,29 +109,38 @@ class Compiler(Generic[Key]):
             thread.start()
 
     def queue_likely(self, programs: Iterable[tuple[Key, Program]]) -> None:
-        """Compile programs when no request needs another, in this order."""
+        """Compile programs in this order, while no needed program is waiting."""
         with self._lock:
             self._likely.extend(programs)
             self._lock.notify_all()
 
     def queue_needed(self, key: Key, program: Callable[[], Program]) -> None:
-        """Compile a program before those that are merely likely, and after those that were needed earlier."""
+        """Compile a program before all likely ones, after programs that were needed earlier.
+
+        `program` makes the program. It is called only if the program is not queued yet.
+        """
         with self._lock:
             if key in self.ready or self._is_pending(key):
                 return
-            found = next((each for each in self._likely if each[0] == key), None)
-            if found is not None:
-                self._likely.remove(found)
-            self._needed.append(found or (key, program()))
+            queued = next((entry for entry in self._likely if entry[0] == key), None)
+            if queued is not None:
+                self._likely.remove(queued)
+            self._needed.append(queued or (key, program()))
             self._lock.notify_all()
 
     def wait(self, key: Key, timeout_s: float) -> bool:
-        """Wait for a program that is needed; return whether it is ready."""
+        """Wait until a needed program is ready, at most `timeout_s` seconds.
+
+        Returns whether it is ready.
+        """
         with self._lock, self._monitor.waiting():
             return self._lock.wait_for(lambda: key in self.ready, timeout_s)
 
     def wait_if_pending(self, key: Key) -> None:
-        """Wait for a program if it is needed and not ready. Any other is left to its first call."""
+        """Wait for a program that is needed or being compiled.
+
+        Any other program is compiled by its first call.
+        """
         with self._lock:
             if not self._is_pending(key):
                 return
@@ -124,10 +148,10 @@ class Compiler(Generic[Key]):
                 self._lock.wait_for(lambda: not self._is_pending(key))
 
     def _is_pending(self, key: Key) -> bool:
-        return key in self._running or any(key == each for each, _ in self._needed)
+        return key in self._running or any(key == needed for needed, _ in self._needed)
 
     def progress(self) -> str | None:
-        """Describe what is left to compile; None if nothing is."""
+        """Describe the progress of background compilation; None if nothing is left to compile."""
         with self._lock:
             num_left = len(self._likely) + len(self._needed) + len(self._running)
             if not num_left:
@@ -138,9 +162,9 @@ class Compiler(Generic[Key]):
             )
 
     def close(self) -> None:
-        """Compile nothing more, and wait for the programs that are being compiled. Idempotent.
+        """Stop compiling, and wait for the programs that are being compiled. Idempotent.
 
-        XLA cannot be interrupted, and a process that ends while it compiles is aborted.
+        XLA cannot be interrupted, and a process that exits during a compilation aborts.
         """
         with self._lock:
             self._is_closed = True
@@ -151,7 +175,7 @@ class Compiler(Generic[Key]):
             thread.join()
 
     def _work_at_low_priority(self, *queues: deque[tuple[Key, Program]]) -> None:
-        if sys.platform == "linux":  # elsewhere the niceness is that of the process
+        if sys.platform == "linux":  # elsewhere all threads of a process have the same niceness
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         self._work(*queues)
@@ -162,9 +186,10 @@ class Compiler(Generic[Key]):
             key, program = taken
             try:
                 ready = CompiledProgram(program.compile())
-            except Exception:  # the request that needs it gets the error itself
-                log.warning("cannot compile %s in the background", key, exc_info=True)
+            except Exception:  # the request that calls the program will get the error
+                log.warning("cannot compile %s in the background; it is compiled on first use", key, exc_info=True)
                 ready = CompiledProgram(program.compile_lazily())
+
             with self._lock:
                 self.ready[key] = ready
                 self._running.discard(key)
@@ -173,7 +198,10 @@ class Compiler(Generic[Key]):
             self._log_progress()
 
     def _take_program(self, queues: Iterable[deque[tuple[Key, Program]]]) -> tuple[Key, Program] | None:
-        """Return the next program of the first queue that has one; None when the compiler is closed."""
+        """Wait for the next program, from the first queue that has one.
+
+        Returns None if the compiler is closed.
+        """
         with self._lock:
             while not self._is_closed:
                 wait_s = None
@@ -201,32 +229,36 @@ class Compiler(Generic[Key]):
 
 
 class Popularity:
-    """How often programs were called, in a file that servers of the same model share."""
+    """A file with the number of calls of each program. Servers of the same model share it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def read(self) -> dict[str, int]:
-        """Return the calls of each program by name, the most first; empty without a readable file."""
+        """Return the number of calls of each program by name, the largest first.
+
+        Empty if there is no valid file.
+        """
         try:
             content = json.loads(self._path.read_text())
             counts = {str(name): int(count) for name, count in content.items()}
         except (OSError, ValueError, AttributeError, TypeError):
             return {}
-        return dict(sorted(counts.items(), key=lambda each: -each[1]))
+        return dict(sorted(counts.items(), key=lambda entry: -entry[1]))
 
     def add(self, counts: Mapping[str, int]) -> None:
-        """Add calls to the file. Two servers that write at the same time may lose counts, and nothing else."""
+        """Add calls to the file. If two servers write at the same time, some counts may be lost."""
         total = self.read()
         for name, count in counts.items():
             total[name] = total.get(name, 0) + count
-        own = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+
+        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            own.write_text(json.dumps(total, indent=1))
-            own.replace(self._path)
+            temporary.write_text(json.dumps(total, indent=1))
+            temporary.replace(self._path)
         except OSError as error:
-            log.warning("cannot write which programs are popular: %s", error)
+            log.warning("cannot write the popular programs, so the next start compiles in a fixed order: %s", error)
 
 
 _CompilerOptions = dict[str, bool | int | str] | None
@@ -236,9 +268,10 @@ _OPTIONS_ARE_KNOWN = tuple(map(int, version("jax").split(".")[:2])) < (0, 12)
 TRAINING_OPTIONS: _CompilerOptions = (
     {"xla_gpu_enable_dus_accumulator_zero_init_elimination": True} if _OPTIONS_ARE_KNOWN else None
 )
-"""The arrays in which a loop over layers keeps what the backward pass reads are not filled with zeros first.
+"""Do not fill arrays with zeros that a loop over layers overwrites for the backward pass.
 
-Measured on an H200: 36 of 2,273 ms of a step of Qwen3-8B, and 10 of 379 ms of 0.6B.
+On an H200 this saves 36 of 2,273 ms of a training micro-batch of Qwen3-8B, and 10 of 379 ms of
+Qwen3-0.6B.
 """
 
 _CUDA_GRAPH_COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
@@ -248,30 +281,54 @@ DECODING_OPTIONS: _CompilerOptions = (
     if _OPTIONS_ARE_KNOWN
     else None
 )
-"""Which products are joined, and what is a part of CUDA graphs.
+"""Which matrix products are merged in decoding, and which operations become part of CUDA graphs.
 
-Products of the same rows are joined into one only if their weights are narrow, as the first factors of adapters are.
-The product of Qwen3-4B's gate and up, which XLA joins up to 64 MB, took 92 microseconds on an H200 for 256 rows.
+**Merged products.** Products of the same rows are merged only if their weights are small (4 MB),
+such as LoRA factors A. XLA's default is 64 MB. It merges gate and up of Qwen3-4B, which then take
+92 microseconds for 256 rows on an H200.
 
-XLA's choice has no loops and conditionals in graphs: then the host starts each step after it has read whether there is
-one more, and is busy with a slice until that has ended. With them a step of 256 samples by eight layers of
-Qwen3-0.6B takes 3.53 in place of 4.05 ms on an H200. A training step takes as long.
+**CUDA graphs.** By default, XLA leaves loops and conditionals out of graphs. The host then reads
+after each decode step whether there is another one, so it is busy until the decode slice ends. With
+loops in graphs, a decode step of 256 samples with eight layers of Qwen3-0.6B takes 3.53 ms instead
+of 4.05 ms on an H200. Training gets no faster.
 """
 
 _CPU_OPTIONS = "xla_cpu_disable_loop_unrolling=1,xla_cpu_disable_tiled_emitter=1"
-"""Loops of kernels are vectorized, but not unrolled, and all kernels are generated alike.
+"""Vectorize kernels without unrolling their loops, and generate all of them in the same way.
 
-A gradient of 30M parameters compiles in 0.7 of the CPU time, and a step and decoding take as long.
+The gradient of a model with 30M parameters compiles in 0.7 times the CPU time. Training and
+decoding take as long.
 """
 
 _CPU_FLAG = "--xla_backend_extra_options"
 
 
 def set_cpu_options(environment: MutableMapping[str, str]) -> None:
-    """Set the options for CPUs in XLA_FLAGS, which XLA reads once: before its first use in a process.
+    """Set the CPU options in XLA_FLAGS, unless the user has set them.
 
-    They cannot be given by program. If the user has set this flag, it stays.
+    They cannot be set per program. XLA reads the variable once, before its first use in a process.
     """
     flags = environment.get("XLA_FLAGS", "")
     if _CPU_FLAG not in flags:
         environment["XLA_FLAGS"] = f"{flags} {_CPU_FLAG}={_CPU_OPTIONS}".strip()
+
+
+def configure_jax(config: JaxConfig) -> None:
+    """Configure JAX in this process: XLA options, precision of products, compilation cache."""
+    set_cpu_options(os.environ)
+    jax.config.update("jax_default_matmul_precision", "highest")
+    if config.compile_cache_dir is not None:
+        config.compile_cache_dir.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(config.compile_cache_dir))
+        # Also cache programs that compile quickly, because there are many of them.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def disable_compilation_cache() -> None:
+    """Disable the compilation cache for the rest of this process. Needed for meshes of CPU devices.
+
+    CPU devices may wait for each other forever when they run a program that was loaded from the
+    cache. With JAX 0.10.2 this always happens for the gradient on a mesh with cp.
+    """
+    jax.config.update("jax_enable_compilation_cache", False)
+    reset_cache()  # JAX reads the setting only once

@@ -1,8 +1,14 @@
-"""The state of the devices: whether they still compute, whether a program is being compiled, exhausted memory.
+"""Everything that is about devices and hosts, and not about models.
 
-On one host exhausted memory is the error of one request. On multiple hosts a host that ran out of memory did
-not start the program that the other hosts may be in, and they wait for it. Therefore nothing is tried again
-here with multiple hosts: rank 0 decides when it knows how the call ended on all hosts.
+- Check that the devices still compute.
+- Track compilation, which may take much longer than a computation.
+- Convert errors of exhausted memory.
+- Join other hosts, and move arrays to and from the devices of all hosts.
+
+**Exhausted memory.** On one host it fails one request. On multiple hosts, a host that ran out of
+memory has not started the program that the other hosts may be in, and they wait for it. So this
+module retries nothing on multiple hosts: rank 0 decides when it knows how the call ended on all
+hosts.
 """
 
 import functools
@@ -26,31 +32,42 @@ from skyrl_tx.contract.errors import BackendLost, CapacityError
 
 log = logging.getLogger(__name__)
 
+HEARTBEAT_TIMEOUT_S = 10
+"""JAX ends the process of a host that has not heard from another host for this long."""
+_SHUTDOWN_TIMEOUT_S = 10
 
 _PROBE_SIZE = 8
-"""Numbers that each device adds up."""
+"""How many numbers each device adds in `check_devices`."""
 _COMPILATION = "/jax/core/compile/"
-"""The beginning of the names of JAX's events for tracing, lowering and compiling a program."""
+"""Prefix of the JAX events for tracing, lowering and compiling a program."""
 _COMPILED = _COMPILATION + "backend_compile_duration"
-"""The event of the compiler itself, also where its result is read from a cache."""
+"""The JAX event of the compiler. It also occurs if the program is read from the compilation cache.
+"""
+_MIB = 2**20
+
+
+# Health of the devices
 
 
 def check_devices(mesh: Mesh) -> None:
-    """Add up numbers on all devices of a mesh together. Raises BackendLost if that fails or gives another sum.
+    """Add numbers on all devices of a mesh. Raises BackendLost if that fails or gives a wrong sum.
 
-    After most errors of a driver (CUDA_ERROR_ILLEGAL_ADDRESS, a GPU that has fallen off the bus) every later operation
-    of the process fails too. Exhausted memory is not such an error, unless other hosts wait for this sum.
+    After most driver errors, for example CUDA_ERROR_ILLEGAL_ADDRESS, or a GPU that has fallen off
+    the bus, every later operation of the process fails too. Exhausted memory is not such an error,
+    unless other hosts wait for this sum.
     """
     numbers = np.arange(_PROBE_SIZE * mesh.size, dtype=np.float32)
     try:
         placed = put(numbers, NamedSharding(mesh, PartitionSpec(mesh.axis_names)))
-        found = float(_sum(placed))
+        total = float(_sum(placed))
     except jax.errors.JaxRuntimeError as error:
         if is_out_of_memory(error) and not is_distributed():
             return
         raise BackendLost(f"the devices do not compute any more: {error}") from error
-    if found != numbers.sum():
-        raise BackendLost(f"the devices compute wrong numbers: the sum of {numbers.size} numbers is {found}")
+    if total != numbers.sum():
+        raise BackendLost(
+            f"the devices compute wrong numbers: the sum of {numbers.size} numbers is {total}, not {numbers.sum()}"
+        )
 
 
 @jax.jit
@@ -58,8 +75,11 @@ def _sum(numbers: jax.Array) -> jax.Array:
     return numbers.sum()
 
 
+# Compilation
+
+
 class CompilationMonitor:
-    """Counts the programs that this process compiles and has compiled. Its methods are called from any thread."""
+    """Count the programs that this process is compiling and has compiled. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -69,25 +89,31 @@ class CompilationMonitor:
         self._this_thread = threading.local()
         self.num_compiled = 0
         self.seconds = 0.0
-        """Time of the compiler, without tracing and lowering."""
+        """Total time in the compiler, without tracing and lowering."""
 
     @property
     def is_compiling(self) -> bool:
-        """Whether a call waits for a program to be traced, lowered or compiled."""
+        """Whether any call is waiting until a program is traced, lowered or compiled."""
         return self._num_running > 0
 
     @property
     def seconds_since_call(self) -> float:
-        """Seconds since a call compiled a program itself; 0 while one does. Waits for other threads do not count."""
+        """Seconds since a call compiled a program on its own thread; 0 while a call does.
+
+        A call that waits for a background thread does not count.
+        """
         return 0.0 if self._num_running > self._num_waiting else time.monotonic() - self._last_end
 
     def exclude_this_thread(self) -> None:
-        """Count programs of this thread as compiled, but not as waited for: it compiles in the background."""
-        self._this_thread.is_left_out = True
+        """Mark this thread as a background compiler.
+
+        Its programs are counted, but no call waits for them.
+        """
+        self._this_thread.is_excluded = True
 
     @contextmanager
     def waiting(self) -> Generator[None]:
-        """Mark that this thread waits for a program that another one compiles."""
+        """Mark that this thread waits for a program that another thread compiles."""
         self._change(1, 1)
         try:
             yield
@@ -95,11 +121,14 @@ class CompilationMonitor:
             self._change(-1, -1)
 
     def on_start(self, event: str, value: float, **_: str | int) -> None:
-        """Count an event that starts; a listener of JAX for scalars."""
+        """Record the start of a compilation event. JAX calls this listener for scalar events."""
         self._count(event, 1)
 
     def on_end(self, event: str, duration_secs: float, **_: str | int) -> None:
-        """Count an event that ends, also with an error; a listener of JAX for durations."""
+        """Record the end of a compilation event, even if it failed.
+
+        JAX calls this listener for durations.
+        """
         self._count(event, -1)
         if event == _COMPILED:
             with self._lock:
@@ -107,7 +136,7 @@ class CompilationMonitor:
                 self.seconds += duration_secs
 
     def _count(self, event: str, change: int) -> None:
-        if event.startswith(_COMPILATION) and not getattr(self._this_thread, "is_left_out", False):
+        if event.startswith(_COMPILATION) and not getattr(self._this_thread, "is_excluded", False):
             self._change(change)
             self._last_end = time.monotonic()
 
@@ -119,33 +148,43 @@ class CompilationMonitor:
 
 @functools.cache
 def get_compilation_monitor() -> CompilationMonitor:
-    """Return the monitor of this process, which listens from the first call on. Call it while nothing compiles."""
+    """Return the monitor of this process.
+
+    The first call registers it, and must come before anything is compiled.
+    """
     monitor = CompilationMonitor()
     jax.monitoring.register_scalar_listener(monitor.on_start)
     jax.monitoring.register_event_duration_secs_listener(monitor.on_end)
     return monitor
 
 
+# Exhausted memory
+
+
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether a device, or the host on its behalf, ran out of memory."""
+    """Return whether a device, or the host on behalf of a device, ran out of memory."""
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
 def make_capacity_error(purpose: str, error: Exception) -> CapacityError:
-    """Return the client's error for an exhausted device, and log the device's own message."""
+    """Log the error of an exhausted device, and return the error for the client.
+
+    `purpose` is what the memory was for, for example "another model in training".
+    """
     log.error("no memory left for %s: %s", purpose, error)
     return CapacityError(
-        f"the device has no memory left for {purpose}. State is unchanged. Restart with a lower "
-        "--backend-config.max-lora-adapters, --backend-config.max-lora-rank or --backend-config.max-sample-tokens "
-        "to free memory"
+        f"the device has no memory left for {purpose}. State is unchanged. To free memory, restart the server "
+        "with a lower --backend-config.max-lora-adapters, --backend-config.max-lora-rank or "
+        "--backend-config.max-sample-tokens"
     )
 
 
 @contextmanager
 def convert_memory_errors(purpose: str) -> Generator[None]:
-    """Raise the error of `make_capacity_error` when the device runs out of memory inside the context.
+    """Raise `make_capacity_error` if the device runs out of memory inside the context.
 
-    With several hosts that is BackendLost: the others may have had enough memory, and wait for this one.
+    On multiple hosts BackendLost is raised instead, because the other hosts may have had enough
+    memory, and wait.
     """
     try:
         yield
@@ -158,9 +197,10 @@ def convert_memory_errors(purpose: str) -> Generator[None]:
 
 
 def check_single_host(error: Exception) -> None:
-    """Raise BackendLost for an error of a device if there are several hosts.
+    """Raise BackendLost if `error` is a device error and there are multiple hosts.
 
-    The others may not have it. Then they wait for this host in the same program, and it must start no other one.
+    The other hosts may not have this error. They then wait for this host in the program that failed
+    here, so this host must not start another program.
     """
     if is_distributed() and isinstance(error, jax.errors.JaxRuntimeError):
         advice = (
@@ -168,16 +208,17 @@ def check_single_host(error: Exception) -> None:
             "--backend-config.max-sample-tokens if this happens again"
         )
         raise BackendLost(
-            f"a device of this host failed, and other hosts may wait for it: {error}"
+            f"a device of this host failed while other hosts may wait for it: {error}"
             + (advice if is_out_of_memory(error) else "")
         ) from error
 
 
 def drain_devices() -> None:
-    """Wait until the devices of this host have computed all that was dispatched.
+    """Wait until the devices of this host have computed everything that was dispatched.
 
-    That never returns if another host has not dispatched the same, which a watchdog of the hosts ends. Memory that was
-    exhausted is no error here: the call that needs what could not be computed gets it.
+    This does not return if another host has not dispatched the same programs; the time limit of
+    `hosts.leader` then ends the process. Exhausted memory is ignored, because the call that reads
+    the missing result gets that error.
     """
     for array in jax.live_arrays():
         try:
@@ -187,17 +228,17 @@ def drain_devices() -> None:
                 raise
 
 
-HEARTBEAT_TIMEOUT_S = 10
-"""Time after which JAX's own service ends the process of a host that has lost another one."""
-_SHUTDOWN_TIMEOUT_S = 10
-_MIB = 2**20
+# Multiple hosts
 
 
 def join(rank: HostRank) -> None:
-    """Join the other hosts; returns when all have joined. Call it before JAX looks for devices."""
+    """Join the other hosts, and return when all have joined.
+
+    Call it before JAX looks for devices.
+    """
     started = time.monotonic()
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")  # of CPUs only
-    # Its notifier would take SIGTERM, and the process would not end.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")  # has no effect on accelerators
+    # JAX's preemption service would handle SIGTERM, and the process would not end.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         rank.coordinator,
@@ -210,18 +251,24 @@ def join(rank: HostRank) -> None:
 
 
 def leave() -> None:
-    """Leave the other hosts, which all do at the same time. Does nothing on one host."""
+    """Leave the other hosts.
+
+    All hosts must leave at the same time. Does nothing on a single host.
+    """
     if is_distributed():
         jax.distributed.shutdown()
 
 
 def is_distributed() -> bool:
-    """Return whether this process has joined other hosts. Looks for no devices."""
+    """Return whether this process has joined other hosts. Does not initialize the devices."""
     return jax.distributed.is_initialized()
 
 
 def make_fingerprint() -> dict[str, str]:
-    """Return what results depend on with several hosts: their number, and on CPU the library that adds up."""
+    """Return the fingerprint entries of multiple hosts.
+
+    They are the number of hosts, and on CPU the library that computes sums across hosts.
+    """
     if not is_distributed():
         return {}
     library = " (gloo)" if jax.default_backend() == "cpu" else ""
@@ -229,7 +276,7 @@ def make_fingerprint() -> dict[str, str]:
 
 
 def list_local_devices(devices: Collection[Any]) -> list[Any]:
-    """Return the devices of this host in order of their ids; a set has another order in each process."""
+    """Return the devices of this host, ordered by their ids. Sets have no fixed order."""
     ordered = sorted(devices, key=lambda device: device.id)
     if not is_distributed():
         return ordered
@@ -237,28 +284,40 @@ def list_local_devices(devices: Collection[Any]) -> list[Any]:
 
 
 def put(leaf: Any, sharding: Sharding) -> jax.Array:
-    """Return an array with a sharding over the devices of all hosts. Each host has the whole value."""
+    """Put a value on the devices of all hosts with a sharding.
+
+    Each host must have the whole value.
+    """
     if not is_distributed() or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
         return jax.device_put(leaf, sharding)
-    # `device_put` would send the value between all hosts, to compare it.
+    # `device_put` would send the value to all hosts to check that it is equal.
     host = np.asarray(leaf)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def fetch(tree: Any) -> Any:
-    """Return a tree of arrays on the host, whole on each. Array by array, so that few programs serve all trees."""
+    """Copy a tree of arrays to host memory. Each host gets the whole arrays.
+
+    Arrays are gathered one by one, so that a few compiled programs serve all trees.
+    """
     if is_distributed():
         tree = jax.tree.map(_replicate_leaf, tree)
     return jax.device_get(tree)
 
 
 def fetch_one_by_one(tree: Any) -> Any:
-    """As `fetch`, but each device holds one whole array at a time."""
+    """Copy a tree as `fetch` does, but array by array.
+
+    Each device then holds only one whole array at a time.
+    """
     return jax.tree.map(fetch, tree)
 
 
 def agree_on_minimum(num_bytes: int) -> int:
-    """Return the least of the hosts' numbers of bytes, in whole MiB if there are several: JAX has no int64 here."""
+    """Return the smallest `num_bytes` of all hosts.
+
+    On multiple hosts it is rounded down to MiB, because JAX exchanges int32 and not int64.
+    """
     if not is_distributed():
         return num_bytes
     return int(np.min(multihost_utils.process_allgather(np.int32(num_bytes // _MIB)))) * _MIB

@@ -1,17 +1,22 @@
-"""Plans memory: the size of micro-batches, the KV cache, the adapter pool, and the number of models in training."""
+"""Plan device memory: micro-batches, KV cache, sampler pool, and models in training.
+
+The backend allocates in this order: weights, sampler pool, KV cache. Then it plans micro-batches
+and models in training for the memory that is left. On devices that do not report their memory, as
+CPUs do not, fixed defaults apply.
+"""
 
 import logging
 import math
 import os
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import jax
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig
 from skyrl_tx.backends.jax.devices import agree_on_minimum, list_local_devices
+from skyrl_tx.backends.jax.memory_plan import MemoryPlan
 from skyrl_tx.backends.jax.mesh import count_replicas
 from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.backends.jax.train.training_state import pad_rank
@@ -23,113 +28,51 @@ from skyrl_tx.layers.remat import HOST_MEMORY, RematPolicy
 from skyrl_tx.layers.sharding import UNSHARDED, Layout
 
 TRAINING_SHARE = 0.5
-"""Share of the memory left by weights and KV cache that a micro-batch may take; models need the rest."""
+"""Share of the memory left by weights and KV cache that a micro-batch may take.
+The rest is for models."""
 ROW_SHARE = 0.9
-"""Share of that memory that one example may take which is longer than a micro-batch."""
+"""Share of the same memory that one example may take if it is longer than a micro-batch."""
 HOST_SHARE = 0.5
-"""Share of a host's memory that the inputs of layers of one example may take."""
+"""Share of host memory that the offloaded inputs of layers may take for one example."""
 SAMPLE_SHARE = 0.5
-"""Share of the memory left by weights that the cache of samples and prompts may take."""
+"""Share of the memory left by weights and sampler pool that the KV cache may take."""
 POOL_SHARE = 0.05
-"""Share of the memory left by weights that the adapter pool takes at start-up; it grows when more samplers are used."""
+"""Share of the memory left by weights for the sampler pool at the start.
+The pool grows when more samplers are used."""
 MODEL_SHARE = 0.4
 """Share of the memory left by weights and KV cache for the state of models in training."""
 
 MIN_ADAPTER_SLOTS = 4
-"""Adapter slots for sampling at start-up, at least; one of them is the base model's."""
+"""Minimum number of adapter slots for sampling at the start, including the slot of the base model.
+"""
 MAX_MODELS = 64
-"""Models in training at the same time, at most, unless configured; a larger team seldom uses more."""
+"""Maximum number of models in training at the same time, unless configured.
+Teams seldom train more."""
 DEFAULT_MICRO_BATCH_TOKENS = 1024
-"""Tokens of a micro-batch on a device that does not report its memory, as CPUs do not."""
+"""Tokens of a micro-batch on devices that do not report their memory."""
 DEFAULT_SAMPLE_TOKENS = 65536
-"""Positions of the KV cache on a device that does not report its memory, if the host has as much."""
+"""Maximum number of KV cache positions on devices that do not report their memory."""
 DEFAULT_SLOTS = (256, 128, 64, 32)
-"""Samples at the same time, unless configured: on accelerators the first with SLOT_TOKENS for each, on CPU the last.
+"""Choices for the number of samples at the same time, for each copy of the weights.
 
-An accelerator reads the weights once for all of them, so with `dp` each copy of the weights has as many; arithmetic is
-the limit of a CPU."""
+Accelerators use the first choice that leaves SLOT_TOKENS of KV cache for each sample: they read
+the weights once for all samples. CPUs use the last choice, because they are limited by arithmetic.
+"""
 SLOT_TOKENS = 512
 MIN_TOKENS, MAX_TOKENS = 256, 16384
-"""Bounds of the tokens of each device in a micro-batch."""
+"""Bounds for the tokens of a micro-batch on each device."""
 SUFFICIENT_TOKENS = 4096
-"""Tokens without rematerialization that keep a device busy; with fewer, layers are rematerialized."""
+"""Tokens on each device that keep it busy.
+If fewer fit without rematerialization, layers are rematerialized."""
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """The settings that bound the memory of a micro-batch."""
-
-    micro_batch_tokens: int  # on all devices together, padding included
-    remat: bool
-    remat_above: int | None = None
-    """Longer rows are rematerialized although micro-batches are not; in tokens of each device. None: no row is."""
-    offload_above: int | None = None
-    """Longer rows have the inputs of layers in the host's memory; in tokens of each device. None: no row has."""
-
-    policies: tuple[tuple[int, RematPolicy], ...] = field(init=False, compare=False, repr=False)
-    """Each remat policy with the tokens of each device above which it is taken, the first that applies."""
-
-    def __post_init__(self) -> None:
-        above = (0 if self.remat else self.remat_above, RematPolicy.FULL)
-        known = ((self.offload_above, RematPolicy.OFFLOAD), above, (-1, RematPolicy.SAVE_MATMULS))
-        object.__setattr__(self, "policies", tuple((size, each) for size, each in known if size is not None))
-
-    def get_remat_policy(self, num_tokens: int) -> RematPolicy:
-        """Return the remat policy of a micro-batch, or of a longer row, of `num_tokens` on each device."""
-        return next(remat for above, remat in self.policies if num_tokens > above)
-
-    @property
-    def longest_row_policy(self) -> RematPolicy:
-        """The remat policy of rows that fit with no other."""
-        return self.get_remat_policy(1 << 62)
-
-    @property
-    def fingerprint(self) -> dict[str, str]:
-        """The choices that the bits of results depend on, by name."""
-        above = {"remat_above": self.remat_above, "offload_above": self.offload_above}
-        return {
-            "micro_batch_tokens": str(self.micro_batch_tokens),
-            "remat": str(self.remat),
-            **{name: str(size) for name, size in above.items() if size is not None},
-        }
-
-    def iter_smaller(self) -> Iterator["MemoryPlan"]:
-        """Yield plans to try, in this order, when the device has too little memory for this one."""
-        tokens = self.micro_batch_tokens // 2
-        while tokens > 0:
-            yield replace(self, micro_batch_tokens=tokens)
-            tokens //= 2
-        if not self.remat:
-            yield replace(self, remat=True)
-        if self.offload_above:
-            yield replace(self, remat=True, offload_above=0)
-
-
-class ActiveMemoryPlan:
-    """The memory plan in force. It only shrinks during the life of the process."""
-
-    def __init__(self, plan: MemoryPlan) -> None:
-        self.plan = plan
-
-    def shrink(self, plan: MemoryPlan) -> None:
-        """Adopt a smaller plan with which a pass succeeded, unless the plan in force is smaller already."""
-        self.plan = min(
-            self.plan, plan, key=lambda each: (each.micro_batch_tokens, not each.remat, each.offload_above or 0)
-        )
-        log.warning(
-            "all passes now use %s; the next start begins with the larger plan again, and what it replays is not "
-            "bit-equal: start with --backend-config.micro-batch-tokens %d --%sbackend-config.remat%s to avoid that",
-            self.plan,
-            self.plan.micro_batch_tokens,
-            "" if self.plan.remat else "no-",
-            " --backend-config.offload" if self.plan.offload_above == 0 else "",
-        )
-
-
 def estimate_training_costs(params: models.DecoderParams, model: models.ModelConfig) -> TrainingCosts | None:
-    """Return what training costs with the layout of training; None when devices do not report their memory."""
+    """Return the memory costs of training, or None if the devices do not report their memory.
+
+    `params` must have the layout of training.
+    """
     if not read_device_memory(params):
         return None
     return estimate_costs(params, model, next(iter(params.embed.devices())).platform)
@@ -138,27 +81,28 @@ def estimate_training_costs(params: models.DecoderParams, model: models.ModelCon
 def plan_training_memory(
     config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig, costs: TrainingCosts | None
 ) -> MemoryPlan:
-    """Return the memory plan for this device, and log its reason. Configured values take precedence.
+    """Choose the memory plan of training, and log it. Configured values take precedence.
 
-    Call it when weights and KV cache are on the device, with the `estimate_training_costs`. Raises UserError for `offload` where
-    devices cannot copy to the host's memory.
+    Call it when weights and KV cache are on the device, with `costs` from
+    `estimate_training_costs`. Raises UserError if `offload` is configured and the devices cannot
+    copy to host memory.
     """
     if not can_offload(params):
         if config.offload:
-            raise UserError("--backend-config.offload: these devices cannot copy to the host's memory")
+            raise UserError("--backend-config.offload: these devices cannot copy to host memory; remove this setting")
         config = config.model_copy(update={"offload": False})
+
+    # Choose the plan.
     if costs is None:
         reason = "the device does not report its memory"
         plan = make_default_memory_plan(config)
     else:
         free = _get_reported_free_bytes(params)
-        num_shards = params.layout.num_shards("batch") * params.layout.num_shards("tokens")
-        plan = choose_memory_plan(free, costs, config, num_shards=num_shards)
-        plan = add_long_row_policies(
-            plan, free - count_model_bytes(config, params, model), costs, config, num_shards=num_shards
-        )
-        cost = costs.get_bytes_per_token(plan.get_remat_policy(plan.micro_batch_tokens // num_shards))
+        plan = choose_training_plan(free, count_model_bytes(config, params, model), costs, config, params.layout)
+        cost = costs.get_bytes_per_token(plan.get_remat_policy(plan.micro_batch_tokens // count_shards(params.layout)))
         reason = f"{free / 2**30:.1f} GiB are free, a token takes {cost / 2**10:.0f} KiB"
+
+    # Log it.
     configured = [name for name in ("micro_batch_tokens", "remat", "offload") if getattr(config, name) is not None]
     log.info(
         "micro-batches of %d tokens, %s: %s%s",
@@ -167,9 +111,9 @@ def plan_training_memory(
         reason,
         f" ({' and '.join(configured)} configured)" if configured else "",
     )
-    for above, what in ((plan.remat_above, "are rematerialized"), (plan.offload_above, "are offloaded to the host")):
+    for above, action in ((plan.remat_above, "are rematerialized"), (plan.offload_above, "are offloaded to the host")):
         if above is not None:
-            log.info("rows of more than %d tokens %s", above * params.layout.num_shards("tokens"), what)
+            log.info("rows of more than %d tokens %s", above * params.layout.num_shards("tokens"), action)
     return plan
 
 
@@ -180,10 +124,11 @@ def find_longest_example(
     costs: TrainingCosts | None,
     plan: MemoryPlan,
 ) -> int:
-    """Return the most tokens of an example: the model's limit, or what fits on the devices that share its row.
+    """Return the length of the longest training example: what fits, up to the limit of the model.
 
-    Call it as `plan_training_memory`. A row longer than a micro-batch has one to itself, and all memory but a tenth,
-    next to the state of one model of the highest rank.
+    Call it when weights and KV cache are on the device. An example that is longer than a
+    micro-batch gets its own micro-batch. It may take ROW_SHARE of the memory that one model of the
+    highest rank leaves, on each of the devices that share its row.
     """
     if costs is None:
         return model.max_context_length
@@ -192,15 +137,15 @@ def find_longest_example(
 
 
 def can_offload(params: models.DecoderParams) -> bool:
-    """Return whether the devices of this host can copy to its memory."""
-    kinds = (
-        {each.kind for each in device.addressable_memories()} for device in list_local_devices(params.embed.devices())
+    """Return whether all devices of this host can copy to host memory."""
+    return all(
+        any(memory.kind == HOST_MEMORY for memory in device.addressable_memories())
+        for device in list_local_devices(params.embed.devices())
     )
-    return all(HOST_MEMORY in each for each in kinds)
 
 
 def _get_offload_limit(params: models.DecoderParams) -> int:
-    """Return the memory of the smallest host that each of its devices may offload to."""
+    """Return the bytes of host memory that each device may offload to, on the smallest host."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return agree_on_minimum(int(HOST_SHARE * physical) // len(list_local_devices(params.embed.devices())))
 
@@ -214,9 +159,10 @@ def _get_reported_free_bytes(params: models.DecoderParams) -> int:
 def find_longest_row(
     free: int, costs: TrainingCosts, plan: MemoryPlan, layout: Layout, host_bytes: int | None = None
 ) -> int:
-    """Return the most tokens of a row for `free` bytes of each device, with the layout of training.
+    """Return the length of the longest row, in tokens, for `free` bytes on each device.
 
-    Each device may offload `host_bytes` to its host; None is as many as it likes.
+    `layout` is the layout of training. Each device may offload `host_bytes` to host memory; None
+    means no limit.
     """
     remat = plan.longest_row_policy
     fitting = costs.count_fitting_tokens(ROW_SHARE * free, remat=remat)
@@ -226,14 +172,35 @@ def find_longest_row(
 
 
 def make_default_memory_plan(config: JaxConfig) -> MemoryPlan:
-    """Return the memory plan for devices that do not report their memory."""
+    """Return the memory plan for devices that do not report their memory, as CPUs do not."""
     offload_above = 0 if config.offload else None
     tokens = config.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
     return MemoryPlan(tokens, bool(config.remat or config.offload), offload_above=offload_above)
 
 
+def count_shards(layout: Layout) -> int:
+    """Return how many devices share the tokens of a micro-batch, in the layout of training."""
+    return layout.num_shards("batch") * layout.num_shards("tokens")
+
+
+def choose_training_plan(
+    free: int, model_bytes: int, costs: TrainingCosts, config: JaxConfig, layout: Layout
+) -> MemoryPlan:
+    """Return the memory plan for `free` bytes on each device, including the policies of long rows.
+
+    `layout` is the layout of training. A long row may use the memory that one model, of
+    `model_bytes` on each device, leaves.
+    """
+    num_shards = count_shards(layout)
+    plan = choose_memory_plan(free, costs, config, num_shards=num_shards)
+    return add_long_row_policies(plan, free - model_bytes, costs, config, num_shards=num_shards)
+
+
 def choose_memory_plan(free: int, costs: TrainingCosts, config: JaxConfig, *, num_shards: int) -> MemoryPlan:
-    """Return the memory plan for `free` bytes of each device and `num_shards` shards of a micro-batch's tokens."""
+    """Choose micro-batch size and rematerialization for `free` bytes on each device.
+
+    `num_shards` is the number of devices that share the tokens of a micro-batch.
+    """
 
     def count_tokens(remat: RematPolicy) -> int:
         fitting = costs.count_fitting_tokens(TRAINING_SHARE * free, remat=remat)
@@ -250,15 +217,16 @@ def choose_memory_plan(free: int, costs: TrainingCosts, config: JaxConfig, *, nu
 def add_long_row_policies(
     plan: MemoryPlan, free: int, costs: TrainingCosts, config: JaxConfig, *, num_shards: int
 ) -> MemoryPlan:
-    """Return the plan with the remat policies of rows that are longer than a micro-batch.
+    """Return the plan with remat policies for rows that are longer than a micro-batch.
 
-    Such a row has `free` bytes of each device to itself. The first policy with which it fits is taken, so that a row
-    takes no more time than its length needs. Settings that were configured hold for all rows.
+    Such a row has `free` bytes on each device to itself. It gets the fastest policy that fits:
+    without rematerialization, with it, or with offloading. Configured settings apply to all rows.
     """
-    own = -(-plan.micro_batch_tokens // num_shards)
+    micro_batch_tokens = -(-plan.micro_batch_tokens // num_shards)  # on each device
 
     def count_tokens(remat: RematPolicy) -> int:
-        return max(_round_down(max(costs.count_fitting_tokens(ROW_SHARE * free, remat=remat), 0)), own)
+        fitting = max(costs.count_fitting_tokens(ROW_SHARE * free, remat=remat), 0)
+        return max(_round_down(fitting), micro_batch_tokens)
 
     if not plan.remat and config.remat is None:
         plan = replace(plan, remat_above=count_tokens(RematPolicy.SAVE_MATMULS))
@@ -268,49 +236,55 @@ def add_long_row_policies(
 
 
 def read_device_memory(params: models.DecoderParams) -> tuple[DeviceMemory, ...]:
-    """Return the memory of each device of this host, by their ids; empty when devices do not report their memory."""
-    found: list[DeviceMemory] = []
+    """Return the memory of each device of this host, in the order of their ids.
+
+    Returns an empty tuple if the devices do not report their memory.
+    """
+    memories: list[DeviceMemory] = []
     for device in list_local_devices(params.embed.devices()):
         stats = device.memory_stats()
         if not stats or "bytes_limit" not in stats:
             return ()
-        found.append(DeviceMemory(used_bytes=stats["bytes_in_use"], limit_bytes=stats["bytes_limit"]))
-    return tuple(found)
-
-
-def read_memory_limit(layout: Layout) -> int | None:
-    """Return the memory of each device of a mesh; None when devices do not report it."""
-    assert layout.mesh is not None
-    return (layout.mesh.devices.flat[0].memory_stats() or {}).get("bytes_limit")
+        memories.append(DeviceMemory(used_bytes=stats["bytes_in_use"], limit_bytes=stats["bytes_limit"]))
+    return tuple(memories)
 
 
 def get_free_bytes(params: models.DecoderParams) -> int | None:
-    """Return the free memory of the fullest device of all hosts; None when devices do not report their memory."""
-    free = min((each.limit_bytes - each.used_bytes for each in read_device_memory(params)), default=None)
+    """Return the free memory of the fullest device of all hosts; None if devices report none."""
+    free = min((memory.limit_bytes - memory.used_bytes for memory in read_device_memory(params)), default=None)
     return None if free is None else agree_on_minimum(free)
 
 
 def plan_sample_memory(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> SampleMemory:
-    """Return the memory of the cache of samples and prompts, and log its reason. Configured values take precedence.
+    """Choose the size of the KV cache, and log it. Configured values take precedence.
 
     Call it when the weights are on the device. There are never more pages than all slots can use.
     """
     layout, dtype = params.layout, params.embed.dtype
-    room, shards = CacheBytes.from_model(model, layout, dtype.itemsize), layout.num_shards("batch")
-    free, memories = get_free_bytes(params), shards
-    most, numbers = sys.maxsize, tuple(number * count_replicas(layout) for number in DEFAULT_SLOTS)
+    num_shards = layout.num_shards("batch")
+
+    # How many positions fit? Devices that report no memory share the memory of the host.
+    free = get_free_bytes(params)
     if free is None:
-        free = _get_free_host_memory(params)
-        most, numbers = DEFAULT_SAMPLE_TOKENS, DEFAULT_SLOTS[-1:]
-        room, memories = (
-            CacheBytes.from_model(model, UNSHARDED, dtype.itemsize),
-            1,
-        )  # all devices share the host's memory
-    fitting = int(SAMPLE_SHARE * max(free, 0)) // room.position * memories
+        free, num_memories = _get_free_host_memory(params), 1
+        cache_bytes = CacheBytes.from_model(model, UNSHARDED, dtype.itemsize)
+        max_tokens, slot_choices = DEFAULT_SAMPLE_TOKENS, DEFAULT_SLOTS[-1:]
+    else:
+        num_memories = num_shards
+        cache_bytes = CacheBytes.from_model(model, layout, dtype.itemsize)
+        max_tokens = sys.maxsize
+        slot_choices = tuple(num_slots * count_replicas(layout) for num_slots in DEFAULT_SLOTS)
+    fitting = int(SAMPLE_SHARE * max(free, 0)) // cache_bytes.position * num_memories
+
+    # Choose the number of slots: the first with enough tokens for each, or the last.
     if config.sample_slots is not None:
-        numbers = (config.sample_slots,)
-    each = (_find_largest_sample_memory(number, fitting, most, config, model, room, shards) for number in numbers)
-    memory = next(memory for memory in each if memory.num_slots == numbers[-1] or _has_enough_tokens(memory))
+        slot_choices = (config.sample_slots,)
+    candidates = (
+        _find_largest_sample_memory(num_slots, fitting, max_tokens, config, model, cache_bytes, num_shards)
+        for num_slots in slot_choices
+    )
+    memory = next(memory for memory in candidates if memory.num_slots == slot_choices[-1] or _has_enough_tokens(memory))
+
     log.info(
         "KV cache of %d samples and %d tokens%s, and of %d for prefixes: %.1f GiB are free, a token takes %.1f KiB%s",
         memory.num_slots,
@@ -318,107 +292,119 @@ def plan_sample_memory(config: JaxConfig, params: models.DecoderParams, model: m
         " (configured)" if config.max_sample_tokens else "",
         memory.prefix_tokens,
         free / 2**30,
-        room.position / 2**10,
-        f", and the state of a sample {room.state / 2**20:.1f} MiB" if room.state else "",
+        cache_bytes.position / 2**10,
+        f", and the state of a sample {cache_bytes.state / 2**20:.1f} MiB" if cache_bytes.state else "",
     )
     return memory
 
 
 @dataclass(frozen=True, slots=True)
 class CacheBytes:
-    """The bytes that the cache takes on each device."""
+    """Bytes of the KV cache on each device."""
 
     position: int
-    """For one position."""
+    """Bytes of one position: keys and values of all layers."""
     state: int
-    """For the state of one sample, or of one prompt, whatever its length."""
+    """Bytes of one state of linear attention, which has the same size for all lengths."""
 
     @classmethod
     def from_model(cls, model: models.ModelConfig, layout: Layout, itemsize: int) -> "CacheBytes":
-        """Return the bytes for a model whose base weights have `itemsize`."""
+        """Return the bytes for a model whose base weights take `itemsize` bytes for each number."""
 
-        def size(each: Parameter) -> int:
-            shards = (math.gcd(layout.num_shards(axis), size) for axis, size in zip(each.axes, each.shape, strict=True))
-            return math.prod(each.shape) // math.prod(shards) * (4 if each.is_float32 else itemsize)
+        def count_bytes(array: Parameter) -> int:
+            dims = zip(array.axes, array.shape, strict=True)
+            num_shards = math.prod(math.gcd(layout.num_shards(axis), size) for axis, size in dims)
+            return math.prod(array.shape) // num_shards * (4 if array.is_float32 else itemsize)
 
-        rooms = [(len(stack.layers), stack.block.describe_cache()) for stack in model.stacks]
-        position = sum(number * size(each) for number, room in rooms for each in jax.tree.leaves(room.positions))
+        caches = [(len(stack.layers), stack.block.describe_cache()) for stack in model.stacks]
+        position = sum(n * count_bytes(array) for n, cache in caches for array in jax.tree.leaves(cache.positions))
         return cls(
-            position=max(position, 1),  # a model without attention keeps nothing of positions
-            state=sum(number * size(each) for number, room in rooms for each in jax.tree.leaves(room.fixed)),
+            position=max(position, 1),  # a model without attention stores nothing for positions
+            state=sum(n * count_bytes(array) for n, cache in caches for array in jax.tree.leaves(cache.fixed)),
         )
 
     @property
     def state_tokens(self) -> int:
-        """The positions that take as many bytes as a state."""
+        """The number of positions that take as many bytes as a state."""
         return -(-self.state // self.position)
 
 
 def _has_enough_tokens(memory: SampleMemory) -> bool:
-    """Return whether there are enough tokens for each of its samples."""
+    """Return whether each slot has SLOT_TOKENS, or the tokens of the longest sample if fewer."""
     return memory.tokens >= memory.num_slots * min(SLOT_TOKENS, memory.max_length)
 
 
 def _find_largest_sample_memory(
-    num_slots: int, fitting: int, most: int, config: JaxConfig, model: models.ModelConfig, room: CacheBytes, shards: int
+    num_slots: int,
+    fitting: int,
+    max_tokens: int,
+    config: JaxConfig,
+    model: models.ModelConfig,
+    cache_bytes: CacheBytes,
+    num_shards: int,
 ) -> SampleMemory:
-    """Return the largest memory that takes as many bytes as `fitting` positions, on all devices together.
+    """Return the largest cache with at most as many bytes as `fitting` positions, on all devices.
 
-    It counts what decode slices take. A sample is on one shard, and has at most the tokens of a shard.
+    Cache and decode slices together must fit. A sample is on one shard, so it has at most the
+    tokens of one shard.
     """
     context = min(model.max_context_length, config.max_context_length or model.max_context_length)
-    most = min(most, num_slots * (config.max_context_length or context))
+    max_tokens = min(max_tokens, num_slots * (config.max_context_length or context))
 
     def make_memory(tokens: int) -> SampleMemory:
         return SampleMemory(
             num_slots=num_slots,
             tokens=tokens,
             prefix_tokens=tokens // 4 if config.prefix_cache_tokens is None else config.prefix_cache_tokens,
-            max_length=max(min(context, tokens // shards), 1),
-            state_tokens=room.state_tokens,
-            shards=shards,
+            max_length=max(min(context, tokens // num_shards), 1),
+            state_tokens=cache_bytes.state_tokens,
+            shards=num_shards,
         )
 
     if config.max_sample_tokens:
         return make_memory(config.max_sample_tokens)
-    memory = make_memory(max(min(_round_down(fitting), most), 1))
+    memory = make_memory(max(min(_round_down(fitting), max_tokens), 1))
     while memory.tokens > 1 and memory.all_tokens + memory.slice_tokens > fitting:
         memory = make_memory(_round_down(memory.tokens - 1))
     return memory
 
 
 def choose_max_models(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> int:
-    """Return how many models may be in training at the same time, and log the reason.
+    """Choose how many models may be in training at the same time, and log it.
 
-    A configured number takes precedence. Call it when weights and KV cache are on the device. A model takes memory when
-    it is created, for its own rank: weights, gradient and two moments. This estimate assumes the highest rank that a
-    client may ask for.
+    A configured number takes precedence. Call it when weights and KV cache are on the device. A
+    model takes memory when it is created: weights, gradient and two moments of its rank. This
+    estimate assumes the highest rank that a client may request.
     """
     if config.max_lora_adapters is not None:
         return config.max_lora_adapters
     free, cost = max(_get_free_memory(params), 0), count_model_bytes(config, params, model)
-    fitting = int(MODEL_SHARE * free / cost) - 1  # a step, or a load, needs the new and the old state of one model
-    found = max(1, min(fitting, MAX_MODELS))
+    fitting = int(MODEL_SHARE * free / cost) - 1  # an optimizer step or a load has the old and the new state of a model
+    max_models = max(1, min(fitting, MAX_MODELS))
     log.info(
         "%d models in training at the same time: %.1f GiB are free, a model of rank %d takes %.1f MiB",
-        found,
+        max_models,
         free / 2**30,
         config.max_lora_rank,
         cost / 2**20,
     )
-    return found
+    return max_models
 
 
 def count_model_bytes(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> int:
-    """Return the bytes of a model in training of the highest rank on each device: weights, gradient and two moments."""
+    """Return the bytes on each device of a model in training with the highest rank.
+
+    These are weights, gradient and two moments.
+    """
     return 4 * count_adapter_bytes(model, pad_rank(config.max_lora_rank), get_memory_layout(params))
 
 
 def choose_adapter_slots(config: JaxConfig, params: models.DecoderParams, model: models.ModelConfig) -> int:
-    """Return how many adapter slots the sampler pool has at start-up, the base model's included.
+    """Return the number of slots of the sampler pool at the start, the base model's included.
 
-    That is the configured maximum, so that no program is compiled again when a sampler is loaded, or what fits into
-    POOL_SHARE of the memory at the default rank. Call it when the weights are on the device.
+    This is the configured maximum if it fits into POOL_SHARE of the free memory at the default
+    rank, so that loading a sampler compiles no program again. Otherwise it is what fits, but at
+    least MIN_ADAPTER_SLOTS. Call it when the weights are on the device.
     """
     cost = count_adapter_bytes(model, min(DEFAULT_RANK, config.max_lora_rank), get_memory_layout(params))
     return min(
@@ -427,23 +413,32 @@ def choose_adapter_slots(config: JaxConfig, params: models.DecoderParams, model:
 
 
 def get_memory_layout(params: models.DecoderParams) -> Layout:
-    """Return how arrays are cut over memories: not at all where all devices share that of the host."""
+    """Return how arrays are sharded over separate memories.
+
+    Devices that report none share the host's memory.
+    """
     return UNSHARDED if get_free_bytes(params) is None else params.layout
 
 
 def _get_free_memory(params: models.DecoderParams) -> int:
-    """Return the free memory of the fullest device, or of the host when devices do not report theirs."""
+    """Return the free memory of the fullest device, or of the host if devices report none."""
     reported = get_free_bytes(params)
     return _get_free_host_memory(params) if reported is None else reported
 
 
 def _get_free_host_memory(params: models.DecoderParams) -> int:
-    """Return the memory of the smallest host less the weights, of which decoding holds a second copy split by layer."""
+    """Return the memory of the smallest host minus the weights.
+
+    Layers count twice, because decoding has a second copy of them that is split by layer.
+    """
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves((params, params.layers)))
     return agree_on_minimum(max(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - weights, 0))
 
 
 def _round_down(size: int) -> int:
-    """Return `size` rounded down to three bits, so that slightly less memory at a restart changes no shapes."""
+    """Round `size` down to three significant bits, for example 1000 to 896.
+
+    So slightly less free memory at a restart does not change shapes.
+    """
     step = 1 << max(size.bit_length() - 3, 0)
     return size // step * step

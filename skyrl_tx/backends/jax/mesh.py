@@ -1,11 +1,17 @@
-"""The device mesh, and the table of logical axes that says how arrays are sharded over it.
+"""The device mesh, and how arrays are sharded over it.
 
-Batch rows are sharded over `dp`, `fsdp` and `ep`. Weights that all rows need are whole on each shard of `dp`. Over
-`fsdp` they are sharded for storage, and each layer gathers them before use. Heads, feed-forward layers and vocabulary
-are sharded over `tp`, experts over `ep`. For rows that are too long for one device there is `cp`: in sampling it is
-like `fsdp`, and in training it shards the tokens of a row, as `ep` does then (see `make_training_layout`).
-Adapters, gradients and moments are sharded like the linear maps that they adapt, with whole ranks; the KV cache like
-heads and rows.
+`AXIS_RULES` maps the logical axes of arrays to mesh axes:
+
+- Batch rows are sharded over `dp`, `fsdp`, `cp` and `ep`.
+- Weights are replicated over `dp`. Over `fsdp` and `cp` they are sharded for storage only: each
+  layer gathers them before use.
+- Attention heads, feed-forward layers and the vocabulary are sharded over `tp`, experts over `ep`.
+- Adapters, gradients and moments are sharded like the linear maps that they adapt. The LoRA rank is
+  not sharded.
+- The KV cache is sharded by heads and rows.
+
+In training with `cp`, the tokens of a row are sharded over `cp` and `ep`, and batch rows only over
+`dp` and `fsdp`. This is for rows that are too long for one device, see `make_training_layout`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,84 +49,95 @@ _CONTEXT_PARALLEL_RULES: Mapping[Axis, tuple[str, ...]] = {
     "tokens": ("cp", "ep"),
     "row_heads": ("tp", "cp", "ep"),
 }
-"""The other axes of training if there is `cp`. `ep` comes last: over it, experts gather neighbouring tokens."""
+"""Rules that replace those above in training with `cp`.
+`ep` comes last, because experts gather neighbouring tokens."""
 
 Placement = Callable[[Any], Any]
 """A function that puts a tree of host arrays on the devices."""
 
 
 class MeshError(ValueError):
-    """The mesh does not fit the devices or the model. The message names the axis and the sizes."""
+    """The mesh does not fit the devices or the model. The message names the axis and both sizes."""
 
 
 def make_layout(config: MeshConfig) -> Layout:
-    """Return a layout over all devices that JAX sees, or over the first device for a mesh of size 1.
+    """Return a layout over all devices, or over the first device if the mesh has size 1.
 
-    With several hosts these are the devices of all, those of a host one after another: the last axes are within a host.
+    On multiple hosts these are the devices of all hosts, host by host, so the last mesh axes lie
+    within a host. Raises MeshError if the mesh has another number of devices.
     """
-    devices, wanted = jax.devices(), config.num_devices
-    if wanted not in (1, len(devices)) or (wanted < len(devices) and is_distributed()):
+    devices, num_devices = jax.devices(), config.num_devices
+    if num_devices not in (1, len(devices)) or (num_devices < len(devices) and is_distributed()):
         where = " on all hosts" if is_distributed() else ""
-        raise MeshError(f"{config} needs {wanted} devices, but there are {len(devices)}{where}")
+        raise MeshError(
+            f"{config} needs {num_devices} devices, but there are {len(devices)}{where}. Change the axes so that "
+            f"their product is {len(devices)}"
+        )
     return layout_from_devices(devices, config)
 
 
 def describe_unused_devices(devices: Sequence[Any], config: MeshConfig) -> str | None:
-    """Return a warning if a mesh leaves accelerators of this process unused; None if there are none."""
-    if config.num_devices >= len(devices) or devices[0].platform == "cpu":
+    """Return a warning if the mesh leaves accelerators of this process unused; else None."""
+    number = len(devices)
+    if config.num_devices >= number or devices[0].platform == "cpu":
         return None
-    number, flag = len(devices), "--backend-config.mesh.dp"
-    used = f"{number} devices are visible, and {config.num_devices} is used: {flag} {number} uses all of them"
-    return f"{used}, and `skyrl-tx plan` names the best mesh for a model"
+    return (
+        f"{number} devices are visible, but the mesh uses only {config.num_devices}. To use all of them, set "
+        f"--backend-config.mesh.dp {number}; `skyrl-tx plan` recommends a mesh for a model"
+    )
 
 
 def layout_from_devices(devices: Sequence[Any], config: MeshConfig) -> Layout:
-    """Return a layout over the first devices of a list, as many as the mesh has.
+    """Return a layout over as many of the first `devices` as the mesh has.
 
-    On TPU their order follows the links between chips; elsewhere it is that of the list.
+    On TPU the order in the mesh follows the links between chips. Elsewhere it is the order of
+    `devices`.
     """
     axes = config.axes
-    own = mesh_utils.create_device_mesh(
+    device_array = mesh_utils.create_device_mesh(
         tuple(axes.values()), devices[: config.num_devices], allow_split_physical_axes=True
     )
-    return layout_from_mesh(Mesh(own, tuple(axes)))
+    return layout_from_mesh(Mesh(device_array, tuple(axes)))
 
 
 def layout_from_mesh(mesh: Mesh, rules: Mapping[Axis, tuple[str, ...]] = AXIS_RULES) -> Layout:
-    """Return the layout of a mesh, which need not have all axes."""
-    own: list[tuple[Axis, tuple[str, ...]]] = []
+    """Return the layout of a mesh. Rules ignore axes that the mesh does not have."""
+    present: list[tuple[Axis, tuple[str, ...]]] = []
     for axis, names in rules.items():
-        own.append((axis, tuple(name for name in names if name in mesh.shape)))
-    return Layout(mesh, tuple(own))
+        present.append((axis, tuple(name for name in names if name in mesh.shape)))
+    return Layout(mesh, tuple(present))
 
 
 def make_training_layout(layout: Layout) -> Layout:
-    """Return the layout of training. It is the same one but on a mesh with `cp`, which shards the tokens of rows."""
+    """Return the layout for training.
+
+    It differs from `layout` only on a mesh with `cp`, which shards tokens.
+    """
     assert layout.mesh is not None
-    return (
-        layout_from_mesh(layout.mesh, {**AXIS_RULES, **_CONTEXT_PARALLEL_RULES})
-        if "cp" in layout.mesh.shape
-        else layout
-    )
+    if "cp" not in layout.mesh.shape:
+        return layout
+    return layout_from_mesh(layout.mesh, {**AXIS_RULES, **_CONTEXT_PARALLEL_RULES})
 
 
 def count_replicas(layout: Layout) -> int:
-    """Return the number of copies of the weights, each of which has rows of its own."""
+    """Return the number of copies of the weights. Each copy computes its own rows."""
     assert layout.mesh is not None
     return layout.mesh.shape.get("dp", 1)
 
 
 def check_divisible(layout: Layout, config: ModelConfig) -> None:
-    """Raise MeshError unless every mesh axis divides the sizes that it shards."""
+    """Raise MeshError unless every mesh axis divides the sizes of the model that it shards."""
     layout = make_training_layout(layout)
+    assert layout.mesh is not None
     if layout.num_shards("expert") > 1 and all(axis != "expert" for axis, _, _ in _iter_sharded_sizes(config)):
-        raise MeshError(f"ep={layout.num_shards('expert')}: the model has no experts; use dp, fsdp and tp")
-    for axis, name, size in _iter_sharded_sizes(config):
-        axis = "row_heads" if axis == "heads" else axis  # which more axes may shard
+        raise MeshError(f"ep={layout.num_shards('expert')}: the model has no experts; use dp, fsdp and tp instead")
+
+    for axis, size_name, size in _iter_sharded_sizes(config):
+        axis = "row_heads" if axis == "heads" else axis  # with cp, more mesh axes shard the heads of a row
         if size % layout.num_shards(axis):
-            assert layout.mesh is not None
-            degrees = " x ".join(f"{each}={n}" for each in layout.mesh_axes(axis) if (n := layout.mesh.shape[each]) > 1)
-            raise MeshError(f"{degrees} does not divide {name} = {size} of the model")
+            shape = layout.mesh.shape
+            degrees = " x ".join(f"{name}={shape[name]}" for name in layout.mesh_axes(axis) if shape[name] > 1)
+            raise MeshError(f"{degrees} does not divide {size_name} = {size} of the model")
 
 
 def _iter_sharded_sizes(config: ModelConfig) -> Iterator[tuple[Axis, str, int]]:
@@ -138,20 +155,22 @@ def get_parameter_sharding(layout: Layout, parameter: Parameter) -> NamedShardin
 
 
 def make_adapter_placement(layout: Layout, config: ModelConfig, *, is_pool: bool = False) -> Placement:
-    """Return the placement of adapters: LoRA pairs are sharded like their linear maps, all else is replicated.
+    """Return a function that puts adapters on the devices.
 
-    Pairs are found by name, so a tree may also hold moments or a gradient. A pool has a leading dim of adapter slots.
+    LoRA pairs are sharded like their linear maps, and everything else is replicated. Pairs are
+    recognized by name, so the tree may also hold moments or a gradient. With `is_pool`, arrays have
+    a leading dim of adapter slots.
     """
     axes = get_adapter_axes(config)
     assert layout.mesh is not None
-    whole = NamedSharding(layout.mesh, PartitionSpec())
+    replicated = NamedSharding(layout.mesh, PartitionSpec())
 
     def put(path: str, leaf: Any) -> jax.Array:
         name, factor = path.split(".")[-2:] if "." in path else ("", path)
         if name not in axes:
-            return put_on(leaf, whole)
-        own = axes[name][0 if factor == "a" else 1]
-        return put_on(leaf, layout.sharding((None, *own) if is_pool else own, leaf.shape))
+            return put_on(leaf, replicated)
+        leaf_axes = axes[name][0 if factor == "a" else 1]
+        return put_on(leaf, layout.sharding((None, *leaf_axes) if is_pool else leaf_axes, leaf.shape))
 
     return lambda tree: map_named(put, tree)
 
@@ -166,7 +185,7 @@ def constrain_adapter(layout: Layout, config: ModelConfig, weights: AdapterWeigh
 
 
 def choose_dtype(config: JaxConfig, layout: Layout) -> jnp.dtype:
-    """Return the dtype of the base weights."""
+    """Return the dtype of the base weights: the configured one, or the default of the platform."""
     if config.dtype != "auto":
         return jnp.dtype(config.dtype)
     return jnp.dtype("float32" if get_platform(layout) == "cpu" else "bfloat16")

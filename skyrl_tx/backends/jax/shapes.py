@@ -1,9 +1,10 @@
-"""The few sizes that arrays of training and sampling are rounded up to, so that few programs are compiled.
+"""Sizes of arrays in training and sampling.
 
-Prefill chunks end at fixed positions of a prompt: after 128 tokens, then at each doubling up to the largest chunk
-size, then at each multiple of it. Only the last chunk of a prompt is shorter, and is padded to a power of two. The
-keys of a position are therefore computed by the same program whatever follows it, and prompts with equal beginnings
-share all chunks that end within them.
+Sizes are rounded up to a few values, so that few programs are compiled. Prefill chunks end at fixed
+positions of a prompt. With a largest chunk of 512 tokens, these are 128, 256, 512, 1024, 1536 and
+so on. Only the last chunk of a prompt is shorter; it is padded to a power of two. So the keys and
+values of a token are computed by the same program, regardless of the tokens that follow, and
+prompts with equal beginnings share all whole chunks.
 """
 
 import math
@@ -15,19 +16,44 @@ from skyrl_tx.layers.attention import PAST_BLOCK_KEYS
 from skyrl_tx.layers.kv_cache import PAGE_SIZE
 
 SHORTEST_CHUNK = 32
-"""Tokens to which the last chunk of a prompt is padded, at least, if chunks are not large."""
+"""A last chunk is padded to at least this many tokens, if no chunk has LARGE_CHUNK."""
 LARGE_CHUNK = 512
-"""Chunks of this size or more are padded to FIRST_CHUNK at least.
+"""If the largest chunk has this many tokens, a last chunk is padded to at least FIRST_CHUNK.
 
-They are for devices that compute 128 tokens in the time of 32, and there are fewer programs to compile.
+Accelerators, which use such chunks, compute 128 tokens in the time of 32, and fewer programs are
+compiled.
 """
 
 FIRST_CHUNK = 128
-"""Tokens of the first chunk. Measured on CPU at 250 tokens: 1.2 times the time of a single chunk; 64 tokens: 1.3."""
+"""Tokens of the first chunk.
+
+On CPU, a prompt of 250 tokens takes 1.2 times as long as with a single chunk. With a first chunk of
+64 tokens it would take 1.3 times as long.
+"""
+
+MAX_PROMPTS_TOGETHER = 4
+"""How many prompts one device prefills together, if their bits may depend on each other.
+
+One chunk is little work for a GPU, which would wait for the host between its programs.
+"""
+
+TILE = 4
+"""Batch slots that share an adapter.
+On CPU, tiles of 1, 4 and 8 slots decode 540, 760 and 820 tokens/s."""
+
+MAX_PROMPTS = 4
+"""How many prompts can be in prefill or have waiting samples.
+Each queue has at most one partly computed prompt and one more."""
+
+STATE_SHARE = 0.75
+"""Share of the prefix cache for states of linear attention.
+
+A prompt keeps up to three states, each as large as many positions.
+"""
 
 
 def round_up_to_bucket(size: int, smallest: int = 1) -> int:
-    """Round `size` up to one of `smallest` · (1, 1.5, 2, 3, 4, 6, 8 …), so that at most a third is padding."""
+    """Round `size` up to `smallest` · (1, 1.5, 2, 3, 4, 6, 8 …). At most a third is padding."""
     power = smallest
     while power < size:
         power *= 2
@@ -36,7 +62,7 @@ def round_up_to_bucket(size: int, smallest: int = 1) -> int:
 
 
 def next_power_of_two(size: int) -> int:
-    """Return the least power of two that is at least `size`."""
+    """Return the smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()
 
 
@@ -51,13 +77,16 @@ def iter_ascending(round_up: Callable[[int], int], last: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class PrefillShapes:
-    """The sizes of prefill chunks, which have up to `chunk_size` tokens, a power of two."""
+    """The sizes of prefill chunks. `chunk_size` is the largest chunk in tokens, a power of two."""
 
     chunk_size: int
 
     @classmethod
     def from_config(cls, config: JaxConfig, max_length: int) -> "PrefillShapes":
-        """Return the sizes for prompts of up to `max_length` tokens. The settings are those `with_platform_defaults`."""
+        """Return the sizes for prompts of up to `max_length` tokens.
+
+        `config` must have platform defaults.
+        """
         assert config.prefill_chunk_tokens is not None
         return cls(min(config.prefill_chunk_tokens, next_power_of_two(max(max_length, SHORTEST_CHUNK))))
 
@@ -68,9 +97,9 @@ class PrefillShapes:
 
     def chunk_end(self, start: int) -> int:
         """Return the end of the full chunk that begins at position `start`."""
-        return (
-            start + self.chunk_size if start >= self.chunk_size else min(max(2 * start, FIRST_CHUNK), self.chunk_size)
-        )
+        if start >= self.chunk_size:
+            return start + self.chunk_size
+        return min(max(2 * start, FIRST_CHUNK), self.chunk_size)
 
     def iter_prompt_sizes(self, num_tokens: int) -> Iterator[int]:
         """Yield the padded size of each chunk of a prompt of `num_tokens`."""
@@ -81,70 +110,55 @@ class PrefillShapes:
             start = end
 
     def count_full_chunk_tokens(self, num_tokens: int) -> int:
-        """Return how many of the first `num_tokens` tokens lie in full chunks."""
+        """Return how many of the first `num_tokens` tokens of a prompt lie in full chunks."""
         end = 0
         while (later := self.chunk_end(end)) <= num_tokens:
             end = later
         return end
 
     def iter_padded_sizes(self) -> Iterator[int]:
-        """Yield every padded size of a chunk."""
+        """Yield every padded size that a chunk can have."""
         return iter_ascending(self.pad_size, self.chunk_size)
 
     def iter_prompt_lengths(self, max_length: int) -> Iterator[int]:
-        """Yield prompt lengths whose last chunks, taken together, have every padded size."""
+        """Yield prompt lengths, one for each padded size of the last chunk."""
         for size in self.iter_padded_sizes():
             yield min(size if size <= FIRST_CHUNK else 2 * size, max_length)
 
 
-MAX_PROMPTS_TOGETHER = 4
-"""Prompts that one device computes at the same time, where bits may depend on others.
-
-A chunk of one is little work for a GPU, which waits for the host between its programs.
-"""
-
-TILE = 4
-"""Slots that share an adapter. Measured on CPU, in tokens/s: one slot per adapter 540, four 760, eight 820."""
-
-
 def make_tiles(num_slots: int) -> Sequence[range]:
-    """Return the tiles of neighbouring slots, or rows, that share an adapter where possible.
+    """Return tiles of neighbouring batch slots, or rows.
 
-    There is never a single tile of several: XLA on CPU computes one group as a plain product, in another order of sums.
+    The slots of a tile share an adapter where possible. If there are up to TILE slots, each is a
+    tile, so that one tile never holds all of multiple slots. XLA on CPU would compute a single tile
+    as a plain matrix product, with another order of sums.
     """
     size = math.gcd(num_slots, TILE) if num_slots > TILE else 1
     return [range(first, first + size) for first in range(0, num_slots, size)]
 
 
-MAX_PROMPTS = 4
-"""Prompts that are computed or have waiting samples, at most: of each queue a partly computed one and another."""
-
-STATE_SHARE = 0.75
-"""Share of the prefix cache for states. A prompt keeps up to three, each as large as many positions."""
-
-
 @dataclass(frozen=True, slots=True)
 class SampleMemory:
-    """The memory of the cache for samples, prompts and cached prefixes, on all devices together."""
+    """The size of the KV cache for samples, prompts and prefixes, on all devices together."""
 
     num_slots: int
-    """The most samples that run at the same time."""
+    """How many samples can run at the same time."""
     tokens: int
-    """Positions for prompts and samples."""
+    """Positions for running prompts and samples."""
     prefix_tokens: int
-    """Positions that cached prefixes count as, at most, and for which there are further pages."""
+    """Further positions for the prefix cache, states of linear attention included."""
     max_length: int
-    """Prompt and new tokens of one sample."""
+    """Longest sample, in prompt and new tokens."""
     state_tokens: int = 0
-    """Positions that take as many bytes as the state of fixed size of a prompt or sample; 0 for models without."""
+    """The number of positions that take as many bytes as one state of linear attention, or 0."""
     page: int = PAGE_SIZE
-    """Positions of a page."""
+    """Positions in a page."""
     shards: int = 1
-    """The shards of rows, each of which has pages and states of its own."""
+    """The number of shards of batch rows. Each shard has its own pages and states."""
 
     @property
     def per_shard(self) -> "SampleMemory":
-        """The memory of one shard, which has room for the longest sample."""
+        """The memory of one shard. It always fits the longest sample."""
         if self.shards == 1:
             return self
         tokens = max(-(-self.tokens // self.shards), self.max_length)
@@ -153,52 +167,56 @@ class SampleMemory:
 
     @property
     def num_rows(self) -> int:
-        """The rows of the largest decode slice, as many on each shard."""
+        """The rows of the largest decode slice: `num_slots`, rounded up to whole shards."""
         return -(-self.num_slots // self.shards) * self.shards
 
     def count_pages(self, num_tokens: int) -> int:
-        """Return the pages of a row of `num_tokens`."""
+        """Return the number of pages for a row of `num_tokens`."""
         return -(-num_tokens // self.page)
 
     @property
     def num_pages(self) -> int:
-        """All pages: with an empty one, and as many as there are samples, whose last is partly filled."""
+        """The number of pages: an empty page, and pages for samples and prefixes.
+
+        Each sample gets one page more than its tokens need, because its last page is only partly
+        filled.
+        """
         if self.shards > 1:
             return self.shards * self.per_shard.num_pages
-        of_samples = self.count_pages(self.tokens)
-        of_prefixes = self.count_pages(self.prefix_tokens - self._prefix_states * self.state_tokens)
-        return 1 + of_samples + min(of_samples, self.num_slots) + of_prefixes
+        sample_pages = self.count_pages(self.tokens)
+        prefix_pages = self.count_pages(self.prefix_tokens - self._prefix_states * self.state_tokens)
+        return 1 + sample_pages + min(sample_pages, self.num_slots) + prefix_pages
 
     @property
     def num_states(self) -> int:
-        """All state slots: with an empty one, and those of samples, of prompts and of cached prefixes."""
+        """The number of states: an empty one, and those for samples, prompts and prefixes."""
         if self.shards > 1:
             return self.shards * self.per_shard.num_states
         return 1 + self.num_slots + MAX_PROMPTS + self._prefix_states
 
     @property
     def table_pages(self) -> int:
-        """The width of a block table: pages for the longest sample, in whole blocks of attention."""
+        """The width of a block table: pages of the longest sample, in whole attention blocks."""
         block = max(PAST_BLOCK_KEYS // self.page, 1)
         return -(-self.count_pages(self.max_length) // block) * block
 
     @property
     def all_tokens(self) -> int:
-        """The positions that take as many bytes as the whole cache."""
+        """The number of positions that take as many bytes as the whole cache, states included."""
         return self.num_pages * self.page + self.num_states * self.state_tokens
 
     @property
     def slice_tokens(self) -> int:
-        """The positions that take as many bytes as a decode slice, which has a copy of the state of each row."""
+        """The positions that take as many bytes as a decode slice's copies of all states."""
         return self.num_rows * self.state_tokens
 
     @property
     def equal_sample_length(self) -> int:
-        """The positions of each sample if as many run as may, and all are equally long."""
+        """The length of each sample if `num_slots` samples of equal length run at the same time."""
         return min(max(self.tokens // self.num_slots, 1), self.max_length)
 
     def count_samples(self, length: int) -> int:
-        """Return how many samples of that length run at the same time."""
+        """Return how many samples of a given length can run at the same time."""
         return min(self.num_slots, self.tokens // length)
 
     @property

@@ -1,4 +1,4 @@
-"""The entry point of the launcher on a Ray cluster. Importing it does not import Ray."""
+"""The entry point of `--launcher ray`, which runs engines on a Ray cluster. Importing it does not import Ray."""
 
 import math
 from collections.abc import Callable
@@ -16,9 +16,10 @@ class RaySettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     address: str = "auto"
-    """Address of the cluster, such as head:6379. This machine is one of its nodes; 'auto' finds its cluster."""
+    """Address of the cluster, for example head:6379. 'auto' finds the cluster of this machine.
+    This machine must be a node of the cluster."""
     resources: dict[str, float] = Field(default={"CPU": 1.0}, min_length=1)
-    """Resources that an engine takes of each host, by Ray's names: {"GPU": 8}, or {"TPU": 4}."""
+    """Ray resources that an engine takes on each host, for example {"GPU": 8} or {"TPU": 4}."""
 
     @field_validator("address")
     @classmethod

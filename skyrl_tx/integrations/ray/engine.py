@@ -1,4 +1,8 @@
-"""An engine on nodes of a Ray cluster: a placement group, and an actor for each host."""
+"""Runs an engine on the nodes of a Ray cluster.
+
+`RayEngine` belongs to the command. It creates a placement group with one bundle per host of the engine, and one
+`RayHost` actor in each bundle. The actor starts the engine process of its host and ends together with it.
+"""
 
 import asyncio
 import importlib
@@ -25,40 +29,40 @@ from skyrl_tx.launch.engine_process import EngineLaunch, EngineLocation, EngineP
 from skyrl_tx.launch.launcher import EngineStarts
 from skyrl_tx.process.setup import CannotServe
 
-BEAT_S = 5.0
-"""Period in which the command calls each of its hosts."""
-
-
-SILENCE_S = 60.0
-"""Time without a call after which a host ends.
-
-Its command has ended or cannot reach it, and Ray, which ends the actors of an ended command, has not done so: it cannot
-without the head of the cluster."""
-
-
-_LOOK_S = 1.0
-
-
-_MAX_TRIES = 100
-
-
 _log = logging.getLogger(__name__)
+BEAT_S = 5.0
+"""How often the command calls each of its hosts."""
+SILENCE_S = 60.0
+"""A host ends when the command has not called it for this long.
+
+Normally Ray ends the actors of a command that has ended, but it cannot do so after the head node is lost."""
+_LOOK_S = 1.0
+_MAX_TRIES = 100
+_CONNECT_S = 10.0
+_OTHERS_S = 15.0
+"""How long the other hosts may take to end after the first. Rank 0 notices a lost host within 5 seconds."""
+_KILL_S = 10.0
+_PASSED = ("JAX_", "XLA_", "NCCL_", "HF_", "AWS_", "GOOGLE_", "AZURE_")
+"""Prefixes of the environment variables that the command passes on to every host."""
+_ON_THIS_NODE = 0.001
+"""Ray gives each node 1.0 of the resource `node:<address>`. A bundle that takes a small share runs on that node."""
+_STOPPED = EngineEnd(message="stopped before it was placed", is_final=False, is_crash=False, was_killed=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """Facts of a host that the command has to know before it starts the engine there."""
+    """Facts about a host that the command needs before it starts the engine there."""
 
     version: str
     """The version of skyrl_tx."""
     name: str
     ip: str
     port: int
-    """The first of two neighbouring ports that are reserved until the actor ends."""
+    """The first of two consecutive ports that the actor reserves until it ends."""
 
 
 class RayHost:
-    """One host of an engine. Its engine process ends with this one, however that ends; see `EngineProcess`."""
+    """The Ray actor for one host of an engine. The engine process ends with the actor, even if Ray kills the actor."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -70,20 +74,20 @@ class RayHost:
         self._watch: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        """Return what Ray writes before each line of this process's log."""
+        """Return the prefix that Ray puts before each log line of this process."""
         return f"host {self._rank}"
 
     async def facts(self) -> HostFacts:
-        """Reserve ports, and say where this is."""
+        """Reserve two ports, and return them with the address of this host."""
         ip = importlib.import_module("ray.util").get_node_ip_address()
         self._ports = reserve_ports(ip)
         port = self._ports[0].getsockname()[1]
         return HostFacts(version=__version__, name=socket.gethostname(), ip=ip, port=port)
 
     async def start(self, launch: EngineLaunch, directory: str) -> EngineLocation:
-        """Start the engine process, in a working directory if there is such a one here.
+        """Start the engine process, in the working directory of the command if this host has the same directory.
 
-        It knows its cluster, in which a sampler may start servers.
+        The process gets the address of the Ray cluster, because a sampler may start vLLM servers there.
         """
         if Path(directory).is_dir():
             os.chdir(directory)
@@ -96,18 +100,18 @@ class RayHost:
         return self._process.location
 
     async def beat(self) -> None:
-        """Note that the command is there."""
+        """Record that the command is still running."""
         self._called_at = time.monotonic()
 
     async def _end_without_command(self) -> None:
         while (silence_s := time.monotonic() - self._called_at) < SILENCE_S:
             await asyncio.sleep(_LOOK_S)
-        _log.critical("host %d: the command has not called for %.0f s; this host ends", self._rank, silence_s)
+        _log.critical("host %d: no call from the command for %.0f s; stopping this host", self._rank, silence_s)
         await self.kill()
         os._exit(1)
 
     async def ready(self) -> Capabilities:
-        """Wait until the engine process is ready. Never returns if it ends before."""
+        """Wait until the engine process is ready. Never returns if the process ends before."""
         assert self._ready is not None
         return await self._ready
 
@@ -117,30 +121,30 @@ class RayHost:
         return await asyncio.shield(self._end)
 
     async def stop(self) -> None:
-        """Ask the engine to finish its step, take its snapshots and end."""
+        """Ask the engine to finish its current work, take its snapshots and end."""
         assert self._process is not None
         self._process.request_stop()
 
     async def kill(self) -> None:
-        """Kill the engine process, and return when its devices are free."""
+        """Kill the engine process and wait until it has ended, so that its devices are free."""
         if self._process is not None:
             self._process.kill()
             await self.end()
 
 
 def reserve_ports(ip: str) -> list[socket.socket]:
-    """Bind two neighbouring ports without listening on them.
+    """Bind two consecutive ports without listening on them.
 
-    As long as these sockets exist the system gives the ports to no one who asks for any port, but one who asks for
-    them with SO_REUSEADDR, as rank 0 and JAX do, may listen (Linux, socket(7)).
+    While these sockets exist, Linux does not give the ports to a program that asks for any free port. A program that
+    asks for exactly these ports with SO_REUSEADDR may still listen on them, as rank 0 and JAX do (see socket(7)).
     """
     for _ in range(_MAX_TRIES):
         first = _bind_socket(ip, 0)
         try:
             return [first, _bind_socket(ip, first.getsockname()[1] + 1)]
-        except (OSError, OverflowError):  # the next port is in use, or there is none
+        except (OSError, OverflowError):  # the next port is in use, or the first one was the last port
             first.close()
-    raise OSError(f"{ip} has no two neighbouring ports that are free")
+    raise OSError(f"found no two consecutive free ports on {ip} in {_MAX_TRIES} tries")
 
 
 def _bind_socket(ip: str, port: int) -> socket.socket:
@@ -154,45 +158,27 @@ def _bind_socket(ip: str, port: int) -> socket.socket:
     return bound
 
 
-_CONNECT_S = 10.0
-
-
-_OTHERS_S = 15.0
-"""Time for the other hosts to end by themselves when one has ended, which rank 0 notices within 5 s."""
-
-
-_KILL_S = 10.0
-
-
-_PASSED = ("JAX_", "XLA_", "NCCL_", "HF_", "AWS_", "GOOGLE_", "AZURE_")
-"""Beginnings of the environment variables that every host gets from this process: of devices, models and storage."""
-
-
-_ON_THIS_NODE = 0.001
-"""Ray's nodes have 1 of a resource with their address, of which a bundle takes some to be there."""
-
-
-_STOPPED = EngineEnd(message="stopped before it was placed", is_final=False, is_crash=False, was_killed=True)
-
-
 @contextmanager
 def connect(settings: RaySettings) -> Generator[Any]:
-    """Connect this process with the cluster, and yield the module `ray`.
+    """Connect this process to the Ray cluster and yield the module `ray`.
 
-    Raises CannotServe without Ray or a cluster. The cluster ends all actors of this process when it ends.
+    When this process ends, Ray ends all actors that it started. Raises CannotServe if Ray is not installed or if there
+    is no cluster.
     """
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # equal lines of two hosts are two lines
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # Ray would hide equal log lines of two hosts
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     try:
         ray = importlib.import_module("ray")
         importlib.import_module("ray.util.scheduling_strategies")
     except ImportError as error:
         raise CannotServe(f"--launcher ray: Ray is not installed: pip install '{DISTRIBUTION}[ray]'") from error
+
+    # Connect. First check that the address answers, because Ray would try for many minutes without a message.
     try:
-        if settings.address != "auto":  # Ray tries for many minutes without a word
+        if settings.address != "auto":
             socket.create_connection(split_address(settings.address), _CONNECT_S).close()
         ray.init(address=settings.address, logging_level=logging.WARNING)
-    except (OSError, RuntimeError, ValueError) as error:  # no cluster, other versions, no node of it
+    except (OSError, RuntimeError, ValueError) as error:  # no cluster, other versions, or this machine is not a node
         reason = str(error).strip().splitlines()[0]
         raise CannotServe(f"--ray.address {settings.address}: {reason}; `ray start --head` starts a cluster") from error
     try:
@@ -203,27 +189,27 @@ def connect(settings: RaySettings) -> Generator[Any]:
 
 @contextmanager
 def start_engines(settings: RaySettings, launch: EngineLaunch, num_engines: int) -> Generator[EngineStarts]:
-    """Connect with the cluster, and yield what starts each engine. Raises CannotServe."""
+    """Connect to the cluster and yield a function per engine that creates its `RayEngine`. Raises CannotServe."""
     with connect(settings) as ray:
         yield [partial(RayEngine, ray, launch, settings.resources) for _ in range(num_engines)]
 
 
 @dataclass(frozen=True, slots=True)
 class EndedHost:
-    """A host that has ended."""
+    """A host that has ended, and why."""
 
     rank: int
     end: EngineEnd
 
 
 class RayEngine:
-    """One life of an engine on the hosts of a placement group.
+    """One run of an engine, from its start to its end, on the hosts of a placement group.
 
-    When one host ends, all end. Nothing is placed before `wait`, and nothing is left in the cluster after it.
+    When one host ends, all hosts end. `wait` creates the placement group and removes it again.
     """
 
     def __init__(self, ray: Any, launch: EngineLaunch, resources: Mapping[str, float]) -> None:
-        """`ray` is the module, connected; `resources` are what the engine takes of each host."""
+        """`ray` is the connected module; `resources` are the Ray resources that the engine takes on each host."""
         self._ray = ray
         self._launch = launch
         self._resources = resources
@@ -231,12 +217,12 @@ class RayEngine:
         self._is_ready = False
         self._actors: list[Any] = []
         self.location: EngineLocation | None = None
-        """The machine and the process in which rank 0 runs, once it is started."""
+        """The host and the process of rank 0, or None before they are started."""
 
     async def wait(self, on_ready: Callable[[Capabilities], None]) -> EngineEnd:
         """Place and start all hosts, wait until they have ended, and return the reason.
 
-        `on_ready` is called when rank 0 is ready, and with it all.
+        `on_ready` is called when rank 0 is ready, which means that all hosts are.
         """
         group = self._ray.util.placement_group(self._make_bundles(), strategy="STRICT_SPREAD")
         try:
@@ -249,7 +235,10 @@ class RayEngine:
             self._ray.util.remove_placement_group(group)
 
     def request_stop(self) -> None:
-        """Let rank 0 finish its step, take its snapshots and end; the others follow. Before it is ready, end all."""
+        """Ask rank 0 to finish its work, take its snapshots and end; then all hosts end.
+
+        Before rank 0 is ready, all hosts are killed instead.
+        """
         self._stopping.set()
         if self._is_ready:
             self._actors[0].stop.remote()
@@ -257,7 +246,7 @@ class RayEngine:
             self.kill()
 
     def kill(self) -> None:
-        """End all actors, and with them the engine processes."""
+        """Kill all actors, and with them the engine processes."""
         self._stopping.set()
         for actor in self._actors:
             self._ray.kill(actor)
@@ -269,7 +258,7 @@ class RayEngine:
         return bundles
 
     async def _is_placed(self, group: Any) -> bool:
-        """Wait until the cluster has the resources; return False if stopped before."""
+        """Wait until the cluster has the resources free. Returns False if the engine is stopped meanwhile."""
         was_logged = False
         while not await asyncio.to_thread(group.wait, _LOOK_S):
             if self._stopping.is_set():
@@ -283,9 +272,9 @@ class RayEngine:
         size = self._launch.hosts.size
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
         amounts = ", ".join(f"{amount:g} {name}" for name, amount in self._resources.items())
-        text = f"{size} node{'s' * (size > 1)} of the Ray cluster, which has {len(nodes)}, with {amounts} free on each"
+        text = f"{size} node{'s' * (size > 1)} with {amounts} free on each (the Ray cluster has {len(nodes)} nodes)"
         if self._launch.settings.store_url is None:
-            text += "; one is this machine, because the database is a file here: see --database-url"
+            text += "; one of them must be this machine, because the database is a file here (see --database-url)"
         return text
 
     def _start_actor(self, group: Any, rank: int) -> Any:
@@ -306,7 +295,11 @@ class RayEngine:
         )
 
     async def _run(self, on_ready: Callable[[Capabilities], None]) -> EngineEnd:
-        """Start the engine processes, and wait until the first has ended, and the others for a time."""
+        """Start the engine processes and wait until they have ended. Returns the reason.
+
+        After the first host has ended, the remaining hosts get 15 seconds.
+        """
+        # Start the engine on all hosts.
         errors = self._ray.exceptions.RayError
         try:
             facts: Sequence[HostFacts] = await asyncio.gather(*(actor.facts.remote() for actor in self._actors))
@@ -315,6 +308,8 @@ class RayEngine:
             await self._start(facts)
         except errors as error:
             return EngineEnd(message=f"a host cannot start: {_format_error(error)}", is_final=False, is_crash=False)
+
+        # Call the hosts regularly, and wait for the first one to end.
         ready = asyncio.create_task(self._wait_ready(on_ready))
         calls = [asyncio.create_task(self._call_again(actor)) for actor in self._actors]
         ended: list[EndedHost] = []
@@ -328,14 +323,15 @@ class RayEngine:
                 ended.append(EndedHost(rank, end))
 
         waiting = {asyncio.create_task(wait_for(rank)) for rank in range(len(self._actors))}
-        _, others = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        by_itself = list(ended)
-        if others:
-            _, others = await asyncio.wait(others, timeout=_OTHERS_S)
-            by_itself = list(ended)
-        for task in (ready, *calls, *others):
+        _, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+
+        # Give the other hosts time to end and to report why.
+        if pending:
+            _, pending = await asyncio.wait(pending, timeout=_OTHERS_S)
+        ended_in_time = list(ended)
+        for task in (ready, *calls, *pending):
             task.cancel()
-        return find_cause(by_itself, num_hosts=len(self._actors))
+        return find_cause(ended_in_time, num_hosts=len(self._actors))
 
     async def _start(self, facts: Sequence[HostFacts]) -> None:
         launch, given = self._launch, self._launch.hosts
@@ -345,15 +341,16 @@ class RayEngine:
         starting: list[Coroutine[Any, Any, EngineLocation]] = []
         for rank, actor in enumerate(self._actors):
             hosts = HostsSettings(size=given.size, rank=rank, address=address, key=key, silence_s=given.silence_s)
-            own = replace(launch, hosts=hosts, environment={**environment, **launch.environment})
-            starting.append(actor.start.remote(own, os.getcwd()))
-        places = await asyncio.gather(*starting)
-        self.location = places[0]
-        for rank, (place, fact) in enumerate(zip(places, facts, strict=True)):
-            _log.info("host %d: engine process %d started on %s (%s)", rank, place.pid, place.host, fact.ip)
+            host_launch = replace(launch, hosts=hosts, environment={**environment, **launch.environment})
+            starting.append(actor.start.remote(host_launch, os.getcwd()))
+
+        locations = await asyncio.gather(*starting)
+        self.location = locations[0]
+        for rank, (location, fact) in enumerate(zip(locations, facts, strict=True)):
+            _log.info("host %d: engine process %d started on %s (%s)", rank, location.pid, location.host, fact.ip)
 
     async def _call_again(self, actor: Any) -> None:
-        """Tell a host that the command is there, until the host has ended."""
+        """Tell a host every five seconds that the command is still running, until the host has ended."""
         with suppress(self._ray.exceptions.RayError):
             while True:
                 await actor.beat.remote()
@@ -365,8 +362,8 @@ class RayEngine:
         on_ready(ready)
 
     async def _free(self, actor: Any) -> None:
-        """End an actor after its engine process, so that nothing uses its devices when they are placed again."""
-        with suppress(self._ray.exceptions.RayError, TimeoutError):  # it has ended, with its engine process
+        """Kill the engine process of an actor, then the actor, so that its devices are free for the next start."""
+        with suppress(self._ray.exceptions.RayError, TimeoutError):  # the actor has ended with its engine process
             await asyncio.wait_for(actor.kill.remote(), _KILL_S)
         self._ray.kill(actor)
 
@@ -375,21 +372,22 @@ def _check_version(facts: Sequence[HostFacts]) -> EngineEnd | None:
     for rank, fact in enumerate(facts):
         if fact.version != __version__:
             reason = (
-                f"host {rank}, {fact.name} ({fact.ip}), has skyrl_tx {fact.version}, and this machine {__version__}"
+                f"host {rank}, {fact.name} ({fact.ip}), has skyrl_tx {fact.version}, but this machine has "
+                f"{__version__}; install the same release on all nodes"
             )
             return EngineEnd(message=reason, is_final=True, is_crash=False)
     return None
 
 
 def find_cause(ended: Sequence[EndedHost], *, num_hosts: int) -> EngineEnd:
-    """Return the end that explains those of all hosts, given in order of time.
+    """Return the end of the host that caused the end of all hosts. `ended` is in order of time.
 
-    When a host is killed or crashes, the others end because of it, and rank 0 does so as with a lost device. A kill
-    therefore explains all else, then the first crash, then what rank 0 says.
+    When one host is killed or crashes, the other hosts end because of it, and rank 0 reports a lost device. So a killed
+    host is the cause if there is one, else the first host that crashed, else the host with the lowest rank.
     """
     cause = next(
-        (each for each in ended if each.end.was_killed),
-        next((each for each in ended if each.end.is_crash), min(ended, key=lambda each: each.rank)),
+        (host for host in ended if host.end.was_killed),
+        next((host for host in ended if host.end.is_crash), min(ended, key=lambda host: host.rank)),
     )
     if num_hosts == 1:
         return cause.end
@@ -397,7 +395,7 @@ def find_cause(ended: Sequence[EndedHost], *, num_hosts: int) -> EngineEnd:
 
 
 def _format_error(error: Exception) -> str:
-    """Return an error of Ray in one line: of an exception in an actor that one, without its traceback."""
+    """Format an error of Ray as one line. For an exception in an actor this is the exception, without its traceback."""
     cause = getattr(error, "cause", None)
     text = f"{type(cause).__name__}: {cause}" if isinstance(cause, Exception) else str(error)
     return " ".join(text.split())

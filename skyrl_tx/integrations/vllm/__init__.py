@@ -1,4 +1,4 @@
-"""The entry point of the sampler on vLLM servers. Importing it does not import httpx."""
+"""The entry point of `--sampler vllm`, which samples on vLLM servers. Importing it does not import httpx."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,7 @@ def _load() -> type[Sampler]:
 
 
 def _add_launcher(launcher: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Start the server on a node of the Ray cluster that runs the engine, unless it runs already."""
+    """With `--launcher ray`, start the vLLM server on a GPU of the cluster, unless `--vllm-url` names a server."""
     if launcher != "ray" or given.get("url") is not None:
         return given
     return {"ray_resources": {"GPU": 1.0}, **given}

@@ -1,4 +1,4 @@
-"""The adapters that servers read: one directory of this process, in which each sampler has one."""
+"""The adapter files that vLLM servers read. This process owns one directory, with a subdirectory per sampler."""
 
 import asyncio
 import fcntl
@@ -15,35 +15,39 @@ from skyrl_tx.contract.errors import UserError
 from skyrl_tx.contract.state_files import CONFIG_FILE, TIED_UNEMBED_MODULE, WEIGHTS_FILE
 
 PREFIX = "skyrl_tx-"
-"""How the names of our adapters on servers begin."""
+"""The prefix of our adapters' names on the servers."""
 _LOCK = "lock"
 _TIED = TIED_UNEMBED_MODULE.rpartition(".")[2]
 
 
 class AdapterDirectory:
-    """A new directory that this process holds a lock of. Those of processes that have ended are removed."""
+    """A new directory for adapters, which this process locks.
+
+    The lock tells other processes that the directory is in use. Directories whose process has ended are removed.
+    """
 
     def __init__(self, parent: Path | None) -> None:
-        """`parent` is a directory that servers see under the same path, None a place for temporary files."""
+        """Create the directory in `parent`, which servers must see under the same path. None: among temporary files."""
         self._parent = Path(tempfile.gettempdir()) / f"skyrl_tx-adapters-{os.getuid()}" if parent is None else parent
         self._parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         self._remove_abandoned()
         name = f"{PREFIX}{secrets.token_hex(6)}"
-        hidden = self._parent / f".{name}"  # others see it with its lock only
+        hidden = self._parent / f".{name}"  # renamed when it is locked, so that other processes never see it unlocked
         hidden.mkdir(mode=0o755)
         self._lock = (hidden / _LOCK).open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.path = hidden.rename(self._parent / name)
 
     def is_abandoned(self, directory: str) -> bool:
-        """Whether a path is that of an adapter of a process that has ended."""
+        """Return whether a path belongs to an adapter whose process has ended."""
         path = Path(directory)
         return path.parent.parent == self._parent and not path.exists()
 
     def write(self, name: str, source: Snapshot) -> Path:
-        """Write the adapter of a snapshot. Raises UserError if vLLM cannot apply it."""
+        """Write the adapter of a snapshot and return its directory. Raises UserError if vLLM cannot apply it."""
+        # Write the files, replacing what an earlier attempt left.
         directory = self.path / name
-        shutil.rmtree(directory, ignore_errors=True)  # what an earlier attempt left
+        shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(mode=0o755)
         source.write(directory)
         for path in directory.iterdir():
@@ -51,11 +55,13 @@ class AdapterDirectory:
                 path.chmod(0o644)  # the servers may run as another user
             else:
                 path.unlink()
+
+        # vLLM has no adapters for a tied unembedding.
         config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
         if _TIED in config["target_modules"]:
             raise UserError(
-                "lora_config.train_unembed True: samples are drawn by vLLM, which has no adapter of an unembedding "
-                "that is tied to the embedding; train with train_unembed False"
+                "lora_config.train_unembed is True, but this server samples with vLLM, which has no adapters for an "
+                "unembedding that is tied to the embedding; train with train_unembed False"
             )
         return directory
 
@@ -76,7 +82,7 @@ class AdapterDirectory:
 
 
 class SamplerAdapter:
-    """The adapter of one sampler, by a name that no other one ever has. Used by one event loop."""
+    """The adapter of one sampler, with a unique name on the servers. Belongs to one event loop."""
 
     def __init__(self, name: str, source: Snapshot, place: AdapterDirectory) -> None:
         self.name = name
@@ -85,9 +91,9 @@ class SamplerAdapter:
         self._lock = asyncio.Lock()
 
     async def wait_for_directory(self) -> Path:
-        """Return the directory of its files, which are written in another thread first.
+        """Return the directory of the adapter's files. The first call writes them in another thread.
 
-        Raises UserError if vLLM cannot apply it, and OSError if it cannot be written now.
+        Raises UserError if vLLM cannot apply the adapter, and OSError if it cannot be written now.
         """
         async with self._lock:
             if self._source is not None:
@@ -96,6 +102,6 @@ class SamplerAdapter:
         return self._place.path / self.name
 
     async def remove(self) -> None:
-        """Remove its files, also those that are being written."""
+        """Remove the adapter's files. If they are being written, this waits first."""
         async with self._lock:
             await asyncio.to_thread(self._place.remove, self.name)

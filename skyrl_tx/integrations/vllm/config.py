@@ -1,4 +1,4 @@
-"""The settings of the sampler on vLLM servers."""
+"""The settings of the vLLM sampler."""
 
 import math
 import shlex
@@ -10,33 +10,33 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, m
 
 
 class VllmFlags(BaseModel):
-    """The operator's settings."""
+    """The settings that an operator can change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     url: str | None = None
-    """URL of a vLLM server with the same base model, or several with commas between them.
-    Unset: the engine starts one."""
+    """URL of a vLLM server that serves the same base model, or multiple URLs separated by commas.
+    Unset: the engine starts a server."""
     command: str | None = None
-    """Command with which the engine starts a server: 'vllm', '/opt/vllm/bin/vllm', 'env A=1 vllm'.
-    Unset: that of this environment, or in PATH."""
+    """The command that starts a vLLM server, for example 'vllm', '/opt/vllm/bin/vllm' or 'env A=1 vllm'.
+    Unset: `vllm` of this Python environment, or else in PATH."""
     serve_flags: str = ""
-    """Further flags of `vllm serve` for a server that the engine starts, such as '--gpu-memory-utilization 0.5'."""
+    """More flags of `vllm serve` for the server that the engine starts, for example '--gpu-memory-utilization 0.5'."""
     ray_resources: dict[str, float] | None = Field(default=None, min_length=1)
-    """Resources of the node of a Ray cluster on which the engine starts its server, by Ray's names: {"GPU": 1}.
-    Unset: the engine's own machine; with --launcher ray a node with one GPU."""
+    """Ray resources of the node on which the engine starts its vLLM server, for example {"GPU": 1}.
+    Unset: the server runs on the machine of the engine; with --launcher ray on a node with one GPU."""
     api_key: SecretStr | None = None
-    """The servers' --api-key."""
+    """The --api-key of the vLLM servers."""
     adapter_dir: Path | None = None
-    """Directory for the adapters of samplers, which the servers see under the same path.
-    Unset: a temporary one of this machine."""
+    """Directory for the adapters of samplers. The vLLM servers must see it under the same path.
+    Unset: a temporary directory of this machine."""
     max_samples: int = Field(default=128, gt=0)
-    """Samples open at once on all servers, at most their --max-num-seqs together."""
+    """How many samples may be open at once on all servers together; at most the sum of their --max-num-seqs."""
     max_adapters: int = Field(default=16, gt=0)
-    """Samplers loaded at once, at most the servers' --max-cpu-loras."""
+    """How many samplers may be loaded at the same time; at most --max-cpu-loras of each server."""
     filtered_logprobs: Literal["refuse", "renormalized"] = "refuse"
-    """Treatment of samples with top_k or top_p, whose log-probabilities vLLM computes after these filters.
-    'refuse': they fail by name; 'renormalized': they return the log-probabilities among the tokens that are kept."""
+    """Treatment of requests with top_k or top_p. vLLM computes log-probabilities after these filters.
+    'refuse': the requests fail. 'renormalized': log-probabilities are among the tokens that passed the filter."""
 
     @field_validator("url")
     @classmethod
@@ -47,9 +47,9 @@ class VllmFlags(BaseModel):
         for url in urls:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
-                raise ValueError(f"{url[:200]!r} is not of the form http://host:port")
+                raise ValueError(f"{url[:200]!r} must have the form http://host:port")
         if len(set(urls)) < len(urls):
-            raise ValueError(f"{value[:200]!r} has one server twice")
+            raise ValueError(f"{value[:200]!r} names a server twice")
         return ",".join(urls)
 
     @field_validator("adapter_dir")
@@ -67,9 +67,9 @@ class VllmFlags(BaseModel):
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
-        of_own = ("command", "serve_flags", "ray_resources")
-        if self.url is not None and (given := [name for name in of_own if getattr(self, name) not in (None, "")]):
-            raise ValueError(f"{given[0].replace('_', '-')}: not with url, whose server runs already")
+        managed = ("command", "serve_flags", "ray_resources")
+        if self.url is not None and (given := [name for name in managed if getattr(self, name) not in (None, "")]):
+            raise ValueError(f"{given[0].replace('_', '-')} has no effect with url, because that server already runs")
         for name in ("command", "serve_flags"):
             try:
                 words = shlex.split(getattr(self, name) or "")
@@ -81,35 +81,37 @@ class VllmFlags(BaseModel):
 
     @property
     def urls(self) -> list[str]:
-        """The servers' URLs; none before the engine has started its server."""
+        """The URLs of the servers. Empty until the engine has started its server."""
         return [] if self.url is None else self.url.split(",")
 
 
 class VllmConfig(VllmFlags):
-    """The settings of the sampler: what an operator sets, and constants. Only tests use other values for constants."""
+    """All settings of the sampler. The fields here are constants that only tests change."""
 
     stream_tokens: int = Field(default=16, gt=0)
-    """Tokens that a server sends at a time. Each time costs the server some work; a stop string is found as late."""
+    """How many tokens a server sends at a time.
+    With fewer tokens the server does more work. With more tokens a stop string is found later."""
     start_timeout_s: float = Field(default_factory=lambda data: 600.0 if data.get("url") else 3600.0, gt=0)
-    """How long the start waits until the servers respond.
+    """How long the engine waits at start until the servers respond.
 
-    A server that the engine starts may download its weights first, and the engine notices at once when it ends.
+    The limit for a server that the engine starts is longer, because the server may have to download weights. The engine
+    notices at once if that server ends.
     """
     connect_timeout_s: float = Field(default=10.0, gt=0)
-    """How long one connection may take, and the response of a server that is asked for its health."""
+    """How long connecting to a server may take, and how long a server may take to answer a health check."""
     load_timeout_s: float = Field(default=120.0, gt=0)
-    """How long a server may take to load one adapter: a file of up to some gigabytes from a shared directory."""
+    """How long a server may take to load an adapter, which can be a file of a few gigabytes in a shared directory."""
     silence_timeout_s: float = Field(default=300.0, gt=0)
-    """How long a server may send nothing for a sample, before the sample begins again.
-    The server computes a long prompt meanwhile, after those of other samples."""
+    """A sample starts again if its server sends nothing for this long.
+    A server also sends nothing while it computes a long prompt, or the prompts of other samples before it."""
     lost_after_s: float = Field(default=10.0, gt=0)
-    """How long a server does not respond, before it is reported as lost."""
+    """A server that has not responded for this long is reported as lost."""
     outage_timeout_s: float = Field(default=600.0, gt=0)
-    """How long a sample waits for a server that is lost, before it fails: a server starts again within minutes."""
+    """A sample fails if no server could draw it for this long. Restarting a server takes minutes."""
     max_restarts: int = Field(default=3, ge=0)
-    """How often one sample begins again after it had its first tokens."""
+    """How often a sample may start again after it had tokens."""
 
     @classmethod
     def complete(cls, flags: VllmFlags) -> "VllmConfig":
-        """Return what an operator set, with constants."""
+        """Add the constants to the settings of the operator."""
         return flags if isinstance(flags, cls) else cls.model_validate(flags.model_dump(exclude_unset=True))

@@ -1,10 +1,10 @@
-"""Runs vLLM as an actor of a Ray cluster, and forwards a port of this machine to it.
+"""Runs vLLM in an actor of a Ray cluster, and forwards a port of this machine to it.
 
     python -m skyrl_tx.integrations.vllm.on_ray RESOURCES PORT ADAPTERS PROGRAM ARGUMENT...
 
-`ManagedServer` runs this in place of the command, so that no engine process has Ray's threads and signal handlers. The
-cluster ends the actor with this process, and the actor ends vLLM. A program of another node is reached at the same
-address after each start, wherever that is.
+`ManagedServer` runs this program instead of vLLM itself, so that the engine process does not get Ray's threads and
+signal handlers. When this program ends, Ray ends the actor, and the actor ends vLLM. The forwarded port stays the same
+when vLLM is started again, even on another node.
 """
 
 import asyncio
@@ -30,36 +30,36 @@ from skyrl_tx.integrations.vllm import guard
 from skyrl_tx.integrations.vllm.managed_server import reserve_port
 
 BEAT_S = 5.0
-"""Period in which the actor is called."""
+"""How often this program calls the actor."""
 SILENCE_S = 60.0
-"""Time without a call after which the actor ends. Without the head of its cluster, Ray does not end it."""
+"""The actor ends when it has not been called for this long, because Ray cannot end it after the head node is lost."""
 _LOOK_S = 1.0
 _START_S = 5.0
-"""Time in which an actor starts on a node that has its resources free."""
+"""If the actor has not started after this time, no node has the resources free, and a message says so."""
 _PASSED = ("HF_", "VLLM_")
-"""Beginnings of the environment variables that vLLM gets from the engine: of models, and its own."""
+"""Prefixes of the environment variables that vLLM gets from the engine."""
 _BUFFER_BYTES = 2**16
 
 
 class NodeCannotServe(Exception):
-    """The node that Ray chose cannot serve; the message says why."""
+    """The node that Ray chose cannot run vLLM. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeAddress:
-    """The node of the actor, and the address of vLLM there."""
+    """The node of the actor, and the address of vLLM on it."""
 
     node: str
     ip: str
     port: int
-    """A port that is reserved for vLLM until the actor ends."""
+    """The port that the actor reserves for vLLM until it ends."""
 
     def __str__(self) -> str:
         return f"{self.node} ({self.ip})"
 
 
 class VllmHost:
-    """The actor. vLLM ends with its process, however that ends; see `guard`."""
+    """The Ray actor that runs vLLM. vLLM ends with the process of the actor, even if Ray kills it; see `guard`."""
 
     def __init__(self) -> None:
         self._reserved: socket.socket | None = None
@@ -67,33 +67,39 @@ class VllmHost:
         threading.Thread(target=self._end_without_engine, daemon=True).start()
 
     def place(self) -> NodeAddress:
-        """Reserve a port, and say where this is."""
+        """Reserve a port, and return it with the address of this node."""
         ip = importlib.import_module("ray.util").get_node_ip_address()
         self._reserved = reserve_port(ip)
         return NodeAddress(socket.gethostname(), ip, self._reserved.getsockname()[1])
 
     def beat(self) -> None:
-        """Note that the engine is there."""
+        """Record that the engine is still running."""
         self._called_at = time.monotonic()
 
     def run(
         self, command: Sequence[str], place: NodeAddress, adapters: str, variables: Mapping[str, str]
     ) -> Generator[str, None, None]:
-        """Run vLLM at the reserved port, and yield the lines of its log. Raises CannotServe also for its end."""
+        """Run vLLM on the reserved port and yield the lines of its log.
+
+        Raises NodeCannotServe if vLLM cannot start here, and when it ends.
+        """
+        # Check that the node has the adapters and the program.
         if not Path(adapters).is_dir():
             raise NodeCannotServe(
-                f"vLLM runs on {place}, where the engine's directory {adapters} is not: name one that all nodes share "
-                "with --sampler-config.adapter-dir"
+                f"Ray placed vLLM on {place}, which does not have the engine's directory {adapters}: name a directory "
+                "that all nodes share with --sampler-config.adapter-dir"
             )
         program, *arguments = command
-        found = shutil.which(program, path=os.pathsep.join([str(Path(sys.executable).parent), *os.get_exec_path()]))
-        if found is None:
-            raise NodeCannotServe(f"--vllm-command: there is no program {program!r} on {place}, where vLLM is to run")
-        own = [*arguments, "--host", place.ip, "--port", str(place.port)]  # the last ones count
+        path = shutil.which(program, path=os.pathsep.join([str(Path(sys.executable).parent), *os.get_exec_path()]))
+        if path is None:
+            raise NodeCannotServe(f"--vllm-command: Ray placed vLLM on {place}, which has no program {program!r}")
+
+        # Run it. `--host` and `--port` are repeated, and vLLM takes the last ones.
+        arguments += ["--host", place.ip, "--port", str(place.port)]
         with subprocess.Popen(
-            [sys.executable, "-P", guard.__file__, found, *own],
+            [sys.executable, "-P", guard.__file__, path, *arguments],
             env={**os.environ, **variables},
-            stdin=subprocess.PIPE,  # which this process holds until its end
+            stdin=subprocess.PIPE,  # stays open until this process ends
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -112,39 +118,41 @@ class VllmHost:
 
 
 async def forward(place: NodeAddress, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy what a connection brings to the server and back, until one of both closes it."""
+    """Forward one connection to vLLM, in both directions, until one side closes it."""
     try:
-        there_reader, there_writer = await asyncio.open_connection(place.ip, place.port)
-    except OSError:  # the client sees the end of its connection, as from a server that is gone
+        server_reader, server_writer = await asyncio.open_connection(place.ip, place.port)
+    except OSError:  # close the connection, as a server that is gone would
         writer.close()
         return
-    copies = [asyncio.create_task(_copy(reader, there_writer)), asyncio.create_task(_copy(there_reader, writer))]
+    copies = [asyncio.create_task(_copy(reader, server_writer)), asyncio.create_task(_copy(server_reader, writer))]
     try:
         await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for each in copies:
-            each.cancel()
-        for each in (writer, there_writer):
-            each.close()
+        for task in copies:
+            task.cancel()
+        writer.close()
+        server_writer.close()
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with suppress(ConnectionError):  # it ends the connection on the other side too
+    with suppress(ConnectionError):  # `forward` then closes the other side too
         while data := await reader.read(_BUFFER_BYTES):
             writer.write(data)
             await writer.drain()
 
 
 async def serve(ray: Any, resources: Mapping[str, float], port: int, adapters: str, command: Sequence[str]) -> str:
-    """Place the actor, run the command there, print its log, and return why it ended."""
-    others = dict(resources)
-    options = {"num_cpus": others.pop("CPU", 0), "num_gpus": others.pop("GPU", 0), "resources": others}
+    """Start the actor, run the command in it, print its log, and return why it ended."""
+    custom = dict(resources)
+    options = {"num_cpus": custom.pop("CPU", 0), "num_gpus": custom.pop("GPU", 0), "resources": custom}
     actor = ray.remote(VllmHost).options(**options, max_restarts=0, max_concurrency=4).remote()
     beats: asyncio.Task[None] | None = None
     this = asyncio.current_task()
     assert this is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)  # in place of Ray's, which logs stacks
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)  # Ray's handler would log stack traces
+
     try:
+        # Wait for the node, then run vLLM there while this process forwards its port.
         place = await _wait_for_node(actor, resources)
         print(f"vLLM runs on {place}, port {place.port}", flush=True)
         beats = asyncio.create_task(_beat(actor))
@@ -154,15 +162,16 @@ async def serve(ray: Any, resources: Mapping[str, float], port: int, adapters: s
             async for line in lines:
                 print(await line, flush=True)
         return "vLLM ended"
+
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", None)
         return (
             str(cause)
             if isinstance(cause, NodeCannotServe)
-            else f"the actor of vLLM ended: {' '.join(str(error).split())}"
+            else f"the Ray actor of vLLM ended: {' '.join(str(error).split())}"
         )
     except asyncio.CancelledError:
-        return "vLLM ends with the engine"
+        return "the engine has stopped vLLM"
     finally:
         if beats is not None:
             beats.cancel()
@@ -170,16 +179,16 @@ async def serve(ray: Any, resources: Mapping[str, float], port: int, adapters: s
 
 
 async def _wait_for_node(actor: Any, resources: Mapping[str, float]) -> NodeAddress:
-    """Wait until a node has the resources free, and return which it is."""
+    """Wait until a node has the resources free, and return its address."""
 
     async def get_node() -> NodeAddress:
         return await actor.place.remote()
 
-    found = asyncio.create_task(get_node())
-    if not (await asyncio.wait({found}, timeout=_START_S))[0]:
+    node = asyncio.create_task(get_node())
+    if not (await asyncio.wait({node}, timeout=_START_S))[0]:
         amounts = ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
         print(f"waiting for a node of the Ray cluster with {amounts} free", flush=True)
-    return await found
+    return await node
 
 
 async def _beat(actor: Any) -> None:
@@ -189,7 +198,7 @@ async def _beat(actor: Any) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command in the cluster of this machine until it ends, and return a status."""
+    """Run the command in the Ray cluster of this machine until it ends. Returns the exit status 1."""
     resources, port, adapters, *command = arguments
     try:
         ray = importlib.import_module("ray")
@@ -200,7 +209,7 @@ def main(arguments: Sequence[str]) -> int:
         ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), logging_level=logging.WARNING, log_to_driver=False)
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        print(f"--sampler-config.ray-resources: this machine is in no Ray cluster: {reason}", flush=True)
+        print(f"--sampler-config.ray-resources: this machine is not part of a Ray cluster: {reason}", flush=True)
         return 1
     print(asyncio.run(serve(ray, json.loads(resources), int(port), adapters, command)), flush=True)
     ray.shutdown()
@@ -208,6 +217,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    from skyrl_tx.integrations.vllm import on_ray  # by the name under which other nodes find its classes
+    # Imported by name, because other nodes cannot find classes of the module `__main__`.
+    from skyrl_tx.integrations.vllm import on_ray
 
     sys.exit(on_ray.main(sys.argv[1:]))

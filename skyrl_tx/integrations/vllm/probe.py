@@ -1,4 +1,4 @@
-"""The checks of the start: each names what is missing, as the flag of `vllm serve` that brings it."""
+"""The checks of vLLM servers when the engine starts. An error names the flag of `vllm serve` that is missing."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ LORA_FLAGS = "set VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and add --enable-lora"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
-    """The capabilities of servers and trainer together, and the servers' name of the base model."""
+    """The capabilities that the servers and the trainer have in common, and the servers' name of the base model."""
 
     capabilities: Capabilities
     base_model: str
@@ -39,21 +39,26 @@ async def probe(
     is_abandoned: Callable[[str], bool],
     check: Callable[[], None] = lambda: None,
 ) -> ProbeResult:
-    """Wait for all servers and check them. Raises UserError that names a server and what to change.
+    """Wait for all servers and check them. Raises UserError, which names a server and what to change.
 
-    `check` raises UserError if waiting is in vain.
+    While a server does not respond, `check` is called. It raises UserError if the server will never respond.
     """
-    found = await asyncio.gather(*(_probe_one(server, config, trainer, is_abandoned, check) for server in servers))
-    names = {each.base_model for each in found}
+    results = await asyncio.gather(*(_probe_one(server, config, trainer, is_abandoned, check) for server in servers))
+    names = {result.base_model for result in results}
     if len(names) > 1:
-        raise UserError(f"--vllm-url: the servers name the base model differently: {', '.join(sorted(names))}")
-    both = [each.capabilities for each in found]
-    length = min(each.max_context_length for each in both)
+        raise UserError(
+            "--vllm-url: the servers have different names for the base model, set the same --served-model-name: "
+            f"{', '.join(sorted(names))}"
+        )
+
+    # The lowest limits of all servers apply.
+    offered = [result.capabilities for result in results]
+    length = min(capabilities.max_context_length for capabilities in offered)
     capabilities = replace(
-        both[0],
+        offered[0],
         max_context_length=length,
         max_sample_tokens=length,
-        max_topk_logprobs=min(each.max_topk_logprobs for each in both),
+        max_topk_logprobs=min(capabilities.max_topk_logprobs for capabilities in offered),
     )
     return ProbeResult(capabilities=capabilities, base_model=names.pop())
 
@@ -65,42 +70,54 @@ async def _probe_one(
     is_abandoned: Callable[[str], bool],
     check: Callable[[], None],
 ) -> ProbeResult:
-    cards = await _wait_for(server, config.start_timeout_s, check)
+    # Find the base model.
+    models = await _wait_for(server, config.start_timeout_s, check)
     where = f"vLLM at {server.url}"
-    bases = [card for card in cards if card.get("parent") is None and card.get("max_model_len")]
+    bases = [model for model in models if model.get("parent") is None and model.get("max_model_len")]
     if not bases:
         raise UserError(f"{where} serves no base model")
     base_model = bases[0]["id"]
+
+    # Check the routes and the log-probabilities.
     try:
         if not await server.has_route("/inference/v1/generate"):
             raise UserError(f"{where} has no /inference/v1/generate: start it with --enable-scale-out (vLLM 0.32)")
         if not await server.has_route("/v1/load_lora_adapter"):
             raise UserError(f"{where} cannot load adapters while it runs: {LORA_FLAGS}")
-        most = await _find_max_logprobs(server, base_model, trainer.max_topk_logprobs + 1)
-        if most < 2:
-            raise UserError(f"{where} returns no log-probabilities of likely tokens: start it with --max-logprobs 21")
-        await _check_mode(server, base_model, most)
-        await _unload_abandoned(server, cards, is_abandoned)
+
+        max_logprobs = await _find_max_logprobs(server, base_model, trainer.max_topk_logprobs + 1)
+        if max_logprobs < 2:
+            raise UserError(f"{where} returns no top-k log-probabilities: start it with --max-logprobs 21")
+        await _check_mode(server, base_model, max_logprobs)
+        await _unload_abandoned(server, models, is_abandoned)
     except (ServerLost, Refused, AdapterMissing) as error:
-        raise UserError(f"{where} does not pass the checks of the start: {error}") from error
-    if most <= trainer.max_topk_logprobs:
-        wanted = trainer.max_topk_logprobs + 1
-        _log.warning("%s: top-k log-probabilities end at %d; --max-logprobs %d offers more", where, most - 1, wanted)
+        raise UserError(f"{where} failed a check at start: {error}") from error
+
+    # Warn if the limits are lower than the trainer's.
+    if max_logprobs <= trainer.max_topk_logprobs:
+        _log.warning(
+            "%s returns only the top %d log-probabilities; start it with --max-logprobs %d for the top %d",
+            where,
+            max_logprobs - 1,
+            trainer.max_topk_logprobs + 1,
+            trainer.max_topk_logprobs,
+        )
     length = min(trainer.max_context_length, bases[0]["max_model_len"])
     if length < trainer.max_context_length:
         _log.warning(
-            "%s: sequences have %d tokens at most, by its --max-model-len; the trainer would take %d",
+            "%s: sequences are limited to %d tokens by its --max-model-len; the trainer supports %d",
             where,
             length,
             trainer.max_context_length,
         )
+
     capabilities = replace(
         trainer,
         max_context_length=length,
         max_sample_tokens=length,
         sample_slots=config.max_samples,
         max_samplers=config.max_adapters,
-        max_topk_logprobs=min(trainer.max_topk_logprobs, most - 1),
+        max_topk_logprobs=min(trainer.max_topk_logprobs, max_logprobs - 1),
         max_alt_tokens=0,
         offers_target_logprobs=False,
     )
@@ -108,28 +125,32 @@ async def _probe_one(
 
 
 async def _wait_for(server: VllmServer, timeout_s: float, check: Callable[[], None]) -> list[dict[str, Any]]:
-    """Return what a server serves, once it responds."""
+    """Wait until a server responds, and return the models that it serves. Logs every 15 seconds."""
     began = logged_at = time.monotonic()
     while True:
         check()
         try:
             content = await server.get("/v1/models", _CALL_S)
-            if isinstance(cards := content.get("data"), list):
-                return cards
-            raise UserError(f"vLLM at {server.url}: /v1/models has no list; is this a vLLM server, and the key right?")
+            if isinstance(models := content.get("data"), list):
+                return models
+
+            raise UserError(
+                f"vLLM at {server.url}: /v1/models returns no list of models; check that this is a vLLM server, and "
+                "that the API key is right"
+            )
         except ServerLost as error:
             now = time.monotonic()
             if now > began + timeout_s:
                 raise UserError(f"--vllm-url: {error}; waited {timeout_s:.0f} s") from error
             if logged_at == began or now > logged_at + _LOG_EVERY_S:
-                _log.info("waiting for vLLM, %.0f s until now: %s", now - began, error)
+                _log.info("waiting for vLLM since %.0f s: %s", now - began, error)
                 logged_at = now
         await asyncio.sleep(_RETRY_S)
 
 
-async def _find_max_logprobs(server: VllmServer, model: str, wanted: int) -> int:
-    """Return how many likely tokens a server reports, `wanted` at most."""
-    for number in (wanted, *(each for each in _COUNTS if each < wanted)):
+async def _find_max_logprobs(server: VllmServer, model: str, limit: int) -> int:
+    """Return how many top log-probabilities per token a server returns, at most `limit`."""
+    for number in (limit, *(count for count in _COUNTS if count < limit)):
         try:
             await _request_first_token(server, model, temperature=1.0, logprobs=number)
         except Refused as error:
@@ -141,9 +162,9 @@ async def _find_max_logprobs(server: VllmServer, model: str, wanted: int) -> int
 
 
 async def _check_mode(server: VllmServer, model: str, count: int) -> None:
-    """Raise UserError unless log-probabilities are those at the temperature.
+    """Raise UserError if the server's log-probabilities do not depend on the temperature.
 
-    The distance of the likeliest tokens must halve at twice the temperature.
+    At twice the temperature, the distance between the log-probabilities of two tokens must be half as large.
     """
     once = await _request_first_token(server, model, temperature=1.0, logprobs=count)
     twice = await _request_first_token(server, model, temperature=2.0, logprobs=count)
@@ -156,7 +177,7 @@ async def _check_mode(server: VllmServer, model: str, count: int) -> None:
 
 
 async def _request_first_token(server: VllmServer, model: str, *, temperature: float, logprobs: int) -> list[float]:
-    """Return the log-probabilities of the likeliest tokens after a short prompt, at most `logprobs` of them."""
+    """Sample one token after a short prompt, and return the top log-probabilities, at most `logprobs` of them."""
     sampling = {
         "max_tokens": 1,
         "temperature": temperature,
@@ -168,16 +189,16 @@ async def _request_first_token(server: VllmServer, model: str, *, temperature: f
     content = await server.generate({"model": model, "token_ids": list(_TOKENS), "sampling_params": sampling})
     try:
         [entry] = content["choices"][0]["logprobs"]["content"]
-        ranked = [each for each in entry["top_logprobs"] if (each["rank"] or logprobs + 1) <= logprobs]
-        return [each["logprob"] for each in ranked]
+        ranked = [token for token in entry["top_logprobs"] if (token["rank"] or logprobs + 1) <= logprobs]
+        return [token["logprob"] for token in ranked]
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise Refused(f"a response has an unexpected form ({type(error).__name__}: {error})") from error
 
 
 async def _unload_abandoned(
-    server: VllmServer, cards: Sequence[dict[str, Any]], is_abandoned: Callable[[str], bool]
+    server: VllmServer, models: Sequence[dict[str, Any]], is_abandoned: Callable[[str], bool]
 ) -> None:
-    """Unload the adapters of engines that have ended."""
-    for card in cards:
-        if card.get("parent") is not None and card["id"].startswith(PREFIX) and is_abandoned(str(card.get("root"))):
-            await server.unload_adapter(card["id"])
+    """Unload adapters that earlier engine processes left on a server."""
+    for model in models:
+        if model.get("parent") is not None and model["id"].startswith(PREFIX) and is_abandoned(str(model.get("root"))):
+            await server.unload_adapter(model["id"])

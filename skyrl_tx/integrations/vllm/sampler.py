@@ -1,4 +1,7 @@
-"""VllmSampler: the engine's calls on one side, an event loop with one stream for each sample on the other."""
+"""The sampler that draws samples on vLLM servers.
+
+The engine calls `VllmSampler` from its thread. A second thread runs an event loop with one HTTP stream per sample.
+"""
 
 import asyncio
 import logging
@@ -11,6 +14,7 @@ from itertools import count, islice
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
+from typing_extensions import override
 
 from skyrl_tx.contract.backend import Snapshot
 from skyrl_tx.contract.batches import PreparedSampleBatch
@@ -31,7 +35,7 @@ from skyrl_tx.process.signals import ServiceThread
 
 _log = logging.getLogger(__name__)
 _WAIT_S = 0.02
-"""How long `step_sample` waits if nothing has come: training goes on meanwhile."""
+"""How long `step_sample` waits if no tokens have arrived. It is short, so that the engine can also train."""
 _CLOSE_S = 5.0
 
 T = TypeVar("T")
@@ -41,8 +45,8 @@ _Key = tuple[RequestId, int]
 class VllmSampler(Sampler):
     """Samples on vLLM servers.
 
-    The engine's thread owns the table of open samples. A sample that leaves it has no more deltas, whatever its stream
-    still brings.
+    The engine's thread owns the table of open samples. After a sample has left the table, tokens that its stream still
+    delivers are dropped.
     """
 
     def __init__(self, base_model: str, config: BaseModel) -> None:
@@ -61,9 +65,10 @@ class VllmSampler(Sampler):
         if self._config.url is None:
             find_command(self._config)  # raises before the trainer takes minutes to start
 
+    @override
     def start(self, trainer: Capabilities) -> Capabilities:
-        """See Sampler. Waits for the servers; starts one if none is named."""
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells every request
+        # Start a server if the operator named none.
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request at level INFO
         self._directory = AdapterDirectory(self._config.adapter_dir)
         if self._config.url is None:
             try:
@@ -72,28 +77,32 @@ class VllmSampler(Sampler):
                 self._directory.close()
                 raise
             self._config = self._managed_server.config
+
+        # Start the event loop, wait for the servers and check them.
         self._loop = asyncio.new_event_loop()
         self._thread = ServiceThread("vllm-streams", self._loop.run_forever)
         self._thread.start()
         self._servers = self._start(self._make_servers()).result()
         check = (lambda: None) if self._managed_server is None else self._managed_server.check
         checks = probe(self._servers, self._config, trainer, self._directory.is_abandoned, check)
-        found = self._start(checks).result()
+        result = self._start(checks).result()
         if self._managed_server is not None:
             self._managed_server.was_ready = True
+
+        # Be ready for samples, and keep checking the servers.
         self._streams = Streams(
             self._servers,
             self._config,
             self._receive,
-            base_model=found.base_model,
+            base_model=result.base_model,
             eos_token_ids=trainer.eos_token_ids,
         )
         self._watch = ServerWatch(self._servers, self._config)
         self._start(self._watch.run())
-        return found.capabilities
+        return result.capabilities
 
+    @override
     def close(self) -> None:
-        """See Sampler."""
         try:
             self._close_streams()
         finally:
@@ -111,23 +120,25 @@ class VllmSampler(Sampler):
         self._open.clear()
         self._directory.close()
 
+    @override
     def load_sampler(self, sampler: SamplerId, source: Snapshot) -> None:
-        """See SamplingBackend. Files are written in another thread; each server loads them before its first sample."""
+        # Another thread writes the files. A server loads them before its first sample with this adapter.
         if sampler not in self._adapters:
             if len(self._adapters) >= self._config.max_adapters:
-                raise CapacityError(f"all {self._config.max_adapters} places for adapters on vLLM are taken")
+                raise CapacityError(f"all {self._config.max_adapters} adapter slots of vLLM are taken")
             name = f"{self._directory.path.name}-{next(self._numbers)}"
             self._adapters[sampler] = adapter = SamplerAdapter(name, source, self._directory)
             self._start(self._write(adapter))
 
+    @override
     def drop_sampler(self, sampler: SamplerId) -> None:
-        """See SamplingBackend."""
         adapter = self._adapters.pop(sampler, None)
         if adapter is not None:
             self._start(self._drop(adapter))
 
+    @override
     def begin_sample(self, batch: PreparedSampleBatch) -> None:
-        """See SamplingBackend. Raises UserError for what vLLM cannot sample."""
+        # Check all requests before the first one starts: vLLM does not support all sampling parameters.
         for request in batch.requests:
             wire.check_sample(request, renormalizes=self._config.filtered_logprobs == "renormalized")
         for request in batch.requests:
@@ -137,40 +148,42 @@ class VllmSampler(Sampler):
                 self._open[request.request_id, index] = sample
                 sample.task = self._start(self._streams.run(sample))
 
+    @override
     def step_sample(self) -> list[SampleDelta]:
-        """See SamplingBackend. Returns all that has come; if nothing has, waits a moment."""
+        """Return all deltas that have arrived. If there are none, wait 20 ms for some."""
         if not self._open:
             return []
         self._has_arrived.wait(_WAIT_S)
         self._has_arrived.clear()
+
         deltas: list[SampleDelta] = []
         while self._arrived:
             sample, delta = self._arrived.popleft()
             key = delta.request_id, delta.index
-            if self._open.get(key) is not sample:  # cancelled or ended meanwhile
+            if self._open.get(key) is not sample:  # it was cancelled or has ended meanwhile
                 continue
             if delta.stop_reason is not None or delta.error is not None:
                 del self._open[key]
             deltas.append(delta)
         return deltas or [sample.make_delta() for sample in islice(self._open.values(), 1)]
 
+    @override
     def cancel_sample(self, request_ids: Collection[RequestId]) -> None:
-        """See SamplingBackend. The end of a stream ends its sample on the server."""
         for key in [key for key in self._open if key[0] in request_ids]:
             self._end_stream(key)
 
+    @override
     def end_sample(self, request_id: RequestId, index: int) -> None:
-        """See SamplingBackend."""
         if (request_id, index) in self._open:
             self._end_stream((request_id, index))
 
     @property
+    @override
     def is_away(self) -> bool:
-        """See Sampler."""
         return self._watch.num_lost == len(self._servers)
 
+    @override
     def meters(self, trainer: Meters) -> Meters:
-        """See Sampler."""
         return replace(
             trainer,
             outage=self._watch.describe(),
@@ -179,6 +192,7 @@ class VllmSampler(Sampler):
         )
 
     def _end_stream(self, key: _Key) -> None:
+        """Remove a sample and close its stream. The server then stops drawing the sample."""
         if (task := self._open.pop(key).task) is not None:
             task.cancel()
 
@@ -198,7 +212,7 @@ class VllmSampler(Sampler):
     async def _write(self, adapter: SamplerAdapter) -> None:
         try:
             await adapter.wait_for_directory()
-        except (RequestError, OSError) as error:  # its samples try again, and report the error
+        except (RequestError, OSError) as error:  # samples with the adapter try again, and report the error
             _log.warning("adapter %s cannot be written: %s", adapter.name, error)
 
     async def _drop(self, adapter: SamplerAdapter) -> None:
@@ -207,7 +221,7 @@ class VllmSampler(Sampler):
             try:
                 await server.drop_adapter(adapter.name)
             except (ServerLost, Refused) as error:
-                _log.warning("%s keeps adapter %s: %s", server.url, adapter.name, error)
+                _log.warning("could not unload adapter %s from %s: %s", adapter.name, server.url, error)
         await adapter.remove()
 
     async def _end(self) -> None:

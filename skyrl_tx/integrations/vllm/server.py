@@ -1,4 +1,8 @@
-"""One vLLM server over HTTP: its adapters, and what its responses mean. `ServerWatch` asks all for their health."""
+"""HTTP client of vLLM servers.
+
+`VllmServer` calls one server and turns its responses into results and errors. `ServerWatch` checks the health of all
+servers in the background, so that operators hear of a lost server before a sample needs it.
+"""
 
 import asyncio
 import json
@@ -16,70 +20,74 @@ from skyrl_tx.integrations.vllm.wire import read_error
 
 _log = logging.getLogger(__name__)
 _DOWN_S = 2.0
-"""How long a server that was lost gets no samples that another one can take."""
+"""For this long after a failed call, samples prefer other servers."""
 _MAX_LINE_BYTES = 16 * 2**20
 _BROKEN_STATUSES = frozenset({502, 503, 504})
-"""The server, or what a proxy expects there, is not ready: for any call."""
+"""HTTP statuses that mean, for any call, that the server or a proxy before it is not ready."""
 _LOST_STATUSES = _BROKEN_STATUSES | {500}
-"""A sample gets 500 from a server whose engine has ended, but the load of an adapter gets it for a bad adapter."""
+"""HTTP statuses that mean, for a sample, that the server is lost.
+
+A server whose engine has ended answers samples with 500. When an adapter is loaded, 500 means that the adapter is bad.
+"""
 
 
 class ServerLost(Exception):
-    """A server does not respond, or stopped in the middle. The call may succeed later, here or on another server."""
+    """A server does not respond, or its response was cut off. The call may succeed later, or on another server."""
 
 
 class Refused(Exception):
-    """A server refuses a call, and would again."""
+    """A server refuses a call, and would refuse it again."""
 
 
 class AdapterMissing(Exception):
-    """A server does not know an adapter (any more)."""
+    """A server does not know an adapter, or has forgotten it."""
 
 
 @dataclass(slots=True)
-class _Loading:
-    """Whether a server has an adapter, and the lock of the call that loads it."""
+class _AdapterState:
+    """Whether a server has an adapter, and a lock so that only one call loads it."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     is_loaded: bool = False
 
 
 class VllmServer:
-    """The calls of one server. Each raises ServerLost, Refused or AdapterMissing."""
+    """The calls to one server. Each call raises ServerLost, Refused or AdapterMissing."""
 
     def __init__(self, url: str, config: VllmConfig) -> None:
-        """Connect to nothing. Must be called in the event loop."""
+        """Must be called in the event loop. Does not connect yet."""
         headers = {"Authorization": f"Bearer {config.api_key.get_secret_value()}"} if config.api_key else {}
         timeout = httpx.Timeout(config.silence_timeout_s, connect=config.connect_timeout_s)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        # A proxy of the environment is for the internet, not for these servers.
+        # `trust_env=False`: a proxy in the environment is for the internet, not for these servers.
         self._client = httpx.AsyncClient(
             base_url=url, headers=headers, timeout=timeout, limits=limits, trust_env=False, follow_redirects=False
         )
+
         self.url = url
         self._load_timeout_s = config.load_timeout_s
-        self._adapters: dict[str, _Loading] = {}
+        self._adapters: dict[str, _AdapterState] = {}
         self._down_until = 0.0
         self._ping_timeout_s = config.connect_timeout_s
         self._lost_since: float | None = None
         self.lost_reason = ""
-        """Why the last call that failed did, in a word."""
+        """Why the last failed call failed, for example ConnectError."""
         self.num_open = 0
-        """Samples that are open on this server."""
+        """The number of samples that are open on this server."""
 
     @property
     def is_down(self) -> bool:
-        """Whether a call has failed a short time ago."""
+        """Whether a call has failed within the last two seconds."""
         return time.monotonic() < self._down_until
 
     @property
     def lost_s(self) -> float:
-        """Seconds since the first of the calls that have all failed; 0 if the last one has not. For any thread."""
+        """Seconds since calls began to fail; 0 if the last call succeeded. Any thread may read it."""
         since = self._lost_since
         return 0.0 if since is None else time.monotonic() - since
 
     async def ping(self) -> None:
-        """Ask whether the server is there. Another status than those of a broken one will do."""
+        """Check that the server responds. Any status other than 502, 503 and 504 is accepted."""
         await self._call("GET", "/health", None, self._ping_timeout_s)
 
     async def close(self) -> None:
@@ -87,11 +95,14 @@ class VllmServer:
         await self._client.aclose()
 
     async def get(self, path: str, timeout_s: float) -> Any:
-        """Return the content of a GET."""
+        """Return the JSON of a GET response."""
         return _parse_content(await self._call("GET", path, None, timeout_s))
 
     async def has_route(self, path: str) -> bool:
-        """Whether the server has a route, which refuses an empty body. Without it the response names no error."""
+        """Return whether the server has a route.
+
+        A route that exists refuses an empty body with an `error` in the response; a missing route has no `error`.
+        """
         response = await self._call("POST", path, {}, None)
         return "error" in _parse_content(response)
 
@@ -117,34 +128,35 @@ class VllmServer:
             raise self._record_loss(error) from error
 
     async def ensure_adapter(self, name: str, directory: Path) -> None:
-        """Load an adapter, if this server does not have it."""
-        loading = self._adapters.setdefault(name, _Loading())
-        async with loading.lock:
-            if loading.is_loaded:
+        """Load an adapter unless this server has it already."""
+        state = self._adapters.setdefault(name, _AdapterState())
+        async with state.lock:
+            if state.is_loaded:
                 return
             body = {"lora_name": name, "lora_path": str(directory)}
             response = await self._call("POST", "/v1/load_lora_adapter", body, self._load_timeout_s)
             if response.status_code != 200:
                 message = read_error(response.text)
-                if response.status_code == 400 and "already been loaded" in message:  # by a call that was cut off
-                    loading.is_loaded = True
+                # An earlier call whose response was lost may have loaded it.
+                if response.status_code == 400 and "already been loaded" in message:
+                    state.is_loaded = True
                     return
                 raise Refused(f"the adapter cannot be loaded (HTTP {response.status_code}): {message}")
-            loading.is_loaded = True
+            state.is_loaded = True
 
     def forget_adapter(self, name: str) -> None:
-        """Note that the server does not have an adapter any more."""
-        if (loading := self._adapters.get(name)) is not None:
-            loading.is_loaded = False
+        """Record that the server does not have an adapter any more."""
+        if (state := self._adapters.get(name)) is not None:
+            state.is_loaded = False
 
     async def drop_adapter(self, name: str) -> None:
-        """Unload an adapter, if the server has it."""
-        loading = self._adapters.pop(name, None)
-        if loading is not None and loading.is_loaded:
+        """Unload an adapter if this object has loaded it."""
+        state = self._adapters.pop(name, None)
+        if state is not None and state.is_loaded:
             await self.unload_adapter(name)
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter by name. The server may not have it."""
+        """Unload an adapter by name. It is no error if the server does not have it."""
         response = await self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, self._load_timeout_s)
         if response.status_code not in (200, 404):
             raise Refused(f"the adapter cannot be unloaded: {read_error(response.text)}")
@@ -166,7 +178,7 @@ class VllmServer:
         self._down_until, self._lost_since = 0.0, None
 
     def _check(self, status: int, text: str) -> None:
-        """Raise what a response of `generate` means, unless it is a result."""
+        """Raise the error that a response of `/inference/v1/generate` means, unless it is a result."""
         if status == 200:
             return
         message = read_error(text)
@@ -185,13 +197,13 @@ class VllmServer:
         if isinstance(error, httpx.TimeoutException):
             return ServerLost(f"vLLM at {self.url} did not respond in time ({type(error).__name__})")
         reason = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else error
-        return ServerLost(f"vLLM at {self.url} is not there: {' '.join(reason.split())}")
+        return ServerLost(f"vLLM at {self.url} does not respond: {' '.join(reason.split())}")
 
 
 class ServerWatch:
-    """Asks servers now and then whether they are there, so that people know of a lost one before a sample needs it.
+    """Checks the health of all servers every few seconds.
 
-    `run` belongs to one event loop; the rest may be called from any thread.
+    `run` belongs to one event loop. The other methods may be called from any thread.
     """
 
     def __init__(self, servers: Sequence[VllmServer], config: VllmConfig) -> None:
@@ -200,20 +212,20 @@ class ServerWatch:
         self._reported: set[str] = set()
 
     async def run(self) -> None:
-        """Ask all servers again and again, and log when one is lost and when it is back."""
+        """Check all servers until cancelled, and log when a server is lost and when it is back."""
         while True:
-            await asyncio.gather(*map(self._ask, self._servers))
+            await asyncio.gather(*map(self._check, self._servers))
             await asyncio.sleep(self._lost_after_s / 2)
 
-    async def _ask(self, server: VllmServer) -> None:
+    async def _check(self, server: VllmServer) -> None:
         try:
             await server.ping()
         except ServerLost as error:
             if self._is_lost(server) and server.url not in self._reported:
                 self._reported.add(server.url)
-                _log.error("%s; training goes on", error)
-        except Exception as error:  # the next question may have an answer
-            _log.error("vLLM at %s could not be asked", server.url, exc_info=error)
+                _log.error("%s (training continues)", error)
+        except Exception as error:  # the next check may succeed
+            _log.error("the health check of vLLM at %s failed", server.url, exc_info=error)
         else:
             if server.url in self._reported:
                 self._reported.discard(server.url)
@@ -225,7 +237,7 @@ class ServerWatch:
         return len(self._list_lost())
 
     def describe(self) -> str | None:
-        """Return which servers are lost, without their addresses: everybody may read it. None if all are there."""
+        """Describe the lost servers; None if all respond. All users can read it, so it has no addresses."""
         lost, number = self._list_lost(), len(self._servers)
         if not lost:
             return None
@@ -235,7 +247,7 @@ class ServerWatch:
             return f"vLLM has not responded {reason}"
         if len(lost) == number:
             return f"none of {number} vLLM servers has responded {reason}"
-        return f"{len(lost)} of {number} vLLM servers lost {reason}; others draw their samples"
+        return f"{len(lost)} of {number} vLLM servers have not responded {reason}; the other servers draw all samples"
 
     def _list_lost(self) -> list[VllmServer]:
         return [server for server in self._servers if self._is_lost(server)]
@@ -245,7 +257,7 @@ class ServerWatch:
 
 
 def _parse_content(response: httpx.Response) -> Any:
-    """Return the JSON of a response, or an empty mapping."""
+    """Return the JSON of a response, or an empty mapping if it is not JSON."""
     try:
         return response.json()
     except (json.JSONDecodeError, UnicodeDecodeError):

@@ -1,6 +1,7 @@
-"""One sample as a stream of a server, which begins again when the server is lost.
+"""Draws each sample as a stream from a vLLM server, and starts it again on another server if that server is lost.
 
-Prompts that begin alike go to the same server, up to its share of all samples.
+Samples whose prompts have the same beginning go to the same server, for its prefix cache, unless the server has more
+than its share of all open samples.
 """
 
 import asyncio
@@ -24,44 +25,36 @@ from skyrl_tx.integrations.vllm.server import AdapterMissing, Refused, ServerLos
 from skyrl_tx.integrations.vllm.wire import TokenChunk, WireError
 
 _log = logging.getLogger(__name__)
-
-
 _BACKOFF_S = 0.1
-
-
 _MAX_BACKOFF_S = 2.0
-
-
 _PREFIX_TOKENS = 256
-"""The turns of a conversation usually share these, and the server keeps what it computed of them."""
-
-
+"""How many tokens at the start of a prompt choose its server. The turns of a conversation usually share them."""
 _OVERLOAD = 1.25
-"""A server may have this multiple of the mean number of open samples."""
+"""A server may have at most this multiple of the mean number of open samples."""
 
 
 class SampleFailed(Exception):
-    """The sample cannot be drawn; the message is for the client."""
+    """The sample cannot be drawn. The message is for the client."""
 
 
 @dataclass(slots=True, eq=False)
 class RemoteSample:
-    """One sample, and what the engine has got of it."""
+    """One sample, and the tokens that the engine has received so far."""
 
     request: SampleRequest
     index: int
     adapter: SamplerAdapter | None
-    """None: the base model."""
+    """None for samples of the base model."""
     tokens: list[int] = field(default_factory=list[int])
     num_restarts: int = 0
-    """How often it began again after its first tokens."""
+    """How often the sample was started again after it had tokens."""
     prompt: PromptResult | None = None
     task: "Future[None] | None" = None
-    """The work that draws it."""
+    """The task that draws the sample."""
 
     @property
     def wants_prompt(self) -> bool:
-        """Whether the sample has to bring results about the prompt, and does not have them."""
+        """Whether log-probabilities of the prompt still have to be requested. Only the first sample does so."""
         return self.index == 0 and self.request.options.wants_prompt and self.prompt is None
 
     def make_delta(self, *, error: str | None = None) -> SampleDelta:
@@ -77,7 +70,7 @@ class RemoteSample:
 
 
 class Streams:
-    """Runs samples on servers, in one event loop."""
+    """Draws samples on servers, in one event loop."""
 
     def __init__(
         self,
@@ -88,17 +81,17 @@ class Streams:
         base_model: str,
         eos_token_ids: Sequence[int],
     ) -> None:
-        """`emit` receives the new tokens of samples, and their failures."""
+        """`emit` is called with each sample's new tokens, and with its failure."""
         self._servers = servers
         self._config = config
         self._emit = emit
         self._base_model = base_model
         self._eos_token_ids = eos_token_ids
         self.num_restarts = 0
-        """Samples that began again because a server was lost."""
+        """How many times samples were started again because a server was lost."""
 
     async def run(self, sample: RemoteSample) -> None:
-        """Draw a sample to its end. A failure is its last delta."""
+        """Draw a sample to its end. If it fails, its last delta has the error."""
         try:
             await self._run(sample)
         except SampleFailed as error:
@@ -107,13 +100,14 @@ class Streams:
             self._emit(sample, sample.make_delta(error=error.message))
         except OSError as error:
             self._emit(sample, sample.make_delta(error=f"the adapter cannot be written for vLLM: {error.strerror}"))
-        except Exception as error:  # one sample must not end the others
+        except Exception as error:  # a bug that affects one sample must not affect other samples
             _log.error("a sample on vLLM failed", exc_info=error)
             self._emit(sample, sample.make_delta(error=f"internal error of the sampler: {type(error).__name__}"))
 
     async def _run(self, sample: RemoteSample) -> None:
         lost_at, backoff_s, has_reloaded = 0.0, _BACKOFF_S, False
         while True:
+            # Try one server.
             num_tokens = len(sample.tokens)
             server = choose_server(self._servers, compute_affinity_key(sample.request))
             server.num_open += 1
@@ -128,8 +122,9 @@ class Streams:
             except Refused as error:
                 raise SampleFailed(f"vLLM at {server.url} refused the sample: {error}") from error
             except (ServerLost, WireError) as error:
+                # The time without a server starts again after an attempt that brought new tokens.
                 now = time.monotonic()
-                if len(sample.tokens) > num_tokens:  # it had worked meanwhile
+                if len(sample.tokens) > num_tokens:
                     lost_at, backoff_s, has_reloaded = 0.0, _BACKOFF_S, False
                 lost_at = lost_at or now
                 self._check_restart(sample, error, lost_s=now - lost_at)
@@ -138,28 +133,33 @@ class Streams:
                 self.num_restarts += 1
             finally:
                 server.num_open -= 1
+
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     def _check_restart(self, sample: RemoteSample, error: Exception, *, lost_s: float) -> None:
-        """Raise SampleFailed if a sample has waited long enough, or has started often enough."""
+        """Raise SampleFailed if a sample has waited too long for a server, or was started too often."""
         if sample.num_restarts >= self._config.max_restarts and sample.tokens:
-            raise SampleFailed(f"the sample began {sample.num_restarts + 1} times and did not end: {error}")
+            raise SampleFailed(f"the sample was started {sample.num_restarts + 1} times and did not end: {error}")
         if lost_s >= self._config.outage_timeout_s:
             raise SampleFailed(
-                f"no vLLM server drew the sample for {lost_s:.0f} s: {error}; send the request again later"
+                f"no vLLM server could draw the sample for {lost_s:.0f} s: {error}; send the request again later"
             )
-        _log.warning("a sample begins again after %d tokens: %s", len(sample.tokens), error)
+        _log.warning("restarting a sample after %d tokens: %s", len(sample.tokens), error)
 
     async def _run_on(self, server: VllmServer, sample: RemoteSample) -> None:
+        # Make sure that the server has the adapter.
         request, adapter, model = sample.request, sample.adapter, self._base_model
         if adapter is not None:
             await server.ensure_adapter(adapter.name, await adapter.wait_for_directory())
             model = adapter.name
+
+        # Request the log-probabilities of the prompt, if needed, and stream the sample.
         try:
             if sample.wants_prompt:
                 content = await server.generate(wire.make_prompt_body(request, model=model))
                 sample.prompt = wire.read_prompt_result(content, request.prompt, request.options)
+
             body = wire.make_sample_body(
                 request,
                 sample.index,
@@ -174,31 +174,40 @@ class Streams:
             raise
 
     async def _follow(self, server: VllmServer, sample: RemoteSample, body: dict[str, object]) -> None:
-        """Emit what a stream brings. A sample that began again first brings what the engine has already."""
+        """Emit the new tokens of a stream.
+
+        A sample that was started again first repeats the tokens that the engine already has. They are compared and
+        skipped.
+        """
         num_repeated = 0
         async for line in server.stream(body):
             chunk = wire.read_event(line, sample.request.options.sample_topk)
             if chunk is None:
                 continue
+
+            # Compare repeated tokens.
             known = sample.tokens[num_repeated : num_repeated + chunk.tokens.size]
             if chunk.tokens[: len(known)].tolist() != known:
                 raise SampleFailed(
-                    f"vLLM at {server.url} was lost after {len(sample.tokens)} tokens of the sample, and its seed gave "
-                    "other tokens when it began again; send the request again"
+                    f"a vLLM server was lost after {len(sample.tokens)} tokens of the sample, and the same seed gave "
+                    f"other tokens on {server.url}; send the request again"
                 )
             num_repeated += chunk.tokens.size
+
             self._take(sample, chunk, skip=len(known))
             if chunk.stop_reason is not None:
                 return
-        raise ServerLost(f"vLLM at {server.url} ended the stream before the sample")
+        raise ServerLost(f"vLLM at {server.url} closed the stream before the end of the sample")
 
     def _take(self, sample: RemoteSample, chunk: TokenChunk, skip: int) -> None:
+        """Emit the tokens of a chunk except for the first `skip` tokens."""
         tokens = chunk.tokens[skip:]
         if not tokens.size and chunk.stop_reason is None:
             return
         topk = chunk.topk
         if topk is not None:
             topk = replace(topk, token_ids=topk.token_ids[skip:], logprobs=topk.logprobs[skip:])
+
         delta = structs.replace(
             sample.make_delta(),
             tokens=tokens,
@@ -212,22 +221,22 @@ class Streams:
 
 
 def compute_affinity_key(request: SampleRequest) -> bytes:
-    """Return a key that requests share whose computed prompts may help each other."""
+    """Return a key that is equal for requests that can share a prefix cache: same weights, scope and first tokens."""
     start = request.prompt[:_PREFIX_TOKENS].tobytes()
     return blake2b(f"{request.sampler}|{request.cache_scope}|".encode() + start, digest_size=16).digest()
 
 
 def choose_server(servers: Sequence[VllmServer], key: bytes) -> VllmServer:
-    """Return the server of a new sample.
+    """Choose the server of a new sample.
 
-    Rendezvous hashing with bounded loads (Mirrokni et al. 2016, arXiv:1608.01350). Servers that were lost a moment ago
-    come last.
+    Uses rendezvous hashing with bounded loads (Mirrokni et al. 2016, arXiv:1608.01350). Servers that failed within the
+    last two seconds come last, and servers with more than their share of open samples come before those.
     """
     bound = _OVERLOAD * (sum(server.num_open for server in servers) + 1) / len(servers)
 
     def get_rank(server: VllmServer) -> tuple[bool, bool, bytes]:
-        own = blake2b(server.url.encode(), key=key, digest_size=8).digest()
-        return server.is_down, server.num_open + 1 > max(bound, 1), own
+        digest = blake2b(server.url.encode(), key=key, digest_size=8).digest()
+        return server.is_down, server.num_open + 1 > max(bound, 1), digest
 
     return min(servers, key=get_rank)
 

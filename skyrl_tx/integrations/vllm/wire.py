@@ -1,8 +1,9 @@
-"""Requests to vLLM's `/inference/v1/generate` and what comes back, as pure functions.
+"""Pure functions that make requests to vLLM's `/inference/v1/generate` and read its responses (vLLM 0.32).
 
-The endpoint takes and returns token ids (vLLM 0.32). What our contract needs and vLLM does not have is refused by name.
+The endpoint takes and returns token ids. `check_sample` refuses requests that vLLM would not sample as our contract
+requires.
 
-Shapes: T tokens of a prompt, N new tokens, K likeliest tokens.
+Shapes: T tokens of a prompt, N new tokens, K top tokens.
 """
 
 import json
@@ -20,13 +21,13 @@ from skyrl_tx.contract.requests import PromptOptions
 from skyrl_tx.contract.results import PromptResult, StopReason, TopK
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
-"""vLLM raises lower temperatures to the first, and only logs it; it refuses those above the second."""
+"""vLLM only logs a warning and raises lower temperatures to the minimum. It refuses temperatures above the maximum."""
 _NO_LOGPROB = -99999.0
 _DONE = "[DONE]"
 
 
 class WireError(Exception):
-    """A response is not of the form that is expected; the message says how."""
+    """A response does not have the expected form. The message says what differs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,27 +41,27 @@ class TokenChunk:
 
 
 def check_sample(request: SampleRequest, *, renormalizes: bool) -> None:
-    """Raise UserError, naming the field, for a request that vLLM would not sample as the contract says.
+    """Raise UserError, which names the field, if vLLM would not sample a request as the contract requires.
 
-    With `renormalizes`, filters are allowed.
+    `renormalizes` allows top_k and top_p, although vLLM then returns log-probabilities among the remaining tokens.
     """
     params = request.params
     if params.temperature != 0 and not MIN_TEMPERATURE <= params.temperature <= MAX_TEMPERATURE:
         raise UserError(
             f"sampling_params.temperature {params.temperature} must be 0, or from {MIN_TEMPERATURE} to "
-            f"{MAX_TEMPERATURE}: samples are drawn by vLLM"
+            f"{MAX_TEMPERATURE}, because this server samples with vLLM"
         )
     if params.temperature == 0 or renormalizes:
-        return  # greedy: filters change nothing
-    reason = "samples are drawn by vLLM, whose log-probabilities would be those after the filter"
+        return  # filters do not change greedy samples
+    reason = "because this server samples with vLLM, which would return log-probabilities after the filter"
     if params.top_k > 0:
-        raise UserError(f"sampling_params.top_k {params.top_k}: {reason}; it must be -1")
+        raise UserError(f"sampling_params.top_k {params.top_k} must be -1, {reason}")
     if params.top_p < 1:
-        raise UserError(f"sampling_params.top_p {params.top_p}: {reason}; it must be 1")
+        raise UserError(f"sampling_params.top_p {params.top_p} must be 1, {reason}")
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """Return the seed of one sample, from 0 to 2**63 - 1: near seeds and indices share no draws."""
+    """Return the seed of one sample, from 0 to 2**63 - 1. It is a hash, so similar seeds give unrelated samples."""
     text = f"{seed % 2**64}:{index}".encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little") >> 1
 
@@ -68,7 +69,7 @@ def derive_seed(seed: int, index: int) -> int:
 def make_sample_body(
     request: SampleRequest, index: int, *, model: str, eos_token_ids: Sequence[int], stream_tokens: int
 ) -> dict[str, Any]:
-    """Return the body that streams one sample."""
+    """Return the body of the request that streams one sample."""
     params, num_top = request.params, request.options.sample_topk
     stops = list(dict.fromkeys([*params.stop_token_ids, *(eos_token_ids if params.eos_stops else ())]))
     sampling: dict[str, Any] = {
@@ -76,9 +77,9 @@ def make_sample_body(
         "temperature": params.temperature,
         "seed": derive_seed(params.seed, index),
         "stop_token_ids": stops,
-        # vLLM would add the end tokens of the model's own files.
+        # Otherwise vLLM would also stop at the end tokens in the files of the model.
         "ignore_eos": True,
-        # The sampled token counts as one, also where it is among the likeliest.
+        # vLLM counts the sampled token, even if it is among the top tokens.
         "logprobs": num_top + 1 if num_top else 0,
         "detokenize": False,
         "stream_interval": stream_tokens,
@@ -91,7 +92,7 @@ def make_sample_body(
 
 
 def make_prompt_body(request: SampleRequest, *, model: str) -> dict[str, Any]:
-    """Return the body that asks for the log-probabilities of a prompt. vLLM must draw a token, which is ignored."""
+    """Return the body of the request for the log-probabilities of a prompt. vLLM must draw one token."""
     sampling = {
         "max_tokens": 1,
         "temperature": 0.0,
@@ -110,18 +111,20 @@ def _make_body(request: SampleRequest, model: str, sampling: dict[str, Any]) -> 
 
 
 def read_event(line: str, num_top: int) -> TokenChunk | None:
-    """Return the tokens of one line of an event stream, None for a line without tokens.
+    """Return the tokens of one line of an event stream, or None if the line has no tokens.
 
-    Raises WireError if it is an error of the server or has another form.
+    Raises WireError if the line reports an error of the server or does not have the expected form.
     """
     if not line.startswith("data:") or (text := line[5:].strip()) == _DONE:
         return None
+
     try:
         content = json.loads(text)
         if "error" in content:
             raise WireError(f"the server reports an error: {_read_error_message(content)}")
         if not content["choices"]:
             return None
+
         [choice] = content["choices"]
         tokens = np.array(choice["token_ids"] or [], np.int32)
         entries = (choice["logprobs"] or {}).get("content") or []
@@ -141,35 +144,38 @@ def _read_stop_reason(reason: str | None) -> StopReason | None:
     match reason:
         case None | "stop" | "length":
             return reason
-        case _:  # "abort" when a server stops, "error"
-            raise WireError(f"the server ended the sample: {reason}")
+        case _:  # "abort" when a server is stopped, or "error"
+            raise WireError(f"the server ended the sample with finish_reason {reason!r}")
 
 
 def _read_topk(rows: Sequence[Sequence[Mapping[str, Any]]], count: int) -> TopK:
     ids = np.zeros((len(rows), count), np.int32)
     logprobs = np.full((len(rows), count), _NO_LOGPROB, np.float32)
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         best = sorted(row, key=lambda entry: (-entry["logprob"], entry["token_id"]))[:count]
-        ids[place, : len(best)] = [entry["token_id"] for entry in best]
-        logprobs[place, : len(best)] = [entry["logprob"] for entry in best]
+        ids[index, : len(best)] = [entry["token_id"] for entry in best]
+        logprobs[index, : len(best)] = [entry["logprob"] for entry in best]
     return TopK(token_ids=ids, logprobs=logprobs)
 
 
 def read_prompt_result(content: Mapping[str, Any], prompt: Int32Array, options: PromptOptions) -> PromptResult:
-    """Return the results about a prompt [T]. Raises WireError if they are not of the expected form."""
+    """Return the log-probabilities of a prompt [T]. Raises WireError if they do not have the expected form."""
+    # Read the log-probabilities of each token.
     start = 1 if options.last_n is None else max(1, prompt.size - options.last_n)
     logprobs = np.full(prompt.size, np.nan, np.float32)
     rows: list[list[dict[str, Any]]] = []
     try:
-        found = content["prompt_logprobs"]
-        if len(found) != prompt.size:
-            raise WireError(f"a prompt of {prompt.size} tokens has {len(found)} log-probabilities")
-        for place in range(start, prompt.size):
-            row = {int(token): entry["logprob"] for token, entry in found[place].items()}
-            logprobs[place] = row[int(prompt[place])]
+        entries = content["prompt_logprobs"]
+        if len(entries) != prompt.size:
+            raise WireError(f"a prompt of {prompt.size} tokens has {len(entries)} log-probabilities")
+        for position in range(start, prompt.size):
+            row = {int(token): entry["logprob"] for token, entry in entries[position].items()}
+            logprobs[position] = row[int(prompt[position])]
             rows.append([{"token_id": token, "logprob": logprob} for token, logprob in row.items()])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise WireError(f"prompt_logprobs have an unexpected form ({type(error).__name__}: {error})") from error
+
+    # Add the top tokens.
     topk = None
     if options.topk:
         best = _read_topk(rows, options.topk)
@@ -181,7 +187,7 @@ def read_prompt_result(content: Mapping[str, Any], prompt: Int32Array, options: 
 
 
 def read_error(text: str) -> str:
-    """Return the message of an error response, or the beginning of its text."""
+    """Return the message of an error response, or its first 300 characters if it has none."""
     try:
         return _read_error_message(json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -1,4 +1,4 @@
-"""Softmax attention with grouped heads and rotary positions, as a part of a block.
+"""Softmax attention with grouped key/value heads and RoPE, as a mixer.
 
 Legend: B batch, T tokens, S slots, D embed, N heads, K kv heads, H head dim.
 """
@@ -11,6 +11,7 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
+from typing_extensions import override
 
 from skyrl_tx.layers.attention import causal_attention
 from skyrl_tx.layers.cache_state import DecodeLayerCache, LayerCache, PrefillLayerCache
@@ -25,6 +26,7 @@ from skyrl_tx.models.parts.base import (
     LayerAdapters,
     LayerContext,
     LayerParams,
+    Mixer,
     Rotation,
     ShardedSize,
     Target,
@@ -33,59 +35,71 @@ from skyrl_tx.models.parts.base import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
-    """See Mixer."""
+class Attention(Mixer):
+    """Multi-head attention.
+
+    With fewer kv heads than heads it is grouped-query or multi-query attention.
+    """
 
     hidden_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rope: Rope | None
-    """None: positions are not rotated, and order is seen by the mask alone."""
+    """None means that positions are not rotated; only the causal mask tells the order of tokens."""
     has_bias: bool = False
-    """Whether queries, keys and values have a bias."""
+    """Whether the maps of queries, keys and values have a bias."""
     norm_epsilon: float | None = None
-    """The epsilon of the norms of queries and keys; None if they have none."""
+    """Epsilon of the norms of queries and keys, or None if they are not normalised."""
     rotary_dims: int | None = None
-    """How many dims of each head, the first ones, are rotated; None is all."""
+    """Number of rotated dimensions, from the first one of each head. None means all."""
     is_gated: bool = False
-    """Whether the query map also returns a gate of the output: in each head the query, then the gate."""
+    """Whether the query map also computes a gate of the output.
+
+    Each head has its query first, then its gate.
+    """
     query_factor: float = 1.0
-    """A factor of queries, for scores that are not products divided by the root of the dims of a head."""
+    """A factor of the queries, if scores are not scaled by 1/sqrt(head_dim)."""
     window: int | None = None
-    """How many positions each attends to, itself included; None if to all before it."""
+    """Size of the sliding window: how many positions a token attends to, including itself.
+
+    None means all.
+    """
     has_output_bias: bool = False
     has_sinks: bool = False
-    """Whether each head has a sink: the score of one more key, whose value is 0."""
+    """Whether each head has an attention sink: the score of one additional key whose value is 0."""
     cached_dim: int | None = None
-    """The dims with which keys and values are in the cache, more than those of a head with zeros; None if as many."""
+    """Number of dimensions of cached keys and values if they are padded with zeros, else None."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise UnsupportedModel(f"{self.num_heads} heads cannot share {self.num_kv_heads} key/value heads evenly")
+            raise UnsupportedModel(
+                f"config.json has {self.num_heads} attention heads and {self.num_kv_heads} key/value heads; "
+                "the first must be a multiple of the second"
+            )
         if self.rotation is not None and self.rotation[1] % 2:
-            raise UnsupportedModel(f"the rotated dims of a head must be an even number, not {self.rotation[1]}")
+            raise UnsupportedModel(f"the number of rotated dims of a head must be even, not {self.rotation[1]}")
 
     @property
+    @override
     def rotation(self) -> Rotation | None:
-        """See Mixer."""
         if self.rope is None:
             return None
         return self.rope, self.head_dim if self.rotary_dims is None else self.rotary_dims
 
     @property
+    @override
     def heads(self) -> Heads:
-        """See Mixer."""
         return Heads(self.head_dim, self.head_dim, self.window, self.has_sinks)
 
     @property
+    @override
     def cache_heads(self) -> Heads:
-        """See Mixer."""
         dim = self.cached_dim or self.head_dim
         return Heads(dim, dim, self.window, self.has_sinks)
 
+    @override
     def targets(self) -> dict[str, Target]:
-        """See Part."""
         D, NH, KH = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return {
             "q_proj": Target(inputs=D, outputs=NH * (1 + self.is_gated), axes=("embed", "heads"), group="attn"),
@@ -94,59 +108,68 @@ class Attention:
             "o_proj": Target(inputs=NH, outputs=D, axes=("heads", "embed"), group="attn"),
         }
 
+    @override
     def describe(self) -> dict[str, Parameter]:
-        """See Part."""
         maps = self.targets()
-        found = {name: Parameter((each.inputs, each.outputs), each.axes) for name, each in maps.items()}
+        parameters = {name: Parameter((target.inputs, target.outputs), target.axes) for name, target in maps.items()}
+
         if self.has_bias:
             for name in ("q", "k", "v"):
-                each = maps[f"{name}_proj"]
-                found[f"{name}_bias"] = Parameter((each.outputs,), each.axes[1:], "zeros")
+                target = maps[f"{name}_proj"]
+                parameters[f"{name}_bias"] = Parameter((target.outputs,), target.axes[1:], "zeros")
         if self.has_output_bias:
-            found["o_bias"] = Parameter((self.hidden_size,), ("embed",), "zeros")
+            parameters["o_bias"] = Parameter((self.hidden_size,), ("embed",), "zeros")
         if self.has_sinks:
-            found["sinks"] = Parameter((self.num_heads,), ("heads",), "zeros", is_float32=True)
+            parameters["sinks"] = Parameter((self.num_heads,), ("heads",), "zeros", is_float32=True)
         if self.norm_epsilon is not None:
             for name in ("q_norm", "k_norm"):
-                found[name] = Parameter((self.head_dim,), ("head_dim",), "ones", is_float32=True)
-        return found
+                parameters[name] = Parameter((self.head_dim,), ("head_dim",), "ones", is_float32=True)
+        return parameters
 
+    @override
     def list_sharded_sizes(self) -> Iterator[ShardedSize]:
-        """See Part. A head stays whole."""
+        """Yield the numbers of heads. A head is not divided."""
         yield "heads", "num_attention_heads", self.num_heads
         yield "kv_heads", "num_key_value_heads", self.num_kv_heads
 
+    @override
     def with_cached_dims(self, multiple: int) -> Self:
-        """See Mixer."""
         dim = -(-self.head_dim // multiple) * multiple
         return self if dim == self.head_dim else replace(self, cached_dim=dim)
 
+    @override
     def describe_cache(self) -> CacheSpec:
-        """See Mixer."""
-        each = Parameter((self.num_kv_heads, self.cached_dim or self.head_dim), ("kv_heads", "head_dim"), "zeros")
-        return CacheSpec(positions=KeyValues(k=each, v=each))  # type: ignore[arg-type]
+        shape = (self.num_kv_heads, self.cached_dim or self.head_dim)
+        array = Parameter(shape, ("kv_heads", "head_dim"), "zeros")
+        return CacheSpec(positions=KeyValues(k=array, v=array))  # type: ignore[arg-type]
 
+    @override
     def prepare(self, start_BT: jax.Array | None) -> None:
-        """See Mixer. Attention compares starts in each of its tiles."""
+        """Return nothing: attention compares starts within each of its tiles."""
 
-    def forward(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: LayerContext) -> jax.Array:
-        """See Mixer."""
-        q_BTNH, k_BTKH, v_BTKH, gate = self._project(x, params, adapters, at)
-        mixed_BTNH = attend_rows(q_BTNH, k_BTKH, v_BTKH, params.get("sinks"), self.heads, at)
+    @override
+    def forward(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, context: LayerContext) -> jax.Array:
+        q_BTNH, k_BTKH, v_BTKH, gate = self._project(x, params, adapters, context)
+        mixed_BTNH = attend_rows(q_BTNH, k_BTKH, v_BTKH, params.get("sinks"), self.heads, context)
         return _project_output(mixed_BTNH, gate, params, adapters)
 
+    @override
     def prefill(
-        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: PrefillLayerCache, at: LayerContext
+        self,
+        x: jax.Array,
+        params: LayerParams,
+        adapters: LayerAdapters,
+        cache: PrefillLayerCache,
+        context: LayerContext,
     ) -> tuple[jax.Array, LayerCache]:
-        """See Mixer."""
-        return self._attend_cache(x, params, adapters, held.attend, at)
+        return self._attend_cache(x, params, adapters, cache.attend, context)
 
+    @override
     def decode(
-        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: DecodeLayerCache, at: LayerContext
+        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, cache: DecodeLayerCache, context: LayerContext
     ) -> tuple[jax.Array, LayerCache]:
-        """See Mixer."""
-        attend = partial(held.attend, step=at.kernels.get_step_kernel(self.cache_heads, at.layout))
-        return self._attend_cache(x, params, adapters, attend, at)
+        attend = partial(cache.attend, step=context.kernels.get_step_kernel(self.cache_heads, context.layout))
+        return self._attend_cache(x, params, adapters, attend, context)
 
     def _attend_cache(
         self,
@@ -154,23 +177,31 @@ class Attention:
         params: LayerParams,
         adapters: LayerAdapters,
         attend: Callable[..., tuple[jax.Array, KeyValues]],
-        at: LayerContext,
+        context: LayerContext,
     ) -> tuple[jax.Array, LayerCache]:
-        """How keys and values are kept, and how many tokens each row has, are the cache's business."""
-        q, k, v, gate = self._project(x, params, adapters, at)
-        kernel = at.kernels.get_past_kernel(self.cache_heads, at.layout)
+        """Project the inputs and call `attend`, a method of the cache.
+
+        The cache stores keys and values and knows how many tokens each row has.
+        """
+        q, k, v, gate = self._project(x, params, adapters, context)
+        kernel = context.kernels.get_past_kernel(self.cache_heads, context.layout)
         if (dim := self.cached_dim or self.head_dim) > self.head_dim:
-            # Attention divides by the root of the dims that it sees.
+            # Attention divides scores by the root of the padded size, so the queries are scaled to
+            # undo this.
             q = (q.astype(jnp.float32) * math.sqrt(dim / self.head_dim)).astype(q.dtype)
             q, k, v = (jnp.pad(z, [(0, 0)] * (z.ndim - 1) + [(0, dim - self.head_dim)]) for z in (q, k, v))
+
         mixed, kept = attend(q, k, v, params.get("sinks"), window=self.window, kernel=kernel)
-        mixed = at.layout.constrain(mixed, "batch", *[None] * (mixed.ndim - 3), "heads", None)
+        mixed = context.layout.constrain(mixed, "batch", *[None] * (mixed.ndim - 3), "heads", None)
         return _project_output(mixed[..., : self.head_dim], gate, params, adapters), LayerCache(positions=kept)
 
     def _project(
-        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: LayerContext
+        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, context: LayerContext
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """Return rotated queries [..., N, H] and keys [..., K, H], and values, in the weights' type, and the gate."""
+        """Return rotated queries [..., N, H] and keys [..., K, H], values, and the gate, if any.
+
+        All but the gate have the type of the weights.
+        """
 
         def project_heads(name: str, num_heads: int) -> jax.Array:
             weight, adapter, bias = params[f"{name}_proj"], adapters.maps.get(f"{name}_proj"), f"{name}_bias"
@@ -183,27 +214,33 @@ class Attention:
             project_heads("v", self.num_kv_heads),
         )
         q, gate = jnp.split(q, 2, axis=-1) if self.is_gated else (q, None)
+
+        # A kernel may compute norm and rotation together.
         dtype = params["q_proj"].dtype
-        kernel = self._get_rotation_kernel(at)
+        kernel = self._get_rotation_kernel(context)
         if kernel is not None:
             assert self.rotation is not None
-            angles = at.angles[self.rotation]
+            angles = context.angles[self.rotation]
             q, k = (kernel(x.astype(dtype), params[f"{name}_norm"], *angles) for name, x in (("q", q), ("k", k)))
             return q, k, v.astype(dtype), gate
+
         if self.norm_epsilon is not None:
             q = rms_norm(q, params["q_norm"], self.norm_epsilon)
             k = rms_norm(k, params["k_norm"], self.norm_epsilon)
         q = q if self.query_factor == 1.0 else q * self.query_factor
         if self.rotation is not None:
-            angles = at.angles[self.rotation]
+            angles = context.angles[self.rotation]
             q, k = rotate(q, *angles), rotate(k, *angles)
         return q.astype(dtype), k.astype(dtype), v.astype(dtype), gate
 
-    def _get_rotation_kernel(self, at: LayerContext) -> Callable[..., jax.Array] | None:
-        """Return the kernel for norm and rotation, for products that are in the weights' type; None for plain JAX."""
+    def _get_rotation_kernel(self, context: LayerContext) -> Callable[..., jax.Array] | None:
+        """Return the kernel that computes norm and rotation together, or None to use plain JAX.
+
+        The kernel reads queries and keys in the type of the weights.
+        """
         if self.norm_epsilon is None or self.rotation is None or self.has_bias or self.query_factor != 1.0:
             return None
-        kernel = at.kernels.get_rotation_kernel(self.head_dim, self.rotation[1], at.layout)
+        kernel = context.kernels.get_rotation_kernel(self.head_dim, self.rotation[1], context.layout)
         return None if kernel is None else partial(kernel, epsilon=self.norm_epsilon)
 
 
@@ -222,23 +259,27 @@ def attend_rows(
     v_BTKH: jax.Array,
     sinks_N: jax.Array | None,
     heads: Heads,
-    at: LayerContext,
+    context: LayerContext,
 ) -> jax.Array:
-    """Return `causal_attention`, computed without communication between devices.
+    """Return `causal_attention` of whole rows. While it runs, devices do not communicate.
 
-    If the tokens of a row are sharded, the devices that share it exchange them before and after: each gets whole rows
-    of a part of the heads (Jacobs et al. 2023, arXiv:2309.14509). So attention is what it is on one device.
+    If the tokens of a row are sharded, its devices exchange data before and after, so that each
+    device has whole rows for a part of the heads (Jacobs et al. 2023, arXiv:2309.14509). The
+    attention itself is then the same as on one device.
     """
-    layout, start_BT = at.layout, at.start_BT
-    attend = partial(causal_attention, window=heads.window, kernel=at.kernels.get_attention_kernel(heads))
+    layout, start_BT = context.layout, context.start_BT
+    attend = partial(causal_attention, window=heads.window, kernel=context.kernels.get_attention_kernel(heads))
     if not layout.is_sharded:
         return attend(q_BTNH, k_BTKH, v_BTKH, start_BT, sinks_N)
+
     assert layout.mesh is not None
     start_BT = jnp.zeros(q_BTNH.shape[:2], jnp.int32) if start_BT is None else start_BT
-    if layout.shards_rows:  # more devices than kv heads have copies of them
+    if layout.shards_rows:  # if there are more devices than kv heads, kv heads are duplicated
         num_copies = math.lcm(k_BTKH.shape[2], layout.num_shards("row_heads")) // k_BTKH.shape[2]
         k_BTKH, v_BTKH = (jnp.repeat(x, num_copies, axis=2) for x in (k_BTKH, v_BTKH))
         q_BTNH, k_BTKH, v_BTKH = (shard_before_exchange(x, layout) for x in (q_BTNH, k_BTKH, v_BTKH))
+
+    # Run the attention of each device on its rows and heads.
     query_heads = layout.spec(("batch", None, "row_heads", None), q_BTNH.shape)
     kv_heads = layout.spec(("batch", None, "row_heads", None), k_BTKH.shape)
     sinks = None if sinks_N is None else layout.spec(("row_heads",), sinks_N.shape)

@@ -1,17 +1,18 @@
-"""The two kinds of parts of a decoder block, mixers and feed-forwards, and what the decoder passes to them.
+"""The interface of the parts of a decoder block, and the data that the decoder passes to them.
 
-A part is frozen data with all its sizes: part of `ModelConfig`, hence hashable. Its methods are pure functions. The
-names of its parameters and linear maps are unique within a block; adapters and checkpoints use the same names.
+A block consists of a mixer (attention, delta net, Mamba) and a feed-forward (dense or a mixture of
+experts). A part is frozen, hashable data, because it belongs to `ModelConfig`, and its methods are
+pure functions. The names of its parameters and linear maps are unique within a block. Adapters and
+checkpoints use the same names.
 
 Legend: B batch, T tokens, S slots, D embed, n layers of a stack.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, Self
 
 import jax
-import jax.numpy as jnp
 from flax import struct
 
 from skyrl_tx.layers.cache_state import DecodeLayerCache, LayerCache, PrefillLayerCache
@@ -19,33 +20,35 @@ from skyrl_tx.layers.experts import ExpertAdapters
 from skyrl_tx.layers.kernels.registry import NO_KERNELS, Heads, Kernels
 from skyrl_tx.layers.lora import RowAdapter
 from skyrl_tx.layers.parameter import Axis, Parameter
-from skyrl_tx.layers.recurrence import ChunkMasks, make_conv_masks
 from skyrl_tx.layers.rope import Rope
-from skyrl_tx.layers.sharding import Layout, shard_before_exchange
+from skyrl_tx.layers.sharding import Layout
 
 LayerParams = Mapping[str, Any]
-"""Parameters by name: those of one layer, some of them `StackedParam`, or with a leading n those of a stack."""
+"""Parameters of one layer by name, where some may be a `StackedParam`.
+
+For a stack, with a leading n.
+"""
 
 Rotation = tuple[Rope, int]
-"""A rope and the number of dims that it rotates."""
+"""A RoPE and the number of dimensions that it rotates."""
 
 Angles = tuple[jax.Array, jax.Array]
-"""Cosine and sine of each position."""
+"""Cosine and sine for each position."""
 
 ShardedSize = tuple[Axis, str, int]
-"""A size that a mesh may divide: its logical axis, its name in config.json, and the size."""
+"""A size that a mesh may divide: the logical axis, the key in config.json, and the size."""
 
 TargetGroup = Literal["attn", "mlp", "unembed"]
-"""The linear maps that a client trains together."""
+"""A group of linear maps that a client can switch on or off together, see `LoraSpec`."""
 
 
 class UnsupportedModel(ValueError):
-    """The checkpoint requires an unsupported feature that changes the numbers."""
+    """The model needs a feature that is not supported and that would change the numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A linear map that adapters change, or one such map per expert."""
+    """A linear map that adapters change. With `num_experts`, there is one such map per expert."""
 
     inputs: int
     outputs: int
@@ -56,9 +59,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """The arrays that the cache keeps of one layer, as trees of `Parameter`.
+    """The arrays that the cache has for one layer, as trees of `Parameter`.
 
-    Those of each position are [K, H], in the type of the base weights; others have a fixed size for each sample.
+    `positions` are arrays [K, H] per position, in the type of the base weights. `fixed` are arrays
+    of a fixed size per sample, for example the state of a delta net.
     """
 
     positions: Any = ()
@@ -67,7 +71,7 @@ class CacheSpec:
 
 @struct.dataclass
 class StackedParam:
-    """A parameter of one layer that is read in the stack of all."""
+    """A parameter of one layer that is read from the stack of all layers, without slicing it."""
 
     stack: jax.Array  # [n, ...]
     layer: jax.Array
@@ -75,7 +79,7 @@ class StackedParam:
 
 @dataclass(frozen=True, slots=True)
 class LayerAdapters:
-    """The adapters of the rows in one layer; empty for the base model."""
+    """The adapters of the rows in one layer. Empty for the base model."""
 
     maps: Mapping[str, RowAdapter] = field(default_factory=dict[str, RowAdapter])
     experts: ExpertAdapters | None = None
@@ -83,29 +87,32 @@ class LayerAdapters:
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """The place of a call's tokens, the same for all layers."""
+    """Data of a call that is the same for all layers: sharding, kernels and token positions."""
 
     layout: Layout
     angles: Mapping[Rotation, Angles]
     start_BT: jax.Array | None = None
-    """In training, the start in the row of the sequence of each position; None if a row holds one sequence."""
+    """In training, the index in the row at which the sequence of each token begins.
+
+    None means that each row contains one sequence.
+    """
     prepared: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
-    """In training, what `prepare` of each mixer returned."""
+    """In training, the result of `Mixer.prepare` for each mixer."""
     kernels: Kernels = NO_KERNELS
-    """The kernels in training and in sampling."""
+    """The kernels for training and sampling."""
     size: jax.Array | None = None
-    """The number of tokens of a chunk of prompts that are no padding; None if all."""
+    """In prefill, the number of tokens before the padding; None means no padding."""
 
 
 class Part(Protocol):
-    """The methods that mixers and feed-forwards share."""
+    """Methods that mixers and feed-forwards have in common."""
 
     def describe(self) -> Mapping[str, Parameter]:
-        """Return the parameters of one layer."""
+        """Return the parameters of one layer by name."""
         ...
 
     def targets(self) -> Mapping[str, Target]:
-        """Return the linear maps that adapters change."""
+        """Return the linear maps that adapters change, by name."""
         ...
 
     def list_sharded_sizes(self) -> Iterator[ShardedSize]:
@@ -114,136 +121,70 @@ class Part(Protocol):
 
 
 class Mixer(Part, Protocol):
-    """A part that mixes positions. `rows`, `extend` and `step` give the same numbers; `x` is normalised already."""
+    """A part that mixes positions. Its inputs are normalised.
+
+    `forward`, `prefill` and `decode` compute the same numbers for training, prompts and new tokens.
+    """
 
     @property
     def rotation(self) -> Rotation | None:
-        """The rotation whose angles the mixer reads."""
+        """The RoPE of the mixer, or None."""
         ...
 
     @property
     def heads(self) -> Heads | None:
-        """The heads of a mixer with softmax attention, by which its kernels are chosen."""
+        """The heads of softmax attention, used to choose kernels. None for other mixers."""
         ...
 
     @property
     def cache_heads(self) -> Heads | None:
-        """The same heads as they are in the cache, by which the kernel that reads its pages is chosen."""
+        """The heads as the cache stores them, used to choose the kernel that reads its pages."""
         ...
 
     def with_cached_dims(self, multiple: int) -> Self:
-        """Return the mixer with zeros in the cache after the dims of each position, up to a multiple of that number."""
+        """Return the mixer with its cached dims padded with zeros to a multiple of `multiple`."""
         ...
 
     def describe_cache(self) -> CacheSpec:
-        """Return what the cache keeps of one layer."""
+        """Return the arrays that the cache has for one layer."""
         ...
 
     def prepare(self, start_BT: jax.Array | None) -> Any:
-        """Return what `rows` reads of `start_BT` (see Place), computed once for all layers.
+        """Compute from `start_BT` what `forward` needs of it, once for all layers.
 
-        Within a layer XLA would compute it in the loop in one program, before the loop in another, and fuse what
-        follows differently: their bits would differ.
+        See `LayerContext`.
+
+        XLA could compute it inside the loop over layers in one program and before the loop in
+        another. It would then fuse the following operations differently, and the last bits would
+        differ.
         """
         ...
 
-    def forward(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: LayerContext) -> jax.Array:
-        """Return the output for whole rows [B, T, D]."""
+    def forward(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, context: LayerContext) -> jax.Array:
+        """Return the output for whole training rows [B, T, D]."""
         ...
 
     def prefill(
-        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: PrefillLayerCache, at: LayerContext
+        self,
+        x: jax.Array,
+        params: LayerParams,
+        adapters: LayerAdapters,
+        cache: PrefillLayerCache,
+        context: LayerContext,
     ) -> tuple[jax.Array, LayerCache]:
-        """Return the output for a chunk of prompts [B, T, D], and what it adds to the cache."""
+        """Return the output for a chunk of prompts [B, T, D], and the new cache entries."""
         ...
 
     def decode(
-        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, held: DecodeLayerCache, at: LayerContext
+        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, cache: DecodeLayerCache, context: LayerContext
     ) -> tuple[jax.Array, LayerCache]:
-        """Return the output for one token per slot [S, D], and what has changed in the cache."""
+        """Return the output for one token per slot [S, D], and the changed cache entries."""
         ...
 
 
 class FeedForward(Part, Protocol):
-    """A part that maps each position by itself."""
+    """A part that computes each position independently."""
 
-    def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: LayerContext) -> jax.Array:
+    def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, context: LayerContext) -> jax.Array:
         """Return the output for positions [..., D]."""
         ...
-
-
-Masks = tuple[jax.Array, ChunkMasks]
-"""The positions that the first ones of a sequence do not read: in the convolutions, and in the rule."""
-
-
-def describe_recurrent_cache(
-    state: tuple[int, int, int, int], channels: Mapping[str, int], conv_width: int
-) -> CacheSpec:
-    """Return the room of a state, whose first dim is cut like heads, and of the last inputs of each convolution."""
-    axes: tuple[Axis, ...] = ("heads", "head_dim", "head_dim", "head_dim")
-    tails = {
-        f"{name}_take_tail": Parameter((conv_width - 1, size), ("head_dim", "heads"), "zeros")
-        for name, size in channels.items()
-    }
-    return CacheSpec(fixed={"state": Parameter(state, axes, "zeros", is_float32=True), **tails})
-
-
-def make_empty_state(room: CacheSpec, num_rows: int, dtype: Any) -> dict[str, jax.Array]:
-    """Return what `room` keeps of rows that begin, [B, ...]; `dtype` is that of the weights."""
-    return {
-        name: jnp.zeros((num_rows, *each.shape), jnp.float32 if each.is_float32 else dtype)
-        for name, each in room.fixed.items()
-    }
-
-
-def make_masks(start_BT: jax.Array | None, conv_width: int) -> Masks | None:
-    """Return the masks of rows of several sequences; None if a row holds one."""
-    return None if start_BT is None else (make_conv_masks(start_BT, conv_width), ChunkMasks.from_starts(start_BT))
-
-
-def get_conv_kernel(params: LayerParams, name: str) -> jax.Array:
-    """Return the weights of a convolution, [W, I]."""
-    return params[f"{name}_conv"][:, 0].T
-
-
-def gather_rows(x: jax.Array, layout: Layout) -> jax.Array:
-    """Return [B, T, ...], by heads or channels, so that a device has all tokens of its rows, of a part of the heads."""
-    if not layout.shards_rows:
-        return x
-    return layout.constrain(shard_before_exchange(x, layout), "batch", None, "row_heads", *[None] * (x.ndim - 3))
-
-
-def shard_rows(x: jax.Array, layout: Layout) -> jax.Array:
-    """Return [B, T, ...], by heads or channels, so that a device has its part of a row again."""
-    return layout.constrain(x, "batch", "tokens", "heads", *[None] * (x.ndim - 3)) if layout.shards_rows else x
-
-
-def run_rule(
-    rule: Callable[..., tuple[jax.Array, jax.Array]],
-    inputs: tuple[jax.Array, ...],
-    state: jax.Array,
-    masks: ChunkMasks | None,
-    layout: Layout,
-) -> tuple[jax.Array, jax.Array]:
-    """Return `rule(*inputs, state, masks)`, computed without communication between devices.
-
-    Inputs and outputs are [B, T, heads, ...], states [B, heads, ...].
-    """
-    if not layout.is_sharded:
-        return rule(*inputs, state, masks)
-    assert layout.mesh is not None
-    rows: tuple[Axis | None, ...] = ("batch", None, "row_heads")
-
-    def get_spec(x: jax.Array, axes: tuple[Axis | None, ...]) -> Any:
-        return layout.spec((*axes, *[None] * (x.ndim - len(axes))), x.shape)
-
-    of_state = get_spec(state, ("batch", "row_heads"))
-    in_specs = (
-        *(get_spec(each, rows) for each in inputs),
-        of_state,
-        jax.tree.map(lambda m: get_spec(m, (None, "batch")), masks),
-    )
-    outputs, _ = jax.eval_shape(rule, *inputs, state, masks)
-    out_specs = get_spec(outputs, rows), of_state
-    alone = jax.shard_map(rule, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return alone(*inputs, state, masks)

@@ -1,7 +1,7 @@
-"""The feed-forward parts of a block: a dense one, or a mixture of experts.
+"""Feed-forward parts: a dense feed-forward, and a mixture of experts (MoE).
 
-Most dense feed-forwards have a gate (SwiGLU: Shazeer 2020, arXiv:2002.05202). Those without a gate square a
-relu (So et al. 2021, arXiv:2109.08668).
+Most feed-forwards have a gate (SwiGLU: Shazeer 2020, arXiv:2002.05202). A feed-forward without a
+gate applies a squared ReLU (So et al. 2021, arXiv:2109.08668).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +11,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from typing_extensions import override
 
 from skyrl_tx.layers.experts import BIAS_AXES, MAP_NAMES, Clamp, ExpertWeights
 from skyrl_tx.layers.grouped_experts import Routing
@@ -19,6 +20,7 @@ from skyrl_tx.layers.moe import apply_mixture, estimate_backward_bytes
 from skyrl_tx.layers.parameter import Axis, Parameter
 from skyrl_tx.layers.stable_bits import add_unfused, sum_last_dim
 from skyrl_tx.models.parts.base import (
+    FeedForward,
     LayerAdapters,
     LayerContext,
     LayerParams,
@@ -29,7 +31,10 @@ from skyrl_tx.models.parts.base import (
 )
 
 Activation = Literal["silu", "gelu_tanh"]
-"""The function of the gate. The second is GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415), approximated by tanh."""
+"""The activation of the gate.
+
+"gelu_tanh" is the tanh approximation of GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415).
+"""
 _ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
@@ -37,17 +42,20 @@ _ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dense:
-    """See FeedForward."""
+class Dense(FeedForward):
+    """A dense feed-forward."""
 
     hidden_size: int
     mlp_size: int
     activation: Activation = "silu"
     is_gated: bool = True
-    """Whether the map up is multiplied by the activation of a gate, or else squared where it is above 0."""
+    """Whether there is a gate, whose activation multiplies the up map.
 
+    Otherwise the up map passes a squared ReLU.
+    """
+
+    @override
     def targets(self) -> dict[str, Target]:
-        """See Part."""
         D, F = self.hidden_size, self.mlp_size
         gate = {"gate_proj": Target(inputs=D, outputs=F, axes=("embed", "mlp"), group="mlp")} if self.is_gated else {}
         return gate | {
@@ -55,16 +63,18 @@ class Dense:
             "down_proj": Target(inputs=F, outputs=D, axes=("mlp", "embed"), group="mlp"),
         }
 
+    @override
     def describe(self) -> dict[str, Parameter]:
-        """See Part."""
-        return {name: Parameter((each.inputs, each.outputs), each.axes) for name, each in self.targets().items()}
+        return {
+            name: Parameter((target.inputs, target.outputs), target.axes) for name, target in self.targets().items()
+        }
 
+    @override
     def list_sharded_sizes(self) -> Iterator[ShardedSize]:
-        """See Part."""
         yield "mlp", "intermediate_size", self.mlp_size
 
-    def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: LayerContext) -> jax.Array:
-        """See FeedForward."""
+    @override
+    def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, context: LayerContext) -> jax.Array:
         return apply_dense(x, params, adapters, activation=self.activation)
 
 
@@ -76,9 +86,9 @@ def apply_dense(
     weight: jax.Array | None = None,
     activation: Activation = "silu",
 ) -> jax.Array:
-    """Return the output of the feed-forward whose maps have this prefix, times a weight of each position [..., 1].
+    """Return the output of a dense feed-forward. It has a gate if `params` contain one.
 
-    It has a gate if `params` have one.
+    `prefix` begins the names of its maps. `weight` [..., 1] multiplies the output of each position.
     """
 
     def apply_map(x: jax.Array, name: str) -> jax.Array:
@@ -93,35 +103,44 @@ def apply_dense(
 
 
 EXPERT_PREFIX = "expert_"
-"""Begins the names of the experts' maps, which lie next to those of dense feed-forwards in adapters."""
+"""First part of the names of experts' maps.
+
+It separates them from the maps of dense feed-forwards in adapters.
+"""
 SHARED_PREFIX = "shared_"
-"""Begins the names of the maps of the expert that all tokens share."""
+"""First part of the names of the shared expert's maps. All tokens pass the shared expert."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mixture:
-    """See FeedForward."""
+class Mixture(FeedForward):
+    """A mixture of experts, where a router chooses some experts for each token."""
 
     hidden_size: int
     mlp_size: int
-    """The width of each expert."""
+    """Hidden size of each expert."""
     routing: Routing
     has_bias: bool = False
-    """Whether the router and the experts' maps have a bias."""
+    """Whether the router and the maps of experts have a bias."""
     clamp: Clamp | None = None
-    """The activation of the experts, if it is not silu(gate) * up."""
+    """The activation of experts, if it is not silu(gate) * up."""
     has_correction: bool = False
-    """Whether a correction of each expert's score takes part in the choice of experts. It is not trained."""
+    """Whether a constant per expert is added to its score when experts are chosen.
+
+    It is not trained.
+    """
     shared_size: int | None = None
-    """The width of one more expert, to which all tokens go. None: there is none."""
+    """Hidden size of the shared expert, which all tokens pass. None means that there is none."""
     is_gated: bool = True
-    """Whether experts have gates, the shared one too. Without, they square what is above 0."""
+    """Whether experts have gates, including the shared one. Otherwise they apply a squared ReLU."""
     latent_size: int | None = None
-    """The width of what experts read and return, if maps lead from the hidden size to it and back."""
+    """Size of the inputs and outputs of experts, if it is not the hidden size.
+
+    Two additional maps then lead from the hidden size to the latent size and back.
+    """
     has_shared_gate: bool = True
-    """Whether a gate weights the output of that expert for each token."""
+    """Whether a gate multiplies the output of the shared expert for each token."""
     config_keys: tuple[str, str] = ("moe_intermediate_size", "num_experts")
-    """The names of the experts' width and number in config.json."""
+    """Keys of config.json with the hidden size and the number of experts."""
 
     def __post_init__(self) -> None:
         chosen, experts = self.routing.num_chosen, self.routing.num_experts
@@ -129,15 +148,18 @@ class Mixture:
             raise UnsupportedModel(f"a token cannot go to {chosen!r} of {experts!r} experts")
         groups, chosen_groups = self.routing.num_groups, self.routing.num_chosen_groups
         if experts % groups or (groups > 1 and experts < 2 * groups):
-            raise UnsupportedModel(f"{experts} experts cannot be in {groups} groups of two or more each")
+            raise UnsupportedModel(f"{experts} experts cannot be divided into {groups} groups of two or more")
         if not 1 <= chosen_groups <= groups or chosen > experts // groups * chosen_groups:
-            raise UnsupportedModel(f"a token cannot go to {chosen} experts in {chosen_groups!r} of {groups!r} groups")
+            raise UnsupportedModel(
+                f"a token cannot go to {chosen} experts in {chosen_groups!r} of {groups!r} groups with "
+                f"{experts // groups} experts each"
+            )
 
+    @override
     def targets(self) -> dict[str, Target]:
-        """See Part."""
         D, F, E = self.latent_size or self.hidden_size, self.mlp_size, self.routing.num_experts
         ends = {"gate_proj": (D, F), "up_proj": (D, F), "down_proj": (F, D)}
-        found = {
+        targets = {
             EXPERT_PREFIX + name: Target(
                 inputs=ends[name][0],
                 outputs=ends[name][1],
@@ -147,45 +169,52 @@ class Mixture:
             )
             for name in self._map_names
         }
+
+        # The maps to the latents and back.
         if self.latent_size is not None:
             ends = {"fc1_latent_proj": (self.hidden_size, D), "fc2_latent_proj": (D, self.hidden_size)}
             axes: dict[str, tuple[Axis, Axis]] = {
-                "fc1_latent_proj": ("embed", "head_dim"),  # latents are whole on each device
+                "fc1_latent_proj": ("embed", "head_dim"),  # latents are not sharded
                 "fc2_latent_proj": ("head_dim", "embed"),
             }
-            found |= {
+            targets |= {
                 name: Target(inputs=inputs, outputs=outputs, axes=axes[name], group="mlp")
                 for name, (inputs, outputs) in ends.items()
             }
+
         shared = {} if self._shared_expert is None else self._shared_expert.targets()
-        return found | {SHARED_PREFIX + name: each for name, each in shared.items()}
+        return targets | {SHARED_PREFIX + name: target for name, target in shared.items()}
 
+    @override
     def describe(self) -> dict[str, Parameter]:
-        """See Part."""
-        E = self.routing.num_experts
-        # Models with sigmoid scores compute them in float32: rounded ones would often be equal, near 1.
-        is_float32 = self.routing.scores == "sigmoid"
-        found = {"router": Parameter((E, self.hidden_size), ("expert", "embed"), is_float32=is_float32)}
+        # Sigmoid scores are computed in float32. Rounded scores near 1 would often be equal.
+        E, is_float32 = self.routing.num_experts, self.routing.scores == "sigmoid"
+        parameters = {"router": Parameter((E, self.hidden_size), ("expert", "embed"), is_float32=is_float32)}
         if self.has_correction:
-            found["router_correction"] = Parameter((E,), ("expert",), "zeros", is_float32=True)
-        for name, each in self.targets().items():
-            if each.num_experts is not None:
-                found[name] = Parameter((E, each.inputs, each.outputs), ("expert", *each.axes))
-            elif not name.startswith(SHARED_PREFIX):
-                found[name] = Parameter((each.inputs, each.outputs), each.axes)
-        if self._shared_expert is not None:
-            found |= {SHARED_PREFIX + name: each for name, each in self._shared_expert.describe().items()}
-        if self._shared_expert is not None and self.has_shared_gate:
-            found["shared_gate"] = Parameter((1, self.hidden_size), ("head_dim", "embed"))
-        if self.has_bias:
-            found["router_bias"] = Parameter((E,), ("expert",), "zeros")
-            for bias, name in zip(BIAS_AXES, MAP_NAMES, strict=True):
-                each = self.targets()[EXPERT_PREFIX + name]
-                found[EXPERT_PREFIX + bias] = Parameter((E, each.outputs), ("expert", each.axes[1]), "zeros")
-        return found
+            parameters["router_correction"] = Parameter((E,), ("expert",), "zeros", is_float32=True)
 
+        # Maps of experts, and maps to latents and back.
+        for name, target in self.targets().items():
+            if target.num_experts is not None:
+                parameters[name] = Parameter((E, target.inputs, target.outputs), ("expert", *target.axes))
+            elif not name.startswith(SHARED_PREFIX):
+                parameters[name] = Parameter((target.inputs, target.outputs), target.axes)
+
+        if self._shared_expert is not None:
+            shared = self._shared_expert.describe()
+            parameters |= {SHARED_PREFIX + name: parameter for name, parameter in shared.items()}
+            if self.has_shared_gate:
+                parameters["shared_gate"] = Parameter((1, self.hidden_size), ("head_dim", "embed"))
+
+        if self.has_bias:
+            parameters["router_bias"] = Parameter((E,), ("expert",), "zeros")
+            for bias, name in zip(BIAS_AXES, MAP_NAMES, strict=True):
+                target = self.targets()[EXPERT_PREFIX + name]
+                parameters[EXPERT_PREFIX + bias] = Parameter((E, target.outputs), ("expert", target.axes[1]), "zeros")
+        return parameters
+
+    @override
     def list_sharded_sizes(self) -> Iterator[ShardedSize]:
-        """See Part."""
         width, number = self.config_keys
         yield "mlp", width, self.mlp_size
         yield "expert", number, self.routing.num_experts
@@ -194,32 +223,39 @@ class Mixture:
         if self.shared_size is not None:
             yield "mlp", "shared_expert_intermediate_size", self.shared_size
 
-    def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: LayerContext) -> jax.Array:
-        """See FeedForward."""
+    @override
+    def apply(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, context: LayerContext) -> jax.Array:
+        # Collect the weights of the experts. A kernel may read them from the stack of all layers.
         maps, layer = [params.get(EXPERT_PREFIX + name) for name in MAP_NAMES], None
         if isinstance(down := maps[-1], StackedParam):
-            maps, layer = [each and each.stack for each in maps], down.layer
+            maps, layer = [weight and weight.stack for weight in maps], down.layer
         gate, up, down = maps
         assert up is not None and down is not None, "experts have these maps"
         biases = (params.get(EXPERT_PREFIX + name) for name in BIAS_AXES)
         weights = ExpertWeights(gate, up, down, *biases, layer=layer, clamp=self.clamp)
-        own = params.get("router_bias"), params.get("router_correction")
+
+        # Run the routed experts, between the maps to latents and back if there are any.
+        router_params = params.get("router_bias"), params.get("router_correction")
         latent = None if self.latent_size is None else _apply_map(x, "fc1_latent_proj", params, adapters)
-        settings = self.routing, at.layout, *own, latent, at.kernels
+        settings = self.routing, context.layout, *router_params, latent, context.kernels
         y = apply_mixture(x, params["router"], weights, adapters.experts, *settings)
         if self.latent_size is not None:
             y = _apply_map(y, "fc2_latent_proj", params, adapters)
         if self.shared_size is None:
             return y
-        # The weight is multiplied in before the last map. A product next to the sum would be rounded apart from it or
-        # not, as XLA fuses them: a pass with a gradient would differ from one without.
+
+        # Add the shared expert. Its gate is multiplied in before the last map: XLA may fuse a
+        # product with the sum after it or not, so a pass with gradient would differ in the last
+        # bits from a pass without.
         weight = _compute_shared_gate(x, params["shared_gate"]) if self.has_shared_gate else None
         return add_unfused(y, apply_dense(x, params, adapters, SHARED_PREFIX, weight))
 
     def estimate_backward_bytes(self, num_tokens: int, rank: int, ep: int, tp: int, itemsize: int) -> int:
-        """Return the bytes that the backward pass of one layer takes on a device through which `num_tokens` pass.
+        """Return the memory in bytes of the backward pass of one layer on a device.
 
-        See `skyrl_tx.layers.moe.estimate_backward_bytes`; weights have `itemsize`.
+        The device processes `num_tokens` tokens. The experts are divided over `ep` devices and
+        their hidden size over `tp`. Weights take `itemsize` bytes each. See
+        `skyrl_tx.layers.moe.estimate_backward_bytes`.
         """
         return estimate_backward_bytes(
             num_visits=num_tokens * self.routing.num_chosen,
@@ -249,8 +285,8 @@ def _apply_map(x: jax.Array, name: str, params: LayerParams, adapters: LayerAdap
 def _compute_shared_gate(x: jax.Array, weight_1D: jax.Array) -> jax.Array:
     """Return the weight of the shared expert for each token, [..., 1].
 
-    As a sum, not as a product with a matrix of one column: there the bits of a token depend on its row, because XLA on
-    CPU computes the last rows by other code.
+    It is computed as a sum. In a product with a matrix of one column, the bits of a token would
+    depend on its row, because XLA on CPU computes the last rows with other code.
     """
     product = x.astype(weight_1D.dtype).astype(jnp.float32) * weight_1D[0].astype(jnp.float32)
     return jax.nn.sigmoid(sum_last_dim(product)[..., None])

@@ -1,10 +1,12 @@
-"""Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434), as a part of a block.
+"""Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434), as a mixer.
 
-Keys and values of all heads follow from one latent for each position. Training computes them. Prompts and steps keep
-the latents alone: a query is mapped to their space, where all heads share one key, and what a head has mixed of the
-latents is mapped to its value. Both maps are the same for all adapters, which change what comes before and after.
+The keys and values of all heads are linear maps of one small latent per position. Training computes
+keys and values from the latents. Prefill and decoding cache only the latents: queries are mapped to
+the space of the latents, where all heads share one key, and the mixed latents of each head are then
+mapped to its value. Adapters do not change these two maps, so they are the same for all rows.
 
-Legend: B batch, T tokens, N heads, C dims of a latent, R rotated dims, P plain dims of a key, V dims of a value.
+Legend: B batch, T tokens, N heads, C dims of a latent, R rotated dims, P plain dims of a key, V
+dims of a value.
 """
 
 import math
@@ -14,6 +16,7 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
+from typing_extensions import override
 
 from skyrl_tx.layers.cache_state import DecodeLayerCache, LayerCache, PrefillLayerCache
 from skyrl_tx.layers.kernels.registry import Heads
@@ -28,6 +31,7 @@ from skyrl_tx.models.parts.base import (
     LayerAdapters,
     LayerContext,
     LayerParams,
+    Mixer,
     Rotation,
     ShardedSize,
     Target,
@@ -35,56 +39,66 @@ from skyrl_tx.models.parts.base import (
 )
 
 LATENT_EPSILON = 1e-6
-"""The epsilon of the norms of latents, whatever that of other norms is."""
+"""Epsilon of the norms of latents. It does not depend on the epsilon of the other norms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatentAttention:
-    """See Mixer."""
+class LatentAttention(Mixer):
+    """Multi-head latent attention of DeepSeek-V3."""
 
     hidden_size: int
     num_heads: int
     latent_dim: int
-    """The dims of the latent of keys and values."""
+    """Number of dimensions of the latent of keys and values."""
     query_latent_dim: int | None
-    """The dims of the latent of queries; None if they are mapped from the hidden state."""
+    """Number of dimensions of the latent of queries.
+
+    None means that queries are mapped from the hidden state.
+    """
     plain_dim: int
-    """The dims of a query and a key that are not rotated, and follow from latents."""
+    """Number of dimensions of a query or key that are not rotated.
+
+    They are computed from latents.
+    """
     rotary_dim: int
-    """The rotated dims, which all heads share in keys."""
+    """Number of rotated dimensions of a query or key. In keys, all heads share them."""
     value_dim: int
     rope: Rope
     has_paired_rope: bool = True
-    """Whether neighbouring dims are rotated together, not those of two halves."""
+    """Whether RoPE rotates neighbouring dimensions together. Otherwise it pairs the two halves."""
     cached_dim: int | None = None
-    """The dims of a position in the cache, zeros after the latent and the rotated dims; None for no zeros."""
+    """Number of dimensions per position in the cache if it is padded with zeros, else None."""
 
     def __post_init__(self) -> None:
         if self.rotary_dim % 2:
-            raise UnsupportedModel(f"the rotated dims of a head must be an even number, not {self.rotary_dim}")
+            raise UnsupportedModel(f"the number of rotated dims of a head must be even, not {self.rotary_dim}")
 
     @property
+    @override
     def rotation(self) -> Rotation:
-        """See Mixer."""
         return self.rope, self.rotary_dim
 
     @property
     def position_dim(self) -> int:
-        """The dims of what is kept of a position: the latent and the rotated key."""
+        """Number of dimensions that are cached per position: the latent and the rotated key."""
         return self.latent_dim + self.rotary_dim
 
     @property
+    @override
     def heads(self) -> Heads:
-        """See Mixer."""
         return Heads(self.plain_dim + self.rotary_dim, self.value_dim, is_latent=True)
 
     @property
+    @override
     def cache_heads(self) -> Heads:
-        """See Mixer."""
         return self.heads
 
+    @override
     def targets(self) -> dict[str, Target]:
-        """See Part. The maps from latents are not among them, as on the hosted service."""
+        """Return the maps before the latents and the output map.
+
+        As on the hosted service, maps from latents have no adapters.
+        """
         D, latents = self.hidden_size, self.position_dim
         query, size, axis = "q_proj", self._query_size, "heads"
         if self.query_latent_dim is not None:
@@ -95,70 +109,88 @@ class LatentAttention:
             "o_proj": Target(inputs=self.num_heads * self.value_dim, outputs=D, axes=("heads", "embed"), group="attn"),
         }
 
+    @override
     def describe(self) -> dict[str, Parameter]:
-        """See Part."""
-        found = {name: Parameter((each.inputs, each.outputs), each.axes) for name, each in self.targets().items()}
+        parameters = {
+            name: Parameter((target.inputs, target.outputs), target.axes) for name, target in self.targets().items()
+        }
         if self.query_latent_dim is not None:
-            found["q_a_norm"] = Parameter((self.query_latent_dim,), ("head_dim",), "ones", is_float32=True)
-            found["q_b_proj"] = Parameter((self.query_latent_dim, self._query_size), ("embed", "heads"))
-        found["kv_a_norm"] = Parameter((self.latent_dim,), ("head_dim",), "ones", is_float32=True)
-        for name, dim in (("k_b", self.plain_dim), ("v_b", self.value_dim)):  # [out, in], to be read head by head
-            shape = self.num_heads * dim, self.latent_dim
-            found[name] = Parameter(shape, ("heads", "embed"), num_heads=self.num_heads)
-        return found
+            parameters["q_a_norm"] = Parameter((self.query_latent_dim,), ("head_dim",), "ones", is_float32=True)
+            parameters["q_b_proj"] = Parameter((self.query_latent_dim, self._query_size), ("embed", "heads"))
+        parameters["kv_a_norm"] = Parameter((self.latent_dim,), ("head_dim",), "ones", is_float32=True)
 
+        # These maps are stored as [out, in], because they are applied head by head.
+        for name, dim in (("k_b", self.plain_dim), ("v_b", self.value_dim)):
+            shape = self.num_heads * dim, self.latent_dim
+            parameters[name] = Parameter(shape, ("heads", "embed"), num_heads=self.num_heads)
+        return parameters
+
+    @override
     def list_sharded_sizes(self) -> Iterator[ShardedSize]:
-        """See Part. A head stays whole, and so do latents."""
+        """Yield the number of heads. Heads and latents are not divided."""
         yield "heads", "num_attention_heads", self.num_heads
 
+    @override
     def with_cached_dims(self, multiple: int) -> Self:
-        """See Mixer."""
         dim = -(-self.position_dim // multiple) * multiple
         return self if dim == self.position_dim else replace(self, cached_dim=dim)
 
+    @override
     def describe_cache(self) -> CacheSpec:
-        """See Mixer. The rotated dims of the key follow the latent. Both are the value, of which the latent counts."""
-        each = Parameter((1, self.cached_dim or self.position_dim), ("head_dim", "head_dim"), "zeros")
-        return CacheSpec(positions=KeyValues(k=each, v=None))  # type: ignore[arg-type]
+        """Return one array that contains the latent, then the rotated dimensions of the key.
 
+        Attention uses the array as key and as value. Of the mixed values, only the latent is used.
+        """
+        array = Parameter((1, self.cached_dim or self.position_dim), ("head_dim", "head_dim"), "zeros")
+        return CacheSpec(positions=KeyValues(k=array, v=None))  # type: ignore[arg-type]
+
+    @override
     def prepare(self, start_BT: jax.Array | None) -> None:
-        """See Mixer. Attention compares starts in each of its tiles."""
+        """Return nothing: attention compares starts within each of its tiles."""
 
-    def forward(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: LayerContext) -> jax.Array:
-        """See Mixer."""
+    @override
+    def forward(self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, context: LayerContext) -> jax.Array:
+        """Compute keys and values from the latents, and attend to them."""
         dtype = params["o_proj"].dtype
-        plain_BTNP, rotated_BTNR = self._project_queries(x, params, adapters, at)
-        latent_BTC, shared_BT1R = self._project_latents(x, params, adapters, at)
+        plain_BTNP, rotated_BTNR = self._project_queries(x, params, adapters, context)
+        latent_BTC, shared_BT1R = self._project_latents(x, params, adapters, context)
         keys_BTNP, v_BTNV = (self._split_heads(linear(latent_BTC, params[name].T, None)) for name in ("k_b", "v_b"))
         shared_BTNR = jnp.broadcast_to(shared_BT1R, rotated_BTNR.shape)
         q_BTNH = jnp.concatenate([plain_BTNP, rotated_BTNR], axis=-1) * self.rope.score_factor
         k_BTNH = jnp.concatenate([keys_BTNP, shared_BTNR], axis=-1).astype(dtype)
-        mixed_BTNV = attend_rows(q_BTNH.astype(dtype), k_BTNH, v_BTNV.astype(dtype), None, self.heads, at)
+        mixed_BTNV = attend_rows(q_BTNH.astype(dtype), k_BTNH, v_BTNV.astype(dtype), None, self.heads, context)
         return self._project_output(mixed_BTNV, params, adapters)
 
+    @override
     def prefill(
         self,
         x: jax.Array,
         params: LayerParams,
         adapters: LayerAdapters,
-        held: PrefillLayerCache | DecodeLayerCache,
-        at: LayerContext,
+        cache: PrefillLayerCache | DecodeLayerCache,
+        context: LayerContext,
     ) -> tuple[jax.Array, LayerCache]:
-        """See Mixer. How latents are kept, and how many tokens each row has, are the cache's business."""
+        """Attend to latents. The cache stores them and knows how many tokens each row has."""
         dtype = params["o_proj"].dtype
-        plain, rotated = self._project_queries(x, params, adapters, at)
-        latent, shared = self._project_latents(x, params, adapters, at)
+        plain, rotated = self._project_queries(x, params, adapters, context)
+        latent, shared = self._project_latents(x, params, adapters, context)
+
+        # Map queries to the space of the latents.
         q = jnp.concatenate(
             [_multiply_by_head("...np,npc->...nc", plain, params["k_b"], self.num_heads), rotated], axis=-1
         )
         k = jnp.concatenate([latent[..., None, :], shared], axis=-1)
         if (missing := (self.cached_dim or self.position_dim) - self.position_dim) > 0:
             q, k = (jnp.pad(z, [(0, 0)] * (z.ndim - 1) + [(0, missing)]) for z in (q, k))
-        # Attention divides by the root of the dims that it sees, and those are the latent's here.
+        # Attention divides scores by the root of the size of `q`. This factor restores the size of
+        # plain queries.
         stretch = math.sqrt(q.shape[-1] / (self.plain_dim + self.rotary_dim))
-        q, past = q * (self.rope.score_factor * stretch), at.kernels.get_past_kernel(self.heads, at.layout)
-        mixed, kept = held.attend(q.astype(dtype), k.astype(dtype), None, kernel=past)
-        mixed = at.layout.constrain(mixed[..., : self.latent_dim], "batch", *[None] * (mixed.ndim - 3), "heads", None)
+        q, past = q * (self.rope.score_factor * stretch), context.kernels.get_past_kernel(self.heads, context.layout)
+
+        mixed, kept = cache.attend(q.astype(dtype), k.astype(dtype), None, kernel=past)
+        mixed = context.layout.constrain(
+            mixed[..., : self.latent_dim], "batch", *[None] * (mixed.ndim - 3), "heads", None
+        )
         values = _multiply_by_head("...nc,nvc->...nv", mixed, params["v_b"], self.num_heads)
         return self._project_output(values, params, adapters), LayerCache(positions=kept)
 
@@ -169,30 +201,30 @@ class LatentAttention:
         return self.num_heads * (self.plain_dim + self.rotary_dim)
 
     def _project_queries(
-        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: LayerContext
+        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, context: LayerContext
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the plain dims of queries [..., N, P], and the rotated ones [..., N, R]."""
+        """Return the plain dimensions [..., N, P] and rotated dimensions [..., N, R] of queries."""
         if self.query_latent_dim is None:
             q = linear(x, params["q_proj"], adapters.maps.get("q_proj"))
         else:
             latent = linear(x, params["q_a_proj"], adapters.maps.get("q_a_proj"))
             q = linear(rms_norm(latent, params["q_a_norm"], LATENT_EPSILON), params["q_b_proj"], None)
         q = self._split_heads(q)
-        return q[..., : self.plain_dim], self._rotate(q[..., self.plain_dim :], at)
+        return q[..., : self.plain_dim], self._rotate(q[..., self.plain_dim :], context)
 
     def _project_latents(
-        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, at: LayerContext
+        self, x: jax.Array, params: LayerParams, adapters: LayerAdapters, context: LayerContext
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the latents of keys and values [..., C], and the rotated key that all heads share [..., 1, R]."""
+        """Return the latents [..., C], and the rotated key that all heads share [..., 1, R]."""
         both = linear(x, params["kv_a_proj"], adapters.maps.get("kv_a_proj"))
         latent = rms_norm(both[..., : self.latent_dim], params["kv_a_norm"], LATENT_EPSILON)
-        return latent, self._rotate(both[..., None, self.latent_dim :], at)
+        return latent, self._rotate(both[..., None, self.latent_dim :], context)
 
     def _split_heads(self, x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:-1], self.num_heads, -1)
 
-    def _rotate(self, x: jax.Array, at: LayerContext) -> jax.Array:
-        return (rotate_pairs if self.has_paired_rope else rotate)(x, *at.angles[self.rotation])
+    def _rotate(self, x: jax.Array, context: LayerContext) -> jax.Array:
+        return (rotate_pairs if self.has_paired_rope else rotate)(x, *context.angles[self.rotation])
 
     def _project_output(self, mixed: jax.Array, params: LayerParams, adapters: LayerAdapters) -> jax.Array:
         x = mixed.reshape(*mixed.shape[:-2], -1)
@@ -200,6 +232,6 @@ class LatentAttention:
 
 
 def _multiply_by_head(equation: str, x: jax.Array, weight: jax.Array, num_heads: int) -> jax.Array:
-    """Return the product of each head's vector with its own part of a weight [N * dim, C], accumulated in float32."""
+    """Multiply each head's vector by its part of a weight [N * dim, C]. Accumulates in float32."""
     by_head = weight.reshape(num_heads, -1, weight.shape[-1])
     return mark_matmul(jnp.einsum(equation, x.astype(weight.dtype), by_head, preferred_element_type=jnp.float32))

@@ -1,4 +1,4 @@
-"""A complete backend in numpy, for tests and as an example; its numbers can be checked by hand."""
+"""A complete backend in numpy, for tests and as an example. Its numbers can be checked by hand."""
 
 from skyrl_tx.contract.backend import AbstractBackend, BackendSpec
 from skyrl_tx.testing.fake.config import FakeConfig

@@ -1,4 +1,4 @@
-"""FakeBackend: wires the fake model to the contract."""
+"""The backend of the fake model."""
 
 import sys
 import time
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from pydantic import BaseModel
+from typing_extensions import override
 
 from skyrl_tx.contract import loss_reference
 from skyrl_tx.contract.backend import AbstractBackend, HostRank, Pass, Snapshot, StatePart
@@ -28,28 +29,30 @@ from skyrl_tx.testing.fake.state import FakeSnapshot, State
 
 
 class FakeBackend(AbstractBackend):
-    """A bigram model in float64; see `bigram` for its numbers."""
+    """A bigram model in float64. See `bigram` for its numbers."""
 
+    @override
     def __init__(self, base_model: str, config: BaseModel) -> None:
         assert isinstance(config, FakeConfig)
         self._config = config
         self._models: dict[ModelId, State] = {}
         self._samplers: dict[SamplerId, Pair] = {}
         self._open = OpenSamples((config.eos_token_id,))
-        self._num_steps = 0  # of passes
+        self._num_steps = 0  # micro-batches so far
         self.is_lost = False
-        """Set by tests: calls that compute raise RuntimeError, as with a device that is lost."""
+        """Tests set it to simulate a lost device: calls that compute raise RuntimeError."""
 
+    @override
     def check_devices(self) -> None:
-        """See AbstractBackend."""
         if self.is_lost:
             raise BackendLost("the fake device is lost")
 
+    @override
     def join_hosts(self, rank: HostRank) -> None:
-        """See AbstractBackend. Every host computes all by itself."""
+        """Do nothing, because every host computes everything itself."""
 
+    @override
     def start(self) -> Capabilities:
-        """See AbstractBackend."""
         config = self._config
         return Capabilities(
             max_context_length=config.max_context_length,
@@ -57,6 +60,7 @@ class FakeBackend(AbstractBackend):
             eos_token_ids=(config.eos_token_id,),
             num_parameters=config.vocab_size**2,
             devices=("fake",),
+            # Limits from the configuration.
             max_models=config.max_models,
             max_samplers=config.max_samplers,
             max_sample_tokens=config.max_sample_tokens,
@@ -64,6 +68,7 @@ class FakeBackend(AbstractBackend):
             micro_batch_tokens=config.micro_batch_tokens,
             sample_slots=config.sample_slots,
             max_lora_rank=config.max_lora_rank,
+            # Features.
             lora_targets=frozenset({"attn", "mlp", "unembed"}),
             losses=LOSS_SPECS,
             max_topk_logprobs=min(20, config.vocab_size),
@@ -73,14 +78,15 @@ class FakeBackend(AbstractBackend):
             base_model_hash=f"fake-{config.vocab_size}",
         )
 
+    @override
     def close(self) -> None:
-        """See AbstractBackend."""
         self._models.clear()
         self._samplers.clear()
         self._open = OpenSamples(())
 
+    @override
     def meters(self) -> Meters:
-        """See AbstractBackend. Without `sample_slots` there is no number of slots to tell."""
+        """Return the meters. Slots are reported only if `sample_slots` is set."""
         slots = self._config.sample_slots
         return Meters(
             decode_slots=slots or None,
@@ -89,23 +95,23 @@ class FakeBackend(AbstractBackend):
             padding_tokens=0,
         )
 
+    @override
     def create_model(self, model_id: ModelId, spec: ModelSpec) -> None:
-        """See AbstractBackend."""
         self._compute()
         self._put(model_id, State.fresh(spec, self._config.vocab_size))
 
+    @override
     def delete_model(self, model_id: ModelId) -> None:
-        """See AbstractBackend."""
         self._models.pop(model_id, None)
 
+    @override
     def begin_pass(self, batch: PreparedModelPassBatch, *, backward: bool) -> Pass:
-        """See AbstractBackend."""
         return _FakePass(self._models, batch, backward, self._config, self._compute_step)
 
+    @override
     def optim_step(self, model_id: ModelId, params: OptimizerParams) -> Metrics:
-        """See AbstractBackend."""
         self._compute(self._config.step_delay_s)
-        with np.errstate(all="ignore"):  # a diverged model is no reason to warn
+        with np.errstate(all="ignore"):  # no warnings for a model that has diverged
             state, norm = self._models[model_id].stepped(params)
         self._models[model_id] = state
         return {
@@ -114,22 +120,22 @@ class FakeBackend(AbstractBackend):
             "step:max": float(state.moments.step),
         }
 
+    @override
     def gradient_norm(self, model_id: ModelId) -> float:
-        """See AbstractBackend."""
         gradient = self._models[model_id].gradient
         with np.errstate(all="ignore"):
             return 0.0 if gradient is None else gradient.norm
 
+    @override
     def clear_gradient(self, model_id: ModelId) -> None:
-        """See AbstractBackend."""
         self._models[model_id] = replace(self._models[model_id], gradient=None)
 
+    @override
     def begin_sample(self, batch: PreparedSampleBatch) -> None:
-        """See AbstractBackend."""
         self._open.begin(batch)
 
+    @override
     def step_sample(self) -> list[SampleDelta]:
-        """See AbstractBackend."""
         if not self._open:
             return []
         self._compute(self._config.step_delay_s)
@@ -142,47 +148,48 @@ class FakeBackend(AbstractBackend):
         self._open.drop_ended()
         return deltas
 
+    @override
     def cancel_sample(self, request_ids: Collection[RequestId]) -> None:
-        """See AbstractBackend."""
         self._open.cancel(request_ids)
 
+    @override
     def end_sample(self, request_id: RequestId, index: int) -> None:
-        """See AbstractBackend."""
         self._open.end(request_id, index)
 
+    @override
     def text_of(self, tokens: list[int]) -> str:
-        """One character a token, by code point."""
+        """Return one character per token, the one with the token's number as code point."""
         return "".join(chr(token) for token in tokens)
 
+    @override
     def capture(self, model_id: ModelId, parts: Collection[StatePart]) -> Snapshot:
-        """See AbstractBackend."""
         self._compute()
         return FakeSnapshot(self._models[model_id], frozenset(parts))
 
+    @override
     def open_snapshot(self, directory: Path) -> Snapshot:
-        """See AbstractBackend."""
         return FakeSnapshot.read(directory, self._config.vocab_size)
 
+    @override
     def restore(self, model_id: ModelId, spec: ModelSpec, source: Snapshot, parts: Collection[StatePart]) -> None:
-        """See AbstractBackend."""
         assert isinstance(source, FakeSnapshot)
         self._compute()
         self._put(model_id, source.merged(spec, parts))
 
+    @override
     def load_sampler(self, sampler: SamplerId, source: Snapshot) -> None:
-        """See AbstractBackend."""
         assert isinstance(source, FakeSnapshot)
         self._compute()
         if sampler not in self._samplers and len(self._samplers) >= self._config.max_samplers:
-            raise CapacityError(f"all {self._config.max_samplers} sampler slots are taken")
+            raise CapacityError(f"all {self._config.max_samplers} sampler slots are in use")
         self._samplers.setdefault(sampler, source.state.weights)
 
+    @override
     def drop_sampler(self, sampler: SamplerId) -> None:
-        """See AbstractBackend."""
         self._samplers.pop(sampler, None)
 
     def _compute(self, delay_s: float = 0.0) -> None:
-        """Take some time. Raises RuntimeError if the device is lost."""
+        """Wait for the configured time. Raises RuntimeError if the device is lost."""
         time.sleep(delay_s)
         if self.is_lost:
             raise RuntimeError("INTERNAL: the fake device does not respond")
@@ -193,12 +200,12 @@ class FakeBackend(AbstractBackend):
 
     def _put(self, model_id: ModelId, state: State) -> None:
         if model_id not in self._models and len(self._models) >= self._config.max_models:
-            raise CapacityError(f"all {self._config.max_models} model slots are taken")
+            raise CapacityError(f"all {self._config.max_models} model slots are in use")
         self._models[model_id] = state
 
 
 class _FakePass(ScratchPass[Pair]):
-    """One example a step."""
+    """A pass with one example per micro-batch."""
 
     def __init__(
         self,
@@ -214,16 +221,16 @@ class _FakePass(ScratchPass[Pair]):
         self._config = config
         self._compute = compute
 
+    @override
     def compute(self, examples: Sequence[PassExample]) -> tuple[list[PassResult], Pair | None]:
-        """See ScratchPass."""
         self._compute(self._config.step_delay_s)
         [example] = examples
         with np.errstate(all="ignore"):
             result, gradient = self._run_example(example)
         return [result], gradient
 
+    @override
     def commit(self, model_id: ModelId, gradient: Pair) -> None:
-        """See ScratchPass."""
         state = self._models[model_id]
         with np.errstate(all="ignore"):
             total = gradient if state.gradient is None else state.gradient + gradient
@@ -235,6 +242,7 @@ class _FakePass(ScratchPass[Pair]):
         targets = example.loss_inputs["target_tokens"]
         targets_TK = targets.reshape(len(targets), -1)
         logprobs = np.take_along_axis(logprobs_TV, targets_TK, axis=1).reshape(targets.shape)
+
         value = loss_reference.evaluate(example.loss, logprobs, example.loss_inputs, example.loss_config)
         sums = {"loss": float(value.loss.sum())}
         result = PassResult(logprobs=logprobs.astype(np.float32), sums=sums, means=value.means)

@@ -1,4 +1,4 @@
-"""Sampling from the fake model: one sample at a time, one slice at a time."""
+"""Sampling from the fake model, one sample and one decode slice at a time."""
 
 import numpy as np
 
@@ -12,10 +12,12 @@ _NO_LOGPROB = -99999.0
 
 
 def decode(sample: OpenSample, adapter: Pair | None, vocab_size: int, slice_tokens: int) -> SampleDelta:
-    """Draw at most `slice_tokens` tokens of a sample, fewer if it ends."""
+    """Draw up to `slice_tokens` tokens of a sample, or fewer if it ends."""
     request, params = sample.request, sample.request.params
+    # The first sample of a request also reports about the prompt.
     is_first = sample.num_drawn == 0 and sample.index == 0
     prompt = describe_prompt(request, adapter, vocab_size) if is_first else None
+    # Draw tokens until the sample ends.
     tokens: list[int] = []
     rows: list[Floats] = []
     for position in range(sample.num_drawn, sample.num_drawn + min(slice_tokens, sample.num_left)):
@@ -32,21 +34,23 @@ def decode(sample: OpenSample, adapter: Pair | None, vocab_size: int, slice_toke
 
 
 def scaled_logprobs(logits_V: Floats, temperature: float) -> Floats:
-    """Log-probabilities as reported: at the temperature, not truncated; greedy reports those of temperature 1."""
+    """Return log-probabilities at the temperature, before filters. Greedy uses temperature 1."""
     return log_softmax(logits_V / (temperature or 1.0))
 
 
 def choose(logits_V: Floats, params: SamplingParams, draw: np.random.Generator) -> int:
-    """Draw one token."""
+    """Draw one token. A model that has diverged gives token 0."""
     if params.temperature == 0:
         return int(np.argmax(logits_V))
     probabilities_V = np.exp(scaled_logprobs(logits_V, params.temperature))
     if np.isnan(probabilities_V).any():
         return 0  # the model has diverged; its log-probabilities are NaN as well
+    # Top-k.
     order = np.argsort(-probabilities_V, kind="stable")
     keep = len(order) if params.top_k <= 0 else min(params.top_k, len(order))
     order = order[:keep]
-    # The nucleus of what is left: the likeliest tokens until their sum reaches top_p, at least one.
+    # Top-p of the remaining tokens: the likeliest ones until their sum reaches top_p, but at least
+    # one.
     before = np.cumsum(probabilities_V[order]) - probabilities_V[order]
     kept = order[before < params.top_p * probabilities_V[order].sum()]
     weights = probabilities_V[kept]
@@ -54,7 +58,10 @@ def choose(logits_V: Floats, params: SamplingParams, draw: np.random.Generator) 
 
 
 def describe_prompt(request: SampleRequest, adapter: Pair | None, vocab_size: int) -> PromptResult:
-    """Return the requested prompt logprobs; row i of the logits predicts position i + 1."""
+    """Return the requested results about the prompt.
+
+    Row i of the logits predicts position i + 1.
+    """
     options, prompt, length = request.options, request.prompt, len(request.prompt)
     if not options.wants_prompt:
         return PromptResult()
@@ -62,26 +69,26 @@ def describe_prompt(request: SampleRequest, adapter: Pair | None, vocab_size: in
     logprobs_TV = log_softmax(logits_TV)
     start = 1 if options.last_n is None else max(1, length - options.last_n)
     logprobs = topk = targets = alt_tokens = None
+
     if options.logprobs:
         logprobs = np.full(length, np.nan, np.float32)
         logprobs[start:] = logprobs_TV[np.arange(length - 1), prompt[1:]][start - 1 :]
     if options.topk:
-        found = top(logprobs_TV[start - 1 :], options.topk)
+        likeliest = top(logprobs_TV[start - 1 :], options.topk)
         ids = np.zeros((length, options.topk), np.int32)
         values = np.full((length, options.topk), _NO_LOGPROB, np.float32)
-        ids[start:], values[start:] = found.token_ids, found.logprobs
+        ids[start:], values[start:] = likeliest.token_ids, likeliest.logprobs
         topk = TopK(token_ids=ids, logprobs=values)
     if options.target_tokens is not None:
-        wanted = options.target_tokens
-        values = np.take_along_axis(logprobs_TV, np.maximum(wanted, 0), axis=1)
-        targets = np.where(wanted < 0, 0.0, values).astype(np.float32)
+        values = np.take_along_axis(logprobs_TV, np.maximum(options.target_tokens, 0), axis=1)
+        targets = np.where(options.target_tokens < 0, 0.0, values).astype(np.float32)
     if options.alt_tokens_k:
         alt_tokens = _draw_alternatives(logits_TV, options.alt_tokens_k, request.params)
     return PromptResult(logprobs=logprobs, topk=topk, targets=targets, alt_tokens=alt_tokens)
 
 
 def top(logprobs_TV: Floats, count: int) -> TopK:
-    """The likeliest tokens of each row, the lower id first among equals."""
+    """Return the likeliest tokens of each row. Of equally likely tokens, the lower id is first."""
     ids = np.argsort(-logprobs_TV, axis=1, kind="stable")[:, :count]
     values = np.take_along_axis(logprobs_TV, ids, axis=1)
     return TopK(token_ids=ids.astype(np.int32), logprobs=values.astype(np.float32))

@@ -1,4 +1,4 @@
-"""One model's state, its AdamW step, and its files."""
+"""The state of one model, its optimizer step, and its files."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
+from typing_extensions import override
 
 from skyrl_tx.contract.arrays import NumberArray
 from skyrl_tx.contract.backend import Snapshot, StatePart
@@ -24,7 +25,10 @@ from skyrl_tx.testing.fake.bigram import Floats, Pair, fresh_adapter
 
 _MODULE = f"{PREFIX}table"
 _FIRST, _SECOND = "first.", "second."
-"""Prefixes of moments in files, in place of those of `state_files`: stored data of all releases have these."""
+"""Prefixes of moments in files.
+
+They differ from `state_files`, because stored data has these prefixes.
+"""
 _FORMER_GRADIENT = "gradient."
 """The prefix of gradients in files of releases up to 0.2."""
 
@@ -40,7 +44,7 @@ class Moments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """A model's state. It is immutable: each change makes a new one."""
+    """The state of a model. It is immutable, so every change creates a new state."""
 
     weights: Pair
     moments: Moments
@@ -48,23 +52,23 @@ class State:
 
     @classmethod
     def fresh(cls, spec: ModelSpec, vocab_size: int) -> "State":
-        """An untrained adapter."""
+        """Return the state of a fresh model."""
         return cls.untrained(fresh_adapter(spec.lora, vocab_size))
 
     @classmethod
     def untrained(cls, weights: Pair) -> "State":
-        """A state with the given weights, a fresh optimizer and no gradient."""
+        """Return a state with these weights, a fresh optimizer and no gradient."""
         zeros = Pair.zeros_like(weights)
         return cls(weights=weights, moments=Moments(first=zeros, second=zeros, step=0))
 
     def stepped(self, params: OptimizerParams) -> tuple["State", float]:
-        """Return the state after one AdamW step as torch computes it, and the norm of the unclipped gradient."""
+        """Take one AdamW step as torch does. Returns the new state and the norm before clipping."""
         gradient = self.gradient or Pair.zeros_like(self.weights)
         norm = gradient.norm
         clip = min(1.0, params.grad_clip_norm / (norm + 1e-6)) if params.grad_clip_norm > 0 else 1.0
         step = self.moments.step + 1
 
-        def one(weight: Floats, gradient: Floats, first: Floats, second: Floats) -> tuple[Floats, Floats, Floats]:
+        def update(weight: Floats, gradient: Floats, first: Floats, second: Floats) -> tuple[Floats, Floats, Floats]:
             gradient = gradient * clip
             first = params.beta1 * first + (1 - params.beta1) * gradient
             second = params.beta2 * second + (1 - params.beta2) * gradient**2
@@ -73,21 +77,21 @@ class State:
             return decayed - params.learning_rate * (first / (1 - params.beta1**step)) / scale, first, second
 
         first, second = self.moments.first, self.moments.second
-        a, first_a, second_a = one(self.weights.a_RV, gradient.a_RV, first.a_RV, second.a_RV)
-        b, first_b, second_b = one(self.weights.b_VR, gradient.b_VR, first.b_VR, second.b_VR)
+        a, first_a, second_a = update(self.weights.a_RV, gradient.a_RV, first.a_RV, second.a_RV)
+        b, first_b, second_b = update(self.weights.b_VR, gradient.b_VR, first.b_VR, second.b_VR)
         moments = Moments(first=Pair(first_a, first_b), second=Pair(second_a, second_b), step=step)
         return State(weights=Pair(a, b), moments=moments), norm
 
 
 @dataclass(frozen=True, slots=True)
 class FakeSnapshot(Snapshot):
-    """A state, and those of its parts that were captured."""
+    """A state, and which of its parts were captured."""
 
     state: State
     parts: frozenset[StatePart]
 
+    @override
     def write(self, directory: Path) -> None:
-        """See Snapshot."""
         state = self.state
         config = adapter_config("table", len(state.weights.a_RV), ["table"])
         (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2))
@@ -102,7 +106,7 @@ class FakeSnapshot(Snapshot):
 
     @classmethod
     def read(cls, directory: Path, vocab_size: int) -> "FakeSnapshot":
-        """Read back what `write` wrote; raises UserError for anything else."""
+        """Read the files of `write`. Raises UserError for other files."""
         parts = frozenset(part for part, name in FILES.items() if (directory / name).exists())
         try:
             weights = _make_pair(_read(directory, StatePart.WEIGHTS))
@@ -111,6 +115,8 @@ class FakeSnapshot(Snapshot):
                     f"weights are of a vocabulary of {weights.a_RV.shape[1]} tokens; the base model has {vocab_size}"
                 )
             state = State.untrained(weights)
+
+            # Read the optimizer and the gradient if the snapshot has them.
             if StatePart.OPTIMIZER in parts:
                 arrays = _read(directory, StatePart.OPTIMIZER)
                 first, second = _make_pair(arrays, _FIRST), _make_pair(arrays, _SECOND)
@@ -125,7 +131,10 @@ class FakeSnapshot(Snapshot):
         return cls(state, parts)
 
     def merged(self, spec: ModelSpec, parts: Collection[StatePart]) -> State:
-        """Return the state of a model restored from `parts` of this snapshot. Raises UserError if one is missing."""
+        """Return the state of a model restored from `parts`.
+
+        Raises UserError if a part is missing.
+        """
         missing = [part.value for part in StatePart if part in parts and part not in self.parts]
         if missing:
             raise UserError(f"the checkpoint holds no {' and no '.join(missing)}")

@@ -1,1 +1,1 @@
-"""Commands on a data directory; they work while a server runs on it, too."""
+"""Commands that work on a data directory, with or without a running server."""

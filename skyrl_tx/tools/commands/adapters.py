@@ -1,4 +1,8 @@
-"""`skyrl-tx export` and `skyrl-tx import`: checkpoints from and to PEFT adapters, and merged models."""
+"""`skyrl-tx export` and `skyrl-tx import`.
+
+`export` writes a checkpoint as a PEFT adapter, or merges it into the base model. `import` creates a training run that
+is not loaded, with one checkpoint to train on and one to sample from, from a PEFT adapter.
+"""
 
 import argparse
 import json
@@ -28,50 +32,50 @@ from skyrl_tx.store import checkpoints, engine_state, keys, manifests, models, s
 from skyrl_tx.store.database import Store
 from skyrl_tx.store.keys import LOCAL_OWNER
 from skyrl_tx.store.tables import CheckpointRow, ModelRow
+from skyrl_tx.tools.quickstart.model import open_built_in_model
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `export`."""
-    parser.add_argument("path", metavar="PATH", help="checkpoint: tinker://<run>/<kind>/<name>")
-    parser.add_argument("out", metavar="OUT", type=parse_path, help="directory to create")
     parser.add_argument(
-        "--merge", action="store_true", help="write the whole model with the adapter merged into its weights"
+        "path",
+        metavar="PATH",
+        help="the checkpoint, tinker://<run>/<kind>/<name>; `skyrl-tx checkpoints list` shows all",
+    )
+    parser.add_argument("out", metavar="OUT", type=parse_path, help="the directory to create; it must not exist")
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="write a full model, with the adapter merged into the weights of the base model",
     )
     parser.add_argument(
         "--format",
         choices=("peft", "cookbook"),
         default="peft",
-        help="tensor names of an adapter: `peft`, the modules of the Hugging Face model (default), or `cookbook`, as "
-        "tinker-cookbook's build_lora_adapter and build_hf_model read them (unembed_tokens for tied embeddings)",
+        help="the tensor names of an adapter: `peft` uses the module names of the Hugging Face model (default); "
+        "`cookbook` uses the names that build_lora_adapter and build_hf_model of tinker-cookbook read, for example "
+        "unembed_tokens for tied embeddings",
     )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="dtype of merged weights (default: that of the base model's files)",
+        help="the dtype of merged weights (default: the dtype of the base model's files)",
     )
-    parser.add_argument("--base-model", metavar="MODEL", help="hub id or directory (default: that of the server)")
+    parser.add_argument(
+        "--base-model",
+        metavar="MODEL",
+        help="the base model: a hub id, a directory or `tiny` (default: the base model of the server)",
+    )
     finish_parser(parser, _export)
-
-
-def _read_model_names(store: Store) -> list[str]:
-    """Return the names of the latest engine's base model, of which the last is the source of its files."""
-    state = store.read(engine_state.get)
-    return [] if state is None else state.base_models
-
-
-def _use_default_modes(folder: Path) -> None:
-    """Set each file's mode to the default: safetensors creates files that only their owner can read."""
-    default = stat.S_IMODE(next(folder.glob("*config.json")).stat().st_mode)
-    for path in folder.iterdir():
-        path.chmod(default)
 
 
 def _export(arguments: argparse.Namespace) -> None:
     if not arguments.merge and arguments.dtype is not None:
-        raise CommandError("--dtype requires --merge: adapters are float32")
+        raise CommandError("--dtype requires --merge: adapters are always written in float32")
     out: Path = arguments.out
     if out.exists():
-        raise CommandError(f"{out} exists already")
+        raise CommandError(f"{out} already exists; choose a new directory")
+
     with open_database(arguments) as store:
         row = find_checkpoint(store, arguments.path)
         served = _read_model_names(store)
@@ -81,20 +85,23 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _write_export(arguments: argparse.Namespace, row: CheckpointRow, source: Path, served: list[str]) -> None:
-    from skyrl_tx.models import UnsupportedModel, find_family, make_adapter_format  # late, because they import JAX
+    """Write a checkpoint, whose files are in `source`, as an adapter or a merged model. Raises CommandError."""
+    # Imported here because they import JAX.
+    from skyrl_tx.models import UnsupportedModel, find_family, make_adapter_format
     from skyrl_tx.weights import hf
     from skyrl_tx.weights.merge import merge_adapter
     from skyrl_tx.weights.peft import AdapterError, read_adapter
 
     out: Path = arguments.out
     if any(source.glob("*.age")):
-        raise CommandError(f"{row.path} is encrypted; export the checkpoint that it was made from")
+        raise CommandError(f"{row.path} is encrypted; export the original checkpoint instead")
     try:
         adapter = read_adapter(source)
-        named = adapter.config.get("base_model_name_or_path")
-        name = arguments.base_model or (served[-1] if named in served else named)
+        name = arguments.base_model or adapter.config.get("base_model_name_or_path")
+        name = served[-1] if name in served else name
         out.parent.mkdir(parents=True, exist_ok=True)
-        # Written to a temporary directory and renamed, so that it is never visible half written.
+
+        # Write to a temporary directory and rename it, so that no half-written model is ever visible.
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as temporary:
             folder = Path(temporary) / "model"
             folder.mkdir()
@@ -103,24 +110,42 @@ def _write_export(arguments: argparse.Namespace, row: CheckpointRow, source: Pat
             elif not name:
                 raise CommandError("--base-model is required: the checkpoint does not name its base model")
             else:
-                base = hf.resolve_model(name, with_weights=arguments.merge)
-                content = hf.read_json(base, "config.json")
-                family = find_family(content)
-                config = family.config_from_hf(content)
-                if arguments.merge:
-                    weights, is_tied = family.bind_weights(config), config.tied_embeddings
-                    merge_adapter(base, weights, adapter, folder, arguments.dtype, ties_by_default=is_tied)
-                else:
-                    fused = make_adapter_format(config, family.weights, name).fused
-                    adapter.to_layout("peft", fused).write(folder)
+                with open_built_in_model(name) as source_name:
+                    base = hf.resolve_model(source_name, with_weights=arguments.merge)
+                    content = hf.read_json(base, "config.json")
+                    family = find_family(content)
+                    config = family.config_from_hf(content)
+                    if arguments.merge:
+                        weights, is_tied = family.bind_weights(config), config.tied_embeddings
+                        merge_adapter(base, weights, adapter, folder, arguments.dtype, ties_by_default=is_tied)
+                    else:
+                        fused = make_adapter_format(config, family.weights, name).fused
+                        adapter.to_layout("peft", fused).write(folder)
             _use_default_modes(folder)
             folder.rename(out)
     except (AdapterError, UnsupportedModel, hf.CheckpointError, OSError) as error:
         raise CommandError(str(error)) from error
+
     what = "model" if arguments.merge else f"adapter for {name or 'its base model'}"
     print(f"wrote {what}: {out}")
     if not arguments.merge and arguments.format == "peft" and adapter.has_repeated_factors:
-        print("factors that all experts of a layer share are written once for each expert; --format cookbook has one")
+        print(
+            "the adapter repeats each factor that the experts of a layer share once per expert; "
+            "--format cookbook writes it once"
+        )
+
+
+def _use_default_modes(folder: Path) -> None:
+    """Give all files the mode of the config file. safetensors creates files that only their owner can read."""
+    default = stat.S_IMODE(next(folder.glob("*config.json")).stat().st_mode)
+    for path in folder.iterdir():
+        path.chmod(default)
+
+
+def _read_model_names(store: Store) -> list[str]:
+    """Return the names of the latest engine's base model. The last name is the hub id or directory of its files."""
+    state = store.read(engine_state.get)
+    return [] if state is None else state.base_models
 
 
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,18 +154,21 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
         "directory",
         metavar="DIR",
         type=parse_path,
-        help="directory of a PEFT adapter: adapter_config.json and adapter_model.safetensors",
+        help="the directory of a PEFT adapter, with adapter_config.json and adapter_model.safetensors",
     )
-    parser.add_argument("--name", default="imported", help="name of the checkpoint (default: imported)")
+    parser.add_argument("--name", default="imported", help="the name of the checkpoint (default: imported)")
     parser.add_argument(
         "--base-model",
         metavar="MODEL",
-        help="hub id or directory (default: that of the server, else that of the adapter)",
+        help="the base model: a hub id, a directory or `tiny` (default: the base model of the server, or the base "
+        "model that the adapter names)",
     )
     parser.add_argument(
-        "--served-model-name", metavar="NAME", help="the server's name of the base model (default: its last one)"
+        "--served-model-name",
+        metavar="NAME",
+        help="the name under which the server serves the base model (default: the name from its last start)",
     )
-    parser.add_argument("--owner", help="owner of the checkpoint; required if several owners have keys")
+    parser.add_argument("--owner", help="the owner of the checkpoint; required if more than one owner has keys")
     finish_parser(parser, _import)
 
 
@@ -149,10 +177,14 @@ def _import(arguments: argparse.Namespace) -> None:
     directory: Path = arguments.directory
     if not directory.is_dir():
         raise CommandError(f"{directory}: no such directory")
+
     with open_database(arguments, create=True) as store:
+        # Check the adapter before anything is stored.
         owner = _choose_owner(store, arguments.owner)
         base, base_name = _choose_base(store, directory, arguments)
         spec, write = _convert(directory, base)
+
+        # Store the files first, then the rows that refer to them.
         artifacts = open_artifact_store(arguments)
         session_id = sessions.make_id()
         metadata = {
@@ -165,60 +197,76 @@ def _import(arguments: argparse.Namespace) -> None:
         }
         artifact = artifacts.create(write, metadata)
         training, sampler = store.write(lambda tx: _store_run(tx, artifact, session_id, base_name, spec, owner, name))
+
     print(f"imported {directory}")
     print(f"  to train on:    {training} (without optimizer state: create_training_client_from_state)")
     print(f"  to sample from: {sampler}")
 
 
 def _choose_owner(store: Store, named: str | None) -> str:
-    """Return the owner of the import: the named one, the only one with keys, or the local owner without keys."""
+    """Return the owner of the import.
+
+    This is the owner that the user named, or the only owner with a key that is not revoked. On a server without keys
+    it is the local owner. Raises CommandError if the named owner has no key, or if the choice is not clear.
+    """
     rows = store.read(keys.list_all)
     if not rows:
         if named not in (None, LOCAL_OWNER):
-            raise CommandError(f"--owner {named!r}: there are no keys and so no owners; omit the flag")
+            raise CommandError(f"--owner {named!r}: this server has no API keys and so no owners; omit the flag")
         return LOCAL_OWNER
+
     known = sorted({row.owner for row in rows})
     owners = sorted({row.owner for row in rows if row.revoked_at is None})
     if named is not None and named not in known:
-        raise CommandError(f"--owner {named!r}: has no key and could not use the import; owners with keys are {known}")
+        raise CommandError(
+            f"--owner {named!r} has no API key and could not use the checkpoint; owners with keys are {known}"
+        )
     if named is None and len(owners) != 1:
-        raise CommandError(f"--owner is required: several owners have keys ({', '.join(known)})")
+        raise CommandError(f"--owner is required; choose one of the owners with keys: {', '.join(known)}")
     return named or owners[0]
 
 
 def _choose_base(store: Store, directory: Path, arguments: argparse.Namespace) -> tuple[str, str]:
-    """Return the base model's source and name: the given one, that of the latest engine, or that of the adapter."""
+    """Return the base model as a hub id, directory or built-in name, and the name under which it is served.
+
+    The base model is --base-model if given, else the base model of the latest engine, else the base model in the
+    configuration of the adapter.
+    """
     served = _read_model_names(store)
     try:
-        own = json.loads((directory / "adapter_config.json").read_text()).get("base_model_name_or_path")
+        adapter_base = json.loads((directory / "adapter_config.json").read_text()).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError):
-        own = None  # reading the adapter reports the error
-    source = arguments.base_model or (served[-1] if served else own)
-    if not source:
+        adapter_base = None  # `_convert` reports what is wrong with the file
+    base = arguments.base_model or (served[-1] if served else adapter_base)
+    if not base:
         raise CommandError("--base-model is required: neither a server nor the adapter names the base model")
-    known = served[0] if source in served else source
-    return str(source), arguments.served_model_name or known
+    source, name = (served[-1], served[0]) if base in served else (base, base)
+    return str(source), arguments.served_model_name or name
 
 
 def _convert(directory: Path, base: str) -> tuple[ModelSpec, Callable[[Path], None]]:
-    """Read an adapter; return its specification as the server trains it, and a function that writes its files.
+    """Read an adapter. Return its LoRA settings, and a function that writes its files as the server reads them.
 
-    Raises CommandError if it does not fit the base model.
+    Raises CommandError if the adapter cannot be read or does not fit the base model.
     """
+    # Imported here because `models` imports JAX.
     from safetensors.numpy import save_file
 
-    from skyrl_tx import models as families  # late, because it imports JAX
+    from skyrl_tx import models as families
     from skyrl_tx.contract.state_files import ALPHA, WEIGHTS_FILE
     from skyrl_tx.weights import hf, peft
 
     try:
         adapter = peft.read_adapter(directory)
-        files = hf.read_json(hf.resolve_model(base, with_weights=False), "config.json")
-        family = families.find_family(files)
-        model = family.config_from_hf(files)
-        if adapter.base_layers:
-            tensor_of = {rule.path: rule.tensor for rule in family.weights}
-            adapter.check_base_layers(hf.resolve_model(base), tensor_of, is_tied=model.tied_embeddings)
+        with open_built_in_model(base) as source:
+            content = hf.read_json(hf.resolve_model(source, with_weights=False), "config.json")
+            family = families.find_family(content)
+            model = family.config_from_hf(content)
+            if adapter.base_layers:
+                tensors = {rule.path: rule.tensor for rule in family.weights}
+                adapter.check_base_layers(hf.resolve_model(source), tensors, is_tied=model.tied_embeddings)
+
+        # Convert the adapter to the modules and ranks that the server trains.
         model = replace(model, expert_lora=families.choose_expert_lora(model, adapter))
         layout = families.make_adapter_format(model, family.weights, base)
         lora, weights = families.fit_adapter(model, layout, adapter)
@@ -237,7 +285,11 @@ def _convert(directory: Path, base: str) -> tuple[ModelSpec, Callable[[Path], No
 def _store_run(
     tx: Session, artifact: Artifact, session_id: SessionId, base_model: str, spec: ModelSpec, owner: str, name: str
 ) -> tuple[CheckpointPath, CheckpointPath]:
-    """Store an unloaded run with two checkpoints of one artifact; return their paths."""
+    """Store a run that is not loaded, with two checkpoints that share one artifact.
+
+    Returns the path of the training checkpoint and the path of the sampler checkpoint.
+    """
+    # A finished session with one run.
     now = time.time()
     sessions.create(tx, owner=owner, tags=["import"], now=now, session_id=session_id)
     sessions.finish(tx, session_id, "success", now)
@@ -253,6 +305,8 @@ def _store_run(
         last_request_at=now,
     )
     models.create(tx, model)
+
+    # A training checkpoint and a sampler checkpoint.
     paths = tuple(CheckpointPath(run, kind, name) for kind in (CheckpointKind.TRAINING, CheckpointKind.SAMPLER))
     for path in paths:
         row = CheckpointRow(

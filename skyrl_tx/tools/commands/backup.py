@@ -1,8 +1,14 @@
-"""`skyrl-tx backup` and `skyrl-tx restore`: copies of the database and the weights.
+"""`skyrl-tx backup` and `skyrl-tx restore`.
 
-A backup is a directory with `backup.json`, which lists all files with their hashes, the database, `signing.key`, and
-the artifacts that the database refers to. Artifacts are immutable, so the next backup into the same directory adds only
-new ones. `backup.json` is replaced last: an interrupted backup leaves the one before it as it was.
+A backup is a directory with these files:
+
+- `backup.json` lists all other files with their hashes.
+- `database-<time>-<random>` is the copy of the database.
+- `signing.key` signs tokens and download URLs of the server. It is missing if no API process has created it yet.
+- `artifacts/` holds the weights that the database refers to.
+
+Artifacts are immutable, so the next backup into the same directory adds only new ones. `backup.json` is replaced last.
+An interrupted backup therefore leaves the previous backup intact.
 """
 
 import argparse
@@ -45,22 +51,24 @@ _TEMPORARY = ".tmp-"
 
 
 class _Backup(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of `backup.json`. `files` maps relative paths to sizes and hashes."""
+    """The content of `backup.json`."""
 
     version: int = 1
     release: str
     created_at: float
     is_postgresql: bool
     database: str
+    """The name of the copied database."""
     identity: Identity
     left_out: dict[str, str]
-    """Artifacts that were missing or damaged, and why."""
+    """Artifacts that were missing or damaged, each with the reason."""
     files: dict[str, FileHash]
+    """Size and hash of each file, by its path relative to the directory of the backup."""
 
 
 @dataclass(slots=True)
 class _CopiedFiles:
-    """The files of a backup, and what was new."""
+    """The artifacts of a backup after copying."""
 
     files: dict[str, FileHash] = field(default_factory=dict[str, FileHash])
     left_out: dict[str, str] = field(default_factory=dict[str, str])
@@ -71,23 +79,26 @@ class _CopiedFiles:
 def add_backup_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `backup`."""
     parser.description = (
-        "Copy the database, the weights that it refers to, and the signing key into a directory, also while a server "
-        "runs. An earlier backup in it is updated: artifacts that it has are not copied again. On the file system of "
-        "the data directory weights are hard links, which take no space but share the disk's damages; --copy avoids "
-        "this. PostgreSQL is copied with pg_dump. The exit status is 1 if artifacts were damaged or missing."
+        "Copy the database, the weights it refers to, and the signing key into a directory. The server may keep "
+        "running. If the directory already holds a backup, it is updated, and only new weights are copied. On the "
+        "file system of the data directory, the weights of the backup are hard links: they take no space, but "
+        "damage to the disk affects both. --copy makes real copies. A PostgreSQL database is copied with pg_dump. The "
+        "exit status is 1 if weights were damaged or missing."
     )
-    parser.add_argument("directory", metavar="DIR", type=parse_path, help="new directory, or one with a backup")
-    parser.add_argument("--copy", action="store_true", help="copy the weights, never make hard links")
+    parser.add_argument(
+        "directory", metavar="DIR", type=parse_path, help="a new directory, or a directory that holds a backup"
+    )
+    parser.add_argument("--copy", action="store_true", help="always copy the weights instead of making hard links")
     finish_parser(parser, _backup)
 
 
 def add_restore_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `restore`."""
     parser.description = (
-        "Check the hashes of a backup and create a data directory from it. With a backup of PostgreSQL, --database-url "
-        "names an empty database, which is filled with pg_restore."
+        "Check the hashes of a backup and create a data directory from it. For a backup of PostgreSQL, name an empty "
+        "database with --database-url; pg_restore fills it."
     )
-    parser.add_argument("directory", metavar="DIR", type=parse_path, help="directory of the backup")
+    parser.add_argument("directory", metavar="DIR", type=parse_path, help="the directory of the backup")
     finish_parser(parser, _restore)
 
 
@@ -96,18 +107,23 @@ def _backup(arguments: argparse.Namespace) -> int:
     data_dir: Path = arguments.data_dir
     if url := arguments.artifacts or read_recorded_url(data_dir):
         raise CommandError(
-            f"the weights are in {url}, which a backup does not copy: let the object store keep versions or replicas, "
-            "and copy the database alone (pg_dump, or SQLite's .backup)"
+            f"the weights are in the object store {url}, which this command does not copy. Enable versioning or "
+            "replication there, and copy only the database (with pg_dump, or with SQLite's .backup)"
         )
+
     with open_database(arguments) as store, _lock_target(target):
         earlier = _read(target) if (target / _MANIFEST).exists() else None
         database_name = f"database-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(4)}"
         artifacts = LocalArtifacts(data_dir / _ARTIFACTS)
+
+        # Copy the database and link its artifacts while the server cannot remove any, then copy the artifacts.
         with artifacts.create_temporary() as staged:
-            with artifacts.pin():  # until all artifacts of the copied database have a second name
-                look = _copy_database(store, artifacts, target / f"{_TEMPORARY}{database_name}")
-                left_out = _stage(artifacts, look, staged)
+            with artifacts.pin():
+                content = _copy_database(store, artifacts, target / f"{_TEMPORARY}{database_name}")
+                left_out = _stage(artifacts, content, staged)
             copied = _copy_artifacts(staged, target, earlier, is_copy=arguments.copy)
+
+        # Put the copied database and the signing key in place.
         copied_database = target / f"{_TEMPORARY}{database_name}"
         copied_database.chmod(0o600)
         _fsync(copied_database)
@@ -116,21 +132,24 @@ def _backup(arguments: argparse.Namespace) -> int:
         copied.left_out.update(left_out)
         for name in (database_name, *([_KEY] if (target / _KEY).exists() else [])):
             copied.files[name] = hash_file(target / name)
+
+        # Replace the manifest last: it completes the backup.
         backup = _Backup(
             release=__version__,
             created_at=time.time(),
-            is_postgresql=look.is_postgresql,
+            is_postgresql=content.is_postgresql,
             database=database_name,
-            identity=look.identity,
+            identity=content.identity,
             left_out=copied.left_out,
             files=copied.files,
         )
         _write(target, backup)
         _remove_stale_files(target, backup)
+
     size = format_bytes(copied.files[database_name].size_bytes)
     print(
-        f"backed up {data_dir} to {target}: a database of {size} and {len(_list_artifact_ids(backup))} artifacts, of which "
-        f"{copied.num_new} are new ({format_bytes(copied.new_bytes)})"
+        f"backed up {data_dir} to {target}: a database of {size} and {len(_list_artifact_ids(backup))} artifacts, "
+        f"including {copied.num_new} new ones ({format_bytes(copied.new_bytes)})"
     )
     for artifact_id, why in copied.left_out.items():
         print(f"left out {artifact_id}: {why}")
@@ -139,7 +158,7 @@ def _backup(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _DatabaseContent:
-    """Content of the copied database."""
+    """The facts about the copied database that the rest of the backup needs."""
 
     referenced: Collection[ArtifactId]
     ephemeral: Collection[ArtifactId]
@@ -148,39 +167,45 @@ class _DatabaseContent:
 
 
 def _copy_database(store: Store, artifacts: LocalArtifacts, target: Path) -> _DatabaseContent:
-    """Copy the database, and read the artifacts that the copy refers to; unclaimed ones are added."""
+    """Copy the database, and return the artifacts to back up.
 
-    def look(tx: Session) -> _DatabaseContent:
+    These are the artifacts that the copy refers to, and the unclaimed artifacts, which `skyrl-tx recover` can restore.
+    """
+
+    def read_content(tx: Session) -> _DatabaseContent:
         row = identity.get(tx)
         referenced = checkpoints.find_referenced_artifacts(tx)
         if referenced is None:
-            raise CommandError("a pending load request is damaged, and its artifact is unknown; try again later")
+            raise CommandError(
+                "a pending load_weights request is damaged, so the weights that it needs are unknown; try again later"
+            )
         return _DatabaseContent(
             referenced=referenced,
-            ephemeral={ArtifactId(each.sampler_id) for each in sampling_sessions.list_ephemeral(tx)},
+            ephemeral={ArtifactId(session.sampler_id) for session in sampling_sessions.list_ephemeral(tx)},
             identity=Identity(store_id=row.store_id if row else "", epoch=row.epoch if row else 0),
             is_postgresql=tx.get_bind().dialect.name == "postgresql",
         )
 
     unclaimed = identity.find_unclaimed(store, artifacts)
-    found = store.copy(target, look)
-    kept = tuple(sorted(unclaimed - set(found.referenced)))
+    content = store.copy(target, read_content)
+    kept = tuple(sorted(unclaimed - set(content.referenced)))
     return _DatabaseContent(
-        referenced={*found.referenced, *kept},
-        ephemeral=found.ephemeral,
-        identity=Identity(store_id=found.identity.store_id, epoch=found.identity.epoch, unclaimed=kept),
-        is_postgresql=found.is_postgresql,
+        referenced={*content.referenced, *kept},
+        ephemeral=content.ephemeral,
+        identity=Identity(store_id=content.identity.store_id, epoch=content.identity.epoch, unclaimed=kept),
+        is_postgresql=content.is_postgresql,
     )
 
 
-def _stage(artifacts: LocalArtifacts, look: _DatabaseContent, staged: Path) -> dict[str, str]:
-    """Give each artifact a second name in `staged`; return the ids of missing ones, and why."""
+def _stage(artifacts: LocalArtifacts, content: _DatabaseContent, staged: Path) -> dict[str, str]:
+    """Link the files of all artifacts into `staged`. Return each missing or damaged artifact with the reason."""
     missing: dict[str, str] = {}
-    for artifact_id in sorted(look.referenced):
+    for artifact_id in sorted(content.referenced):
         try:
             source = artifacts.describe(artifact_id).path
         except ArtifactMissing as error:
-            if artifact_id not in look.ephemeral:  # those that are not written yet are replayed from the log
+            # An ephemeral sampler may not be written yet; the engine creates it again from the request log.
+            if artifact_id not in content.ephemeral:
                 missing[artifact_id] = str(error)
         except ArtifactCorrupt as error:
             missing[artifact_id] = str(error)
@@ -190,19 +215,27 @@ def _stage(artifacts: LocalArtifacts, look: _DatabaseContent, staged: Path) -> d
 
 
 def _copy_artifacts(staged: Path, target: Path, earlier: _Backup | None, *, is_copy: bool) -> _CopiedFiles:
-    """Copy or link the artifacts that the backup lacks, and check their hashes."""
+    """Copy or link the artifacts that the previous backup does not have, and check their hashes.
+
+    Damaged artifacts are left out of the backup.
+    """
     copied = _CopiedFiles()
     known = _list_artifact_ids(earlier) if earlier is not None else set[str]()
     sources = sorted(staged.iterdir())
     progress = Progress("copied", sum(_count_tree_bytes(source) for source in sources if source.name not in known))
     (target / _ARTIFACTS).mkdir(mode=0o700, exist_ok=True)
+
     for source in sources:
-        place = target / _ARTIFACTS / source.name
-        if earlier is not None and source.name in known and place.is_dir():
+        destination = target / _ARTIFACTS / source.name
+
+        # Keep what the previous backup has.
+        if earlier is not None and source.name in known and destination.is_dir():
             prefix = f"{_ARTIFACTS}/{source.name}/"
             copied.files.update({name: file for name, file in earlier.files.items() if name.startswith(prefix)})
             continue
-        shutil.rmtree(place, ignore_errors=True)
+
+        # Copy to a temporary name and check the copy.
+        shutil.rmtree(destination, ignore_errors=True)
         temporary = target / _ARTIFACTS / f"{_TEMPORARY}{source.name}"
         shutil.rmtree(temporary, ignore_errors=True)
         _copy_tree(source, temporary, is_copy=is_copy)
@@ -212,12 +245,14 @@ def _copy_artifacts(staged: Path, target: Path, earlier: _Backup | None, *, is_c
             copied.left_out[source.name] = str(error).replace(_TEMPORARY, "")
             shutil.rmtree(temporary)
             continue
-        temporary.rename(place)
-        for name, file in read_file_hashes(place).items():  # their hashes were checked above
+
+        # Move it into the backup; `open_artifact` has just verified the recorded hashes.
+        temporary.rename(destination)
+        for name, file in read_file_hashes(destination).items():
             copied.files[f"{_ARTIFACTS}/{source.name}/{name}"] = file
         copied.num_new += 1
-        copied.new_bytes += _count_tree_bytes(place)
-        progress.add(_count_tree_bytes(place))
+        copied.new_bytes += _count_tree_bytes(destination)
+        progress.add(_count_tree_bytes(destination))
     progress.close()
     return copied
 
@@ -227,23 +262,25 @@ def _restore(arguments: argparse.Namespace) -> int:
     data_dir: Path = arguments.data_dir
     url: str | None = arguments.database_url or None
     backup = _read(source)
-    is_sqlite_url = url is not None and url.startswith("sqlite:")
-    if backup.is_postgresql != (url is not None and not is_sqlite_url):
-        wanted = "--database-url of an empty PostgreSQL database" if backup.is_postgresql else "no --database-url"
-        raise CommandError(f"{source}: is a backup of {'PostgreSQL' if backup.is_postgresql else 'SQLite'}; {wanted}")
-    if is_sqlite_url:
-        raise CommandError("--database-url: a backup of SQLite is restored into --data-dir; omit the flag")
+
+    # Refuse targets that do not fit the backup.
+    if backup.is_postgresql and (url is None or url.startswith("sqlite:")):
+        raise CommandError(f"{source} is a backup of PostgreSQL: name an empty database with --database-url")
+    if not backup.is_postgresql and url is not None:
+        raise CommandError(f"{source} is a backup of SQLite, which is restored into --data-dir; omit --database-url")
     if data_dir.exists() and any(data_dir.iterdir()):
-        raise CommandError(f"--data-dir {data_dir}: is not empty; restore into a new directory")
+        raise CommandError(f"--data-dir {data_dir} is not empty; restore into a new directory")
     _verify(source, backup)
+
+    # Complete the data directory under a temporary name and rename it, so that no server starts on a part of it.
     data_dir.parent.mkdir(parents=True, exist_ok=True)
-    # Complete under a temporary name and then renamed, so that no server starts on a part.
     temporary = Path(tempfile.mkdtemp(dir=data_dir.parent, prefix=f".{data_dir.name}-"))
     try:
         for name in backup.files:
             if name != backup.database:
                 (temporary / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 _copy_file(source / name, temporary / name)
+
         artifacts = LocalArtifacts(temporary / _ARTIFACTS)
         if backup.identity.store_id:
             artifacts.write_identity(backup.identity)
@@ -254,6 +291,7 @@ def _restore(arguments: argparse.Namespace) -> int:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
     print(f"restored the backup of {format_time(backup.created_at)} to {data_dir}")
     for artifact_id, why in backup.left_out.items():
         print(f"not in the backup: {artifact_id}: {why}")
@@ -261,15 +299,15 @@ def _restore(arguments: argparse.Namespace) -> int:
 
 
 def _verify(source: Path, backup: _Backup) -> None:
-    """Raise CommandError, naming each bad file, unless all files are as they were written."""
+    """Compare all files with their hashes. Raises CommandError, which names each missing or changed file."""
     progress = Progress("checked", sum(file.size_bytes for file in backup.files.values()))
     bad: list[str] = []
     for name, file in backup.files.items():
         path = source / name
         if not path.is_file():
-            bad.append(f"{path}: is missing")
+            bad.append(f"{path} is missing")
         elif hash_file(path) != file:
-            bad.append(f"{path}: is not as it was written")
+            bad.append(f"{path} has changed since the backup was written")
         progress.add(file.size_bytes)
     progress.close()
     if bad:
@@ -280,11 +318,11 @@ def _read(target: Path) -> _Backup:
     try:
         backup = msgspec.json.decode((target / _MANIFEST).read_bytes(), type=_Backup)
     except FileNotFoundError:
-        raise CommandError(f"{target}: is no backup, it has no {_MANIFEST}") from None
+        raise CommandError(f"{target} is not a backup: it has no {_MANIFEST}") from None
     except msgspec.DecodeError as error:
-        raise CommandError(f"{target / _MANIFEST}: cannot be read ({error})") from error
+        raise CommandError(f"{target / _MANIFEST} cannot be read: {error}") from error
     if any(Path(name).is_absolute() or ".." in Path(name).parts for name in backup.files):
-        raise CommandError(f"{target / _MANIFEST}: names files outside the backup")
+        raise CommandError(f"{target / _MANIFEST} names files outside the backup")
     return backup
 
 
@@ -299,7 +337,7 @@ def _write(target: Path, backup: _Backup) -> None:
 
 
 def _remove_stale_files(target: Path, backup: _Backup) -> None:
-    """Remove the database and the artifacts that belong to earlier or interrupted backups only."""
+    """Remove databases and artifacts that only earlier or interrupted backups need."""
     kept = _list_artifact_ids(backup)
     for path in (target / _ARTIFACTS).iterdir():
         if path.name not in kept:
@@ -315,49 +353,52 @@ def _list_artifact_ids(backup: _Backup) -> set[str]:
 
 @contextmanager
 def _lock_target(target: Path) -> Generator[None]:
-    """Create the directory and exclude another backup into it. Raises CommandError for one that is no backup."""
+    """Create the directory, and lock it against a second backup that runs at the same time.
+
+    Raises CommandError if another backup holds the lock, or if the directory has files but no backup.
+    """
     if target.exists() and not target.is_dir():
-        raise CommandError(f"{target}: is no directory")
+        raise CommandError(f"{target} is not a directory")
     target.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(target, os.O_RDONLY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CommandError(f"{target}: another backup into it is running") from None
-        own = ("database-", _TEMPORARY, _ARTIFACTS, _KEY)
-        if not (target / _MANIFEST).exists() and any(not path.name.startswith(own) for path in target.iterdir()):
-            raise CommandError(f"{target}: has files that are no backup; choose a new directory")
+            raise CommandError(f"{target}: another `skyrl-tx backup` is writing to this directory") from None
+        prefixes = ("database-", _TEMPORARY, _ARTIFACTS, _KEY)  # of an interrupted first backup
+        if not (target / _MANIFEST).exists() and any(not path.name.startswith(prefixes) for path in target.iterdir()):
+            raise CommandError(f"{target} has files but is not a backup; choose a new directory")
         yield
     finally:
         os.close(descriptor)
 
 
 def _copy_key(data_dir: Path, target: Path) -> None:
-    key, place = data_dir / _KEY, target / _KEY
-    if key.is_file() and not (place.is_file() and place.read_bytes() == key.read_bytes()):
+    key, copied_key = data_dir / _KEY, target / _KEY
+    if key.is_file() and not (copied_key.is_file() and copied_key.read_bytes() == key.read_bytes()):
         temporary = target / f"{_TEMPORARY}{_KEY}"
         temporary.touch(mode=0o600)
         _copy_file(key, temporary)
-        temporary.rename(place)
+        temporary.rename(copied_key)
 
 
 def _copy_tree(source: Path, target: Path, *, is_copy: bool) -> None:
-    """Make hard links to all files of a directory, or durable copies where that is impossible or not wanted."""
+    """Make hard links to all files of a directory, or copy them if `is_copy` is set or if links are not possible."""
     for path in _list_files(source):
-        place = target / path.relative_to(source)
-        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        destination = target / path.relative_to(source)
+        destination.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not is_copy:
             try:
-                os.link(path, place)
+                os.link(path, destination)
                 continue
-            except OSError:  # another file system, or one without hard links
+            except OSError:  # the target is on another file system, or the file system has no hard links
                 pass
-        _copy_file(path, place)
+        _copy_file(path, destination)
 
 
 def _copy_file(source: Path, target: Path) -> None:
-    """Copy a file durably, readable by its owner only."""
+    """Copy a file and fsync it. Only its owner can read the copy."""
     shutil.copyfile(source, target)
     target.chmod(0o600)
     _fsync(target)

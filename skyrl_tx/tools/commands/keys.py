@@ -28,51 +28,62 @@ _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
+
     creating = actions.add_parser(
         "create",
         help="create a key and print it once",
-        description="Create a key and print it. Only its digest is stored, so it cannot be printed again. The first "
-        "key enables authentication, on loopback too. The first admin key takes over everything created before.",
+        description="Create a key and print it. The database stores only a digest, so the key cannot be shown again. "
+        "From the first key on, the server requires a key for every request, also on loopback. The owner of the first "
+        "admin key takes over all data that was created without keys.",
     )
     creating.add_argument(
-        "owner", metavar="OWNER", help="owner of the key; all keys of an owner have access to the same data"
+        "owner", metavar="OWNER", help="the owner of the key; all keys of an owner have access to the same data"
     )
+
     scope = creating.add_mutually_exclusive_group()
     scope.add_argument(
         "--scope",
         choices=get_args(KeyScope),
         default="user",
-        help="admin: all calls, the data of all owners; user: all calls; sample: sampling only; read: lists, "
-        "descriptions and downloads only; metrics: metrics only (default: user)",
+        help="what the key allows. admin: all requests, on the data of all owners; user: all requests except "
+        "administration, on the owner's data; sample: only sampling; read: only lists, descriptions and downloads; "
+        "metrics: only the metrics (default: user)",
     )
     scope.add_argument("--admin", action="store_const", dest="scope", const="admin", help="same as --scope admin")
+
     creating.add_argument(
         "--expires-in",
         type=parse_duration_s,
         metavar="TIME",
-        help="lifetime, for example 12h or 30d; default: no expiry",
+        help="the lifetime of the key, for example 12h or 30d (default: it never expires)",
     )
-    creating.add_argument("--name", help="name of the key (default: OWNER)")
-    creating.add_argument("--note", default="", help="comment on the key")
+    creating.add_argument("--name", help="the name of the key (default: OWNER)")
+    creating.add_argument("--note", default="", help="a comment on the key")
     finish_parser(creating, _create)
 
-    listing = actions.add_parser("list", help="show all keys, without their secret part")
+    listing = actions.add_parser("list", help="list all keys without their secret part")
     finish_list_parser(listing, _read_records, nothing="no keys")
 
     rotating = actions.add_parser(
         "rotate",
-        help="replace a key by a new one",
-        description="Create a key with the owner, scope, name, note and lifetime of another, and print it. The old one "
-        "expires after the overlap.",
+        help="replace a key with a new one",
+        description="Create a key with the same owner, scope, name, note and lifetime as an existing key, and print "
+        "it. The old key expires after --overlap.",
     )
-    rotating.add_argument("key_id", type=int, metavar="ID", help="number of a key, as `list` shows it")
+    rotating.add_argument("key_id", type=int, metavar="ID", help="the id of the key, as `skyrl-tx keys list` shows it")
     rotating.add_argument(
-        "--overlap", type=parse_duration_s, default=86_400.0, metavar="TIME", help="life of the old key (default: 24h)"
+        "--overlap",
+        type=parse_duration_s,
+        default=86_400.0,
+        metavar="TIME",
+        help="how long the old key stays valid, for example 2h (default: 24h)",
     )
     finish_parser(rotating, _rotate)
 
     revoking = actions.add_parser("revoke", help="revoke keys permanently")
-    revoking.add_argument("key_id", nargs="+", type=int, metavar="ID", help="number of a key, as `list` shows it")
+    revoking.add_argument(
+        "key_id", nargs="+", type=int, metavar="ID", help="the id of a key, as `skyrl-tx keys list` shows it"
+    )
     finish_parser(revoking, _revoke)
 
 
@@ -114,16 +125,16 @@ def _rotate(arguments: argparse.Namespace) -> None:
         try:
             key, row = store.write(work)
         except keys.KeyNotUsable as error:
-            raise CommandError(f"{error}; `skyrl-tx keys list` shows all") from error
+            raise CommandError(f"{error}; `skyrl-tx keys list` shows all keys") from error
     _print(key, row)
     print(f"key {arguments.key_id} expires at {format_time(now + arguments.overlap)} at the latest", file=sys.stderr)
 
 
 def _print(key: str, row: ApiKeyRow) -> None:
-    """Print a new key on standard output, and what it is on standard error."""
+    """Print a new key to standard output, and its id, owner, scope and expiry to standard error."""
     expiry = "" if row.expires_at is None else f", expires at {format_time(row.expires_at)}"
     print(key)
-    print(f"key {row.key_id} of {row.owner}, scope {row.scope}{expiry}; it is not shown again", file=sys.stderr)
+    print(f"key {row.key_id} of {row.owner}, scope {row.scope}{expiry}; it cannot be shown again", file=sys.stderr)
 
 
 def _read_records(tx: Session, arguments: argparse.Namespace) -> list[Record]:
@@ -159,6 +170,6 @@ def _revoke(arguments: argparse.Namespace) -> None:
         for key_id in arguments.key_id:
             if not store.write(partial(_revoke_one, key_id=key_id)):
                 raise CommandError(
-                    f"key {key_id}: there is none, or it has been revoked; `skyrl-tx keys list` shows all"
+                    f"key {key_id} does not exist or is already revoked; `skyrl-tx keys list` shows all keys"
                 )
             print(f"revoked key {key_id}")

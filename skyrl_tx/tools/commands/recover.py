@@ -1,4 +1,9 @@
-"""`skyrl-tx recover`: restores rows of checkpoints from the manifests of artifacts, and artifacts from the trash."""
+"""`skyrl-tx recover`: bring back checkpoints whose files still exist.
+
+An artifact is *unclaimed* if the database has no row for it, for example because the database was lost or restored
+from an old backup. The manifest of the artifact has what the missing rows contained. An artifact in the trash still
+has its files; its rows are restored from the manifest too.
+"""
 
 import argparse
 import sys
@@ -26,118 +31,137 @@ from skyrl_tx.store.database import Store
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.description = (
-        "Restore checkpoints whose rows the database does not have, because it was lost or is older, from the "
-        "manifests of their files. The newest snapshot of a run becomes its checkpoint `snapshot-N`. Owners stay, "
-        "nothing is public, and runs are restored unloaded. Works while a server runs."
+        "Re-register checkpoints that the database does not know, for example because it was lost or restored from an "
+        "old backup. The files of each checkpoint contain what is needed. The newest snapshot of a run becomes its "
+        "checkpoint `snapshot-N`. Checkpoints keep their owners, no checkpoint is public, and runs are not loaded. The "
+        "server may keep running."
     )
+
     parser.add_argument(
         "artifact",
         nargs="*",
         metavar="ARTIFACT",
-        help="ids of artifacts, also of those in the trash (default: all unclaimed checkpoints and snapshots)",
+        help="ids of artifacts to restore, including artifacts in the trash (default: all checkpoints that the "
+        "database does not know, and the newest snapshot of each run)",
     )
-    parser.add_argument("--list", action="store_true", help="show what can be restored, and change nothing")
-    parser.add_argument("--trash", action="store_true", help="restore all checkpoints in the trash, too")
+    parser.add_argument("--list", action="store_true", help="list what can be restored, without changing anything")
+    parser.add_argument("--trash", action="store_true", help="also restore all checkpoints in the trash")
     finish_parser(parser, _run)
 
 
 @dataclass(frozen=True, slots=True)
 class _Restorable:
-    """An artifact that can be restored."""
+    """An artifact that can be restored, either unclaimed or in the trash."""
 
     artifact: Artifact
     is_trashed: bool
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    place = arguments.artifacts or read_recorded_url(arguments.data_dir)
-    if not place and not (arguments.data_dir / "artifacts").is_dir():
-        raise CommandError(f"--data-dir {arguments.data_dir}: no server has stored artifacts there")
-    with open_database(arguments, create=True) as store:  # the old one may be lost
+    url = arguments.artifacts or read_recorded_url(arguments.data_dir)
+    if not url and not (arguments.data_dir / "artifacts").is_dir():
+        raise CommandError(f"--data-dir {arguments.data_dir}: no server has stored weights there")
+
+    with open_database(arguments, create=True) as store:  # the database may be lost
         artifacts = open_artifact_store(arguments)
         unclaimed, trashed = identity.find_unclaimed(store, artifacts), artifacts.list_ids(trashed=True)
-        found = [*_describe(artifacts, unclaimed), *_describe(artifacts, trashed, is_trashed=True)]
+        candidates = [*_describe(artifacts, unclaimed), *_describe(artifacts, trashed, is_trashed=True)]
         if arguments.list:
-            print("\n".join(format_table([_make_record(each) for each in found])) if found else "nothing to restore")
+            table = format_table([_make_record(candidate) for candidate in candidates])
+            print("\n".join(table) if candidates else "nothing to restore")
             return 0
-        chosen = _choose_named(artifacts, found, arguments.artifact) if arguments.artifact else _choose_default(found)
+
+        # Choose what to restore.
+        if arguments.artifact:
+            chosen = _choose_named(artifacts, candidates, arguments.artifact)
+        else:
+            chosen = _choose_default(candidates)
         if arguments.trash:
-            chosen += [each for each in found if each.is_trashed and each not in chosen]
+            chosen += [candidate for candidate in candidates if candidate.is_trashed and candidate not in chosen]
         if not chosen:
             print("nothing to restore")
-        # The newest first, because it gets the name if several artifacts had it. Snapshots last, because those of early
-        # releases do not name the base model: a checkpoint restores their run.
-        chosen.sort(key=lambda each: manifests.get_save_time(each.artifact), reverse=True)
-        chosen.sort(key=lambda each: "effect_order" in each.artifact.metadata)
-        results = [_restore(store, artifacts, each) for each in chosen]
+
+        # The newest artifact comes first, because it gets the name if multiple artifacts had the same one. Snapshots
+        # come last: snapshots of early releases do not name the base model, so a checkpoint must restore their run.
+        chosen.sort(key=lambda candidate: manifests.get_save_time(candidate.artifact), reverse=True)
+        chosen.sort(key=lambda candidate: "effect_order" in candidate.artifact.metadata)
+        results = [_restore(store, artifacts, candidate) for candidate in chosen]
     return 0 if all(results) else 1
 
 
 def _describe(
     artifacts: ArtifactStore, artifact_ids: Collection[ArtifactId], *, is_trashed: bool = False
 ) -> list[_Restorable]:
-    found: list[_Restorable] = []
+    """Read the manifests of artifacts. Prints the artifacts whose manifest is damaged, and leaves them out."""
+    candidates: list[_Restorable] = []
     for artifact_id in sorted(artifact_ids):
         try:
-            found.append(_Restorable(artifacts.describe(artifact_id, trashed=is_trashed), is_trashed))
+            candidates.append(_Restorable(artifacts.describe(artifact_id, trashed=is_trashed), is_trashed))
         except ArtifactMissing:  # removed since it was listed
             continue
         except ArtifactCorrupt as error:
             print(f"cannot restore {artifact_id}: {error}", file=sys.stderr)
-    return found
+    return candidates
 
 
-def _choose_default(found: Sequence[_Restorable]) -> list[_Restorable]:
-    """Choose the unclaimed checkpoints, and the newest unclaimed snapshot of each run; no ephemeral samplers."""
+def _choose_default(candidates: Sequence[_Restorable]) -> list[_Restorable]:
+    """Choose all unclaimed checkpoints, and the newest unclaimed snapshot of each run. Skips ephemeral samplers."""
     chosen: list[_Restorable] = []
     snapshots: dict[str, _Restorable] = {}
-    for each in found:
-        metadata = each.artifact.metadata
-        if each.is_trashed or manifests.is_ephemeral(each.artifact):
+    for candidate in candidates:
+        metadata = candidate.artifact.metadata
+        if candidate.is_trashed or manifests.is_ephemeral(candidate.artifact):
             continue
         if (order := metadata.get("effect_order")) is None:
-            chosen.append(each)
+            chosen.append(candidate)
             continue
-        before = snapshots.get(metadata["model_id"])
-        if before is None or int(before.artifact.metadata["effect_order"]) < int(order):
-            snapshots[metadata["model_id"]] = each
+        newest = snapshots.get(metadata["model_id"])
+        if newest is None or int(newest.artifact.metadata["effect_order"]) < int(order):
+            snapshots[metadata["model_id"]] = candidate
     return chosen + list(snapshots.values())
 
 
-def _choose_named(artifacts: ArtifactStore, found: Sequence[_Restorable], texts: Sequence[str]) -> list[_Restorable]:
-    by_id = {each.artifact.artifact_id: each for each in found}
+def _choose_named(
+    artifacts: ArtifactStore, candidates: Sequence[_Restorable], texts: Sequence[str]
+) -> list[_Restorable]:
+    """Return the artifacts with the given ids, without duplicates. Raises CommandError for other ids."""
+    by_id = {candidate.artifact.artifact_id: candidate for candidate in candidates}
     for text in texts:
         if text not in by_id:
-            why = "it is in use" if artifacts.has(ArtifactId(text)) else "`skyrl-tx recover --list` shows all"
-            raise CommandError(f"{text}: it is neither unclaimed nor in the trash; {why}")
+            if artifacts.has(ArtifactId(text)):
+                raise CommandError(f"{text} is in use, so there is nothing to restore")
+            raise CommandError(f"{text} is neither unclaimed nor in the trash; `skyrl-tx recover --list` shows all")
     return [by_id[ArtifactId(text)] for text in dict.fromkeys(texts)]
 
 
-def _make_record(each: _Restorable) -> Record:
-    metadata = each.artifact.metadata
+def _make_record(candidate: _Restorable) -> Record:
+    metadata = candidate.artifact.metadata
     order = metadata.get("effect_order")
     return {
-        "artifact": each.artifact.artifact_id,
-        "place": "trash" if each.is_trashed else "unclaimed",
+        "artifact": candidate.artifact.artifact_id,
+        "place": "trash" if candidate.is_trashed else "unclaimed",
         "run": metadata.get("model_id"),
         "kind": metadata.get("kind") if order is None else "snapshot",
         "name": metadata.get("name") if order is None else order,
         "owner": metadata.get("owner"),
-        "saved": format_time(manifests.get_save_time(each.artifact)),
-        "size": format_bytes(each.artifact.size_bytes),
+        "saved": format_time(manifests.get_save_time(candidate.artifact)),
+        "size": format_bytes(candidate.artifact.size_bytes),
     }
 
 
-def _restore(store: Store, artifacts: ArtifactStore, each: _Restorable) -> bool:
-    """Restore one artifact and its rows; return whether that was possible."""
-    artifact_id = each.artifact.artifact_id
+def _restore(store: Store, artifacts: ArtifactStore, candidate: _Restorable) -> bool:
+    """Restore one artifact and its rows. If that fails, print the reason and return False.
+
+    An artifact from the trash goes back there if its rows cannot be restored.
+    """
+    artifact_id = candidate.artifact.artifact_id
     try:
-        if each.is_trashed:
+        if candidate.is_trashed:
             artifacts.restore(artifact_id)
         artifact = artifacts.open(artifact_id)
         path = store.write(lambda tx: manifests.restore_rows(tx, artifact, time.time()))
     except (ArtifactMissing, ArtifactCorrupt, manifests.Unrecoverable) as error:
-        if each.is_trashed:
+        if candidate.is_trashed:
             with suppress(ArtifactMissing):
                 artifacts.discard(artifact_id)
         print(f"cannot restore {artifact_id}: {error}", file=sys.stderr)

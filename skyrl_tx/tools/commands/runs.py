@@ -1,4 +1,8 @@
-"""`skyrl-tx runs` and `skyrl-tx checkpoints`: list, delete and restore them, and set the expiry of checkpoints."""
+"""`skyrl-tx runs` and `skyrl-tx checkpoints`: list, show, delete and undelete them, and set when checkpoints expire.
+
+A deleted run or checkpoint stays in the database for a day, so that `undelete` can restore it. With `--now` its rows
+are removed at once, and the artifacts that no row refers to any more are collected.
+"""
 
 import argparse
 import time
@@ -34,53 +38,57 @@ from skyrl_tx.store.errors import StoreInUse
 from skyrl_tx.store.futures import NewRequest
 from skyrl_tx.store.tables import CheckpointRow, ModelRow, SessionRow
 
-_LAST = 64
-"""Passes from which the list computes a run's last loss."""
+_LAST_PASSES = 64
+"""How many of a run's newest passes are read to compute its last loss."""
 _LIVE = ("creating", "ready")
 _UNLOAD_TIMEOUT_S = 60.0
-_RESTORE = "the files stay for a day; until then restore with `skyrl-tx "
+_RESTORE = "the files are kept for a day; until then, restore with `skyrl-tx "
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `runs`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    listing = actions.add_parser("list", help="show all runs, most recently used first")
-    listing.add_argument("--owner", help="only runs of this owner")
-    listing.add_argument("--deleted", action="store_true", help="only deleted runs, which `undelete` can restore")
+    listing = actions.add_parser("list", help="list all runs, most recently used first")
+    listing.add_argument("--owner", help="list only the runs of this owner")
+    listing.add_argument(
+        "--deleted", action="store_true", help="list only deleted runs, which `undelete` can still restore"
+    )
     finish_list_parser(listing, _read_runs, nothing="no runs")
 
-    showing = actions.add_parser("show", help="show one run: metrics, curves, checkpoints")
-    showing.add_argument("run_id", metavar="RUN", help="id of a run, as `list` shows it")
-    showing.add_argument("--json", action="store_true", help="print JSON, with all points")
+    showing = actions.add_parser("show", help="show one run: metrics, curves and checkpoints")
+    showing.add_argument("run_id", metavar="RUN", help="the id of a run, as `list` shows it")
+    showing.add_argument("--json", action="store_true", help="print JSON, with all data points of the curves")
     finish_parser(showing, run_report.show)
 
     deleting = actions.add_parser(
         "delete",
         help="delete runs with all their checkpoints",
-        description="Delete runs with all their checkpoints and results. `undelete` can restore them for a day. "
-        "With --now a running server unloads them, and nothing can be restored.",
+        description="Delete runs with all their checkpoints and results. `skyrl-tx runs undelete` can restore them for "
+        "a day. With --now their rows are removed at once; a running server unloads the runs first.",
     )
-    deleting.add_argument("run_id", nargs="+", metavar="RUN", help="id of a run, as `list` shows it")
-    deleting.add_argument("--now", action="store_true", help="delete for good")
+    deleting.add_argument("run_id", nargs="+", metavar="RUN", help="the id of a run, as `list` shows it")
+    deleting.add_argument("--now", action="store_true", help="delete at once; `undelete` cannot restore the runs")
     deleting.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     finish_parser(deleting, _delete_runs)
 
     restoring = actions.add_parser("undelete", help="restore deleted runs with their checkpoints")
-    restoring.add_argument("run_id", nargs="+", metavar="RUN", help="id of a run, as `list --deleted` shows it")
+    restoring.add_argument("run_id", nargs="+", metavar="RUN", help="the id of a run, as `list --deleted` shows it")
     finish_parser(restoring, _undelete_runs)
 
 
 def _read_runs(tx: Session, arguments: argparse.Namespace) -> list[Record]:
-    wanted = select(ModelRow, SessionRow.owner).join(SessionRow).order_by(col(ModelRow.last_request_at).desc())
+    query = select(ModelRow, SessionRow.owner).join(SessionRow).order_by(col(ModelRow.last_request_at).desc())
     deleted_at = col(ModelRow.deleted_at)
-    wanted = wanted.where(deleted_at.is_not(None) if arguments.deleted else deleted_at.is_(None))
+    query = query.where(deleted_at.is_not(None) if arguments.deleted else deleted_at.is_(None))
     if arguments.owner is not None:
-        wanted = wanted.where(SessionRow.owner == arguments.owner)
+        query = query.where(SessionRow.owner == arguments.owner)
+
     records: list[Record] = []
-    for row, owner in tx.exec(wanted):
+    for row, owner in tx.exec(query):
         saved = [] if arguments.deleted else checkpoints.list_by_run(tx, row.model_id, time.time())
         spec = codec.decode(row.spec)
         assert isinstance(spec, ModelSpec)
+
         records.append(
             {
                 "run": row.model_id,
@@ -89,7 +97,7 @@ def _read_runs(tx: Session, arguments: argparse.Namespace) -> list[Record]:
                 "owner": owner,
                 "status": row.status,
                 "step": row.num_steps,
-                "loss": run_report.get_last_loss(points.read_newest(tx, row.model_id, _LAST, "train")),
+                "loss": run_report.get_last_loss(points.read_newest(tx, row.model_id, _LAST_PASSES, "train")),
                 "last_used": format_time(row.last_request_at),
                 "checkpoints": len(saved),
                 "bytes": sum(checkpoint.size_bytes for checkpoint in saved),
@@ -108,9 +116,10 @@ def _delete_runs(arguments: argparse.Namespace) -> None:
         for run_id in arguments.run_id:
             row = store.read(lambda tx, run_id=run_id: models.get(tx, ModelId(run_id)))
             if row is None or (row.deleted_at is not None and not arguments.now):
-                raise CommandError(f"{run_id!r}: there is no such run; `skyrl-tx runs list` shows all")
+                raise CommandError(f"{run_id!r}: there is no such run; `skyrl-tx runs list` shows all runs")
         if not arguments.yes and not confirm(f"delete {', '.join(arguments.run_id)} with all checkpoints?"):
             raise CommandError("nothing was deleted")
+
         if arguments.now:
             _claim_artifacts(store, arguments)
         for run_id in map(ModelId, arguments.run_id):
@@ -123,7 +132,7 @@ def _delete_runs(arguments: argparse.Namespace) -> None:
 
 
 def _change_run(tx: Session, run_id: ModelId, event: Literal["run_delete", "run_restore"]) -> bool:
-    """Delete or restore a run; return False if that was not possible."""
+    """Delete or restore a run. Returns False if there is no such run, or if it is in that state already."""
     is_done = models.mark_deleted(tx, run_id, time.time()) if event == "run_delete" else models.undelete(tx, run_id)
     if is_done:
         record_audit(tx, event, run_id=run_id)
@@ -135,13 +144,13 @@ def _undelete_runs(arguments: argparse.Namespace) -> None:
         for run_id in map(ModelId, arguments.run_id):
             if not store.write(partial(_change_run, run_id=run_id, event="run_restore")):
                 raise CommandError(
-                    f"{run_id!r}: there is no such deleted run; `skyrl-tx runs list --deleted` shows all"
+                    f"{run_id!r}: there is no such deleted run; `skyrl-tx runs list --deleted` shows all of them"
                 )
             print(f"restored {run_id}")
 
 
 def _delete_run(store: Store, model_id: ModelId) -> None:
-    """Unload a run, then delete its rows."""
+    """Delete the rows of a run. A running engine unloads the run first."""
     if store.is_peer_running():
         _unload(store, model_id)
 
@@ -155,7 +164,7 @@ def _delete_run(store: Store, model_id: ModelId) -> None:
 
 
 def _unload(store: Store, model_id: ModelId) -> None:
-    """Submit an unload request to the running engine and wait for it; raises CommandError on timeout."""
+    """Ask the running engine to unload a run, and wait until it has. Raises CommandError after 60 seconds."""
 
     def submit(tx: Session) -> None:
         row = models.get(tx, model_id)
@@ -175,26 +184,31 @@ def _unload(store: Store, model_id: ModelId) -> None:
     end = time.monotonic() + _UNLOAD_TIMEOUT_S
     while (row := store.read(lambda tx: models.get(tx, model_id))) and row.status in _LIVE:
         if time.monotonic() > end:
-            raise CommandError(f"{model_id}: the running server has not unloaded it yet; try again later")
+            raise CommandError(
+                f"{model_id}: the running server did not unload the run within {_UNLOAD_TIMEOUT_S:.0f} s; "
+                "it was not deleted, try again later"
+            )
         store.wait(0.2)
 
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `checkpoints`."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    listing = actions.add_parser("list", help="show checkpoints, newest first")
-    listing.add_argument("--run", dest="run_id", metavar="RUN", help="only checkpoints of this run")
+    listing = actions.add_parser("list", help="list checkpoints, newest first")
+    listing.add_argument("--run", dest="run_id", metavar="RUN", help="list only the checkpoints of this run")
     listing.add_argument(
-        "--kind", choices=[kind.value for kind in CheckpointKind], help="only checkpoints of this kind"
+        "--kind", choices=[kind.value for kind in CheckpointKind], help="list only checkpoints of this kind"
     )
     listing.add_argument(
-        "--deleted", action="store_true", help="only deleted checkpoints, which `undelete` can restore"
+        "--deleted", action="store_true", help="list only deleted checkpoints, which `undelete` can still restore"
     )
     finish_list_parser(listing, _read_checkpoints, nothing="no checkpoints")
 
-    deleting = actions.add_parser("delete", help="delete checkpoints")
+    deleting = actions.add_parser("delete", help="delete checkpoints; `undelete` can restore them for a day")
     _add_paths(deleting)
-    deleting.add_argument("--now", action="store_true", help="delete for good; `undelete` cannot restore them")
+    deleting.add_argument(
+        "--now", action="store_true", help="delete at once; `undelete` cannot restore the checkpoints"
+    )
     finish_parser(deleting, _delete_checkpoints)
 
     restoring = actions.add_parser("undelete", help="restore deleted checkpoints")
@@ -204,22 +218,27 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     keeping = actions.add_parser("keep", help="set when checkpoints expire")
     _add_paths(keeping)
     keeping.add_argument(
-        "--for", dest="seconds", type=int, metavar="SECONDS", help="time to live from now; default: no expiry"
+        "--for",
+        dest="seconds",
+        type=int,
+        metavar="SECONDS",
+        help="keep the checkpoints for this long from now, for example 604800 for a week (default: forever)",
     )
     finish_parser(keeping, _set_expiry)
 
 
 def _add_paths(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", nargs="+", metavar="PATH", help="tinker://<run>/<kind>/<name>")
+    parser.add_argument("path", nargs="+", metavar="PATH", help="a checkpoint: tinker://<run>/<kind>/<name>")
 
 
 def _read_checkpoints(tx: Session, arguments: argparse.Namespace) -> list[Record]:
-    is_wanted = col(CheckpointRow.deleted_at).is_not(None) if arguments.deleted else checkpoints.is_visible(time.time())
-    wanted = select(CheckpointRow).where(is_wanted).order_by(col(CheckpointRow.created_at).desc())
+    is_listed = col(CheckpointRow.deleted_at).is_not(None) if arguments.deleted else checkpoints.is_visible(time.time())
+    query = select(CheckpointRow).where(is_listed).order_by(col(CheckpointRow.created_at).desc())
     if arguments.run_id is not None:
-        wanted = wanted.where(CheckpointRow.model_id == arguments.run_id)
+        query = query.where(CheckpointRow.model_id == arguments.run_id)
     if arguments.kind is not None:
-        wanted = wanted.where(CheckpointRow.kind == arguments.kind)
+        query = query.where(CheckpointRow.kind == arguments.kind)
+
     return [
         {
             "path": str(row.path),
@@ -229,7 +248,7 @@ def _read_checkpoints(tx: Session, arguments: argparse.Namespace) -> list[Record
             "bytes": row.size_bytes,
             **_describe_deletion(row, arguments),
         }
-        for row in tx.exec(wanted)
+        for row in tx.exec(query)
     ]
 
 
@@ -250,7 +269,9 @@ def _delete_checkpoints(arguments: argparse.Namespace) -> None:
 def _purge(tx: Session, paths: Sequence[CheckpointPath]) -> None:
     for path in paths:
         if not checkpoints.delete(tx, path):
-            raise CommandError(f"{path}: there is no such checkpoint; `skyrl-tx checkpoints list` shows all")
+            raise CommandError(
+                f"{path}: there is no such checkpoint; `skyrl-tx checkpoints list` shows all checkpoints"
+            )
         record_audit(tx, "checkpoint_delete", path=path, for_good=True)
 
 
@@ -265,8 +286,8 @@ def _undelete_checkpoints(arguments: argparse.Namespace) -> None:
                 )
             if not checkpoints.undelete(tx, path):
                 raise CommandError(
-                    f"{path}: there is no such deleted checkpoint, or its name was used again; "
-                    "`skyrl-tx checkpoints list --deleted` shows all"
+                    f"{path}: there is no such deleted checkpoint, or a new checkpoint has its name; "
+                    "`skyrl-tx checkpoints list --deleted` shows all of them"
                 )
             record_audit(tx, "checkpoint_restore", path=path)
 
@@ -278,9 +299,7 @@ def _undelete_checkpoints(arguments: argparse.Namespace) -> None:
 
 def _set_expiry(arguments: argparse.Namespace) -> None:
     if arguments.seconds is not None and not 0 < arguments.seconds <= checkpoints.MAX_TTL_S:
-        raise CommandError(
-            f"--for {arguments.seconds}: must be above 0 and at most {checkpoints.MAX_TTL_S} (ten years)"
-        )
+        raise CommandError(f"--for {arguments.seconds} must be from 1 to {checkpoints.MAX_TTL_S} seconds (ten years)")
     expires_at = None if arguments.seconds is None else time.time() + arguments.seconds
     with open_database(arguments) as store:
         change = partial(checkpoints.set_ttl, expires_at=expires_at)
@@ -295,7 +314,10 @@ def _change_all(
     event: audit.Event,
     **details: audit.Detail,
 ) -> list[CheckpointPath]:
-    """Change all checkpoints in one transaction, with an entry in the audit log for each; return their paths."""
+    """Change all checkpoints in one transaction, and add one entry per checkpoint to the audit log.
+
+    Returns the paths of the checkpoints.
+    """
     paths = [find_checkpoint(store, text).path for text in texts]
 
     def work(tx: Session) -> None:
@@ -308,7 +330,11 @@ def _change_all(
 
 
 def _claim_artifacts(store: Store, arguments: argparse.Namespace) -> None:
-    """Record that the artifacts belong to this database, before rows are deleted; for directories without a record."""
+    """Record that the artifacts belong to this database, if the data directory has no such record yet.
+
+    This must happen before rows are deleted. Without the record, a later command could not tell unused artifacts from
+    artifacts of another database.
+    """
     artifacts = open_artifact_store(arguments)
     if not artifacts.is_remote and artifacts.read_identity() is None:
         with suppress(StoreInUse), lock_role(arguments.data_dir, "engine"):
@@ -316,17 +342,24 @@ def _claim_artifacts(store: Store, arguments: argparse.Namespace) -> None:
 
 
 def _collect_artifacts(store: Store, arguments: argparse.Namespace) -> str:
-    """Take away unreferenced artifacts, unless an engine does that; return a message for the user."""
+    """Collect the artifacts that no row refers to, unless an engine will do so. Returns a message for the user."""
     artifacts = open_artifact_store(arguments)
-    if artifacts.is_remote:  # an engine on another machine may collect them
+    if artifacts.is_remote:  # an engine on another machine may be collecting them
         return "the server removes the unused files"
+
     try:
         with lock_role(arguments.data_dir, "engine"):
             claim = identity.claim(store, artifacts)
             keep = store.read(checkpoints.find_referenced_artifacts)
             if keep is None:
-                return "no files were removed: a pending load request is damaged; the next start of the server fails it"
-            taken = artifacts.collect(keep | claim.unclaimed, claim.looked_at)
+                return (
+                    "no files were removed, because a pending load_weights request is damaged; the request will fail "
+                    "at the next start of the server, which then removes the files"
+                )
+            collected = artifacts.collect(keep | claim.unclaimed, claim.looked_at)
     except StoreInUse:
         return "the running server removes the unused files"
-    return f"moved {len(taken)} unused artifacts to the trash; the next start of the server moves recent ones"
+    return (
+        f"removed {len(collected)} unused artifacts, checkpoints to the trash; the next start of the server removes "
+        "artifacts of the last ten minutes"
+    )

@@ -1,6 +1,7 @@
-"""`skyrl-tx status`: one screen about a server, once or continuously; or the stacks of its threads in its log.
+"""`skyrl-tx status`: show the state of a server on one screen, once or every second.
 
-The database alone is read, so that a server that is dead is described, too.
+The command reads only the database, so it works even if the server is not running. With `--stacks` it instead makes
+the processes of the server write the stack traces of all their threads to their logs.
 """
 
 import argparse
@@ -31,49 +32,52 @@ from skyrl_tx.store.pauses import collect_pauses
 from skyrl_tx.store.tables import EngineStateRow
 
 _SILENCE_S = 10.0
-"""Time without a published status after which an engine counts as not running."""
+"""An engine that has published no status for this long counts as not running."""
 _HISTORY_S = 900.0
-"""Time for which the server's gauges are read."""
+"""How far back the gauges are read, for the small charts."""
 _MEAN_OVER_S = 300.0
+"""How far back rates are averaged."""
 _RATES = (
     *("training_tokens_per_s", "sampled_tokens_per_s", "prompt_tokens_per_s"),
     *("requests_completed_per_s", "requests_failed_per_s"),
 )
 
-
 _BARS = "▁▂▃▄▅▆▇█"
 _NUM_BARS = 30
 _MAX_ROWS = 12
 _PERIOD_S = 1.0
+"""How often `--watch` shows the screen again."""
 _GOOD = frozenset({"ready"})
+
+_ROLES = "api", "engine"
+_PROCESSES = Path("/proc")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.description = (
-        "Show what a server does: the engine, open requests by owner, speed, memory and the last failures. Reads the "
-        "database alone, so it also describes a server that is dead. The exit status is 1 unless the engine is ready."
+        "Show the state of a server: the engine, open requests by owner, speed, memory and the latest failures. The "
+        "command reads only the database, so it works even if the server is not running. The exit status is 0 if the "
+        "engine is ready, otherwise 1."
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
-    form.add_argument("--watch", action="store_true", help="show the screen again each second, until Ctrl-C")
+    form.add_argument("--watch", action="store_true", help="refresh the screen every second until Ctrl-C")
     form.add_argument(
-        "--stacks",
-        action="store_true",
-        help="make the processes of the server write the stacks of all their threads to their logs",
+        "--stacks", action="store_true", help="dump the stack traces of all server threads to the logs of the server"
     )
-    parser.add_argument("--times", type=int, metavar="N", help="end --watch after N screens (default: never)")
+    parser.add_argument("--times", type=int, metavar="N", help="stop --watch after N screens (default: never)")
     parser.add_argument(
         "--here",
         action="store_true",
-        help="only the engines of this machine, by its host name: whether a container's engine is ready",
+        help="consider only the engines on this machine, for example in the readiness probe of a container",
     )
     finish_parser(parser, _run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.times is not None and not arguments.watch:
-        raise CommandError("--times: only with --watch", status=2)
+        raise CommandError("--times requires --watch", status=2)
     if arguments.stacks:
         write_stacks(arguments.data_dir)
         return 0
@@ -104,17 +108,17 @@ def _watch(arguments: argparse.Namespace, host: str | None) -> None:
             num_shown += 1
             try:
                 shown = draw_screen(store.read(lambda tx: read_status(tx, host)))
-            except StoreError as error:  # a database that restarts: the next second may succeed
+            except StoreError as error:  # the database may be restarting; try again in a second
                 shown = Text(str(error), "red")
             live.update(shown, refresh=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerStatus:
-    """One look at the database; all times are seconds ago."""
+    """The state of a server at one moment. All times are ages in seconds."""
 
     engine: str
-    """The engine's state in one word: its published status, `not running` or `never started`."""
+    """The status that the engine published, for example `ready`; else `not running` or `never started`."""
     engine_silent_s: float | None
     activity: str
     activity_s: float | None
@@ -126,53 +130,57 @@ class ServerStatus:
     work: Sequence[Mapping[str, Any]]
     failures: Sequence[Mapping[str, Any]]
     meters: Mapping[str, Any]
-    """The engine's last `totals`, `queues`, `places` and `backend`; empty if it published nothing."""
+    """The last published `totals`, `queues`, `places` and `backend`, summed over engines; empty if there are none."""
     sampled_s: float | None
-    """Age of the newest row that an API process wrote; they write one each ten seconds."""
+    """Age of the newest gauges. An API process writes gauges every ten seconds."""
     rates: Mapping[str, float]
-    """Means of the last five minutes."""
+    """Mean rates of the last five minutes."""
     history: Mapping[str, Sequence[float]]
-    """The rates of the last 15 minutes, in order."""
+    """The rates of the last 15 minutes, oldest first."""
 
 
 def read_status(tx: Session, host: str | None = None) -> ServerStatus:
-    """Read the state of the server; with `host`, of the engines of that machine alone."""
+    """Read the state of the server. With `host`, only the engines on that machine count."""
     now, shared_now = time.time(), engine_state.get_shared_time(tx)
     rows = [row for row in engine_state.list_engines(tx) if host in (None, row.host)]
     row = engine_state.choose_main_engine(rows)
-    found = totals.read_totals(tx, now, collect_pauses(*rows))
+    requests = totals.read_totals(tx, now, collect_pauses(*rows))
     points = engine_state.list_gauges(tx, now - _HISTORY_S)
     recent = [values for at, values in points if at > now - _MEAN_OVER_S]
+
     return ServerStatus(
+        # The engine.
         engine=_describe_engine(row, shared_now),
         engine_silent_s=None if row is None else round(max(shared_now - row.updated_at, 0.0), 1),
         activity="" if row is None else row.activity,
         activity_s=None if row is None or row.activity_since is None else round(shared_now - row.activity_since, 1),
         detail="" if row is None else row.detail,
         devices=() if row is None else tuple(map(str, _to_list(row.capabilities.get("devices")))),
-        num_open=found.num_open,
-        oldest_s=None if found.oldest_at is None else round(now - found.oldest_at, 1),
-        num_active_sessions=found.num_active_sessions,
+        # Requests.
+        num_open=requests.num_open,
+        oldest_s=None if requests.oldest_at is None else round(now - requests.oldest_at, 1),
+        num_active_sessions=requests.num_active_sessions,
         work=[
             {
-                "owner": each.owner,
-                "model": each.model_id,
-                "kind": each.kind,
-                "waiting": each.num_waiting,
-                "running": each.num_running,
-                "oldest_s": round(now - each.oldest_at, 1),
+                "owner": group.owner,
+                "model": group.model_id,
+                "kind": group.kind,
+                "waiting": group.num_waiting,
+                "running": group.num_running,
+                "oldest_s": round(now - group.oldest_at, 1),
             }
-            for each in totals.list_open_work(tx)
+            for group in totals.list_open_work(tx)
         ],
         failures=[
             {
-                "ago_s": round(now - each.at),
-                "owner": each.owner,
-                "kind": each.kind,
-                "message": _read_message(each.result),
+                "ago_s": round(now - failure.at),
+                "owner": failure.owner,
+                "kind": failure.kind,
+                "message": _read_message(failure.result),
             }
-            for each in totals.list_failed(tx)
+            for failure in totals.list_failed(tx)
         ],
+        # Gauges and rates.
         meters=engine_state.sum_meters(rows) or {},
         sampled_s=round(now - points[-1][0], 1) if points else None,
         rates={name: round(sum(v.get(name, 0.0) for v in recent) / len(recent), 1) for name in _RATES if recent},
@@ -199,11 +207,12 @@ def _read_message(result: bytes) -> str:
 
 
 def draw_screen(status: ServerStatus) -> RenderableType:
-    """Return the screen of a status."""
+    """Return a status as a screen for `rich`."""
     return Group(*_draw_blocks(status))
 
 
 def _draw_blocks(status: ServerStatus) -> Iterator[RenderableType]:
+    # The engine and what it reports.
     yield _draw_head(status)
     backend = (status.meters or {"backend": {}})["backend"]
     if outage := backend.get("outage"):
@@ -213,10 +222,10 @@ def _draw_blocks(status: ServerStatus) -> Iterator[RenderableType]:
     yield from _draw_speed(status)
     if status.meters:
         yield from map(Text, _describe_capacity(status.meters))
-    yield Text(
-        f"open requests {status.num_open}{f', oldest {_format_age(status.oldest_s)}' if status.oldest_s is not None else ''}"
-        f" · active sessions {status.num_active_sessions}"
-    )
+
+    # Requests.
+    oldest = "" if status.oldest_s is None else f", oldest {_format_age(status.oldest_s)}"
+    yield Text(f"open requests {status.num_open}{oldest} · active sessions {status.num_active_sessions}")
     if status.work:
         yield _make_table(
             ("OWNER", "MODEL", "KIND", "WAITING", "RUNNING", "OLDEST"), map(_make_work_row, status.work[:_MAX_ROWS])
@@ -224,26 +233,26 @@ def _draw_blocks(status: ServerStatus) -> Iterator[RenderableType]:
         if len(status.work) > _MAX_ROWS:
             yield Text(f"… and {len(status.work) - _MAX_ROWS} more")
     if status.failures:
-        rows = ((_format_age(each["ago_s"]), each["owner"], each["kind"], each["message"]) for each in status.failures)
+        rows = ((_format_age(row["ago_s"]), row["owner"], row["kind"], row["message"]) for row in status.failures)
         yield _make_table(("FAILED", "OWNER", "KIND", "MESSAGE"), rows)
 
 
 def _draw_head(status: ServerStatus) -> Text:
     line = Text.assemble("engine ", (status.engine, "bold green" if status.engine in _GOOD else "bold red"))
     if status.engine == "not running" and status.engine_silent_s is not None:
-        line.append(f", last heard of {_format_age(status.engine_silent_s)} ago")
+        line.append(f", last status {_format_age(status.engine_silent_s)} ago")
     elif status.activity:
         line.append(f": {status.activity}")
         if status.activity_s is not None and status.activity_s >= 1:
             line.append(f" for {_format_age(status.activity_s)}")
     elif status.engine in _GOOD:
-        line.append(": waits for requests")
+        line.append(": waiting for requests")
     if status.detail:
         line.append(f" ({status.detail})")
     if status.devices:
         line.append(f" · {len(status.devices)} × {status.devices[0]}")
     if status.sampled_s is None or status.sampled_s > 3 * _SILENCE_S:
-        line.append(" · no API process has written its gauges for 30 s", "red")
+        line.append(" · no API process has written gauges for 30 s", "red")
     return line
 
 
@@ -253,27 +262,27 @@ def _draw_speed(status: ServerStatus) -> Iterator[Text]:
         if name in status.rates:
             yield Text(f"{label:<9}{status.rates[name]:>10,.0f} tokens/s  {_draw_bars(status.history[name])}")
     if (failed := status.rates.get("requests_failed_per_s", 0.0)) > 0:
-        yield Text(f"failures {failed * 60:.1f} a minute", "red")
+        yield Text(f"failures {failed * 60:.1f} per minute", "red")
 
 
 def _describe_capacity(meters: Mapping[str, Any]) -> Iterator[str]:
-    """Yield lines about what the engine holds."""
-    places, backend, queues = meters["places"], meters["backend"], meters["queues"]
-    held = [
-        f"models {places['models_resident']}/{places['models_places']}",
-        f"samplers {places['samplers_resident']}/{places['samplers_places']}",
+    """Yield a line about the use of adapter slots, KV cache and memory, and a line about the queues."""
+    slots, backend, queues = meters["places"], meters["backend"], meters["queues"]
+    parts = [
+        f"models {slots['models_resident']}/{slots['models_places']}",
+        f"samplers {slots['samplers_resident']}/{slots['samplers_places']}",
     ]
     if "decode_slots" in backend:
-        held.append(f"slots {backend['decode_slots_used']}/{backend['decode_slots']}")
+        parts.append(f"slots {backend['decode_slots_used']}/{backend['decode_slots']}")
     if "kv_cache_tokens" in backend:
-        held.append(f"KV cache {backend['kv_cache_tokens_used']:,}/{backend['kv_cache_tokens']:,} tokens")
+        parts.append(f"KV cache {backend['kv_cache_tokens_used']:,}/{backend['kv_cache_tokens']:,} tokens")
     if memory := backend.get("device_memory"):
-        fullest = max(memory, key=lambda each: each["used_bytes"])
-        held.append(f"memory {format_bytes(fullest['used_bytes'])}/{format_bytes(fullest['limit_bytes'])}")
+        fullest = max(memory, key=lambda device: device["used_bytes"])
+        parts.append(f"memory {format_bytes(fullest['used_bytes'])}/{format_bytes(fullest['limit_bytes'])}")
     if tokens := backend.get("compared_tokens"):
         mean, largest = backend["trainer_gap_nats"] / tokens, backend["trainer_gap_max_nats"]
-        held.append(f"gap to the trainer {mean:.1e} nats, {largest:.1e} at most, in {tokens:,} tokens")
-    yield " · ".join(held)
+        parts.append(f"gap to the trainer {mean:.1e} nats (max {largest:.1e}) over {tokens:,} tokens")
+    yield " · ".join(parts)
     yield " · ".join(
         f"{name}: {queue['waiting']} waiting, {queue['running']} running, "
         f"{format_bytes(queue['backlog_bytes'])} of {format_bytes(queue['backlog_limit_bytes'])}"
@@ -291,12 +300,12 @@ def _make_table(header: Sequence[str], rows: Iterator[tuple[str, ...]]) -> Table
     for name in header:
         table.add_column(name, overflow="ellipsis", no_wrap=name != "MESSAGE")
     for row in rows:
-        table.add_row(*map(Text, row))  # no markup: owners and messages are texts of users
+        table.add_row(*map(Text, row))  # plain text: owners and messages come from users and may look like markup
     return table
 
 
 def _draw_bars(values: Sequence[float]) -> str:
-    """Return the last values as a line of bars; the highest is a full one."""
+    """Draw values as a line of at most 30 bars, each the mean of consecutive values. The highest bar is full."""
     if not values or max(values) <= 0:
         return ""
     width = -(-len(values) // _NUM_BARS)
@@ -305,38 +314,38 @@ def _draw_bars(values: Sequence[float]) -> str:
 
 
 def _format_age(seconds: float) -> str:
-    """Return a time for people: 12 s, 5 min, 3 h or 2 d."""
+    """Format a duration, for example as 12 s, 5 min, 3 h or 2 d."""
     for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
 
 
-_ROLES = "api", "engine"
-_PROCESSES = Path("/proc")
-
-
 def write_stacks(data_dir: Path) -> None:
-    """Make the processes that run on a data directory write their stacks. Raises CommandError if that fails."""
+    """Send SIGQUIT to the server on a data directory, so that its processes write their stack traces to their logs.
+
+    Raises CommandError if no server is running there, or if the signal would end a process.
+    """
     pids = {role: pid for role in _ROLES if (pid := find_process(data_dir / f"{role}.lock")) is not None}
     if not pids:
-        raise CommandError(f"--data-dir {data_dir}: no server runs there")
+        raise CommandError(f"--data-dir {data_dir}: no server is running there")
     for role, pid in pids.items():
         if not _has_sigquit_handler(pid):
             raise CommandError(
-                f"process {pid} ({role}) would be ended by the signal: it is starting, or an old release"
+                f"process {pid} ({role}) does not handle SIGQUIT and would end: it is still starting, or it is an old "
+                "release; no signal was sent to it"
             )
         os.kill(pid, signal.SIGQUIT)
-        print(f"process {pid} ({role}) writes its stacks to its log")
+        print(f"process {pid} ({role}) writes its stack traces to its log")
 
 
 def find_process(lock: Path) -> int | None:
-    """Return the running process that has a role's lock file open, or None."""
+    """Return the id of the running process that has the lock file of a role open, or None."""
     try:
         pid = int(lock.read_text())
     except (FileNotFoundError, ValueError):
         return None
-    if not _PROCESSES.is_dir():  # not Linux: the number may be that of another process since
+    if not _PROCESSES.is_dir():  # Not Linux. The id may belong to another process by now.
         return pid if _is_running(pid) else None
     try:
         descriptors = list((_PROCESSES / str(pid) / "fd").iterdir())
@@ -348,7 +357,7 @@ def find_process(lock: Path) -> int | None:
 
 
 def _read_target(descriptor: Path) -> Path | None:
-    """Return the file of an open descriptor; None if it has been closed since."""
+    """Return the file of an open descriptor, or None if the process has closed it meanwhile."""
     try:
         return descriptor.readlink()
     except FileNotFoundError:
@@ -364,7 +373,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _has_sigquit_handler(pid: int) -> bool:
-    """Return whether a process handles the signal, which ends others; True where that cannot be read."""
+    """Return whether a process handles SIGQUIT, which would end it otherwise. True if this cannot be found out."""
     status = _PROCESSES / str(pid) / "status"
     if not status.is_file():
         return True

@@ -1,1 +1,1 @@
-"""`skyrl-tx doctor`: examines a machine, a configuration and a data directory, and says what to do."""
+"""`skyrl-tx doctor`: check a machine, the settings of a server and its data directory, and suggest fixes."""

@@ -1,4 +1,4 @@
-"""The command `skyrl-tx doctor`: runs all checks, and prints what they find as text or as JSON."""
+"""The command `skyrl-tx doctor`: runs all checks and prints their findings as text or as JSON."""
 
 import argparse
 import json
@@ -21,7 +21,6 @@ from skyrl_tx.tools.serve import add_settings
 
 Check = Callable[[ExaminedServer], Iterator[Finding]]
 
-
 _CHECKS: dict[str, Check] = {
     "packages": machine.check_packages,
     "limits": machine.check_limits,
@@ -32,30 +31,30 @@ _CHECKS: dict[str, Check] = {
     "tokenizer": machine.check_text,
     "database": database.check_database,
 }
-
-
 _NEED_MODEL = frozenset({"tokenizer"})
-
-
-_REPORT = "this is an error of skyrl-tx: please report it with this text"
+"""Checks that run only if the command line names a model with files."""
+_REPORT = "this is a bug in skyrl-tx; please report it with this message"
 
 
 def add_arguments(parser: CommandParser) -> None:
-    """Add the command's own flags, and those of `serve`."""
+    """Add the flags of `doctor` and of `serve`."""
     parser.usage = "skyrl-tx doctor [--base-model MODEL] [flags]"
     parser.description = (
-        "Examine what a server needs: devices and memory for the model, packages, limits, disk, access, "
-        "tokenizer, chat template, database, and the weight files of a data directory. Works while a server runs, and "
-        "changes nothing, except with --remove-unclaimed; an object store gets a small object for a moment. Takes all "
-        "flags of `skyrl-tx serve` too, so give it those of the server, or its --config. The exit status is 0 if all "
-        "is well, 1 for warnings, 2 for errors."
+        "Check what a server needs: devices and memory for the model, packages, system limits, disk, access, "
+        "tokenizer, chat template, database, and the weights in the data directory. The server may be running. The "
+        "command changes nothing except with --remove-unclaimed, but it briefly writes a small object to the object "
+        "store, if one is used. It also accepts all flags of `skyrl-tx serve`: pass the flags of your server, or its "
+        "--config. The exit status is 0 if everything is fine, 1 for warnings, and 2 for errors."
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, with all artifacts")
-    parser.add_argument("--no-hashes", action="store_true", help="do not read the weight files to check their hashes")
+
+    parser.add_argument("--json", action="store_true", help="print JSON, including all artifacts")
+    parser.add_argument(
+        "--no-hashes", action="store_true", help="skip the hashes of the weight files, which take long to check"
+    )
     parser.add_argument(
         "--remove-unclaimed",
         action="store_true",
-        help="move artifacts to the trash whose rows the database does not have, because it was lost or is older",
+        help="move all artifacts that the database does not know to the trash, instead of running the checks",
     )
     parser.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     read = add_settings(parser, {"base_model": ""})
@@ -63,22 +62,27 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
-    """Run the command; return its exit status."""
+    """Run the checks, print their findings, and return the exit status."""
     if arguments.remove_unclaimed:
         return _remove_unclaimed(settings, is_confirmed=arguments.yes)
+
+    # Checks that only read the settings and the machine.
     with _write_model(settings) as examined:
         subject = ExaminedServer(examined, _find_server_pids(settings.data_dir))
         checks = [(name, check) for name, check in _CHECKS.items() if name not in _NEED_MODEL or _has_text(settings)]
         findings = [finding for name, check in checks for finding in _run_check(name, check, subject)]
+
+    # Checks that open the database. Opening a database of an older release would migrate it, so that is skipped.
     report: storage.ArtifactReport | None = None
     with ExitStack() as stack:
         store = None
-        if database.is_current(settings):  # opening another one would migrate it
+        if database.is_current(settings):
             try:
                 store = stack.enter_context(closing(_open_store(settings)))
             except StoreError as problem:
-                findings.append(error("database", str(problem), "see the guide: run in production"))
+                findings.append(error("database", str(problem), "see the guide on running in production"))
         findings += database.check_access(settings, store)
+
         if store is not None:
             try:
                 report = storage.examine_artifacts(
@@ -86,7 +90,9 @@ def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
                 )
                 findings += storage.check_artifacts(report)
             except (ArtifactsUnreachable, InvalidLocation):
-                pass  # an error of "storage" says so
+                pass  # the check "storage" has reported it
+
+    # Print the findings.
     level = get_worst_level(findings)
     if arguments.json:
         content = {"level": level, "findings": [asdict(finding) for finding in findings]}
@@ -100,7 +106,7 @@ def run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
 
 @contextmanager
 def _write_model(settings: ServerSettings) -> Generator[ServerSettings]:
-    """Write a built-in model into a temporary directory if the settings name it; a server keeps it with its data."""
+    """Yield the settings with `tiny`, or another built-in model, replaced by a temporary directory with its files."""
     name = settings.base_model
     with open_built_in_model(name) as written:
         changes = {} if written == name else {"base_model": written, "served_model_name": name}
@@ -108,20 +114,20 @@ def _write_model(settings: ServerSettings) -> Generator[ServerSettings]:
 
 
 def _has_text(settings: ServerSettings) -> bool:
-    """Whether a model with files was named."""
+    """Return whether the settings name a model with files. Models of the fake backend have none."""
     return bool(settings.base_model) and settings.backend != "fake"
 
 
 def _find_server_pids(data_dir: Path) -> dict[str, int]:
     try:
-        found = {role: find_process(data_dir / f"{role}.lock") for role in ("api", "engine")}
-    except CommandError:  # of another user
+        pids = {role: find_process(data_dir / f"{role}.lock") for role in ("api", "engine")}
+    except CommandError:  # the server runs as another user
         return {}
-    return {role: pid for role, pid in found.items() if pid is not None}
+    return {role: pid for role, pid in pids.items() if pid is not None}
 
 
 def _run_check(name: str, check: Check, subject: ExaminedServer) -> list[Finding]:
-    """Return the findings of a check, or what failed in it, so that one check never hides the others."""
+    """Return the findings of a check. An exception becomes a finding, so that the other checks still run."""
     findings: list[Finding] = []
     try:
         findings.extend(check(subject))
@@ -149,7 +155,7 @@ def _open_artifacts(settings: ServerSettings) -> ArtifactStore:
 
 def _remove_unclaimed(settings: ServerSettings, *, is_confirmed: bool) -> int:
     if not database.is_current(settings):
-        raise CommandError(f"--data-dir {settings.data_dir}: no database of this release", STATUS["error"])
+        raise CommandError(f"--data-dir {settings.data_dir} has no database of this release", STATUS["error"])
     try:
         with closing(_open_store(settings)) as store:
             return storage.remove_unclaimed(store, _open_artifacts(settings), is_confirmed=is_confirmed)

@@ -1,4 +1,4 @@
-"""Checks of the database: reachable, schema, locks, clock, access."""
+"""Checks of the database (reachable, schema, PostgreSQL settings, clock) and of access to the server."""
 
 import shutil
 import sqlite3
@@ -23,26 +23,29 @@ from skyrl_tx.tools.doctor.findings import ExaminedServer, Finding, error, ok, w
 
 _LARGE_WAL_BYTES = 256 * 2**20
 _CONNECTIONS = 20
-"""Connections of one process to PostgreSQL, at most: 16 readers, a writer, a listener, and a margin."""
+"""Maximum number of PostgreSQL connections of one process: 16 readers, a writer, a listener, and a margin."""
 _SLOW_ROUND_TRIP_S = 0.005
-_CLOCK_S = 5.0
+_MAX_CLOCK_GAP_S = 5.0
+_SIZE = "SELECT pg_database_size(current_database())"
 _UPGRADE = "take a backup with the release that wrote it, then start the server"
 
 
 @dataclass(frozen=True, slots=True)
 class _DatabaseDescription:
-    """A database as it describes itself."""
+    """The schema version of a database, and the findings about the database system."""
 
     version: str | None
-    """The version of the schema; None for an empty database."""
+    """The version of the schema, or None for an empty database."""
     findings: tuple[Finding, ...]
 
 
 def check_database(subject: ExaminedServer) -> Iterator[Finding]:
-    """Check that the database can be reached and read by this release. Changes nothing."""
+    """Check that the database can be reached, and that this release can read it. Changes nothing."""
     settings = subject.settings
     for role, pid in subject.server_pids.items():
-        yield ok("database", f"the {role} runs as process {pid}")
+        yield ok("database", f"the {role} is running as process {pid}")
+
+    # Can it be read at all?
     try:
         described = _describe(settings)
     except (ArgumentError, DBAPIError, sqlite3.Error, OSError, ImportError) as problem:
@@ -50,22 +53,25 @@ def check_database(subject: ExaminedServer) -> Iterator[Finding]:
         yield error(
             "database",
             f"{_describe_url(settings)} cannot be read: {' '.join(str(cause).split())}",
-            "check --database-url, the user's rights, and that the database runs",
+            "check --database-url, the permissions of the user, and whether the database is running",
         )
         return
+
+    # Does it exist? Weights without a database mean that it was lost.
     if described is None:
         if any((settings.data_dir / "artifacts").glob("art-*")):
-            advice = "put a backup in its place; or start a server, then run `skyrl-tx recover`"
-            yield error("database", f"there is none in {settings.data_dir}, but there are weights", advice)
+            advice = "restore the database from a backup, or start a server and then run `skyrl-tx recover`"
+            yield error("database", f"{settings.data_dir} has weights but no database", advice)
         else:
-            yield ok("database", f"there is none in {settings.data_dir}; the first start creates it")
+            yield ok("database", f"{settings.data_dir} has no database yet; the first start creates it")
         return
+
     yield from described.findings
     yield from _check_version(described.version)
 
 
 def is_current(settings: ServerSettings) -> bool:
-    """Return whether there is a database with the schema of this release, so that opening it changes nothing."""
+    """Return whether the database has the schema of this release. Then opening it migrates nothing."""
     try:
         described = _describe(settings)
     except (ArgumentError, DBAPIError, sqlite3.Error, OSError, ImportError):
@@ -74,7 +80,7 @@ def is_current(settings: ServerSettings) -> bool:
 
 
 def check_access(settings: ServerSettings, store: Store | None) -> Iterator[Finding]:
-    """Check who can use the server."""
+    """Check who can use the server. `store` is None if the database cannot be opened."""
     if settings.make_api_settings().is_loopback:
         return
     address = f"--host {settings.host}"
@@ -82,26 +88,33 @@ def check_access(settings: ServerSettings, store: Store | None) -> Iterator[Find
     def has_key(tx: Session) -> bool:
         return keys.has_usable(tx, time.time())
 
+    # API keys.
     if settings.no_auth:
-        yield warning("access", f"{address} with --no-auth: everyone who can reach it is an admin", "create API keys")
+        yield warning(
+            "access",
+            f"{address} with --no-auth: everybody who can reach the server is an admin",
+            "create API keys and omit --no-auth",
+        )
     elif store is None or not store.read(has_key):
         yield error(
             "access",
-            f"{address} is reachable by others, and there are no API keys: the server refuses to start",
+            f"{address} is not loopback, and there are no API keys: the server refuses to start",
             f"skyrl-tx keys create --admin NAME --data-dir {settings.data_dir}",
         )
     else:
-        yield ok("access", "calls need an API key")
+        yield ok("access", "requests need an API key")
+
+    # TLS.
     if settings.ssl_certfile is None and not settings.trusted_proxies:
         yield warning(
             "access",
-            f"{address} without TLS: an observer of the network has all keys",
-            "give --ssl-certfile, or put the server behind a proxy with TLS and name it with --trusted-proxies",
+            f"{address} without TLS: anybody who can read the network traffic sees the API keys",
+            "set --ssl-certfile, or put the server behind a proxy with TLS and name the proxy with --trusted-proxies",
         )
 
 
 def _describe(settings: ServerSettings) -> _DatabaseDescription | None:
-    """Return what the database says about itself, None if there is none yet. Raises the errors of the driver."""
+    """Describe the database, or return None if it does not exist yet. Raises the errors of the database driver."""
     if settings.store_url is not None and not settings.store_url.startswith("sqlite"):
         return _describe_postgresql(settings)
     path = _get_sqlite_path(settings)
@@ -120,6 +133,8 @@ def _describe_sqlite(path: Path) -> _DatabaseDescription:
         version: str | None = None
         if "alembic_version" in tables:
             (version,) = connection.execute("SELECT version_num FROM alembic_version").fetchone()
+
+    # The size of the database and of its write-ahead log.
     log = path.with_name(f"{path.name}-wal")
     size, log_size = path.stat().st_size, log.stat().st_size if log.exists() else 0
     findings = [ok("database", f"SQLite {sqlite3.sqlite_version}, {path}: {format_bytes(size)}")]
@@ -127,8 +142,8 @@ def _describe_sqlite(path: Path) -> _DatabaseDescription:
         findings.append(
             warning(
                 "database",
-                f"its write-ahead log has {format_bytes(log_size)}",
-                "a program reads the database for a long time: find it with `fuser`, or restart the server",
+                f"its write-ahead log has grown to {format_bytes(log_size)}",
+                "a program has been reading the database for a long time: find it with `fuser`, or restart the server",
             )
         )
     return _DatabaseDescription(version, tuple(findings))
@@ -151,21 +166,28 @@ def _examine_postgresql(connection: Connection, shown: str) -> Iterator[Finding]
     def read_value(query: str) -> str:
         return str(connection.scalar(text(query)))
 
+    # Release and settings.
     release = read_value("SHOW server_version").split()[0]
     yield ok("database", f"PostgreSQL {release}, {shown}: {format_bytes(int(read_value(_SIZE)))}")
     if read_value("SELECT pg_is_in_recovery()") == "True":
-        yield error("database", "it is a replica, which cannot be written", "name the primary in --database-url")
+        yield error("database", "it is a read-only replica", "name the primary in --database-url")
     if (encoding := read_value("SHOW server_encoding")) != "UTF8":
-        yield error("database", f"its encoding is {encoding}", "create the database with the encoding UTF8")
+        yield error("database", f"its encoding is {encoding} instead of UTF8", "create a database with encoding UTF8")
     if (commit := read_value("SHOW synchronous_commit")) in ("local", "off"):
-        yield warning("database", f"synchronous_commit is {commit}", "leave it at on: a failover may lose commits")
-    most, used = int(read_value("SHOW max_connections")), int(read_value("SELECT count(*) FROM pg_stat_activity"))
-    if most - used < 2 * _CONNECTIONS:
+        yield warning(
+            "database", f"synchronous_commit is {commit}, so a failover may lose commits", "set synchronous_commit = on"
+        )
+
+    # Connections.
+    limit, used = int(read_value("SHOW max_connections")), int(read_value("SELECT count(*) FROM pg_stat_activity"))
+    if limit - used < 2 * _CONNECTIONS:
         yield warning(
             "database",
-            f"{used} of {most} connections are in use; each process of the server takes up to {_CONNECTIONS}",
+            f"{used} of {limit} connections are in use, and each process of the server opens up to {_CONNECTIONS}",
             "raise max_connections",
         )
+
+    # Latency and clock.
     times: list[float] = []
     for _ in range(10):
         started = time.perf_counter()
@@ -174,38 +196,39 @@ def _examine_postgresql(connection: Connection, shown: str) -> Iterator[Finding]
     if (round_trip_s := statistics.median(times)) > _SLOW_ROUND_TRIP_S:
         yield warning(
             "database",
-            f"a query takes {1000 * round_trip_s:.1f} ms, and every request waits for several",
-            "run the server and PostgreSQL in one network",
+            f"a query takes {1000 * round_trip_s:.1f} ms, and every request needs multiple queries",
+            "run the server and PostgreSQL in the same network",
         )
-    away_s = abs(float(read_value("SELECT extract(epoch FROM clock_timestamp())")) - time.time())
-    if away_s > _CLOCK_S:
-        yield warning("database", f"its clock differs by {away_s:.0f} s from this machine's", "synchronize both clocks")
+    gap_s = abs(float(read_value("SELECT extract(epoch FROM clock_timestamp())")) - time.time())
+    if gap_s > _MAX_CLOCK_GAP_S:
+        yield warning("database", f"its clock differs by {gap_s:.0f} s from this machine's", "synchronize both clocks")
+
+    # Backups.
     if shutil.which("pg_dump") is None:
         yield warning(
             "database",
-            "pg_dump is not installed, which `skyrl-tx backup` needs",
-            "install PostgreSQL's client programs of the server's release or a newer one",
+            "pg_dump is not installed, but `skyrl-tx backup` needs it",
+            "install the PostgreSQL client programs, in the release of the PostgreSQL server or newer",
         )
-
-
-_SIZE = "SELECT pg_database_size(current_database())"
 
 
 def _check_version(version: str | None) -> Iterator[Finding]:
     if version == HEAD:
-        yield ok("database", f"schema {version} is this release's")
+        yield ok("database", f"schema {version} is current")
     elif version is None:
         yield ok("database", "it is empty; the first start creates the tables")
     elif version in ("0001", *migrations.MIGRATIONS):
-        message = f"schema {version} is older than {HEAD}: the next start migrates it, and older releases cannot use it"
+        message = (
+            f"schema {version} is older than {HEAD}: the next start migrates it, and then older releases cannot use it"
+        )
         yield warning("database", message, _UPGRADE)
     else:
-        message = f"a newer release wrote its schema {version}; this one supports up to {HEAD}"
-        yield error("database", message, "run the newer release, or choose another data directory")
+        message = f"a newer release wrote schema {version}; this release supports schemas up to {HEAD}"
+        yield error("database", message, "use the newer release, or choose another data directory")
 
 
 def _describe_url(settings: ServerSettings) -> str:
-    """Return the database without its password."""
+    """Return the path or URL of the database, without the password."""
     if settings.store_url is None:
         return str(settings.data_dir / DATABASE_NAME)
     try:

@@ -1,4 +1,8 @@
-"""Checks of the installed packages, and of the limits and the memory of the machine."""
+"""Checks of the machine: packages, system limits, tokenizer and chat template, devices and the memory plan.
+
+`check_devices` asks a child process, `skyrl_tx.tools.doctor.probe`, because starting JAX can hang and takes memory of
+the devices.
+"""
 
 import csv
 import os
@@ -6,6 +10,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -24,43 +29,66 @@ from skyrl_tx.process.setup import OPEN_FILES
 from skyrl_tx.tools.doctor.findings import ExaminedServer, Finding, error, ok, warning
 
 OLDEST_SDK = "0.16.1"
-"""The oldest release of the Tinker SDK that is tested; `tests/support/client_environments.py` has all."""
+"""The oldest tested release of the Tinker SDK. `tests/support/client_environments.py` lists all tested releases."""
 _JAX_PARTS = ("jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 _CGROUP = Path("/sys/fs/cgroup")
 _MIN_PROCESSES = 4096
-"""Processes and threads of one user: a server has some hundreds, and other programs need some too."""
+"""A server has a few hundred processes and threads, and the other programs of the user need some as well."""
+
+_MESSAGES: tuple[Mapping[str, object], ...] = ({"role": "user", "content": "Hello"},)
+_TOOLS: tuple[Mapping[str, object], ...] = (
+    {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}},
+)
+
+_TIMEOUT_S = 180.0
+"""Some drivers need a minute to start. A TPU that another process uses never answers."""
+_QUERY = ("name", "driver_version", "memory.total", "memory.used")
+_BUSY_MIB = 2048
+_ADVICE = {
+    "--base-model": "name the directory or hub id of a supported model; for the hub, check the network and HF_TOKEN",
+    "--backend-config.mesh": "the product of the sizes must be the number of devices, and each size must divide the "
+    "model's",
+}
+"""Advice for problems of the model, by the setting that causes the problem."""
+_SHORT_TOKENS = 4096
+"""A sample limit below this is worth a warning, because a typical sample would not fit."""
+
+
+# Packages
 
 
 def check_packages(subject: ExaminedServer) -> Iterator[Finding]:
-    """Check the installed version of each required package, and those that must be equal."""
-    found = list(_find_unmet())
-    yield from found
-    if not found:
+    """Check that required packages have the right versions, and that all parts of JAX have the same version."""
+    unmet = list(_find_unmet())
+    yield from unmet
+    if not unmet:
         yield ok("packages", f"skyrl_tx {__version__} with JAX {find_version('jax')}; all required packages are there")
+
     parts = {name: text for name in _JAX_PARTS if (text := find_version(name)) is not None}
     if len({Version(text).release for text in parts.values()}) > 1:
-        shown = ", ".join(f"{name} {text}" for name, text in parts.items())
-        yield error("packages", f"parts of JAX have different versions: {shown}", "install them together, as an extra")
+        versions = ", ".join(f"{name} {text}" for name, text in parts.items())
+        advice = f"install them together, for example with pip install '{DISTRIBUTION}[cuda12]'"
+        yield error("packages", f"parts of JAX have different versions: {versions}", advice)
     if (subject.settings.store_url or "").startswith("postgres") and find_version("psycopg") is None:
         advice = f"pip install '{DISTRIBUTION}[postgres]'"
-        yield error("packages", "psycopg is not installed, which PostgreSQL needs", advice)
+        yield error("packages", "psycopg is not installed, but a PostgreSQL database needs it", advice)
     yield from _check_sdk()
 
 
 def _find_unmet() -> Iterator[Finding]:
     if find_version(DISTRIBUTION) is None:
-        advice = "pip uninstall skyrl_tx, its name in earlier releases, then pip install . in a clone"
-        yield error("packages", f"{DISTRIBUTION} is not installed, so its requirements are not known", advice)
+        advice = "pip uninstall skyrl_tx (the name of earlier releases), then pip install . in a clone"
+        yield error("packages", f"{DISTRIBUTION} is not installed, so its requirements are unknown", advice)
         return
     for text in requires(DISTRIBUTION) or ():
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue  # of an extra, which need not be installed
+            continue  # it belongs to an extra, which need not be installed
         present, advice = find_version(requirement.name), f"pip install '{requirement.name}{requirement.specifier}'"
         if present is None:
             yield error("packages", f"{requirement.name} is not installed", advice)
         elif not requirement.specifier.contains(present, prereleases=True):
-            yield error("packages", f"{requirement.name} {present} is installed, needed is {requirement}", advice)
+            yield error("packages", f"{requirement.name} {present} is installed, but {requirement} is required", advice)
 
 
 def _check_sdk() -> Iterator[Finding]:
@@ -69,7 +97,7 @@ def _check_sdk() -> Iterator[Finding]:
         yield ok("sdk", f"the Tinker SDK is not installed here; clients need {OLDEST_SDK} or newer")
     elif Version(present) < Version(OLDEST_SDK):
         advice = f"pip install 'tinker>={OLDEST_SDK}'"
-        yield warning("sdk", f"tinker {present} is older than any that is tested", advice)
+        yield warning("sdk", f"tinker {present} is older than {OLDEST_SDK}, the oldest tested release", advice)
     else:
         yield ok("sdk", f"tinker {present}")
 
@@ -82,35 +110,46 @@ def find_version(name: str) -> str | None:
         return None
 
 
+# Limits of the system
+
+
 def check_limits(subject: ExaminedServer) -> Iterator[Finding]:
     """Check the limits of open files, processes, address space and memory."""
+    # Open files.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_files = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if num_files < OPEN_FILES:
         yield warning(
             "limits",
-            f"at most {hard} open files: each open poll of a client is one",
-            f"raise it to {OPEN_FILES}: `LimitNOFILE` of systemd, `ulimit -n`, or `--ulimit nofile` of a container",
+            f"at most {hard} files can be open; each waiting request of a client needs one",
+            f"raise it to {OPEN_FILES}: LimitNOFILE of systemd, `ulimit -n`, or `--ulimit nofile` of a container",
         )
     else:
         yield ok("limits", f"{num_files} open files")
+
+    # Processes and address space.
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     if hard != resource.RLIM_INFINITY and hard < _MIN_PROCESSES:
-        yield warning("limits", f"at most {hard} processes and threads of this user", "raise it: `ulimit -u`")
+        yield warning(
+            "limits", f"this user can have at most {hard} processes and threads", "raise the limit: `ulimit -u`"
+        )
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:
         yield warning(
             "limits",
-            f"the address space is limited to {format_bytes(soft)}: JAX reserves more than it uses",
+            f"the address space is limited to {format_bytes(soft)}, but JAX reserves more than it uses",
             "remove the limit: `ulimit -v unlimited`",
         )
+
+    # Memory.
     limit, physical = read_memory_limit(), get_physical_memory()
     if limit is not None and limit < physical:
         yield ok(
-            "limits", f"memory of {format_bytes(limit)} for this container or service, of {format_bytes(physical)}"
+            "limits",
+            f"{format_bytes(limit)} of memory for this container or service; the machine has {format_bytes(physical)}",
         )
     else:
-        yield ok("limits", f"memory of {format_bytes(physical)}")
+        yield ok("limits", f"{format_bytes(physical)} of memory")
 
 
 def get_physical_memory() -> int:
@@ -119,55 +158,57 @@ def get_physical_memory() -> int:
 
 
 def read_memory_limit() -> int | None:
-    """Return the memory limit of this process's control group in bytes; None without one, or if it is not Linux."""
+    """Return the memory limit of this process's control group in bytes, or None if there is no limit or no Linux."""
     for path in (_CGROUP / "memory.max", _CGROUP / "memory" / "memory.limit_in_bytes"):
         try:
             text = path.read_text().strip()
         except OSError:
             continue
-        if text.isdigit() and int(text) < 2**60:  # version 1 has a very large number for no limit
+        if text.isdigit() and int(text) < 2**60:  # cgroup version 1 writes a very large number for no limit
             return int(text)
     return None
 
 
-_MESSAGES: tuple[Mapping[str, object], ...] = ({"role": "user", "content": "Hello"},)
-_TOOLS: tuple[Mapping[str, object], ...] = (
-    {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}},
-)
+# Tokenizer and chat template
 
 
 def check_text(subject: ExaminedServer) -> Iterator[Finding]:
-    """Check that text can be encoded, decoded and rendered as a chat."""
+    """Check that the tokenizer encodes and decodes text, and that the chat template renders messages."""
     settings = subject.settings.make_api_settings()
     if not _is_local(settings.tokenizer_id or settings.base_model):
-        yield ok("tokenizer", "not examined: the files of the model are not here yet")
+        yield ok("tokenizer", "not examined, because the model is not downloaded yet")
         return
+
+    # Encode and decode a word.
     text = ModelText(settings)
     try:
         encoded = text.encode("Hello", add_special=False)
         decoded = text.decode(encoded, skip_special=True)
     except UserError as problem:
-        yield warning("tokenizer", str(problem), "stop strings and the OpenAI and Anthropic endpoints need it")
+        yield warning("tokenizer", str(problem), "stop strings and the OpenAI and Anthropic endpoints need a tokenizer")
         return
     if decoded.strip() != "Hello":
-        advice = "compare its files with those of the model"
-        yield warning("tokenizer", f"it decodes its tokens of 'Hello' as {decoded!r}", advice)
+        advice = "compare its files with the published files of the model"
+        yield warning("tokenizer", f"it encodes 'Hello' and decodes the tokens as {decoded!r}", advice)
     else:
         yield ok("tokenizer", f"tokenizer.json with {text.tokenizer.get_vocab_size()} tokens")
+
+    # End token and chat template.
     if text.eos_token_id is None:
         yield warning(
             "tokenizer",
-            "tokenizer_config.json names no eos_token among the tokens",
-            "chat completions end at the model's own end tokens only: compare the file with the model's",
+            "tokenizer_config.json has no eos_token, or its eos_token is unknown to the tokenizer",
+            "chat completions end only at the end tokens of config.json and generation_config.json: compare the file "
+            "with the published one",
         )
     yield from _check_template(text, is_given=settings.chat_template is not None)
 
 
 def _is_local(model: str) -> bool:
-    """Whether a model is a directory, or in the cache of the hub."""
+    """Return whether the files of a model are on this machine: in a directory, or in the cache of the hub."""
     if Path(model).expanduser().is_dir() or model.count("/") != 1:
         return True
-    from huggingface_hub import try_to_load_from_cache  # takes half a second
+    from huggingface_hub import try_to_load_from_cache  # imported here because it takes half a second
 
     return isinstance(try_to_load_from_cache(model, "config.json"), str)
 
@@ -178,7 +219,7 @@ def _check_template(text: ModelText, *, is_given: bool) -> Iterator[Finding]:
         prompt = text.template.render(_MESSAGES)
     except UserError as problem:
         finding = error if is_given else warning
-        yield finding("template", str(problem), "give a template with --chat-template; training does not need one")
+        yield finding("template", str(problem), "set --chat-template; only the chat endpoints need a template")
         return
     try:
         has_tools = text.template.render(_MESSAGES, _TOOLS) != prompt
@@ -187,71 +228,69 @@ def _check_template(text: ModelText, *, is_given: bool) -> Iterator[Finding]:
     yield ok("template", f"{what} renders messages{' and tools' if has_tools else ', and ignores tools'}")
 
 
-_TIMEOUT_S = 180.0
-"""Some drivers take a minute to start, and a busy TPU never answers."""
-_QUERY = ("name", "driver_version", "memory.total", "memory.used")
-_BUSY_MIB = 2048
-_ADVICE = {
-    "--base-model": "name the directory or hub id of a supported model; for the hub, look at the network and HF_TOKEN",
-    "--backend-config.mesh": "its product must be the number of devices, and each size must divide the model's",
-}
-"""Advice by the setting that a problem of the model concerns."""
-_SHORT_TOKENS = 4096
-"""A KV cache with fewer tokens holds less than one usual sample."""
+# Devices
 
 
 class ProbeQuestion(msgspec.Struct, frozen=True, kw_only=True):
-    """A model, which may be empty, and the settings of the backend."""
+    """The input of the probe: a model and the settings of the backend."""
 
     base_model: str
+    """Empty if only the devices are of interest."""
     backend_config: dict[str, Any]
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """A device; its memory is None if it does not report that."""
+    """A device that JAX found."""
 
     kind: str
     platform: str
     limit_bytes: int | None
+    """The memory that JAX may take, or None if the device does not report it."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan for one device, and what it bounds."""
+    """The memory plan of the model, and the limits that follow from it."""
 
     num_parameters: int
     dtype: str
     weight_bytes: int
-    """Base weights on each device."""
+    """Bytes of base weights on each device."""
     free_bytes: int
-    """Memory that is left for all else on each device, or on the host if devices do not report their memory."""
+    """Bytes left after the weights on each device; -1 if the devices do not report their memory."""
     max_context_length: int
+    """The limit of the model, in tokens."""
     kv_tokens: int
     max_length: int
-    """Prompt and new tokens of one sample."""
+    """The limit of prompt and new tokens of one sample."""
     micro_batch_tokens: int
     is_remat: bool
     max_models: int
     file_bytes: int | None
-    """Size of the weight files; None if they are not here yet, or are not needed."""
+    """Size of the weight files, or None if they are not downloaded yet or not needed."""
     has_end: bool
-    """Whether the files name a token that ends a sample."""
+    """Whether the model's files name a token that ends a sample."""
 
 
 class ProbeAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The devices and the plan. `problem` says why there is no plan; `setting` is the one that it concerns."""
+    """The output of the probe."""
 
     devices: list[Device]
     plan: Plan | None = None
+    """None if the question names no model, or if there is a problem."""
     problem: str = ""
+    """Why JAX found no devices or made no plan."""
     setting: str = ""
+    """The flag that causes the problem, if a flag does."""
 
 
 def check_devices(subject: ExaminedServer) -> Iterator[Finding]:
     """Check the driver, the devices that JAX finds, and the memory plan of the model on them."""
     settings = subject.settings
     if not isinstance(settings.backend_config, JaxFlags):
-        yield ok("devices", f"backend {settings.backend} is not examined: it is none of this package's for devices")
+        yield ok("devices", f"not examined: the checks do not support the backend {settings.backend}")
         return
+
+    # The driver, and the use of the GPUs.
     gpus = list(_list_nvidia_gpus())
     is_serving = "engine" in subject.server_pids
     for name, driver, total, used in gpus:
@@ -260,13 +299,15 @@ def check_devices(subject: ExaminedServer) -> Iterator[Finding]:
             yield warning(
                 "driver",
                 f"other programs use {used} MiB of {name}",
-                "end them: the server plans with all of the memory that JAX may take",
+                "stop them: the server plans with all the memory that JAX may take",
             )
+
+    # The devices that JAX finds, and the plan of the model.
     answer = _ask(settings.base_model, settings.backend_config)
     if isinstance(answer, Finding):
         yield answer
         return
-    yield from _check_found(answer, has_gpus=bool(gpus))
+    yield from _check_jax_devices(answer, has_gpus=bool(gpus))
     if answer.problem and answer.devices:
         yield error("model", f"{answer.setting}: {answer.problem}", _ADVICE[answer.setting])
     if answer.plan is not None:
@@ -275,7 +316,7 @@ def check_devices(subject: ExaminedServer) -> Iterator[Finding]:
 
 
 def _list_nvidia_gpus() -> Iterator[list[str]]:
-    """Yield name, driver, memory in MiB and used memory of each GPU, as the driver's own program prints them."""
+    """Yield the name, driver, memory in MiB and used memory in MiB of each GPU, as printed by nvidia-smi."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return
@@ -290,14 +331,12 @@ def _list_nvidia_gpus() -> Iterator[list[str]]:
 
 
 def _ask(base_model: str, config: JaxFlags) -> ProbeAnswer | Finding:
-    """Run the probe; return its answer, or a finding if it gave none."""
+    """Run the probe and return its answer, or a finding if it fails."""
     question = ProbeQuestion(base_model=base_model, backend_config=config.model_dump(mode="json"))
-    # Without preallocation, so that it works next to a running server.
+    # No preallocation, so that the probe works while a server is using the devices.
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-m", "skyrl_tx.tools.doctor.probe"]
-    advice = (
-        "look at the driver and at programs that hold the devices; `skyrl-tx status --stacks` shows what a server does"
-    )
+    advice = "check the driver and programs that use the devices; `skyrl-tx status --stacks` helps if it is a server"
     try:
         done = subprocess.run(
             command, input=msgspec.json.encode(question), env=environment, capture_output=True, timeout=_TIMEOUT_S
@@ -307,25 +346,24 @@ def _ask(base_model: str, config: JaxFlags) -> ProbeAnswer | Finding:
     try:
         return msgspec.json.decode(done.stdout, type=ProbeAnswer)
     except msgspec.DecodeError:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        return error("devices", f"JAX failed: {said[-1] if said else f'status {done.returncode}'}", advice)
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        return error("devices", f"JAX failed: {lines[-1] if lines else f'status {done.returncode}'}", advice)
 
 
-def _check_found(answer: ProbeAnswer, *, has_gpus: bool) -> Iterator[Finding]:
+def _check_jax_devices(answer: ProbeAnswer, *, has_gpus: bool) -> Iterator[Finding]:
     if not answer.devices:
-        yield error("devices", f"JAX finds no device: {answer.problem}", "look at the driver and at JAX_PLATFORMS")
+        yield error("devices", f"JAX finds no device: {answer.problem}", "check the driver and JAX_PLATFORMS")
         return
-    kinds = dict.fromkeys((each.kind, each.platform, each.limit_bytes) for each in answer.devices)
-    for kind, platform, limit in kinds:
-        number = sum((each.kind, each.platform, each.limit_bytes) == (kind, platform, limit) for each in answer.devices)
-        memory = "" if limit is None else f", of which JAX takes {format_bytes(limit)} each"
+    counts = Counter((device.kind, device.platform, device.limit_bytes) for device in answer.devices)
+    for (kind, platform, limit), number in counts.items():
+        memory = "" if limit is None else f"; it may take {format_bytes(limit)} of each"
         yield ok("devices", f"JAX {find_version('jax')} finds {number} × {kind} ({platform}){memory}")
-    if has_gpus and all(each.platform == "cpu" for each in answer.devices):
+    if has_gpus and all(device.platform == "cpu" for device in answer.devices):
         yield error(
             "devices",
-            "there is a GPU, and JAX does not use it",
-            f"pip install '{DISTRIBUTION}[cuda12]' or '{DISTRIBUTION}[cuda13]', by the driver's version; "
-            "unset JAX_PLATFORMS",
+            "there is a GPU, but JAX does not use it",
+            f"pip install '{DISTRIBUTION}[cuda12]' or '{DISTRIBUTION}[cuda13]', depending on the driver; unset "
+            "JAX_PLATFORMS",
         )
 
 
@@ -337,44 +375,50 @@ def _check_files(plan: Plan, config: JaxFlags) -> Iterator[Finding]:
     else:
         yield ok("model", f"{plan.num_parameters:,} parameters with random weights")
     if not plan.has_end:
-        yield warning("model", "its files name no token that ends a sample", "clients must send `stop` or `max_tokens`")
+        yield warning("model", "its files name no token that ends a sample", "clients must set `stop` or `max_tokens`")
 
 
 def _check_plan(answer: ProbeAnswer, plan: Plan, config: JaxFlags) -> Iterator[Finding]:
+    # Do the weights fit? On CPU the backend plans with the memory of the machine, and decoding keeps a second copy of
+    # the weights.
     limits = [device.limit_bytes for device in answer.devices if device.limit_bytes is not None]
-    # On CPU the backend plans with the memory of the machine, and decoding holds a second copy of the weights.
     host = min(read_memory_limit() or get_physical_memory(), get_physical_memory())
     limit, weights = (min(limits), plan.weight_bytes) if limits else (host, 2 * plan.weight_bytes)
-    copies = "" if limits else ", twice"
-    shown = f"weights of {format_bytes(plan.weight_bytes)} in {plan.dtype}{copies}, of {format_bytes(limit)}"
+    size = f"{'' if limits else '2 × '}{format_bytes(plan.weight_bytes)}"
+    summary = f"the weights take {size} in {plan.dtype} of {format_bytes(limit)}"
     if weights >= limit:
         yield error(
             "memory",
-            f"the model does not fit: {shown}",
+            f"the model does not fit: {summary}",
             "use a mesh of more devices, --backend-config.dtype bfloat16, or a smaller model",
         )
         return
+
+    # What the rest of the memory is for.
     yield ok(
         "memory",
-        f"{shown}; KV cache of {plan.kv_tokens} tokens; micro-batches of {plan.micro_batch_tokens} tokens"
+        f"{summary}; KV cache of {plan.kv_tokens} tokens; micro-batches of {plan.micro_batch_tokens} tokens"
         f"{' with rematerialization' if plan.is_remat else ''}; "
         f"{plan.max_models} models of rank {config.max_lora_rank} in training",
     )
     if not limits and host < get_physical_memory():
         yield warning(
             "memory",
-            f"the plan is for the machine's {format_bytes(get_physical_memory())}, and only {format_bytes(host)} may be used",
+            f"the server plans with all {format_bytes(get_physical_memory())} of this machine, but may use only "
+            f"{format_bytes(host)}",
             "set --backend-config.max-sample-tokens and --backend-config.max-lora-adapters",
         )
+
+    # Limits that users will notice.
     if plan.max_length < min(_SHORT_TOKENS, plan.max_context_length):
         yield warning(
             "memory",
-            f"the longest sample has {plan.max_length} tokens, the model's context {plan.max_context_length}",
-            "free memory: a lower --backend-config.max-lora-rank, bfloat16, or a mesh of more devices",
+            f"samples can have at most {plan.max_length} tokens, although the model allows {plan.max_context_length}",
+            "free memory with a lower --backend-config.max-lora-rank, bfloat16, or a mesh of more devices",
         )
     if plan.max_models == 1:
         yield warning(
             "memory",
-            f"only one model of rank {config.max_lora_rank} is in training at a time; others are evicted to disk",
-            "lower --backend-config.max-lora-rank if clients ask for less",
+            f"only one model of rank {config.max_lora_rank} can train at a time; idle models are evicted to disk",
+            "lower --backend-config.max-lora-rank if clients use lower ranks",
         )

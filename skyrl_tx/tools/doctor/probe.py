@@ -1,7 +1,8 @@
-"""Asks JAX for its devices, and plans the memory of a model on them without loading its weights.
+"""Asks JAX for its devices, and makes the memory plan of a model without loading its weights.
 
-A program of its own, so that the caller can limit its time, and so that what it takes of a device is released at its
-end: `python -m skyrl_tx.tools.doctor.probe` reads a `Question` as JSON from standard input and writes an `ProbeAnswer`.
+This is a program: `python -m skyrl_tx.tools.doctor.probe` reads a `ProbeQuestion` as JSON from standard input and
+writes a `ProbeAnswer` to standard output. As a separate process it can be given a time limit, and its device memory is
+released when it ends.
 """
 
 import logging
@@ -24,12 +25,15 @@ from skyrl_tx.weights import hf
 
 
 def answer_question(question: ProbeQuestion) -> ProbeAnswer:
-    """Return the devices and the plan."""
+    """Return the devices and the plan. Problems become part of the answer."""
+    # Find the devices.
     config = JaxConfig.model_validate(question.backend_config)
     try:
         devices = [_describe(device) for device in jax.devices()]
     except RuntimeError as error:
         return ProbeAnswer(devices=[], problem=" ".join(str(error).split()))
+
+    # Plan the model on them.
     try:
         layout = mesh.make_layout(config.mesh)
         if not question.base_model:
@@ -38,6 +42,7 @@ def answer_question(question: ProbeQuestion) -> ProbeAnswer:
         family = models.find_family(content := hf.read_json(directory, "config.json"))
         model = replace(family.config_from_hf(content), expert_lora=config.expert_lora)
         mesh.check_divisible(layout, model)
+
         file_bytes = _count_weight_bytes(question.base_model, directory) if config.load_format == "auto" else None
         has_end = bool(hf.read_eos_token_ids(directory))
         plan = _make_plan(config, layout, model)
@@ -54,19 +59,26 @@ def _describe(device: Any) -> Device:
 
 
 def _count_weight_bytes(base_model: str, directory: Path) -> int | None:
-    """Return the size of the weight files. Raises CheckpointError if some are missing from a directory of the user."""
+    """Return the size of the weight files, or None if a model of the hub is not downloaded yet.
+
+    Raises CheckpointError if files are missing from a directory that the user named.
+    """
     if not Path(base_model).expanduser().is_dir() and not any(directory.glob("*.safetensors")):
         return None
     return sum(path.stat().st_size for path in set(hf.locate_tensors(directory).values()))
 
 
 def _make_plan(config: JaxConfig, layout: Layout, model: models.ModelConfig) -> Plan:
+    # The memory limit of the device with the least memory.
     assert layout.mesh is not None
     limits = [_describe(device).limit_bytes for device in layout.mesh.devices.flat]
     reported = [limit for limit in limits if limit is not None]
     limit = min(reported) if len(reported) == len(limits) else None
+
+    # The plan that the backend would make.
     dtype, platform = np.dtype(mesh.choose_dtype(config, layout)), mesh.get_platform(layout)
     plan = plan_start(config, layout, model, dtype, platform=platform, limit_bytes=limit)
+
     return Plan(
         num_parameters=plan.num_parameters,
         dtype=plan.dtype,
@@ -84,7 +96,7 @@ def _make_plan(config: JaxConfig, layout: Layout, model: models.ModelConfig) -> 
 
 
 def main() -> None:
-    """Answer the question on standard input."""
+    """Read a question from standard input and write the answer to standard output."""
     logging.disable(logging.WARNING)
     question = msgspec.json.decode(sys.stdin.buffer.read(), type=ProbeQuestion)
     sys.stdout.buffer.write(msgspec.json.encode(answer_question(question)))

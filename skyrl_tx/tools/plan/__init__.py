@@ -1,1 +1,1 @@
-"""`skyrl-tx plan`: whether a model fits devices that are not here, and how fast it can be at most."""
+"""`skyrl-tx plan`: estimate the memory use and the speed of a model on given hardware, without using that hardware."""

@@ -1,6 +1,7 @@
-"""The choice of a mesh: the one that samples a token and trains on it in the least time, by the roofline.
+"""Choose a mesh for a model and a number of devices.
 
-If rows in training are too long for it, the fastest mesh that fits them is chosen.
+Meshes are ranked by the time to sample one token and to train on it, according to the roofline. If the fastest mesh
+cannot fit the longest training rows, the fastest mesh that can fit them is chosen.
 """
 
 import itertools
@@ -16,28 +17,36 @@ from skyrl_tx.backends.jax.start_plan import count_bytes_per_device, make_abstra
 from skyrl_tx.backends.jax.training_costs import DEFAULT_RANK, count_adapter_bytes
 from skyrl_tx.layers.parameter import flatten
 from skyrl_tx.models import ModelConfig, describe_params
-from skyrl_tx.tools.plan.roofline import Devices, RooflineBound, Workload, bound_decoding, bound_training
+from skyrl_tx.tools.plan.hardware import Devices
+from skyrl_tx.tools.plan.roofline import RooflineBound, Workload, bound_decoding, bound_training
 
 WEIGHT_SHARE = 0.8
-"""Share of a device's memory that weights may take; a mesh with more is chosen only where no other is left."""
+"""The share of a device's memory that weights should take at most. Meshes that need more rank last."""
 _SEQUENCE_TOKENS = 4096
-"""Length of sequences and samples by which meshes are compared."""
+"""Length of training sequences and samples when meshes are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A mesh with its bounds: of micro-batches that keep a device busy, and of as many samples as fit."""
+    """A mesh with the bounds of its speed.
+
+    The training bound is for micro-batches that keep a device busy, the decoding bound for as many samples as fit.
+    """
 
     mesh: MeshConfig
     weight_bytes: int
-    """On each device."""
+    """Bytes of weights on each device."""
     has_fitting_weights: bool
+    """Whether the weights take at most `WEIGHT_SHARE` of the memory."""
     training: RooflineBound
     decoding: RooflineBound
 
     @property
     def seconds_per_token(self) -> float:
-        """Time to sample a token and train on it. Meshes that send little are better, as sending seldom overlaps."""
+        """Time to sample a token and train on it, if devices do not compute while they send.
+
+        Sending seldom overlaps with computing in practice, so this ranks meshes that send little first.
+        """
         return self.training.s_per_token + self.decoding.s_per_token
 
 
@@ -48,50 +57,60 @@ def rank_meshes(
     dtype: np.dtype,
     meshes: Iterable[MeshConfig],
 ) -> list[Candidate]:
-    """Return those of the meshes that divide the model, the best first."""
+    """Return the meshes whose sizes divide the model's, best first."""
     described = describe_params(model)
-    num_parameters = sum(int(np.prod(each.shape)) for each in flatten(described).values())
+    num_parameters = sum(int(np.prod(parameter.shape)) for parameter in flatten(described).values())
     length = min(_SEQUENCE_TOKENS, config.max_context_length or model.max_context_length, model.max_context_length)
-    found: list[Candidate] = []
-    for each in meshes:
-        layout = make_abstract_layout(each)
+
+    candidates: list[Candidate] = []
+    for mesh_config in meshes:
+        layout = make_abstract_layout(mesh_config)
         try:
             mesh.check_divisible(layout, model)
         except mesh.MeshError:
             continue
+
+        # Decode as many samples as fit in addition to the weights.
         shards = layout.num_shards("batch")
-        room = CacheBytes.from_model(model, layout, dtype.itemsize)
-        sample_bytes = room.position * length + room.state
+        per_sample = CacheBytes.from_model(model, layout, dtype.itemsize)
+        sample_bytes = per_sample.position * length + per_sample.state
         weight_bytes = count_bytes_per_device(described, layout, dtype)
-        fitting = int(SAMPLE_SHARE * (devices.limit_bytes - weight_bytes)) // sample_bytes * shards
+        num_fitting = int(SAMPLE_SHARE * (devices.limit_bytes - weight_bytes)) // sample_bytes * shards
         work = Workload(
             micro_batch_tokens=SUFFICIENT_TOKENS * shards,
             sequence_tokens=length,
             is_remat=True,
             rank=DEFAULT_RANK,
-            num_slots=max(min(fitting, config.sample_slots or DEFAULT_SLOTS[0] * each.dp), 1),
+            num_slots=max(min(num_fitting, config.sample_slots or DEFAULT_SLOTS[0] * mesh_config.dp), 1),
             sample_tokens=length,
         )
         cache_bytes = sample_bytes * -(-work.num_slots // shards)
+        adapter_bytes = count_adapter_bytes(model, DEFAULT_RANK, layout)
+
         size = {"num_parameters": num_parameters, "itemsize": dtype.itemsize}
-        found.append(
+        candidates.append(
             Candidate(
-                mesh=each,
+                mesh=mesh_config,
                 weight_bytes=weight_bytes,
                 has_fitting_weights=weight_bytes <= WEIGHT_SHARE * devices.limit_bytes,
-                training=bound_training(
-                    model, devices, each, work, **size, adapter_bytes=count_adapter_bytes(model, DEFAULT_RANK, layout)
-                ),
-                decoding=bound_decoding(model, devices, each, work, **size, cache_bytes=cache_bytes),
+                training=bound_training(model, devices, mesh_config, work, **size, adapter_bytes=adapter_bytes),
+                decoding=bound_decoding(model, devices, mesh_config, work, **size, cache_bytes=cache_bytes),
             )
         )
-    return sorted(
-        found, key=lambda each: (not each.has_fitting_weights, each.seconds_per_token, each.weight_bytes, each.mesh.cp)
+    return sorted(candidates, key=_get_rank)
+
+
+def _get_rank(candidate: Candidate) -> tuple[bool, float, int, int]:
+    return (
+        not candidate.has_fitting_weights,
+        candidate.seconds_per_token,
+        candidate.weight_bytes,
+        candidate.mesh.cp,
     )
 
 
 def list_meshes(number: int, *, with_cp: bool) -> Iterator[MeshConfig]:
-    """Yield the meshes of a number of devices; those with `cp` are for rows that are too long for all others."""
+    """Yield all meshes of a number of devices. `with_cp` adds meshes that split the tokens of a row."""
     for cp in range(1, number + 1) if with_cp else (1,):
         if number % cp == 0:
             yield from _list_meshes_with_cp(number // cp, cp)
@@ -104,42 +123,44 @@ def _list_meshes_with_cp(number: int, cp: int) -> Iterator[MeshConfig]:
 
 
 def _list_divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 @dataclass(frozen=True, slots=True)
 class LongRows:
-    """Rows in training that are too long for a mesh."""
+    """Training rows that are too long for a mesh."""
 
     tokens: int
-    """Tokens that a row should have."""
+    """The length that rows should be able to have."""
     mesh: MeshConfig
-    """The mesh that was given, or the fastest one."""
+    """The mesh that the user named, or else the fastest mesh."""
     longest: int
-    """The most tokens of a row with that mesh."""
+    """The longest row that fits with this mesh, in tokens."""
     fitting: MeshConfig | None
-    """A mesh of the same devices that fits such rows; None if there is none."""
+    """The fastest mesh of the same devices that fits such rows, or None."""
 
 
 def find_fitting_candidate(
     by_time: Sequence[Candidate], longest_row: Callable[[MeshConfig], int], tokens: int
 ) -> Candidate | None:
-    """Return the fastest mesh that fits rows of `tokens`, with the least `cp`; None if there is none.
+    """Return a fast mesh that fits rows of `tokens`, or None. It uses no larger `cp` than needed.
 
-    `longest_row` takes seconds. Of meshes with the same `tp` and `ep`, that with the largest `cp` has the longest rows,
-    and of those with the same `cp`, too, that with the largest `fsdp`. The others are asked for only if that one fits.
+    `longest_row` takes seconds per mesh, so most meshes are skipped. Among meshes with the same `tp` and `ep`, the one
+    with the largest `cp` fits the longest rows. If `cp` is equal as well, the one with the largest `fsdp` does. Only if
+    that mesh fits the rows are the other meshes of its group tried.
     """
     groups: dict[tuple[int, int], list[Candidate]] = {}
-    for each in by_time:
-        if each.has_fitting_weights:
-            groups.setdefault((each.mesh.tp, each.mesh.ep), []).append(each)
+    for candidate in by_time:
+        if candidate.has_fitting_weights:
+            groups.setdefault((candidate.mesh.tp, candidate.mesh.ep), []).append(candidate)
+
     for group in groups.values():
         if longest_row(max(group, key=_get_length_key).mesh) < tokens:
             continue
-        for cp in sorted({each.mesh.cp for each in group}):
-            of_cp = [each for each in group if each.mesh.cp == cp]
-            if longest_row(max(of_cp, key=_get_length_key).mesh) >= tokens:
-                return next(each for each in of_cp if longest_row(each.mesh) >= tokens)
+        for cp in sorted({candidate.mesh.cp for candidate in group}):
+            same_cp = [candidate for candidate in group if candidate.mesh.cp == cp]
+            if longest_row(max(same_cp, key=_get_length_key).mesh) >= tokens:
+                return next(candidate for candidate in same_cp if longest_row(candidate.mesh) >= tokens)
     return None
 
 

@@ -1,38 +1,30 @@
-"""An account as text and as JSON."""
+"""Formats the plan of a model as text and as JSON."""
 
-import argparse
-import json
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from dataclasses import asdict
 
-from skyrl_tx.backends.jax.config import JaxConfig, JaxFlags, MeshConfig
+from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.backends.jax.kernel_choice import explain_kernels
 from skyrl_tx.backends.jax.mesh import make_training_layout
 from skyrl_tx.backends.jax.start_plan import make_abstract_layout
-from skyrl_tx.contract.errors import UserError
-from skyrl_tx.launch.command import CommandError, CommandParser
 from skyrl_tx.launch.command_line import Record, format_bytes, format_table
-from skyrl_tx.launch.settings import ServerSettings
 from skyrl_tx.tools.plan.meshes import Candidate, LongRows
 from skyrl_tx.tools.plan.model_plan import ModelPlan
-from skyrl_tx.tools.plan.roofline import KINDS, DeviceError, Devices, parse_devices
-from skyrl_tx.tools.quickstart.model import open_built_in_model
-from skyrl_tx.tools.serve import add_settings
 
-_SHOWN_MESHES = 4
+_NUM_SHOWN_MESHES = 4
 
 
 def make_record(account: ModelPlan) -> Record:
-    """Return the account as a JSON object. Bytes are of each device, tokens per second of all together."""
+    """Return the plan as a JSON object. Bytes are per device; tokens per second are for all devices together."""
     devices, plan, samples = account.devices, account.plan, account.plan.samples
     return {
+        # The model and the devices.
         "base_model": account.base_model,
         "architecture": account.model.architecture,
         "num_parameters": plan.num_parameters,
         "num_active_parameters": account.num_active,
         "dtype": plan.dtype,
+        # The hardware.
         "device": {
             "name": devices.kind.name,
             "topology": list(devices.topology),
@@ -44,7 +36,8 @@ def make_record(account: ModelPlan) -> Record:
             "link_bytes_per_s": devices.kind.link_bytes_per_s,
         },
         "mesh": account.chosen.mesh.model_dump(),
-        "meshes": [_make_candidate_record(each) for each in (account.chosen, *account.others)],
+        "meshes": [_make_candidate_record(candidate) for candidate in (account.chosen, *account.others)],
+        # Memory, limits and speed.
         "fits": account.fits,
         "memory": [asdict(item) for item in account.items],
         "free_bytes": devices.limit_bytes - account.used_bytes,
@@ -67,37 +60,46 @@ def make_record(account: ModelPlan) -> Record:
 
 
 def format_plan(account: ModelPlan) -> Iterator[str]:
-    """Yield the account as text."""
+    """Yield the lines of the plan as text."""
     devices, plan, samples = account.devices, account.plan, account.plan.samples
     verdict = "fits" if account.fits else "does not fit"
     yield (
         f"{account.base_model} ({account.model.architecture}, {plan.num_parameters:,} parameters, "
         f"{account.num_active:,} active) {verdict} on {devices} with mesh {account.chosen.mesh}."
     )
+
+    # Memory by item.
     limit = devices.limit_bytes
-    yield from ("", f"Memory of each device, {format_bytes(limit)} of which the server may take:")
+    yield from ("", f"Memory of each device (the server may use {format_bytes(limit)}):")
     rows = [_make_row(item.item, item.bytes, item.detail, limit) for item in account.items]
     rows.append(_make_row("free", limit - account.used_bytes, "", limit))
     yield from format_table(rows)
+
+    # The sizes that fit, and the kernels.
     yield from ("", "What fits:")
-    yield f"  context       {samples.max_length} tokens, prompt and new ones"
-    at_context = f"{account.samples_at_context} of {samples.max_length}"
-    at_most = f"{samples.num_slots} of {samples.equal_sample_length} tokens, {at_context}"
-    yield f"  samples       {at_most}"
-    yield f"  models        {plan.max_models} in training at the same time; others are evicted to disk"
-    yield f"  micro-batch   {plan.passes.micro_batch_tokens} tokens on all devices"
-    yield f"  training row  {plan.longest_row} tokens by memory, {account.model.max_context_length} by the model"
+    yield f"  context       {samples.max_length} tokens, including the prompt"
+    yield (
+        f"  samples       {samples.num_slots} at {samples.equal_sample_length} tokens each, or "
+        f"{account.samples_at_context} at {samples.max_length} tokens each"
+    )
+    yield f"  models        {plan.max_models} in training at the same time; idle models are evicted to disk"
+    yield f"  micro-batch   {plan.passes.micro_batch_tokens} tokens on all devices together"
+    yield f"  training row  {plan.longest_row} tokens fit; the model allows {account.model.max_context_length}"
     yield from _format_long_rows(account)
     yield from ("", *explain_kernels(plan.kernels, account.model))
-    yield from ("", "Tokens per second on all devices, at most (a roofline):")
+
+    # Speed.
+    yield from ("", "Upper bound for tokens per second on all devices together (roofline):")
     for rate in account.rates:
         expected = rate.expected_tokens_per_s
-        share = "no share of it was measured there" if expected is None else f"about {expected:,} are to be expected"
-        yield f"  {rate.work:<13} {rate.tokens_per_s:,}, bound by {rate.bound_by}: {rate.detail}; {share}"
+        share = "not measured on this hardware" if expected is None else f"expect about {expected:,}"
+        yield f"  {rate.work:<13} {rate.tokens_per_s:,}, limited by {rate.bound_by}: {rate.detail}; {share}"
     if account.others:
-        yield from ("", "Meshes, by the least time to sample a token and train on it:")
-        candidates = (account.chosen, *account.others)[:_SHOWN_MESHES]
-        yield from format_table([_make_mesh_row(each) for each in candidates])
+        yield from ("", "Meshes, fastest first (time to sample a token and train on it):")
+        candidates = (account.chosen, *account.others)[:_NUM_SHOWN_MESHES]
+        yield from format_table([_make_mesh_row(candidate) for candidate in candidates])
+
+    # Warnings, and the command that serves the model.
     for warning in account.warnings:
         yield from ("", f"warning: {warning}")
     yield from ("", f"skyrl-tx serve --base-model {account.base_model}{_format_flags(account.chosen.mesh)}")
@@ -109,18 +111,18 @@ def _make_long_rows_record(rows: LongRows) -> Record:
 
 
 def _format_long_rows(account: ModelPlan) -> Iterator[str]:
-    """Yield how rows are computed that are longer than a micro-batch."""
+    """Yield lines that say how training rows longer than a micro-batch are computed."""
     plan, devices = account.plan, account.devices
     shards = make_training_layout(make_abstract_layout(account.chosen.mesh)).num_shards("tokens")
     passes, indent = plan.passes, " " * 16
-    most = account.model.max_context_length
-    if passes.remat_above is not None and passes.remat_above * shards < most:
-        yield f"{indent}of more than {passes.remat_above * shards} tokens: layers rematerialized"
-    if passes.offload_above is not None and passes.offload_above * shards < most:
-        taken = plan.offloaded_bytes * min(devices.number, devices.kind.per_host)
+    max_length = account.model.max_context_length
+    if passes.remat_above is not None and passes.remat_above * shards < max_length:
+        yield f"{indent}above {passes.remat_above * shards} tokens, layers are rematerialized"
+    if passes.offload_above is not None and passes.offload_above * shards < max_length:
+        host_bytes = plan.offloaded_bytes * min(devices.number, devices.kind.per_host)
         yield (
-            f"{indent}of more than {passes.offload_above * shards} tokens: layers' inputs in the host's memory, "
-            f"{format_bytes(taken)} of each host for the longest"
+            f"{indent}above {passes.offload_above * shards} tokens, the inputs of layers are kept in host memory: "
+            f"{format_bytes(host_bytes)} per host for the longest row"
         )
 
 
@@ -129,129 +131,24 @@ def _make_row(item: str, size: int, detail: str, limit: int) -> Record:
     return {"item": item, "bytes": shown, "share": f"{100 * size / limit:.1f} %", "what": detail}
 
 
-def _make_candidate_record(each: Candidate) -> Record:
+def _make_candidate_record(candidate: Candidate) -> Record:
     return {
-        "mesh": each.mesh.model_dump(),
-        "weight_bytes": each.weight_bytes,
-        "has_room": each.has_fitting_weights,
-        "training_tokens_per_s": int(each.training.tokens_per_s),
-        "sampling_tokens_per_s": int(each.decoding.tokens_per_s),
+        "mesh": candidate.mesh.model_dump(),
+        "weight_bytes": candidate.weight_bytes,
+        "has_room": candidate.has_fitting_weights,
+        "training_tokens_per_s": int(candidate.training.tokens_per_s),
+        "sampling_tokens_per_s": int(candidate.decoding.tokens_per_s),
     }
 
 
-def _make_mesh_row(each: Candidate) -> Record:
+def _make_mesh_row(candidate: Candidate) -> Record:
     return {
-        "mesh": str(each.mesh),
-        "weights": format_bytes(each.weight_bytes) + ("" if each.has_fitting_weights else ", too much"),
-        "training": f"{each.training.tokens_per_s:,.0f} ({each.training.by})",
-        "sampling": f"{each.decoding.tokens_per_s:,.0f} ({each.decoding.by})",
+        "mesh": str(candidate.mesh),
+        "weights": format_bytes(candidate.weight_bytes) + ("" if candidate.has_fitting_weights else ", too much"),
+        "training": f"{candidate.training.tokens_per_s:,.0f} ({candidate.training.by})",
+        "sampling": f"{candidate.decoding.tokens_per_s:,.0f} ({candidate.decoding.by})",
     }
 
 
 def _format_flags(mesh: MeshConfig) -> str:
     return "".join(f" --backend-config.mesh.{axis} {size}" for axis, size in mesh.model_dump().items() if size > 1)
-
-
-if TYPE_CHECKING:
-    from skyrl_tx.tools.plan.model_plan import ModelPlan
-
-_SHORT_FLAGS = {"context": "max_context_length", "adapters": "max_lora_adapters", "rank": "max_lora_rank"}
-"""Short names of settings of the backend."""
-
-
-def add_arguments(parser: CommandParser) -> None:
-    """Add the command's arguments."""
-    read = add_flags(parser)
-    parser.set_defaults(run=lambda arguments: _run(arguments, read(arguments)))
-
-
-def add_flags(parser: CommandParser) -> Callable[[argparse.Namespace], ServerSettings]:
-    """Add the command's own flags and those of `serve`; return a function that reads the latter."""
-    parser.usage = "skyrl-tx plan --base-model MODEL --device DEVICE [flags]"
-    parser.description = (
-        "Plan a model on devices that are not here: memory by item, what fits, the best mesh, and the most tokens per "
-        "second. Reads config.json of the model, no weights, and needs no accelerator. Takes all flags of `skyrl-tx "
-        "serve` too, or its --config. The exit status is 0 if the model fits, 1 if not, 2 for a wrong command line."
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--device",
-        type=_parse_devices,
-        required=True,
-        metavar="NAME[:TOPOLOGY]",
-        help=f"the devices, such as h200, h200:8, v5e:2x4 or v5p:2x2x1; names: {', '.join(KINDS)}",
-    )
-    parser.add_argument(
-        "--mesh",
-        type=_parse_mesh,
-        metavar="dp=N,fsdp=N,tp=N,ep=N,cp=N",
-        help="the mesh of all devices, by default the best one",
-    )
-    parser.add_argument(
-        "--context", type=_parse_size, metavar="TOKENS", help="the longest sequence, prompt and new tokens"
-    )
-    parser.add_argument("--adapters", type=_parse_size, metavar="N", help="models in training at the same time")
-    parser.add_argument("--rank", type=_parse_size, metavar="N", help="the highest LoRA rank")
-    return add_settings(parser)
-
-
-def _run(arguments: argparse.Namespace, settings: ServerSettings) -> int:
-    account, _ = plan_from_flags(arguments, settings)
-    from skyrl_tx.tools.plan import report  # late, because it imports JAX
-
-    if arguments.json:
-        print(json.dumps(report.make_record(account), indent=2))
-    else:
-        print("\n".join(report.format_plan(account)))
-    return 0 if account.fits else 1
-
-
-def plan_from_flags(arguments: argparse.Namespace, settings: ServerSettings) -> "tuple[ModelPlan, JaxConfig]":
-    """Return the plan for the flags, and the settings of the backend that it is for.
-
-    Raises CommandError, naming the flag, for what cannot be planned.
-    """
-    if not isinstance(settings.backend_config, JaxFlags):
-        raise CommandError(f"--backend {settings.backend}: only plans of the backend jax are known", status=2)
-    config = JaxConfig.from_flags(settings.backend_config)
-    changes = {field: getattr(arguments, flag) for flag, field in _SHORT_FLAGS.items()} | {"mesh": arguments.mesh}
-    given = {name: value for name, value in changes.items() if value is not None}
-    is_mesh_given = "mesh" in given or "mesh" in config.model_fields_set
-    config = config.model_copy(update=given)
-
-    import jax  # late, because it takes a second, which --help need not
-
-    from skyrl_tx.tools.plan.model_plan import plan_model
-
-    jax.config.update("jax_platforms", "cpu")  # shapes need no device: a server may be using that of this machine
-    try:
-        with open_built_in_model(settings.base_model) as model:
-            account = plan_model(model, config, arguments.device, is_mesh_given=is_mesh_given)
-    except UserError as error:
-        raise CommandError(str(error), status=2) from error
-    return replace(account, base_model=settings.base_model), config
-
-
-def _parse_devices(text: str) -> Devices:
-    try:
-        return parse_devices(text)
-    except DeviceError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _parse_mesh(text: str) -> MeshConfig:
-    """Convert `fsdp=2,tp=4`; sizes that are not named are 1."""
-    sizes: dict[str, str] = {}
-    for part in text.split(","):
-        name, _, size = part.strip().partition("=")
-        if name in sizes or name not in MeshConfig.model_fields or re.fullmatch(r"[1-9]\d{0,3}", size) is None:
-            axes = ", ".join(MeshConfig.model_fields)
-            raise argparse.ArgumentTypeError(f"{part!r} must be one of {axes}, with a size, such as fsdp=2,tp=4")
-        sizes[name] = size
-    return MeshConfig.model_validate(sizes)
-
-
-def _parse_size(text: str) -> int:
-    if re.fullmatch(r"[1-9]\d{0,8}", text) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number above 0")
-    return int(text)

@@ -1,1 +1,1 @@
-"""`skyrl-tx quickstart`: trains a tiny model through the Tinker SDK. Needs the extra `quickstart`."""
+"""`skyrl-tx quickstart`: train a tiny model through the Tinker SDK. Needs the extra `quickstart`."""

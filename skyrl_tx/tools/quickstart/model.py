@@ -1,8 +1,9 @@
-"""The tiny models in Hugging Face format, with random weights and a trained tokenizer: Qwen3 and Qwen3.5.
+"""Writes the tiny models `tiny` (Qwen3) and `tiny-qwen3_5` (Qwen3.5) in Hugging Face format.
 
-Configuration and tokenizer are files of the package, in `tiny_model`. The tokenizer is byte-level BPE learned from the
-excerpt of GSM8K, with the special tokens of Qwen3 as single ids; `python -m tests.support.tiny_tokenizer` trains it.
-The configuration's `rope_theta` is small, because texts are short: neighbouring positions must differ enough.
+The weights are random. The configuration and the tokenizer are files of the package, in `tiny_model`. The tokenizer is
+byte-level BPE, trained on the excerpt of GSM8K, with the special tokens of Qwen3 as single ids; `python -m
+tests.support.tiny_tokenizer` trains it. `rope_theta` is small because texts are short, so that neighbouring positions
+differ enough.
 """
 
 import json
@@ -19,15 +20,15 @@ from safetensors.numpy import save_file
 from skyrl_tx.launch.settings import Architecture
 
 TINY_MODELS: Mapping[str, Architecture] = {"tiny": "qwen3", "tiny-qwen3_5": "qwen3_5"}
-"""The architectures of the models that `--base-model` knows by these names."""
+"""The built-in names of `--base-model`, and the architecture of each model."""
 TITLES: Mapping[Architecture, str] = {"qwen3": "Qwen3", "qwen3_5": "Qwen3.5"}
-"""The names of the architectures in text."""
+"""The architectures as they are printed."""
 
 _KEYS: Mapping[Architecture, Mapping[str, Any]] = {
     "qwen3": {},
     "qwen3_5": {
         "architectures": ["Qwen3_5ForCausalLM"],
-        "model_type": "qwen3_5_text",  # without the suffix, that of the model with images
+        "model_type": "qwen3_5_text",  # `qwen3_5` is the model with images
         "num_hidden_layers": 4,
         "layer_types": [*["linear_attention"] * 3, "full_attention"],
         "linear_num_key_heads": 2,
@@ -38,13 +39,13 @@ _KEYS: Mapping[Architecture, Mapping[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
     },
 }
-"""Config keys of each architecture in place of those of Qwen3, whose config.json is in the package."""
+"""Keys of config.json that differ from the Qwen3 configuration in the package, by architecture."""
 
 _UNEMBED_STD = 0.05
 _SUBLAYER_GAIN = 0.5
 _QK_NORM = 1.5
 _DECAYS = 1 / 64, 1.0
-"""The lowest and the highest exponential of `A_log`, which is multiplied by about 0.7 for the decay of a token."""
+"""The range of exp(A_log) over the heads. The decay per token is about 0.7 times this value."""
 
 _SEED = 0
 
@@ -52,14 +53,14 @@ _Tensors = Iterator[tuple[str, np.ndarray]]
 
 
 def find_architecture(directory: Path) -> str | None:
-    """Return the architecture of the tiny model in a directory; None if it has no model."""
+    """Return the architecture of the tiny model in a directory, or None if the directory has no model."""
     config = directory / "config.json"
     return json.loads(config.read_text())["model_type"].removesuffix("_text") if config.exists() else None
 
 
 @contextmanager
 def open_built_in_model(base_model: str) -> Generator[str]:
-    """Yield a temporary directory with the model if it is a built-in one, else its name as it is."""
+    """Yield a temporary directory with the files of a built-in model such as `tiny`. Yield other names unchanged."""
     if base_model not in TINY_MODELS:
         yield base_model
         return
@@ -68,7 +69,7 @@ def open_built_in_model(base_model: str) -> Generator[str]:
 
 
 def write_tiny_model(directory: Path, architecture: Architecture = "qwen3") -> Path:
-    """Write model and tokenizer into `directory`, created if missing, and return it; the bytes never vary."""
+    """Write the model and the tokenizer into `directory`, and return it. The bytes are the same every time."""
     directory.mkdir(parents=True, exist_ok=True)
     for file in (files("skyrl_tx.tools.quickstart") / "tiny_model").iterdir():
         (directory / file.name).write_bytes(file.read_bytes())
@@ -80,22 +81,25 @@ def write_tiny_model(directory: Path, architecture: Architecture = "qwen3") -> P
 
 
 class _TinyWeights:
-    """Draws the tensors of a model, in the order of its layers, by their names in Hugging Face checkpoints.
+    """Draws the random weights of a model, layer by layer, under their names in Hugging Face checkpoints.
 
-    Linear maps are [out, in]. The scales were chosen so that LoRA of rank 32 on frozen random weights learns fast:
-    embeddings with standard deviation 1 separate tokens; halved outputs of both sub-layers keep the token in the
-    residual stream; query and key norms of 1.5 let heads attend to few positions; a nearly flat unembedding starts
-    training close to the uniform loss. The heads of a delta net forget in about 1, 6, 23 and 92 tokens.
+    Linear maps are [out, in]. The scales are chosen so that LoRA of rank 32 on frozen random weights learns fast:
+
+    - Embeddings have standard deviation 1, so that tokens differ.
+    - The outputs of both sub-layers are halved, so that the token stays in the residual stream.
+    - Query and key norms are 1.5, so that heads attend to few positions.
+    - The unembedding is nearly flat, so that training starts close to the uniform loss.
+    - The heads of a delta net forget after about 1, 6, 23 and 92 tokens.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
         self._generator = np.random.Generator(np.random.Philox(key=_SEED))
         self._hidden_size: int = config["hidden_size"]
-        self._is_gated = "layer_types" in config  # as all attention of Qwen3.5, whose norms are stored less 1
+        self._is_gated = "layer_types" in config  # Qwen3.5: gated attention, and norms stored minus 1
 
     def draw_tensors(self) -> _Tensors:
-        """Yield name and value of every tensor."""
+        """Yield the name and the value of every tensor."""
         config, hidden_size = self._config, self._hidden_size
         kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
         yield "model.embed_tokens.weight", self._draw_normal(1.0, config["vocab_size"], hidden_size)

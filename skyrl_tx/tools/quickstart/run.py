@@ -1,4 +1,4 @@
-"""The quickstart: serves a tiny model, trains it through the Tinker SDK, and prints the results."""
+"""The quickstart: start a server with a tiny model, train the model through the Tinker SDK, and print the results."""
 
 import os
 import re
@@ -20,7 +20,7 @@ from skyrl_tx.tools.quickstart import training
 from skyrl_tx.tools.quickstart.model import TINY_MODELS, TITLES, find_architecture, write_tiny_model
 from skyrl_tx.tools.quickstart.training import QuestionFileError, QuestionSet, load_excerpt, load_questions
 
-ANY_KEY = "tml-local"  # the SDK requires a key of this form; the server on loopback requires none
+ANY_KEY = "tml-local"  # the SDK requires a key of this form; a server on loopback accepts any key
 
 RANK = 32
 NUM_SHOWN = 2  # questions whose answers are printed
@@ -28,16 +28,18 @@ NUM_REWARDED = 32  # held-out questions whose answers are rewarded, four each
 NUM_HELD_OUT = 64  # questions of the held-out loss
 PRINT_EVERY = 20  # supervised steps
 SAMPLE_SLOTS = 8
-"""With more the server compiles a program for each of several numbers of rows, which takes longer than it saves."""
+"""With more slots the server compiles programs for multiple batch sizes, which takes longer than it saves here."""
 _READY = re.compile(r"ready at (https?://\S+);")
 _READY_WITHIN_S = 120.0
 _STOPPED_WITHIN_S = 40.0
 
 
 def run(settings: QuickstartSettings) -> int:
-    """Run the quickstart; return the exit status."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stops the server as Ctrl-C does
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # suppresses its advice to install torch
+    """Run the quickstart and return the exit status."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM stops the server like Ctrl-C
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # transformers would advise to install torch
+
+    # Check the input and the output directory.
     try:
         questions = load_questions(settings.data) if settings.data else load_excerpt()
         settings.output.mkdir(parents=True, exist_ok=True)
@@ -45,6 +47,8 @@ def run(settings: QuickstartSettings) -> int:
     except (QuestionFileError, OutputInUse, OSError) as error:
         print(f"skyrl-tx quickstart: {error}", file=sys.stderr)
         return 2
+
+    # Train.
     try:
         _serve_and_train(settings, questions)
     except (ServerFailed, TinkerError, httpx.HTTPError) as error:
@@ -57,23 +61,28 @@ def run(settings: QuickstartSettings) -> int:
 
 
 class OutputInUse(Exception):
-    """The output directory has a run of another architecture."""
+    """The output directory contains a run with another architecture."""
 
 
 def _check_output(settings: QuickstartSettings) -> None:
-    """Raise OutputInUse rather than overwrite the model of an earlier run's checkpoints."""
-    found = find_architecture(settings.output / "model")
-    if found not in (None, settings.architecture):
-        raise OutputInUse(f"--output {settings.output} has a run of --architecture {found}; name another directory")
+    """Raise OutputInUse if the directory has a model of another architecture, which earlier checkpoints need."""
+    architecture = find_architecture(settings.output / "model")
+    if architecture not in (None, settings.architecture):
+        raise OutputInUse(
+            f"--output {settings.output} has a run with --architecture {architecture}; choose another directory"
+        )
 
 
 def _serve_and_train(settings: QuickstartSettings, questions: QuestionSet) -> None:
+    # Write the model.
     started = time.monotonic()
     name = next(name for name, architecture in TINY_MODELS.items() if architecture == settings.architecture)
     model = write_tiny_model(settings.output / "model", settings.architecture)
     title, seconds = TITLES[settings.architecture], time.monotonic() - started
     print(f"Tiny model: {model} ({title} architecture, random weights, written in {seconds:.1f} s)")
     print(f"Questions: {len(questions.train)} to train on, {len(questions.held_out)} held out")
+
+    # Serve it, and train it in both ways.
     data_dir, log, curves = (settings.output / name for name in ("server", "server.log", "curves.png"))
     flags = ("--base-model", str(model.resolve()), "--served-model-name", name)
     flags += ("--backend-config.sample-slots", str(SAMPLE_SLOTS))
@@ -88,6 +97,7 @@ def _serve_and_train(settings: QuickstartSettings, questions: QuestionSet) -> No
             draw_curves(curves, nll, reward)
             to_train = client.save_state("quickstart").result().path
             to_sample = client.save_weights_for_sampler("quickstart").result().path
+
     print(f"""
 Held-out loss    {nll.before:.3f} -> {nll.after:.3f} nats per answer token
 Held-out reward  {reward.before:.3f} -> {reward.after:.3f}
@@ -104,17 +114,17 @@ tinker.ServiceClient(base_url="http://127.0.0.1:8000", api_key="{ANY_KEY}")\
 
 
 class ServerFailed(Exception):
-    """The server exited or was not ready in time; the message contains its log."""
+    """The server exited or was not ready in time. The message contains its log."""
 
 
 @contextmanager
 def serve(data_dir: Path, log: Path, *flags: str) -> Generator[str]:
-    """Serve on a free port until the context is left; give the URL. The server writes its log to the file `log`.
+    """Run a server on a free port while the context is entered, and yield its URL. Its log goes to the file `log`.
 
     Raises ServerFailed.
     """
     command = [sys.executable, "-m", "skyrl_tx", "serve", "--port", "0", "--data-dir", str(data_dir), *flags]
-    # In a process group of its own, Ctrl-C does not reach the server before its clients have ended.
+    # A new process group: otherwise Ctrl-C would stop the server before its clients.
     with log.open("w") as stderr, subprocess.Popen(command, stderr=stderr, process_group=0) as process:
         try:
             url = _wait_for_url(process, log)
@@ -140,7 +150,10 @@ def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricCurve:
-    """A metric during one kind of training: of the batch of each step, and before and after on held-out questions."""
+    """A metric during one kind of training.
+
+    `batches` has its value for the batch of each step, `before` and `after` its value on held-out questions.
+    """
 
     batches: Sequence[float]
     before: float
@@ -148,7 +161,7 @@ class MetricCurve:
 
 
 class _Trainer:
-    """Runs both kinds of training of a model and prints their progress."""
+    """Runs supervised training, then reinforcement learning, and prints the progress."""
 
     def __init__(self, client: TrainingClient, questions: QuestionSet, seed: int, url: str):
         self._client = client
@@ -160,19 +173,24 @@ class _Trainer:
         self._started = time.monotonic()
 
     def train_supervised(self, num_steps: int) -> MetricCurve:
-        """Train on worked answers; raises the SDK's errors."""
+        """Train on worked answers. Raises the errors of the SDK."""
+        # Measure before.
         self._print(f"Supervised: {num_steps} steps of {training.SFT_BATCH_SIZE} worked answers, loss cross_entropy")
         train = [self._chat.make_sft_datum(question) for question in self._questions.train]
         held_out = [self._chat.make_sft_datum(question) for question in self._questions.held_out[:NUM_HELD_OUT]]
         before = training.measure_held_out_nll(self._client, held_out)
         self._print(f"  held-out loss before  {before:.3f} nats per answer token")
         self._print_answers("before training", self._make_sampler())
+
+        # Train.
         losses: list[float] = []
         for step, nll in enumerate(training.train_sft(self._client, train, num_steps, self._seed), start=1):
             losses.append(nll)
             self._log(step, train_nll=nll)
             if step % PRINT_EVERY == 1 or step == num_steps:
                 self._print(f"  step {step:4d}/{num_steps}  loss {nll:.3f}")
+
+        # Measure after.
         after = training.measure_held_out_nll(self._client, held_out)
         self._num_steps = num_steps
         self._log(0, held_out_nll=before)
@@ -182,7 +200,8 @@ class _Trainer:
         return MetricCurve(batches=losses, before=before, after=after)
 
     def train_by_reward(self, num_steps: int) -> MetricCurve:
-        """Train on sampled answers and their rewards; raises the SDK's errors."""
+        """Train on sampled answers and their rewards. Raises the errors of the SDK."""
+        # Measure before.
         self._print(
             f"Reinforcement: {num_steps} steps of {training.RL_NUM_GROUPS} x {training.RL_GROUP_SIZE} sampled "
             f"answers, loss importance_sampling; reward {training.REWARD_TEXT}"
@@ -190,12 +209,16 @@ class _Trainer:
         held_out = self._questions.held_out[:NUM_REWARDED]
         before = training.measure_mean_reward(self._make_sampler(), self._chat, held_out, self._seed)
         self._print(f"  held-out reward before  {before:.3f}")
+
+        # Train.
         rewards: list[float] = []
         steps = training.train_rl(self._client, self._chat, self._questions.train, num_steps, self._seed)
         for step, (reward, num_trained) in enumerate(steps, start=1):
             rewards.append(reward)
             self._log(self._num_steps + step, reward=reward, answers_trained_on=num_trained)
-            self._print(f"  step {step:4d}/{num_steps}  reward {reward:.3f}  {num_trained} answers trained on")
+            self._print(f"  step {step:4d}/{num_steps}  reward {reward:.3f}  trained on {num_trained} answers")
+
+        # Measure after.
         sampler = self._make_sampler()
         after = training.measure_mean_reward(sampler, self._chat, held_out, self._seed)
         self._log(self._num_steps, held_out_reward=before)
@@ -205,7 +228,7 @@ class _Trainer:
         return MetricCurve(batches=rewards, before=before, after=after)
 
     def _log(self, step: int, **metrics: float) -> None:
-        """Send what only the client knows to the run's page; raises the client's errors."""
+        """Send metrics that only the client knows to the page of the run. Raises httpx.HTTPError."""
         body = {"step": step, "metrics": metrics}
         httpx.post(self._metrics_url, json=body, headers={"X-API-Key": ANY_KEY}).raise_for_status()
 

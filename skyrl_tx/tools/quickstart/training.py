@@ -1,7 +1,7 @@
-"""Training of the quickstart: supervised fine-tuning, then reinforcement learning, through the Tinker SDK.
+"""The questions of the quickstart, and its training: supervised fine-tuning, then reinforcement learning.
 
-The reinforcement learning task is the answer's format, which a tiny model can learn from its own samples: end within
-a budget of tokens, with the line `#### <number>`. The number's correctness is not rewarded.
+Reinforcement learning rewards only the format of an answer, because a tiny model can learn the format from its own
+samples: the answer must end within a budget of tokens, with the line `#### <number>`. The number need not be right.
 """
 
 import random
@@ -20,19 +20,33 @@ from pydantic import BaseModel, StringConstraints, ValidationError
 from tinker import AdamParams, Datum, ModelInput, SampledSequence, SamplingClient, SamplingParams, TrainingClient
 from tinker.types import ForwardBackwardOutput
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizer
+
+T = TypeVar("T")
+
 HELD_OUT_SHARE = 10  # in a file without splits, every tenth row is held out
 
-
-# Cobbe et al. 2021, arXiv:2110.14168: the first rows whose question has at most 170 and whose answer at most 130
-# characters, of the train and of the test split, unchanged. Licence: LICENSE-GSM8K.
+# Cobbe et al. 2021, arXiv:2110.14168: the first rows of the train and test splits whose question has at most 170 and
+# whose answer at most 130 characters, unchanged. Licence: LICENSE-GSM8K.
 EXCERPT = "gsm8k_excerpt.jsonl"
-
 
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 
+SFT_BATCH_SIZE = 16
+# Measured on the tiny model. Its base weights are random, so it needs a hundred times the usual rate.
+SFT_LEARNING_RATE = 1e-2
+SFT_WARMUP_STEPS = 5
+RL_NUM_GROUPS = 8  # questions per step
+RL_GROUP_SIZE = 8  # answers per question
+RL_LEARNING_RATE = 2e-3
+MAX_TOKENS = 64  # per answer; worked answers have 61 on average
+REWARD_TEXT = f"0.5 for ending within {MAX_TOKENS} tokens, 1 if the last line is '#### <number>'"
+_RESULT_LINE = re.compile(r"^#### -?\d[\d,]*(?:\.\d+)?\Z", re.MULTILINE)
+
 
 class QuestionFileError(ValueError):
-    """A question file is invalid; the message names file, line and field."""
+    """A question file is invalid. The message names the file, the line and the field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +59,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuestionSet:
-    """Training questions and held-out questions."""
+    """Questions to train on and held-out questions."""
 
     train: tuple[Question, ...]
     held_out: tuple[Question, ...]
@@ -58,19 +72,22 @@ class _Row(BaseModel):
 
 
 def load_excerpt() -> QuestionSet:
-    """Return the excerpt in the package."""
+    """Load the excerpt of GSM8K that is part of the package."""
     return load_questions(files("skyrl_tx.tools.quickstart") / EXCERPT)
 
 
 def load_questions(path: Path | Traversable) -> QuestionSet:
     """Read a file with one JSON object per line: `question`, `answer` and optionally `split` ("train" or "test").
 
-    Raises QuestionFileError for an invalid line, or if there are no training or no held-out questions.
+    Raises QuestionFileError for an invalid line, or if no questions are left to train on or to hold out.
     """
+    # Read the file.
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise QuestionFileError(f"{path}: {error}") from error
+
+    # Parse and split its lines.
     train: list[Question] = []
     held_out: list[Question] = []
     for number, line in enumerate(lines, start=1):
@@ -84,6 +101,7 @@ def load_questions(path: Path | Traversable) -> QuestionSet:
             raise QuestionFileError(f"{path}, line {number}: {name}{field['msg']}, not {field['input']!r}") from error
         split = row.split or ("test" if number % HELD_OUT_SHARE == 0 else "train")
         (train if split == "train" else held_out).append(Question(row.question, row.answer))
+
     if not train or not held_out:
         raise QuestionFileError(
             f"{path}: {len(train)} rows to train on and {len(held_out)} to hold out; both are needed "
@@ -92,44 +110,9 @@ def load_questions(path: Path | Traversable) -> QuestionSet:
     return QuestionSet(train=tuple(train), held_out=tuple(held_out))
 
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizer
-
-
-T = TypeVar("T")
-
-
-SFT_BATCH_SIZE = 16
-
-
-# Measured on the tiny model, whose base weights are random: a hundred times the rate of a pretrained model.
-SFT_LEARNING_RATE = 1e-2
-
-
-SFT_WARMUP_STEPS = 5
-
-
-RL_NUM_GROUPS = 8  # questions per step
-
-
-RL_GROUP_SIZE = 8  # answers per question
-
-
-RL_LEARNING_RATE = 2e-3
-
-
-MAX_TOKENS = 64  # per answer; worked answers have 61 on average
-
-
-REWARD_TEXT = f"0.5 for ending within {MAX_TOKENS} tokens, 1 if the last line is '#### <number>'"
-
-
-_RESULT_LINE = re.compile(r"^#### -?\d[\d,]*(?:\.\d+)?\Z", re.MULTILINE)
-
-
 @dataclass(frozen=True)
 class Chat:
-    """Converts between text and tokens, in Qwen's chat format with one question and one answer."""
+    """Converts between text and tokens. A conversation is one question and one answer in Qwen's chat format."""
 
     tokenizer: "PreTrainedTokenizer"
 
@@ -147,7 +130,7 @@ class Chat:
         return self.encode(f"<|im_start|>user\n{question.text}<|im_end|>\n<|im_start|>assistant\n")
 
     def make_sft_datum(self, question: Question) -> Datum:
-        """Return prompt and worked answer as a training example; only answer tokens have weight 1."""
+        """Return a prompt and its worked answer as a training example. Only answer tokens have weight 1."""
         prompt, answer = self.encode_prompt(question), [*self.encode(question.answer), self.turn_end_token]
         tokens = prompt + answer
         weights = np.zeros(len(tokens) - 1, np.float32)
@@ -166,7 +149,7 @@ class Chat:
 
 
 def shuffle_forever(items: Sequence[T], seed: int) -> Iterator[T]:
-    """Yield items in a random order that changes every epoch; equal seeds give equal orders."""
+    """Yield the items again and again, in a new random order each time. Equal seeds give equal orders."""
     generator = random.Random(seed)
     while True:
         epoch = list(items)
@@ -175,13 +158,13 @@ def shuffle_forever(items: Sequence[T], seed: int) -> Iterator[T]:
 
 
 def train_sft(client: TrainingClient, data: Sequence[Datum], num_steps: int, seed: int) -> Iterator[float]:
-    """Run supervised steps on shuffled batches; yields the nats per answer token of each batch, before its update."""
+    """Run supervised steps on shuffled batches. Yields the loss of each batch before its update, in nats per token."""
     shuffled_data = shuffle_forever(data, seed)
     for step in range(num_steps):
         batch = list(islice(shuffled_data, SFT_BATCH_SIZE))
         warmup = min(1.0, (step + 1) / SFT_WARMUP_STEPS)
         rate = SFT_LEARNING_RATE * warmup * (1 - step / num_steps)
-        # Both requests are sent before the first result is awaited, so that the server does not idle between them.
+        # Send both requests before waiting for the first result, so that the server is not idle in between.
         gradient = client.forward_backward(batch, "cross_entropy")
         update = client.optim_step(AdamParams(learning_rate=rate))
         nll = compute_mean_nll(batch, gradient.result())
@@ -207,15 +190,18 @@ def train_rl(
 ) -> Iterator[tuple[float, int]]:
     """Run policy gradient steps on groups of sampled answers.
 
-    An answer's advantage is its reward minus the mean of its group. Yields the mean reward of each step, sampled before
-    its update, and the number of answers of groups with different rewards, on which the step trains.
+    The advantage of an answer is its reward minus the mean reward of its group. Groups in which all rewards are equal
+    are skipped. Yields, for each step, the mean reward before the update and the number of answers trained on.
     """
     shuffled_questions = shuffle_forever(questions, seed)
     for step in range(num_steps):
+        # Sample answers with the current weights and compute their rewards.
         sampler = client.save_weights_and_get_sampling_client().result()
         asked = list(islice(shuffled_questions, RL_NUM_GROUPS))
         groups = sample_groups(sampler, chat, asked, RL_GROUP_SIZE, seed + step * RL_NUM_GROUPS)
         rewards = [[compute_reward(chat, sequence) for sequence in group] for group in groups]
+
+        # Train on the answers.
         batch = [
             make_rl_datum(chat.encode_prompt(question), sequence, value - float(np.mean(values)))
             for question, group, values in zip(asked, groups, rewards, strict=True)
@@ -227,13 +213,16 @@ def train_rl(
             update = client.optim_step(AdamParams(learning_rate=RL_LEARNING_RATE))
             gradient.result()
             update.result()
+
         yield float(np.mean(rewards)), len(batch)
 
 
 def compute_reward(chat: Chat, sequence: SampledSequence) -> float:
-    """Return 1 for an answer that ends by itself with a line `#### <number>`, 0.5 for ending otherwise, else 0.
+    """Return the reward of an answer.
 
-    A reward for the line alone is soon got by writing nothing else, and then no sample ends from which to learn it.
+    1 if the answer ends within the token budget and its last line is `#### <number>`, 0.5 if it ends otherwise, and 0
+    if it does not end. Without the reward for ending, the model would soon write only such lines and never end, and
+    then no sample would teach it to end.
     """
     if sequence.stop_reason != "stop":
         return 0.0
@@ -241,7 +230,7 @@ def compute_reward(chat: Chat, sequence: SampledSequence) -> float:
 
 
 def measure_mean_reward(sampler: SamplingClient, chat: Chat, questions: Sequence[Question], seed: int) -> float:
-    """Return the mean reward of four sampled answers per question."""
+    """Return the mean reward over four sampled answers per question."""
     groups = sample_groups(sampler, chat, questions, 4, seed)
     return float(np.mean([[compute_reward(chat, sequence) for sequence in group] for group in groups]))
 
@@ -254,7 +243,7 @@ def sample_groups(
     seed: int,
     temperature: float = 1.0,
 ) -> list[list[SampledSequence]]:
-    """Return `group_size` answers per question; all requests are sent before the first result is awaited."""
+    """Sample `group_size` answers per question. All requests are sent before the first result is awaited."""
     futures = [
         sampler.sample(
             ModelInput.from_ints(chat.encode_prompt(question)),
@@ -269,7 +258,7 @@ def sample_groups(
 
 
 def make_rl_datum(prompt: list[int], sequence: SampledSequence, advantage: float) -> Datum:
-    """Return a sampled answer as a training example, with its sampler's logprobs; prompt tokens have advantage 0."""
+    """Return a sampled answer as a training example with the sampler's logprobs. Prompt tokens have advantage 0."""
     tokens = [*prompt, *sequence.tokens]
     assert sequence.logprobs is not None
     padding = [0.0] * (len(prompt) - 1)
@@ -284,7 +273,7 @@ def make_rl_datum(prompt: list[int], sequence: SampledSequence, advantage: float
 
 
 def format_answers(sampler: SamplingClient, chat: Chat, questions: Sequence[Question], seed: int) -> Iterator[str]:
-    """Yield lines to print: each question with a greedy answer and one at temperature 1."""
+    """Yield lines to print: each question with a greedy answer and an answer at temperature 1."""
     greedy = sample_groups(sampler, chat, questions, 1, seed, temperature=0.0)
     sampled = sample_groups(sampler, chat, questions, 1, seed)
     for question, (first,), (second,) in zip(questions, greedy, sampled, strict=True):

@@ -30,5 +30,5 @@ def test_a_backend_of_another_distribution_is_found(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert find_backend("other").config is find_backend("fake").config
-    with pytest.raises(UserError, match="'other_backend:NONSENSE' is no BackendSpec"):
+    with pytest.raises(UserError, match="'other_backend:NONSENSE' must refer to a BackendSpec, not"):
         find_backend("broken")

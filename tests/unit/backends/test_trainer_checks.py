@@ -122,7 +122,7 @@ def test_each_comparison_is_logged_and_a_large_gap_warns_once(bench: Bench, capl
     assert "sample 0 of r1: log-probabilities differ from the trainer's by 0.5 nats on average" in caplog.text
     of_checks = [record for record in caplog.records if record.name == "skyrl_tx.backends.trainer_checks"]
     (warning,) = [record for record in of_checks if record.levelno == logging.WARNING]
-    assert "its samples are not those of the trained weights" in warning.getMessage()
+    assert "do not sample from the trained weights" in warning.getMessage()
 
 
 def test_the_tokens_of_a_compared_sample_are_those_of_one_that_is_not(bench: Bench) -> None:
@@ -144,7 +144,7 @@ def test_what_cannot_be_compared_is_not(bench: Bench, caplog: pytest.LogCaptureF
         _Trainer.last.load_failure = failure
         bench.load(backend)
         assert gaps(backend, request(sampler=TRAINED)) == [None]
-        assert f"which cannot be loaded there: {failure}" in caplog.text
+        assert f"so it neither scores nor draws samples of it: {failure}" in caplog.text
     assert backend.meters().compared_samples == 0
 
 
@@ -192,7 +192,7 @@ def test_a_trainer_that_fails_to_score_ends_no_sample_wrongly(bench: Bench, capl
     backend = bench.start()
     _Trainer.last.failure = RuntimeError("a bug")
     assert gaps(backend, request(sampler=TRAINED)) == [None]
-    assert "samples could not be compared with the trainer" in caplog.text
+    assert "the trainer could not score samples" in caplog.text
     _Trainer.last.failure = None
     (gap,) = gaps(backend, request("again", sampler=TRAINED))
     assert gap is not None

@@ -59,7 +59,7 @@ def test_programs_are_lowered_for_devices_that_are_not_here(tmp_path: Path, monk
     ("flags", "named"),
     [
         (("--device", "l4:1"), "--device: l4 is not described; of the GPUs, h100 and h200 are"),
-        (("--device", "h200", "--backend", "fake"), "--backend fake: only plans of the backend jax are known"),
+        (("--device", "h200", "--backend", "fake"), "--backend fake: `plan` supports only the backend jax"),
     ],
 )
 def test_what_cannot_be_compiled_is_named(

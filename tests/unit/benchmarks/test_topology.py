@@ -9,7 +9,7 @@ from jax.experimental import topologies
 from benchmarks.ahead.topology import describe_layout, gpu_target
 from skyrl_tx.backends.jax.config import MeshConfig
 from skyrl_tx.contract.errors import UserError
-from skyrl_tx.tools.plan.roofline import KINDS
+from skyrl_tx.tools.plan.hardware import KINDS
 
 
 @pytest.mark.parametrize("name", ["h100", "h200"])

@@ -71,7 +71,7 @@ def wait_until_pruned(harness: EngineHarness) -> int:
 @pytest.mark.parametrize("num_rounds", [4, pytest.param(80, marks=(pytest.mark.slow, pytest.mark.exhaustive))])
 def test_database_size_is_bounded(tmp_path, num_rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # Points are kept as long as their run; the bound of 200,000 would take too long to reach.
-    monkeypatch.setattr(points, "find_superfluous", partial(points.find_superfluous, most=2 * A_ROUND))
+    monkeypatch.setattr(points, "find_superfluous", partial(points.find_superfluous, max_points=2 * A_ROUND))
     quick = {"result_retention_s": 0.0, "request_retention_s": 0.0, "housekeeping_interval_s": 0.05}
     harness = EngineHarness(tmp_path, snapshot_interval_s=0.05, **quick)
     model_id, created = harness.create()

@@ -93,7 +93,7 @@ def test_what_is_left_out_has_its_default() -> None:
         ({"hybrid_override_pattern": None}, r"layers_block_type = \(\) of 52 layers"),
         ({"hybrid_override_pattern": "ME"}, "'ME' of 52 layers"),
         ({"hybrid_override_pattern": "MX" * 26}, "MXMX.* of 52 layers"),
-        ({"mamba_num_heads": 60}, "mamba_num_heads = 60 cannot be in n_groups = 8"),
+        ({"mamba_num_heads": 60}, "mamba_num_heads = 60; it must be a multiple of n_groups = 8"),
         ({"moe_latent_size": 0}, "moe_latent_size = 0"),
         ({"moe_shared_expert_intermediate_size": None}, "moe_shared_expert_intermediate_size"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),

@@ -82,7 +82,7 @@ def test_backend_from_environment_and_file(tmp_path: Path, monkeypatch: pytest.M
         ([*FAKE, "--vllm-command", "vllm"], "--vllm-command: --sampler is not set"),
         (
             [*FAKE, *VLLM, "--sampler-config.command", "vllm"],
-            "--sampler-config: command: not with url, whose server runs already",
+            "--sampler-config: command has no effect with url",
         ),
         ([*FAKE, "--sampler-fallback", "trainer"], "--sampler-fallback: --sampler is not set"),
         ([*FAKE, "--sampler-check-share", "0.5"], "--sampler-check-share: --sampler is not set"),
@@ -180,7 +180,7 @@ def test_an_old_name_of_a_command_works_and_names_the_new_one(
 ) -> None:
     assert main([*old, "--data-dir", str(tmp_path)]) == 1
     warning, error = capsys.readouterr().err.splitlines()
-    assert warning == f"skyrl-tx: `{old[0]}` is called `{new}` now; the old name goes away in 0.4"
+    assert warning == f"skyrl-tx: use `{new}` instead of `{old[0]}`, which release 0.4 removes"
     assert error.startswith(f"skyrl-tx status: --data-dir {tmp_path}: no server")
 
 

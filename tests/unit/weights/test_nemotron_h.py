@@ -162,9 +162,7 @@ def test_an_adapter_of_other_rows_is_refused(directory):
     a, b = draw.standard_normal((2, 32), np.float32), draw.standard_normal((200, 2), np.float32)
     module = "model.layers.0.mixer.in_proj"
     adapter = AdapterFiles(config={"r": 2, "lora_alpha": 1}, factors={module: (a, b)})
-    with pytest.raises(
-        AdapterError, match=r"'model\.layers\.0\.mixer\.in_proj' changes more rows than those of gate_p"
-    ):
+    with pytest.raises(AdapterError, match=r"'model\.layers\.0\.mixer\.in_proj' changes rows outside gate_p"):
         models.fit_adapter(config_of(directory), format_of(directory), adapter)
     b[2 * INNER :] = 0
     _, found = models.fit_adapter(config_of(directory), format_of(directory), adapter)

@@ -1,4 +1,4 @@
-// Charts of runs with uPlot: loads their steps, then polls for new ones while the page is seen.
+// Charts of runs with uPlot. Loads the steps of each run, and polls for new steps while the page is visible.
 
 import { cssColour, dark } from "./colours.js";
 import { visible } from "./text.js";
@@ -23,7 +23,7 @@ let unchanged = 0;
 const option = (name) => controls.elements[name];
 const colour = (index) => PALETTE[index % PALETTE.length][dark.matches ? 1 : 0];
 
-/** Loads a run for the first time, or the steps from its last one on, which may have grown. */
+/** Loads all steps of a run, or later only from its last known step on, which may have changed. */
 async function load(run) {
   const last = run.data?.step.at(-1);
   const since = last && run.data.step.length < MOST_POINTS ? last : 0;
@@ -63,7 +63,7 @@ function merge(old, fresh, since) {
   };
 }
 
-/** The exponential moving average without its bias towards 0; as series.py has it. */
+/** The exponential moving average without its bias towards 0. The same as `smooth` in history/curves.py. */
 function smooth(values, weight) {
   let average = 0;
   let total = 0;
@@ -75,7 +75,7 @@ function smooth(values, weight) {
   });
 }
 
-/** Steps, times and values of one curve of a run; null if the run has none of that name. */
+/** The steps, times and values of one curve of a run, or null if the run has no curve of this name. */
 function curveOf(run, name) {
   if (name.startsWith("logged/")) {
     const curve = run.data.logged[name.slice(7)];
@@ -85,7 +85,7 @@ function curveOf(run, name) {
   return value && { step: run.data.step, time: run.data.time, value };
 }
 
-/** The aligned columns of a chart: for each run its smooth curve, and for a single run the raw one behind it. */
+/** The aligned columns of a chart: the smoothed curve of each run, and for a single run also its raw curve. */
 function columns(name) {
   const byTime = option("x").value === "time";
   const weight = Number(option("smooth").value);
@@ -162,7 +162,7 @@ function build(name, chart) {
   show(chart, null);
 }
 
-/** Writes the values under the cursor, or the newest of each run. */
+/** Shows the values under the cursor, or the newest value of each run. */
 function show(chart, index) {
   const data = chart.plot?.data;
   if (!data || !data[0].length) return;

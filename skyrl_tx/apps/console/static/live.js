@@ -1,4 +1,4 @@
-// What every page does with JavaScript: polls only while it is seen, copies, confirms, enables buttons.
+// The script of every page: polls while the page is visible, copies text, asks for confirmation, enables buttons.
 
 const offline = document.querySelector(".offline");
 
@@ -21,7 +21,7 @@ function isBusy() {
   return (selection !== null && !selection.isCollapsed) || document.activeElement?.tagName === "SELECT";
 }
 
-/** Enables buttons that need checked boxes. Without JavaScript they are always enabled, and the server checks. */
+/** Enables buttons that need checked boxes. Without JavaScript, they are always enabled and the server checks. */
 function updateButtons() {
   for (const button of document.querySelectorAll("button[data-needs]")) {
     const boxes = button.form?.querySelectorAll(`input[name="${button.dataset.needs}"]:checked`) ?? [];
@@ -41,7 +41,7 @@ document.addEventListener("click", async (event) => {
   setTimeout(() => { button.textContent = label; }, 1500);
 });
 
-/** Copies text; over plain http to another machine browsers have no clipboard, so the text is selected for the user. */
+/** Copies text. Browsers have no clipboard on plain http to another machine, so there the text is selected instead. */
 export async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
@@ -63,7 +63,7 @@ document.addEventListener("submit", (event) => {
   if (question && !window.confirm(question)) event.preventDefault();
 });
 
-// A page that waits for its first data shows it as soon as it is there.
+// A page without data reloads when its first data arrives.
 const awaited = document.querySelector("[data-await]");
 if (awaited) {
   const timer = setInterval(async () => {

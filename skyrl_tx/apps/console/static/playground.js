@@ -24,7 +24,7 @@ const page = {
   changed: () => keep(),
   remove(panel) {
     panel.stop();
-    page.panels = page.panels.filter((each) => each !== panel);
+    page.panels = page.panels.filter((other) => other !== panel);
     panel.root.remove();
     drawAll();
     page.panels[0].select.focus();
@@ -49,7 +49,7 @@ function drawAll() {
   keep();
 }
 
-/** Enables what is possible now. */
+/** Enables the buttons that can be used now. */
 function refresh() {
   const isRunning = page.panels.some((panel) => panel.isRunning);
   const mode = field("mode").value;
@@ -59,15 +59,15 @@ function refresh() {
   button("add-panel").disabled = isRunning || page.panels.length >= MOST_PANELS;
   button("clear").disabled = isRunning;
   button("more").hidden = mode !== "chat";
-  composer.elements.user.placeholder = { chat: "Ask all models…", text: "Text to continue, sent as it is", tokens: "Token ids, such as 1, 2, 3" }[mode];
+  composer.elements.user.placeholder = { chat: "Ask all models…", text: "Text to continue", tokens: "Token ids, for example 1, 2, 3" }[mode];
 }
 
 function keep() {
   const values = (form) => Object.fromEntries([...new FormData(form)]);
-  save({ settings: values(settings), drafts: values(composer), panels: page.panels.map((panel) => ({ ...panel.state, against: page.panels.findIndex((each) => String(each.number) === String(panel.against)) })) });
+  save({ settings: values(settings), drafts: values(composer), panels: page.panels.map((panel) => ({ ...panel.state, against: page.panels.findIndex((other) => String(other.number) === String(panel.against)) })) });
 }
 
-/** The settings with the texts of the composer, and a seed that can be sent again. */
+/** The settings and the texts of the composer, with a seed so that the request can be repeated. */
 function draft() {
   const number = (name) => Number(field(name).value);
   const texts = Object.fromEntries(["user", "system", "prefill"].map((name) => [name, composer.elements[name].value]));
@@ -86,7 +86,7 @@ function draft() {
   };
 }
 
-/** Sends the text to all models; `isAgain` sends the last one again, in the place of its replies. */
+/** Sends the text to all models. `isAgain` sends the last text again and replaces its replies. */
 async function send(isAgain) {
   if (!settings.reportValidity()) return;
   const given = draft();
@@ -123,7 +123,7 @@ function open(title, actions, body) {
   dialog.showModal();
 }
 
-/** The last request of a panel, or the one that its texts would make now, with the rendered prompt. */
+/** The last request of a panel, or the request that would be sent now, with the rendered prompt. */
 async function requestOf(panel) {
   const turn = panel.turns.at(-1);
   if (turn?.prompt?.tokens.length) return [turn.body, turn.prompt];
@@ -223,7 +223,7 @@ button("clear").addEventListener("click", () => {
 button("add-panel").addEventListener("click", () => {
   const first = page.panels[0];
   const used = new Set(page.panels.map((panel) => panel.model));
-  const free = [...setup.models, ...setup.checkpoints.map((each) => each.path)].find((name) => !used.has(name));
+  const free = [...setup.models, ...setup.checkpoints.map((checkpoint) => checkpoint.path)].find((name) => !used.has(name));
   const turns = structuredClone(first.turns);
   if (turns.length) Object.assign(turns.at(-1), { replies: [], prompt: null, body: undefined, error: "", speed: null });
   add({ model: free ?? first.model, turns }).select.focus();

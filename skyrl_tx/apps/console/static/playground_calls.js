@@ -33,7 +33,7 @@ export async function* stream(body, formToken, signal) {
   }
 }
 
-/** The prompt that a body without sampling fields becomes: text, tokens, texts, stop. */
+/** Renders a body without sampling fields. Returns the prompt: text, tokens, texts, stop. */
 export async function render(body, formToken) {
   const { model, messages, prompt, prompt_tokens, thinking } = body;
   return (await call("/console/render", { model, messages, prompt, prompt_tokens, thinking }, formToken)).json();
@@ -41,7 +41,7 @@ export async function render(body, formToken) {
 
 let queue = Promise.resolve();
 
-/** The tokens of a reply as another model scores them. One after the other, so that replies are not delayed. */
+/** Scores the tokens of a reply under another model. Calls run one at a time, so that they do not delay replies. */
 export function score(model, promptTokens, replyTokens, formToken) {
   const body = { model, prompt_tokens: promptTokens, reply_tokens: replyTokens };
   const work = () => call("/console/score", body, formToken).then((answer) => answer.json()).then((answer) => answer.tokens);

@@ -1,4 +1,4 @@
-// One panel of the playground: a model, its conversation, and its replies while they are written.
+// One panel of the playground: a model, its conversation, and its replies while they are streamed.
 
 import { Refusal, score, stream } from "./playground_calls.js";
 import { visible } from "./text.js";
@@ -72,12 +72,12 @@ export class Panel {
 
   fillMenu(model) {
     const { models, checkpoints, named } = this.page.setup;
-    const listed = new Set([...models, ...checkpoints.map((each) => each.path)]);
-    const others = [...new Set([named, model])].filter((each) => each && !listed.has(each));
+    const listed = new Set([...models, ...checkpoints.map((checkpoint) => checkpoint.path)]);
+    const others = [...new Set([named, model])].filter((path) => path && !listed.has(path));
     for (const [title, options] of [
       ["Base model", models.map((name) => [name, name])],
-      ["By address", others.map((path) => [path, path.replace("tinker://session-", "")])],
-      ["Your checkpoints", checkpoints.map((each) => [each.path, each.name])],
+      ["By path", others.map((path) => [path, path.replace("tinker://session-", "")])],
+      ["Your checkpoints", checkpoints.map((checkpoint) => [checkpoint.path, checkpoint.name])],
       ["Others", [[BY_PATH, BY_PATH]]],
     ]) {
       if (!options.length) continue;
@@ -94,7 +94,7 @@ export class Panel {
     this.path.hidden = this.select.value !== BY_PATH;
   }
 
-  /** Sends a request and shows its replies. `turn` has the texts; the body goes to the server. */
+  /** Sends a request and shows its replies. `turn` has the texts. The body is sent to the server. */
   async run(turn, body) {
     Object.assign(turn, { body, model: this.model, prompt: null, error: "", chosen: 0 });
     turn.replies = Array.from({ length: body.n }, () => ({ text: "", tokens: [], count: 0, reason: "", scores: {} }));
@@ -109,7 +109,7 @@ export class Panel {
         const reply = turn.replies[event.index];
         if (event.type === "finish") reply.reason = event.reason;
         if (event.type === "delta") {
-          if (!turn.replies.some((each) => each.count)) first = performance.now();
+          if (!turn.replies.some((reply) => reply.count)) first = performance.now();
           reply.count += event.tokens.length;
           reply.text += event.text;
           reply.tokens.push(...event.tokens);
@@ -119,7 +119,7 @@ export class Panel {
       }
     } catch (error) {
       const isStopped = error.name === "AbortError";
-      turn.error = isStopped ? "" : error instanceof Refusal ? error.message : "The server does not answer.";
+      turn.error = isStopped ? "" : error instanceof Refusal ? error.message : "The server is not responding.";
       for (const reply of turn.replies) reply.reason ||= isStopped ? "stopped" : "error";
     }
     this.abort = null;
@@ -143,7 +143,7 @@ export class Panel {
     this.part(".status").textContent = words.join(" · ");
   }
 
-  /** Shows new tokens without drawing the rest again. */
+  /** Shows new tokens without redrawing the rest. */
   grow({ index, text, tokens }) {
     const body = this.bodies?.[index];
     if (!body) return;
@@ -227,7 +227,7 @@ export class Panel {
     card.append(result);
     if (!other) {
       body.append(visible(reply.text));
-      result.textContent = "Add a second model to compare with.";
+      result.textContent = "Add a second model for comparison.";
       return;
     }
     const models = [turn.model, other.model];

@@ -1,9 +1,9 @@
-// What the tab remembers: settings, texts, and the conversation of each panel. It lives in sessionStorage alone.
+// The state of the tab: settings, texts, and the conversation of each panel. It is stored in sessionStorage only.
 
 const KEY = "playground";
 const NEEDS = { chat: "messages", text: "prompt", tokens: "prompt_tokens" };
 
-/** The state that an earlier page of this tab left; null without one. */
+/** The state that an earlier page of this tab has stored, or null. */
 export function load() {
   try {
     return JSON.parse(sessionStorage.getItem(KEY));
@@ -12,7 +12,7 @@ export function load() {
   }
 }
 
-/** Keeps the state. Where it is too large, the tokens of replies go first, then the conversations. */
+/** Stores the state. If it is too large, first the tokens of replies are dropped, then the conversations. */
 export function save(state) {
   const withoutTokens = (key, value) => (key === "tokens" || key === "scores" || key === "texts" ? [] : value);
   const withoutTurns = (key, value) => (key === "turns" ? [] : value);

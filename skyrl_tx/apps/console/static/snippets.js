@@ -2,7 +2,7 @@
 
 const CONTINUES = { add_generation_prompt: false, continue_final_message: true };
 
-/** The fields of OpenAI's API, and those beyond them that the openai package takes as `extra_body`. */
+/** The fields of OpenAI's API, and further fields, which the openai package takes as `extra_body`. */
 function openaiFields(body) {
   const { model, messages, prompt, prompt_tokens: tokens, thinking, max_tokens, temperature, top_p, n, seed } = body;
   const source = messages ? { messages } : { prompt: prompt ?? tokens };
@@ -53,7 +53,7 @@ for choice in response.choices:
 `;
 }
 
-/** `prompt` is the rendered one: its tokens, the tokens that end a reply, and the path of the weights. */
+/** `prompt` is the rendered prompt: its tokens, the tokens that end a reply, and the path of the weights. */
 export function tinker(body, prompt, { baseUrl, isKeyless, hasTokenizer }) {
   const path = prompt.model_path;
   const weights = path ? `model_path=${JSON.stringify(path)}` : `base_model=${JSON.stringify(body.model)}`;

@@ -1,4 +1,4 @@
-// The timeline of a session on a canvas: one track a model and sampler, each request queued, then running.
+// The timeline of a session on a canvas. Each model and sampler has a track with its requests, queued and running.
 
 import { cssColour, dark } from "./colours.js";
 
@@ -48,19 +48,19 @@ function duration(seconds) {
   return `${Math.floor(seconds / 3600)} h ${Math.round((seconds % 3600) / 60)} min`;
 }
 
-/** Loads the requests, or those after the cursor, which replace the ones of the same position. */
+/** Loads the requests after the cursor. They replace known requests with the same position. */
 async function load() {
   const answer = await fetch(box.dataset.timeline + (cursor ? `?after=${cursor}` : ""), { headers: { Accept: "application/json" } });
   if (answer.status === 401) location.reload();
   if (!answer.ok) throw new Error(`HTTP ${answer.status}`);
   const data = await answer.json();
   let changed = false;
-  for (const each of data.tracks) {
-    const track = tracks.get(each.key) ?? { spans: new Map() };
-    tracks.set(each.key, track);
-    track.title = each.title;
-    track.detail = each.detail;
-    for (const row of each.spans) {
+  for (const sent of data.tracks) {
+    const track = tracks.get(sent.key) ?? { spans: new Map() };
+    tracks.set(sent.key, track);
+    track.title = sent.title;
+    track.detail = sent.detail;
+    for (const row of sent.spans) {
       const span = Object.fromEntries(data.columns.map((name, index) => [name, row[index]]));
       const known = track.spans.get(span.position);
       changed ||= !known || known.status !== span.status || known.started !== span.started || span.status === "open";
@@ -82,7 +82,7 @@ function forgetOldest() {
   for (const span of spans.slice(0, Math.max(spans.length - MOST_SPANS, 0))) span.track.spans.delete(span.position);
 }
 
-/** Puts the requests of each track in rows without overlaps, and finds the times that there are. */
+/** Puts the requests of each track in rows without overlaps, and finds the first and last time. */
 function arrange(now) {
   let from = Infinity;
   let to = -Infinity;
@@ -132,7 +132,7 @@ function draw() {
   const shown = shownTracks();
   const heights = shown.map((track) => Math.max(Math.min(track.ends.length * MOST_ROW, MOST_TRACK), MOST_ROW));
   const onDevice = deviceSpans();
-  const height = AXIS + LABEL + WAITING + GAP + heights.reduce((sum, each) => sum + each + LABEL + GAP, 0) + (onDevice.length ? LABEL + MOST_ROW + GAP : 0);
+  const height = AXIS + LABEL + WAITING + GAP + heights.reduce((sum, trackHeight) => sum + trackHeight + LABEL + GAP, 0) + (onDevice.length ? LABEL + MOST_ROW + GAP : 0);
   const scale = devicePixelRatio;
   canvas.width = width * scale;
   canvas.height = height * scale;
@@ -172,7 +172,7 @@ function deviceSpans() {
   return [...tracks.values()].flatMap((track) => (track.list ?? []).filter((span) => span.device_s > 0));
 }
 
-/** Writes text within a width, cut with an ellipsis; returns its width. */
+/** Writes text, truncated to a width with an ellipsis. Returns its width. */
 function write(ctx, text, left, y, room) {
   let cut = text;
   while (cut && ctx.measureText(cut === text ? cut : `${cut}…`).width > room) cut = cut.slice(0, -1);
@@ -223,7 +223,7 @@ function drawAxis(ctx, x, width, height, style) {
   const seconds = view.to - view.from;
   const wanted = Math.max(Math.floor(width / 110), 2);
   const steps = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 21600, 86400];
-  const step = steps.find((each) => seconds / each <= wanted) ?? 86400 * Math.ceil(seconds / wanted / 86400);
+  const step = steps.find((length) => seconds / length <= wanted) ?? 86400 * Math.ceil(seconds / wanted / 86400);
   ctx.fillStyle = style.muted;
   ctx.strokeStyle = style.line;
   ctx.lineWidth = 1;
@@ -290,7 +290,7 @@ function describe(span) {
 function place(event) {
   const inside = canvas.getBoundingClientRect();
   const [left, top] = [event.clientX - inside.left, event.clientY - inside.top];
-  const found = places.findLast((each) => left >= each.left - 2 && left <= each.right + 2 && top >= each.top && top <= each.bottom);
+  const found = places.findLast((place) => left >= place.left - 2 && left <= place.right + 2 && top >= place.top && top <= place.bottom);
   return { span: found?.span ?? null, left, top, width: inside.width };
 }
 
@@ -302,7 +302,7 @@ function zoom(factor, about = 0.5) {
   show(middle - seconds * about, middle + seconds * (1 - about));
 }
 
-/** Where in the view the selected request is, from 0 to 1; the middle if it is not in view. */
+/** The place of the selected request in the view, from 0 to 1, or the middle if it is not in view. */
 function selectedPlace() {
   const span = view && allSpans().find((each) => each.position === selected);
   const about = span ? ((span.created + span.ended) / 2 - view.from) / (view.to - view.from) : 0.5;
@@ -315,7 +315,7 @@ function pan(share) {
   show(view.from + seconds, view.to + seconds);
 }
 
-/** Sets the view, moved so that something of the session stays in it. */
+/** Sets the view, moved so that a part of the session stays visible. */
 function show(from, to) {
   const seconds = to - from;
   const first = Math.min(Math.max(from, whole.from - seconds * 0.5), whole.to - seconds * 0.5);

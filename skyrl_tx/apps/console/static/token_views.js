@@ -1,4 +1,4 @@
-// Tokens as coloured spans with numbers: by probability, or by how much another model differs. Arrow keys move.
+// Tokens as coloured spans with numbers: by probability, or by the difference to another model. Arrow keys move.
 
 import { visible } from "./text.js";
 
@@ -25,7 +25,7 @@ const classOf = (scale, value) => scale.find(([least]) => value >= least)[1];
 const shape = (token) => token.text || (token.bytes ? `‹${token.bytes}›` : `#${token.id} `);
 const quoted = (text) => `“${visible(text).replaceAll("\n", "↵")}”`;
 
-/** The span of a token. `detail` has token and, where they are known, other: {logprob, top}, and names of both models. */
+/** The span of a token. `detail` has `token`, and if known `other` ({logprob, top}) and the names of both models. */
 function span(detail) {
   const { token, other } = detail;
   const text = shape(token);
@@ -67,7 +67,7 @@ export function legend(box, view) {
   const isChange = view === "changed";
   box.append(element("span", "muted", isChange ? "log p of this model − log p of the other:" : "Probability of each token:"));
   for (const [, name, title] of isChange ? CHANGE : LIKELY) box.append(element("span", `tok ${name}`, title));
-  box.append(element("span", "muted", isChange ? "Line below: this model finds it likelier. Wavy: less likely. Both without temperature." : "Point at a token, or use the arrow keys, for its alternatives."));
+  box.append(element("span", "muted", isChange ? "Underlined: more likely under this model. Wavy: less likely. The temperature is not applied." : "Hover over a token, or use the arrow keys, to see its alternatives."));
 }
 
 function line(name, value) {

@@ -1,7 +1,10 @@
-"""The compiled functions of training: one micro-batch of one adapter, with or without its gradient.
+"""The compiled functions of training.
 
-Legend: B rows, T positions. Only shapes are static, and whether the loss is local. Everything else that differs
-between requests is data, their loss included.
+Each computes one micro-batch of one adapter, with or without gradient. Only shapes, and whether the
+loss is local, are static. Everything else that differs between requests is data, even the choice of
+the loss, so a few compiled programs serve all requests.
+
+Legend: B rows, T positions, D hidden size, K targets per position, C config columns.
 """
 
 from functools import partial
@@ -23,19 +26,20 @@ from skyrl_tx.losses import MEANS, LossOutput
 
 @struct.dataclass
 class MicroBatchOutputs:
-    """The outputs of a micro-batch at each position, in one array, so that they are written and copied together.
+    """The outputs of a micro-batch at each position, in one array, which is copied to the host.
 
-    Log-probabilities of K targets, then the loss, `MEANS` and the count of `LossOutput`.
+    The columns are the log-probabilities of K targets, then the loss, `MEANS` and the count of
+    `LossOutput`.
     """
 
     packed: jax.Array  # float32 [B, T, K + 5]
 
     @classmethod
     def pack(cls, logprobs: jax.Array, loss: LossOutput) -> Self:
-        """Pack log-probabilities [B, T] or [B, T, K] and the loss of some positions."""
-        of_targets = logprobs.reshape(*logprobs.shape[:2], -1)
-        of_loss = loss.loss_BT, *(loss.totals[name] for name in MEANS), loss.count_BT
-        return cls(jnp.concatenate([of_targets, *(each[..., None] for each in of_loss)], axis=-1))
+        """Pack log-probabilities [B, T] or [B, T, K] and the loss of the same positions."""
+        logprobs_BTK = logprobs.reshape(*logprobs.shape[:2], -1)
+        loss_columns = loss.loss_BT, *(loss.totals[name] for name in MEANS), loss.count_BT
+        return cls(jnp.concatenate([logprobs_BTK, *(column[..., None] for column in loss_columns)], axis=-1))
 
     @property
     def logprobs(self) -> jax.Array:
@@ -44,7 +48,7 @@ class MicroBatchOutputs:
 
     @property
     def loss(self) -> LossOutput:
-        """The loss and what policy gradients report."""
+        """The loss, and the metrics of policy gradient losses."""
         loss_BT, *totals, count_BT = (self.packed[..., column] for column in range(-2 - len(MEANS), 0))
         return LossOutput(loss_BT, dict(zip(MEANS, totals, strict=True)), count_BT)
 
@@ -74,16 +78,21 @@ def accumulate(
     config: models.ModelConfig,
     remat: RematPolicy,
 ) -> tuple[AdapterWeights, MicroBatchOutputs]:
-    """Compute one micro-batch and add the gradient of its summed loss to `total`, whose memory is reused."""
+    """Compute one micro-batch, and add the gradient of its summed loss to `total`.
+
+    The memory of `total` is reused.
+    """
 
     def compute_hidden(pairs: tuple[models.GroupPairs, ...]) -> jax.Array:
-        own = models.CutAdapter(pairs, adapter.scale)
-        return models.forward(params, config, batch.tokens_BT, own, start_BT=batch.start_BT, remat=remat)
+        cut_adapter = models.CutAdapter(pairs, adapter.scale)
+        return models.forward(params, config, batch.tokens_BT, cut_adapter, start_BT=batch.start_BT, remat=remat)
 
     backward: Any  # a jax.VJP
     hidden_BTD, backward = jax.vjp(compute_hidden, models.cut_pairs(config, adapter.weights))
     outputs, d_hidden_BTD, unembed = _compute_head(params, adapter, hidden_BTD, batch, total["unembed"])
-    # Added to the sums layer by layer: no second array of all layers exists, and no zeros to begin with.
+
+    # Add the gradient of each layer to the sum in place, so that no second array of all layers is
+    # needed.
     sums = jax.tree.map(jax.new_ref, models.cut_pairs(config, total))
     backward.with_refs(sums)(d_hidden_BTD)
     total = {**models.join_pairs(config, jax.tree.map(jax.freeze, sums)), "unembed": unembed}
@@ -93,14 +102,21 @@ def accumulate(
 def _compute_head(
     params: models.DecoderParams, adapter: Adapter, hidden_BTD: jax.Array, batch: MicroBatch, total: LoraPair
 ) -> tuple[MicroBatchOutputs, jax.Array, LoraPair]:
-    """Return the outputs, the loss's gradient by the hidden states, and `total` plus that by the unembedding's adapter.
+    """Compute log-probabilities, loss and gradients from the hidden states.
 
-    A local loss is computed with the chunk of logits that is in memory, so the logits are computed once. For any other
-    loss they are computed twice, the first time to get d loss / d logprob of whole rows.
+    Returns the outputs, d loss / d hidden, and `total` plus the gradient of the unembedding's
+    adapter.
+
+    The logits are computed in chunks of positions. The loss of a position in a local loss needs
+    that position only, so it is computed together with the logits of its chunk. Any other loss
+    needs whole rows: the logits are computed once for d loss / d logprob, and a second time for the
+    gradients.
     """
     config_BC, layout = batch.config_BC, params.layout
+
+    # Local losses: loss and gradient of each chunk in one pass over the logits.
     if batch.is_local:
-        if layout.shards_rows:  # chunks have the shards of a row as rows
+        if layout.shards_rows:  # in chunks, each shard of a row is a row
             config_BC = jnp.repeat(config_BC, layout.num_shards("tokens"), axis=0)
 
         def compute_chunk_loss(
@@ -114,17 +130,19 @@ def _compute_head(
         return models.loss_and_gradient(
             params, hidden_BTD, batch.targets, adapter, compute_chunk_loss, batch.inputs, total
         )
+
+    # Other losses: first d loss / d logprob of whole rows, then the gradients.
     logprobs = models.target_logprobs(params, hidden_BTD, batch.targets, adapter)
     d_logprobs, loss = loss_selection.evaluate_and_differentiate(
         batch.loss, logprobs, batch.inputs, config_BC, batch.start_BT, is_local=False
     )
     _, d_hidden_BTD, total = models.loss_and_gradient(
-        params, hidden_BTD, batch.targets, adapter, lambda _, of_chunk: (of_chunk, ()), d_logprobs, total
+        params, hidden_BTD, batch.targets, adapter, lambda _, d_chunk: (d_chunk, ()), d_logprobs, total
     )
     return MicroBatchOutputs.pack(logprobs, loss), d_hidden_BTD, total
 
 
 @jax.jit
 def sum_gradients(x: AdapterWeights, y: AdapterWeights) -> AdapterWeights:
-    """Return the sum of two gradients without donating either."""
+    """Return the sum of two gradients. Neither is donated."""
     return jax.tree.map(jnp.add, x, y)

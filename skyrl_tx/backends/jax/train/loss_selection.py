@@ -1,8 +1,9 @@
-"""All losses of a program as one traced function of a loss number.
+"""Compute the loss of a request, selected by a number, so that all losses share compiled programs.
 
-So the loss of a request is data, and one compiled program serves all local losses, another all that are not.
-Compilation takes long, because it includes the model. Every loss of a program is computed at each position, and one is
-selected: that takes little time compared with the model, and fewer kernels to compile than a branch for each loss.
+The loss is data and not a static argument, because a program includes the model and takes long to
+compile. One program serves all local losses, and another program all other losses. A program
+computes each of its losses at each position, and selects one. This takes little time compared with
+the model, and fewer kernels than a branch for each loss.
 
 Legend: B rows, T positions, K targets per position, C config columns.
 """
@@ -22,16 +23,17 @@ Tree = TypeVar("Tree")
 LOSS_INPUTS: tuple[str, ...] = tuple(
     sorted({name for loss in LOSSES.values() for name in loss.spec.inputs} - {TARGET_TOKENS})
 )
-"""The inputs of all losses, without targets. A loss ignores those that it does not have; they are zero."""
+"""The inputs of all losses, without targets.
+Inputs that the selected loss does not have are zero and ignored."""
 NUM_COLUMNS = max(len(loss.columns) for loss in LOSSES.values())
 """The width of `config_BC`. A loss with fewer columns ignores the rest."""
 
 
 @cache
 def list_losses(ndim: int, *, is_local: bool) -> tuple[Loss, ...]:
-    """Return the losses of one program, for targets [B, T] (`ndim` 2) or [B, T, K] (3), see `Loss.is_local`.
+    """Return the losses of one program, for targets [B, T] (`ndim` 2) or [B, T, K] (`ndim` 3).
 
-    A loss's number is its index here.
+    The number of a loss is its index in this tuple. See `Loss.is_local`.
     """
     return tuple(
         loss
@@ -42,7 +44,7 @@ def list_losses(ndim: int, *, is_local: bool) -> tuple[Loss, ...]:
 
 @cache
 def get_loss_number(name: str, ndim: int) -> np.int32:
-    """Return a loss's number."""
+    """Return the number of a loss among the losses of its program."""
     losses = list_losses(ndim, is_local=LOSSES[name].is_local)
     return np.int32([loss.spec.name for loss in losses].index(name))
 
@@ -57,7 +59,10 @@ def evaluate(
     *,
     is_local: bool,
 ) -> LossOutput:
-    """Return each position's loss and metrics. If `is_local`, the positions may be any part of the rows."""
+    """Return the loss and the metrics of each position.
+
+    With `is_local`, the positions may be any part of the rows.
+    """
     losses = list_losses(target_logprobs.ndim, is_local=is_local)
     return _select(number, [loss.evaluate(target_logprobs, inputs, config_BC, start_BT) for loss in losses])
 
@@ -72,9 +77,10 @@ def evaluate_and_differentiate(
     *,
     is_local: bool,
 ) -> tuple[jax.Array, LossOutput]:
-    """Return d loss / d logprob at each target, for the summed loss, in the shape of `target_logprobs`, and the loss.
+    """Return d loss / d logprob of the summed loss, and the loss itself.
 
-    If `is_local`, the positions may be any part of the rows.
+    The gradient has the shape of `target_logprobs`. With `is_local`, the positions may be any part
+    of the rows.
     """
 
     def differentiate(loss: Loss) -> tuple[jax.Array, LossOutput]:
@@ -84,12 +90,13 @@ def evaluate_and_differentiate(
 
         return jax.grad(sum_loss, has_aux=True)(target_logprobs)
 
-    # Each gradient by itself, and then a selection: the derivative of a selection is NaN where that of another loss is.
+    # Differentiate each loss, then select. The derivative of a selection would be NaN wherever the
+    # derivative of any loss is NaN.
     return _select(number, [differentiate(loss) for loss in list_losses(target_logprobs.ndim, is_local=is_local)])
 
 
 def _select(number: jax.Array, results: Sequence[Tree]) -> Tree:
-    """Return one of several results, all of the same shapes."""
+    """Return one of the results, which have the same shapes."""
     if len(results) == 1:
         return results[0]
     return jax.tree.map(lambda *leaves: jax.lax.select_n(number, *leaves), *results)

@@ -1,8 +1,11 @@
-"""AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) as an optax transformation with the arithmetic of torch.
+"""AdamW with the arithmetic of torch, as an optax transformation.
 
-`optax.adamw` gives different numbers than torch, see docs/decisions/training.md: its clipping has no
-epsilon, betas as float32 data lose the digits of 1 - beta, and `eps` 0 gives NaN where ranks are padded.
-A second optimizer is another function that returns an `optax.GradientTransformation`.
+Loshchilov & Hutter 2019, arXiv:1711.05101.
+
+`optax.adamw` gives different numbers than torch (see docs/decisions/training.md). Its clipping has
+no epsilon, float32 betas lose digits of 1 - beta, and `eps` 0 gives NaN for padded ranks.
+
+To add another optimizer, write another function that returns an `optax.GradientTransformation`.
 """
 
 from typing import Any
@@ -16,14 +19,14 @@ from flax import struct
 from skyrl_tx.contract.requests import OptimizerParams
 from skyrl_tx.layers.lora import AdapterWeights
 
-_optax: Any = optax  # its annotations allow no dataclasses
+_optax: Any = optax  # the type annotations of optax do not allow dataclasses
 CLIP_EPSILON = 1e-6
 """Added to the norm that clipping divides by, as in torch.nn.utils.clip_grad_norm_."""
 
 
 @struct.dataclass
 class OptimizerState:
-    """The first and second moments, in the shapes of the weights, and the number of steps, int32."""
+    """First and second moments in the shapes of the weights, and the number of steps (int32)."""
 
     first: AdapterWeights
     second: AdapterWeights
@@ -32,7 +35,10 @@ class OptimizerState:
 
 @struct.dataclass
 class Coefficients:
-    """The factors of one step, float32 scalars. The host computes them in float64, as torch does."""
+    """The factors of one optimizer step, float32 scalars.
+
+    The host computes them in float64, as torch does.
+    """
 
     decay: Any  # 1 - learning rate * weight decay
     step_size: Any  # learning rate / (1 - beta1^t)
@@ -41,7 +47,7 @@ class Coefficients:
     beta2: Any
     one_minus_beta2: Any
     eps: Any
-    max_norm: Any  # infinity: no clipping
+    max_norm: Any  # infinity disables clipping
 
 
 def init_state(weights: Any) -> OptimizerState:
@@ -54,10 +60,10 @@ def init_state(weights: Any) -> OptimizerState:
 
 
 def compute_coefficients(params: OptimizerParams, step: int) -> Coefficients:
-    """Return the factors of the `step`-th step, counted from 1."""
+    """Return the factors of an optimizer step. The first step has number 1."""
     assert 0 <= params.beta1 < 1 and 0 <= params.beta2 < 1, params
     assert min(params.learning_rate, params.eps, params.weight_decay, params.grad_clip_norm) >= 0, params
-    with np.errstate(over="ignore"):  # a very large learning rate becomes infinite, and affects its own model only
+    with np.errstate(over="ignore"):  # a huge learning rate becomes infinite, which affects its own model only
         return Coefficients(
             decay=np.float32(1 - params.learning_rate * params.weight_decay),
             step_size=np.float32(params.learning_rate / (1 - params.beta1**step)),
@@ -71,7 +77,10 @@ def compute_coefficients(params: OptimizerParams, step: int) -> Coefficients:
 
 
 def _compute_norm(gradient: AdapterWeights) -> jax.Array:
-    """Return the global L2 norm of a gradient; infinite if a square exceeds float32."""
+    """Return the global L2 norm of a gradient.
+
+    It is infinite if the square of an element exceeds float32.
+    """
     return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(gradient)))
 
 
@@ -79,7 +88,7 @@ global_norm = jax.jit(_compute_norm)
 
 
 def clip_by_norm(max_norm: jax.Array, norm: jax.Array) -> optax.GradientTransformation:
-    """Scale a gradient of global norm `norm` to at most `max_norm`, as torch.nn.utils.clip_grad_norm_ does."""
+    """Scale a gradient of norm `norm` to at most `max_norm`, as torch's clip_grad_norm_ does."""
 
     def update(gradient: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, optax.EmptyState]:
         clip = jnp.where(jnp.isinf(max_norm), 1.0, jnp.minimum(1.0, max_norm / (norm + CLIP_EPSILON)))
@@ -89,9 +98,9 @@ def clip_by_norm(max_norm: jax.Array, norm: jax.Array) -> optax.GradientTransfor
 
 
 def adam(c: Coefficients) -> optax.GradientTransformation:
-    """Return Adam without weight decay: a gradient becomes the change that `optax.apply_updates` adds to the weights.
+    """Return Adam without weight decay, which turns gradients into changes of the weights.
 
-    Padded ranks, whose weights and gradients are always zero, stay zero even with `eps` 0.
+    The weights and gradients of padded ranks are zero, and stay zero even with `eps` 0.
     """
 
     def update(gradient: Any, state: OptimizerState, params: Any = None) -> tuple[Any, OptimizerState]:
@@ -111,7 +120,7 @@ def adam(c: Coefficients) -> optax.GradientTransformation:
 def adamw_step(
     weights: AdapterWeights, state: OptimizerState, gradient: AdapterWeights, c: Coefficients
 ) -> tuple[AdapterWeights, OptimizerState, jax.Array]:
-    """Return new weights, new state and the global L2 norm of the gradient before clipping."""
+    """Return new weights, new state, and the global L2 norm of the gradient before clipping."""
     norm = _compute_norm(gradient)
     optimizer = _optax.chain(clip_by_norm(c.max_norm, norm), adam(c))
     changes, (_, new_state) = optimizer.update(gradient, (optax.EmptyState(), state), weights)

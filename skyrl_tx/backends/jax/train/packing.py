@@ -1,12 +1,15 @@
-"""Packs the examples of one request into micro-batches of a few fixed shapes, and unpacks the results.
+"""Pack the examples of one request into micro-batches of a few shapes, and unpack the results.
+
+A micro-batch has one row on a single device, and one row per shard of the batch on a mesh. A row
+holds examples one after another, for example three examples of 300, 200 and 500 tokens in a row of
+1024. Where an example starts is data, so the program depends only on the length of the row. Only
+the last row of a request has much padding.
+
+A micro-batch never mixes requests, and its shape depends only on the lengths of the request's
+examples. So a request runs the same programs regardless of other requests, and results are
+batch-invariant.
 
 Legend: B rows, T positions, K targets per position, C config columns.
-
-A micro-batch is one row on one device, and on a mesh one row per shard of the batch axis. A row holds examples one
-after another, so that their lengths are data and only the last row of a request has much padding: if there are others,
-its length is one of a few. A micro-batch never holds examples of two requests, and its shape follows from the lengths
-of the request's own examples. So the same programs compute a request on the same shapes, whatever other requests there
-are: results are batch-invariant.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,41 +28,58 @@ from skyrl_tx.contract.results import MeanTerm, PassResult
 from skyrl_tx.losses import LOSSES, MEANS, LossOutput
 
 MIN_ROW_LENGTH = 64
-"""The shortest row. Below it, padding takes less time than another compilation."""
+"""The shortest row. For fewer tokens, padding takes less time than another compilation."""
 _LENGTHS_PER_OCTAVE, _MIN_LENGTH_INCREMENT = 8, 128
-"""An octave of longer rows has this number of lengths, at least this number of tokens apart.
+"""Between two powers of two there are 8 row lengths, at least 128 tokens apart.
 
-Coarser steps of long rows would cost a request of one micro-batch up to an eighth of its time. Finer steps of short
-rows save less than another compilation takes, until dozens of requests have used it.
+For example 2048, 2304, 2560 and so on up to 4096. So at most an eighth of a long row is padding.
+For short rows, more lengths would save less time than their compilation takes, until dozens of
+requests have used the program.
 """
 REMAINDERS = 4
-"""The number of lengths that the last row of a request of several micro-batches may have.
+"""How many different lengths the last row can have, if a request has more than one micro-batch.
 
-The totals of large requests are all different. With the lengths of other rows nearly every step of a run would compile
-a program of its own at first.
+The number of tokens in the last row is arbitrary. With all the lengths of other rows, nearly every
+request of a training run would compile another program at first.
 """
 
 
 @struct.dataclass
 class MicroBatch:
-    """The input of one compiled call, as host arrays. Padding is zero everywhere, so that it has no weight."""
+    """The input of one compiled call, as host arrays.
 
-    loss: Any  # int32 scalar: the loss's number, see loss_selection
-    tokens_BT: Any  # int32
-    start_BT: Any  # int32: the position in the row at which the example of each position starts; padding is one more
-    targets: Any  # int32 [B, T], or [B, T, K] if examples have several targets per position
-    inputs: dict[str, Any]  # float32 in the shape of `targets`: the inputs of all losses
-    config_BC: Any  # float32
-    is_local: bool = struct.field(pytree_node=False)  # whether the loss is local, see losses.base.Loss
+    Padding has zeros everywhere, and so no weight in the loss.
+    """
+
+    loss: Any
+    """int32 scalar: the number of the loss, see `loss_selection`."""
+    tokens_BT: Any
+    """int32."""
+    start_BT: Any
+    """int32: `start_BT[b, t]` is the position at which the example at position t of row b starts.
+
+    The padding at the end of a row counts as one more example.
+    """
+    targets: Any
+    """int32 [B, T], or [B, T, K] if examples have multiple targets per position."""
+    inputs: dict[str, Any]
+    """The inputs of all losses by name: float32 in the shape of `targets`."""
+    config_BC: Any
+    """float32: the numbers of the loss's config, one column for each."""
+    is_local: bool = struct.field(pytree_node=False)
+    """Whether the loss is local, see `losses.base.Loss`."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchPlan:
-    """The shape of one micro-batch, and for each of its examples: index in the request, row, start in the row."""
+    """The shape of one micro-batch, and where its examples are."""
 
     members: tuple[int, ...]
+    """The index in the request of each example."""
     rows: tuple[int, ...]
+    """The row of each example."""
     starts: tuple[int, ...]
+    """The position in the row at which each example starts."""
     num_rows: int
     length: int
     num_targets: int
@@ -69,12 +89,12 @@ class MicroBatchPlan:
 
     @property
     def num_tokens(self) -> int:
-        """The number of positions in all rows, with padding."""
+        """The number of positions in all rows, padding included."""
         return self.num_rows * self.length
 
 
 def round_up_row_length(size: int) -> int:
-    """Return the length of a row that holds `size` tokens."""
+    """Return the padded length of a row that holds `size` tokens."""
     if size <= MIN_ROW_LENGTH:
         return MIN_ROW_LENGTH
     step = max(next_power_of_two(size) // 2 // _LENGTHS_PER_OCTAVE, _MIN_LENGTH_INCREMENT)
@@ -82,20 +102,22 @@ def round_up_row_length(size: int) -> int:
 
 
 def choose_row_budget(budget: int, num_targets: int, num_rows: int) -> int:
-    """Return the tokens of a row, at most `budget`, so that targets of as many rows have at most MAX_CELLS cells."""
+    """Return the largest row length up to `budget`, so that all targets fit into MAX_CELLS."""
     return max(1, min(budget, MAX_CELLS // (num_targets * num_rows)))
 
 
 def choose_micro_batch_length(size: int, budget: int) -> int:
-    """Return the length of a micro-batch's row that holds `size` tokens, at most `budget` unless `size` is larger.
+    """Return the padded length of a row that holds `size` tokens.
 
-    A row that is larger than a budget below MIN_ROW_LENGTH, which many targets have, is a power of two.
+    It is at most `budget`, unless `size` is larger. Above the budget it is at most the next power
+    of two. That matters if the budget is below MIN_ROW_LENGTH, which happens if examples have many
+    targets: with budget 8, a size of 12 gives 16 and not 64.
     """
     return min(round_up_row_length(size), budget if size <= budget else next_power_of_two(size))
 
 
 def choose_remainder_length(size: int, budget: int) -> int:
-    """Return the length of the last of several micro-batches, if they are rows of at most `budget` tokens."""
+    """Return the padded length of the last row of a request with more than one micro-batch."""
     part = -(-budget // REMAINDERS)
     return choose_micro_batch_length(min(-(-size // part) * part, budget) if size <= budget else size, budget)
 
@@ -103,40 +125,45 @@ def choose_remainder_length(size: int, budget: int) -> int:
 def plan_micro_batches(
     examples: Sequence[PassExample], budget: int, num_rows: int = 1, multiple: int = 1
 ) -> list[MicroBatchPlan]:
-    """Return the micro-batches of one request, each with `num_rows` rows and at most `budget` tokens.
+    """Plan the micro-batches of one request.
 
-    An example that is longer than the budget has a micro-batch of its own. The length of rows is a multiple of
-    `multiple`, the shards of a row's tokens, for which a row may exceed the budget by less than `multiple`. Examples in
-    a micro-batch have the same config and the same number of targets, rounded up to a power of two. Many targets take
-    more memory than the model, so MAX_CELLS bounds the number of tokens too.
+    All examples of a micro-batch have the same loss config, and the same number of targets after
+    rounding up to a power of two.
+
+    Args:
+        examples: The examples of the request.
+        budget: Maximum tokens of a micro-batch. A longer example gets its own micro-batch.
+            MAX_CELLS limits the tokens too, because many targets take more memory than the model.
+        num_rows: Rows of a micro-batch: the number of shards of the batch.
+        multiple: Row lengths are rounded up to a multiple of this number, even above the budget.
+            It is the number of shards of a row's tokens.
     """
+    # Group the examples by number of targets and loss config, longest first.
     sizes = [example.tokens.size for example in examples]
-    kinds: dict[tuple[Any, ...], list[int]] = {}
+    groups: dict[tuple[Any, ...], list[int]] = {}
     for index in sorted(range(len(examples)), key=lambda i: (-sizes[i], i)):
         example = examples[index]
-        kind = (next_power_of_two(_count_targets(example)), *sorted(example.loss_config.items()))
-        kinds.setdefault(kind, []).append(index)
-    return [
-        _make_plan(
-            rows[first : first + num_rows],
-            sizes,
-            own_budget,
-            num_rows,
-            kind[0],
-            multiple,
-            choose_remainder_length if num_rows == 1 and 0 < first == len(rows) - 1 else choose_micro_batch_length,
-        )
-        for kind, order in kinds.items()
-        for own_budget in [choose_row_budget(budget // num_rows, kind[0], num_rows)]
-        for rows in [_balance(_first_fit(order, sizes, own_budget), order, sizes, own_budget, num_rows)]
-        for first in range(0, len(rows), num_rows)
-    ]
+        group = (next_power_of_two(_count_targets(example)), *sorted(example.loss_config.items()))
+        groups.setdefault(group, []).append(index)
+
+    # Pack each group into rows, and rows into micro-batches.
+    plans: list[MicroBatchPlan] = []
+    for (num_targets, *_), order in groups.items():
+        row_budget = choose_row_budget(budget // num_rows, num_targets, num_rows)
+        rows = _balance(_first_fit(order, sizes, row_budget), order, sizes, row_budget, num_rows)
+        for first in range(0, len(rows), num_rows):
+            is_remainder = num_rows == 1 and 0 < first == len(rows) - 1
+            choose_length = choose_remainder_length if is_remainder else choose_micro_batch_length
+            members = rows[first : first + num_rows]
+            plans.append(_make_plan(members, sizes, row_budget, num_rows, num_targets, multiple, choose_length))
+    return plans
 
 
 def _first_fit(order: list[int], sizes: list[int], budget: int) -> list[list[int]]:
-    """Return rows of example indices: each example, longest first, is added to the first row in which it fits.
+    """Return rows of example indices.
 
-    Johnson 1974, "first fit decreasing": at most 11/9 of the fewest rows possible.
+    Each example is added to the first row in which it fits, longest first. This is "first fit
+    decreasing" (Johnson 1974), which needs at most 11/9 of the minimum number of rows.
     """
     rows: list[list[int]] = []
     totals: list[int] = []
@@ -151,10 +178,11 @@ def _first_fit(order: list[int], sizes: list[int], budget: int) -> list[list[int
 
 
 def _balance(rows: list[list[int]], order: list[int], sizes: list[int], budget: int, num_rows: int) -> list[list[int]]:
-    """Return as many rows as fill whole micro-batches, with similar totals; `rows` if one would exceed the budget.
+    """Distribute the examples evenly over a multiple of `num_rows` rows.
 
-    The rows of a micro-batch are computed at the same time, so the fullest determines the time. Each example, longest
-    first, is added to the emptiest row (Graham 1969, "longest processing time").
+    Returns `rows` unchanged if a balanced row would exceed the budget. The rows of a micro-batch
+    are computed at the same time, so the fullest row determines the time. Each example is added to
+    the emptiest row, longest first ("longest processing time", Graham 1969).
     """
     if num_rows == 1:
         return rows
@@ -176,9 +204,10 @@ def _make_plan(
     multiple: int,
     choose_length: Callable[[int, int], int],
 ) -> MicroBatchPlan:
-    members = [(index, row) for row, own in enumerate(rows) for index in own]
-    starts = [sum(sizes[each] for each in own[:position]) for own in rows for position in range(len(own))]
-    fullest = max(sum(sizes[index] for index in own) for own in rows)
+    """Return the plan of a micro-batch with the given rows of example indices."""
+    members = [(index, row) for row, indices in enumerate(rows) for index in indices]
+    starts = [sum(sizes[before] for before in indices[:i]) for indices in rows for i in range(len(indices))]
+    fullest = max(sum(sizes[index] for index in indices) for indices in rows)
     return MicroBatchPlan(
         members=tuple(index for index, _ in members),
         rows=tuple(row for _, row in members),
@@ -190,7 +219,7 @@ def _make_plan(
 
 
 def make_empty_micro_batch(num_rows: int, length: int, num_targets: int, *, is_local: bool) -> MicroBatch:
-    """Return the arrays of a micro-batch that holds nothing, with the first loss."""
+    """Return a micro-batch of the given shape without examples: all zeros, and loss number 0."""
     B, T, K = num_rows, length, num_targets
     shape = (B, T) if K == 1 else (B, T, K)
     return MicroBatch(
@@ -205,7 +234,7 @@ def make_empty_micro_batch(num_rows: int, length: int, num_targets: int, *, is_l
 
 
 def fill_micro_batch(plan: MicroBatchPlan, examples: Sequence[PassExample]) -> MicroBatch:
-    """Copy the planned examples of a request into the arrays of a micro-batch."""
+    """Return a micro-batch with the planned examples of a request."""
     first = examples[plan.members[0]]
     loss = LOSSES[first.loss]
     batch = make_empty_micro_batch(plan.num_rows, plan.length, plan.num_targets, is_local=loss.is_local)
@@ -215,7 +244,7 @@ def fill_micro_batch(plan: MicroBatchPlan, examples: Sequence[PassExample]) -> M
         end = start + example.tokens.size
         batch.tokens_BT[row, start:end] = example.tokens
         batch.start_BT[row, start:end] = start
-        batch.start_BT[row, end:] = end  # the next example overwrites it; what remains is padding
+        batch.start_BT[row, end:] = end  # the next example overwrites this, if there is one
         _copy_array(batch.targets[row, start:end], example.loss_inputs[TARGET_TOKENS])
         for name in loss.spec.inputs.keys() - {TARGET_TOKENS}:
             _copy_array(batch.inputs[name][row, start:end], example.loss_inputs[name])
@@ -226,23 +255,21 @@ def fill_micro_batch(plan: MicroBatchPlan, examples: Sequence[PassExample]) -> M
 def read_results(
     plan: MicroBatchPlan, examples: Sequence[PassExample], logprobs: Float32Array, loss: LossOutput
 ) -> Iterator[tuple[int, PassResult]]:
-    """Yield index and result of each planned example, from the micro-batch's outputs on the host."""
+    """Yield index and result of each planned example, from the outputs on the host."""
     is_policy_gradient = LOSSES[examples[plan.members[0]].loss].spec.is_policy_gradient
     for index, row, start in zip(plan.members, plan.rows, plan.starts, strict=True):
         shape = examples[index].loss_inputs[TARGET_TOKENS].shape
-        here = slice(start, start + shape[0])
-        own = logprobs[row, here, : 1 if len(shape) == 1 else shape[1]]
-        count = _sum(loss.count_BT[row, here])
-        means = {name: MeanTerm(_sum(loss.totals[name][row, here]), count) for name in MEANS}
-        # A copy, because a view would keep the whole micro-batch in memory.
-        yield (
-            index,
-            PassResult(
-                logprobs=own.reshape(shape).copy(),
-                sums={"loss": _sum(loss.loss_BT[row, here])},
-                means=means if is_policy_gradient else {},
-            ),
+        span = slice(start, start + shape[0])
+
+        example_logprobs = logprobs[row, span, : 1 if len(shape) == 1 else shape[1]]
+        count = _sum(loss.count_BT[row, span])
+        means = {name: MeanTerm(_sum(loss.totals[name][row, span]), count) for name in MEANS}
+        result = PassResult(
+            logprobs=example_logprobs.reshape(shape).copy(),  # a view would keep the whole micro-batch in memory
+            sums={"loss": _sum(loss.loss_BT[row, span])},
+            means=means if is_policy_gradient else {},
         )
+        yield index, result
 
 
 def _sum(x: Any) -> float:
@@ -255,7 +282,7 @@ def _count_targets(example: PassExample) -> int:
 
 
 def _copy_array(destination: NumberArray, array: NumberArray) -> None:
-    """Copy [T] or [T, K] into [T], or into the first K of [T, K']."""
+    """Copy an array [T] or [T, K] into a destination [T], or the first K columns of [T, K']."""
     if destination.ndim == 1:
         destination[:] = array.reshape(array.shape[0])
     else:

@@ -1,6 +1,8 @@
-"""A pass over whole requests: dispatches micro-batches one by one, and commits gradients when all have succeeded.
+"""A forward or forward-backward pass over whole requests.
 
-So a pass that runs out of device memory can start again with smaller micro-batches.
+A pass dispatches its micro-batches one by one, and adds its gradients to the models only when all
+micro-batches have succeeded. So a pass that runs out of device memory can restart with smaller
+micro-batches.
 """
 
 import logging
@@ -13,10 +15,11 @@ from itertools import groupby
 from typing import Any
 
 import jax
+from typing_extensions import override
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.devices import drain_devices, fetch, is_distributed, is_out_of_memory, make_capacity_error
-from skyrl_tx.backends.jax.memory import ActiveMemoryPlan, MemoryPlan
+from skyrl_tx.backends.jax.memory_plan import ActiveMemoryPlan, MemoryPlan
 from skyrl_tx.backends.jax.train import custom_losses, packing
 from skyrl_tx.backends.jax.train import forward_backward as training
 from skyrl_tx.backends.jax.train.training_programs import MicroBatchShape, TrainingPrograms
@@ -33,23 +36,24 @@ from skyrl_tx.losses import LOSSES
 log = logging.getLogger(__name__)
 
 MAX_DISPATCHED = 2
-"""The most micro-batches queued on the device: one that runs, and the next. With more, a new sample waits longer."""
+"""How many micro-batches are queued on the device: the running one, and the next.
+With more, new samples wait longer."""
 
 PROGRAM_WAIT_S = 0.2
-"""How long a step waits for its program, so that requests which need no other program go on."""
+"""How long `JaxPass.step` waits for the compiler. Short, so that other requests can continue."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """The examples of one request, and the index in the batch of the first.
-
-    Those with a custom loss are in `custom`; `examples` are then the same with a cross-entropy that is 0.
-    """
+    """The examples of one request."""
 
     model_id: ModelId
     start: int
+    """The index of the first example in the batch."""
     examples: tuple[PassExample, ...]
     custom: tuple[PassExample, ...] = ()
+    """The examples with their custom loss.
+    `examples` then have a cross-entropy with weights of zero instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,32 +66,33 @@ class _PlannedMicroBatch:
 
 
 class DispatchLimit:
-    """Bounds the micro-batches of all passes that are queued on the device, and counts what was dispatched."""
+    """Limit how many micro-batches of all passes are queued, and count dispatched ones."""
 
     def __init__(self) -> None:
         self._outputs: deque[training.MicroBatchOutputs] = deque()
         self.num_micro_batches = 0
         self.num_padding_tokens = 0
         self.num_retries = 0
-        """Passes that started again because a device was out of memory."""
+        """How often a pass restarted because a device was out of memory."""
 
     def wait(self) -> None:
         """Wait until another micro-batch may be dispatched."""
         while len(self._outputs) >= MAX_DISPATCHED:
-            with suppress(jax.errors.JaxRuntimeError):  # the pass that it belongs to gets the error in `results`
+            with suppress(jax.errors.JaxRuntimeError):  # the micro-batch's pass gets the error in `results`
                 self._outputs.popleft().packed.block_until_ready()
 
     def add(self, outputs: training.MicroBatchOutputs, num_padding_tokens: int = 0) -> None:
-        """Count a dispatched micro-batch."""
+        """Record a dispatched micro-batch."""
         self._outputs.append(outputs)
         self.num_micro_batches += 1
         self.num_padding_tokens += num_padding_tokens
 
 
 class JaxPass(Pass):
-    """See Pass.
+    """A pass on JAX devices.
 
-    The gradient of each request is summed by itself, in the order of its micro-batches, then added to its model's.
+    The gradients of a request's micro-batches are summed first, in order. Then the sum is added to
+    the gradient of the model. So the gradient of a request does not depend on other requests.
     """
 
     def __init__(
@@ -103,9 +108,11 @@ class JaxPass(Pass):
         shards: tuple[int, int],
         programs: TrainingPrograms | None = None,
     ) -> None:
-        """Plan the micro-batches. `shards` are those of the batch, each with a row, and those of a row's tokens.
+        """Plan the micro-batches.
 
-        Without `programs`, each is compiled when it is first called.
+        `shards` are the number of shards of the batch, which is the number of rows of a
+        micro-batch, and the number of shards of a row's tokens. Without `programs`, programs are
+        compiled on first use.
         """
         self._params = params
         self._shards = shards
@@ -121,7 +128,7 @@ class JaxPass(Pass):
         self._restart(memory.plan)
 
     def _restart(self, memory_plan: MemoryPlan) -> None:
-        """Discard what was computed, and plan all micro-batches."""
+        """Discard all results, and plan all micro-batches with a memory plan."""
         self._memory_plan = memory_plan
         self._gradients = {model_id: state.gradient for model_id, state in self._before.items()}
         self._request_gradient: AdapterWeights | None = None
@@ -134,53 +141,63 @@ class JaxPass(Pass):
                     self._programs.queue_needed(shape)
 
     def _plan_micro_batches(self, memory_plan: MemoryPlan) -> list[_PlannedMicroBatch]:
-        steps: list[_PlannedMicroBatch] = []
+        planned: list[_PlannedMicroBatch] = []
         for request in self._requests:
             plans = packing.plan_micro_batches(request.examples, memory_plan.micro_batch_tokens, *self._shards)
-            steps += (_PlannedMicroBatch(request, plan, plan is plans[-1]) for plan in plans)
-        return steps
+            planned += (_PlannedMicroBatch(request, plan, plan is plans[-1]) for plan in plans)
+        return planned
 
     @property
+    @override
     def is_waiting(self) -> bool:
-        """See Pass."""
         programs, pending = self._programs, self._pending
         return programs is not None and bool(pending) and self._get_shape(pending[0]) not in programs.ready
 
+    @override
     def step(self) -> bool:
-        """See Pass."""
         assert not self._is_finished, "this pass has ended"
+
+        # Wait a short time for the program.
         if (programs := self._programs) is not None and self.is_waiting:
             is_ready = programs.wait(self._get_shape(self._pending[0]), PROGRAM_WAIT_S)
             if not is_ready:
                 return False
+
+        # Dispatch the next micro-batch.
         if self._pending:
-            step = self._pending.popleft()
+            planned = self._pending.popleft()
             self._limit.wait()
             with self._restart_if_out_of_memory():
-                outputs = self._dispatch(step)
-                num_tokens = sum(step.request.examples[index].tokens.size for index in step.plan.members)
-                self._limit.add(outputs, step.plan.num_tokens - num_tokens)
-                self._dispatched.append((step, outputs))
+                outputs = self._dispatch(planned)
+                num_tokens = sum(planned.request.examples[index].tokens.size for index in planned.plan.members)
+                self._limit.add(outputs, planned.plan.num_tokens - num_tokens)
+                self._dispatched.append((planned, outputs))
         return not self._pending
 
+    @override
     def results(self) -> list[PassResult]:
-        """See Pass."""
-        outputs: list[Any] | None = None  # on the host
+        # Run until the outputs of all micro-batches are on the host. Some devices report errors
+        # only here.
+        outputs: list[Any] | None = None
         while outputs is None:
             while not self.step():
                 pass
-            with self._restart_if_out_of_memory():  # some devices report an error only when results are read
+            with self._restart_if_out_of_memory():
                 jax.block_until_ready(self._gradients)
                 outputs = fetch([outputs for _, outputs in self._dispatched])
-        results = dict(self._custom_results)  # of a backward pass, which needed them for its weights
-        for (step, _), output in zip(self._dispatched, outputs, strict=True):
-            request = step.request
+
+        # Read the results. A backward pass has the results of custom losses already.
+        results = dict(self._custom_results)
+        for (planned, _), output in zip(self._dispatched, outputs, strict=True):
+            request = planned.request
             if request.custom:
                 if not self._backward:
-                    results |= _evaluate_custom_loss(step, output)[1]
+                    results |= _evaluate_custom_loss(planned, output)[1]
                 continue
-            for index, result in packing.read_results(step.plan, request.examples, output.logprobs, output.loss):
+            for index, result in packing.read_results(planned.plan, request.examples, output.logprobs, output.loss):
                 results[request.start + index] = result
+
+        # Commit.
         if self._backward:
             self._commit()
         if self._has_shrunk:
@@ -188,8 +205,8 @@ class JaxPass(Pass):
         self.abort()
         return [results[index] for index in range(len(results))]
 
+    @override
     def abort(self) -> None:
-        """See Pass."""
         self._is_finished = True
         self._pending.clear()
         self._dispatched, self._gradients, self._request_gradient = [], {}, None
@@ -203,10 +220,14 @@ class JaxPass(Pass):
 
     @contextmanager
     def _restart_if_out_of_memory(self) -> Generator[None]:
-        """If the device is out of memory, restart with smaller micro-batches. Raises CapacityError if there are none.
+        """Restart with smaller micro-batches if a device runs out of memory in the context.
 
-        The smaller plan becomes that of later passes only when this pass has succeeded with it, because other shapes
-        give other bits. With several hosts raises MemoryExhausted then: only rank 0 knows whether all have restarted.
+        Later passes use the smaller plan only if this pass succeeds with it, because other shapes
+        change the last bits of results.
+
+        Raises:
+            CapacityError: If there is no smaller plan. MemoryExhausted: After the restart, on
+            multiple hosts. Rank 0 checks that all hosts have restarted.
         """
         try:
             yield
@@ -214,85 +235,98 @@ class JaxPass(Pass):
             if not is_out_of_memory(error):
                 raise
             if is_distributed():
-                drain_devices()  # or a program would be left that waits for hosts which have restarted
+                drain_devices()  # else a program could wait for hosts that have restarted
             self._restart(self._find_smaller_plan(error))
             self._has_shrunk = True
             self._limit.num_retries += 1
             if is_distributed():
                 reason = " ".join(str(error).split())
-                message = f"out of device memory ({reason}); --backend-config.micro-batch-tokens may be too high"
+                message = f"out of device memory ({reason}); try a lower --backend-config.micro-batch-tokens"
                 raise MemoryExhausted(message, plan=repr(self._memory_plan)) from error
 
     def _find_smaller_plan(self, error: Exception) -> MemoryPlan:
-        """Return a memory plan with smaller micro-batches for this pass. Raises CapacityError if there is none."""
-        largest = max(step.plan.num_tokens for step in self._plan_micro_batches(self._memory_plan))
+        """Return a memory plan that makes this pass take less memory.
+
+        Raises CapacityError if there is none. A plan helps if the largest micro-batch becomes
+        smaller, or gets another remat policy in a backward pass.
+        """
+
+        def find_largest(plan: MemoryPlan) -> int:
+            return max(planned.plan.num_tokens for planned in self._plan_micro_batches(plan))
+
+        largest = find_largest(self._memory_plan)
+        remat = self._choose_remat(self._memory_plan, largest)
         for plan in self._memory_plan.iter_smaller():
-            helps = self._backward and self._choose_remat(plan, largest) is not self._choose_remat(
-                self._memory_plan, largest
-            )
-            if helps or max(step.plan.num_tokens for step in self._plan_micro_batches(plan)) < largest:
+            has_other_remat = self._backward and self._choose_remat(plan, largest) is not remat
+            if has_other_remat or find_largest(plan) < largest:
                 log.warning("out of device memory with %s: retrying with %s (%s)", self._memory_plan, plan, error)
                 return plan
         raise make_capacity_error("this pass, in the smallest micro-batches", error) from error
 
     def _choose_remat(self, plan: MemoryPlan, num_tokens: int) -> RematPolicy:
-        own = num_tokens // math.prod(self._shards)
-        return next(remat for above, remat in plan.policies if own > above)
+        return plan.get_remat_policy(num_tokens // math.prod(self._shards))
 
-    def _get_shape(self, step: _PlannedMicroBatch) -> MicroBatchShape:
-        plan, weights = step.plan, self._before[step.request.model_id].adapter.weights
+    def _get_shape(self, planned: _PlannedMicroBatch) -> MicroBatchShape:
+        plan, weights = planned.plan, self._before[planned.request.model_id].adapter.weights
         rank = next(iter(weights.values())).a.shape[-1]
         remat = self._choose_remat(self._memory_plan, plan.num_tokens)
-        is_local = LOSSES[step.request.examples[0].loss].is_local
+        is_local = LOSSES[planned.request.examples[0].loss].is_local
         return MicroBatchShape(plan.num_rows, plan.length, plan.num_targets, rank, remat, is_local)
 
-    def _dispatch(self, step: _PlannedMicroBatch) -> training.MicroBatchOutputs:
-        request = step.request
-        batch = packing.fill_micro_batch(step.plan, request.examples)
+    def _dispatch(self, planned: _PlannedMicroBatch) -> training.MicroBatchOutputs:
+        """Start to compute a micro-batch, and add its gradient to the gradient of its request."""
+        request = planned.request
+        batch = packing.fill_micro_batch(planned.plan, request.examples)
         adapter = self._before[request.model_id].adapter
+
+        # Forward. A backward pass of a custom loss waits for the log-probabilities to compute its
+        # weights.
         if not self._backward or request.custom:
             outputs = training.forward(self._params, adapter, batch, config=self._config)
             if not self._backward:
                 return outputs
-            # Waits for the log-probabilities: from them follow the weights of the backward pass.
-            weighted, own = _evaluate_custom_loss(step, fetch(outputs))
-            self._custom_results |= own
-            batch = packing.fill_micro_batch(step.plan, weighted)
+            weighted, custom_results = _evaluate_custom_loss(planned, fetch(outputs))
+            self._custom_results |= custom_results
+            batch = packing.fill_micro_batch(planned.plan, weighted)
+
+        # Forward and backward.
         if self._request_gradient is None:
             self._request_gradient = make_zero_gradient(adapter.weights)
         arguments = self._params, adapter, self._request_gradient, batch
         if self._programs is None:
-            remat = self._choose_remat(self._memory_plan, step.plan.num_tokens)
-            found = training.accumulate(*arguments, config=self._config, remat=remat)
+            remat = self._choose_remat(self._memory_plan, planned.plan.num_tokens)
+            self._request_gradient, outputs = training.accumulate(*arguments, config=self._config, remat=remat)
         else:
-            program = self._programs.ready[self._get_shape(step)]
+            program = self._programs.ready[self._get_shape(planned)]
             program.num_calls += 1
-            found = program.call(*arguments)
-        self._request_gradient, outputs = found
-        if step.is_last:
-            total = self._gradients[request.model_id]
-            new = self._request_gradient
+            self._request_gradient, outputs = program.call(*arguments)
+
+        # After the last micro-batch, add the gradient of the request to the gradient of the model.
+        if planned.is_last:
+            total, new = self._gradients[request.model_id], self._request_gradient
             self._gradients[request.model_id] = new if total is None else training.sum_gradients(total, new)
             self._request_gradient = None
         return outputs
 
 
 def _evaluate_custom_loss(
-    step: _PlannedMicroBatch, outputs: Any
+    planned: _PlannedMicroBatch, outputs: Any
 ) -> tuple[tuple[PassExample, ...], dict[int, PassResult]]:
     """Evaluate the custom loss of a micro-batch from its outputs on the host.
 
-    Returns the request's examples, those of the micro-batch with a cross-entropy of the loss's gradient, and the result
-    of each of those, by index in the batch.
+    Returns the examples of the request, in which the examples of the micro-batch have a
+    cross-entropy with the gradient of the custom loss, and the results of the micro-batch's
+    examples by their index in the batch.
     """
-    request = step.request
-    forward = dict(packing.read_results(step.plan, request.examples, outputs.logprobs, outputs.loss))
+    request = planned.request
+    forward = dict(packing.read_results(planned.plan, request.examples, outputs.logprobs, outputs.loss))
     logprobs = [result.logprobs for result in forward.values()]
-    evaluated = custom_losses.evaluate([request.custom[index] for index in forward], logprobs)
+    values = custom_losses.evaluate([request.custom[index] for index in forward], logprobs)
+
     examples, results = list(request.examples), dict[int, PassResult]()
-    for index, own, each in zip(forward, logprobs, evaluated, strict=True):
-        examples[index] = custom_losses.as_cross_entropy(request.custom[index], each.gradient)
-        results[request.start + index] = each.to_result(own)
+    for index, example_logprobs, value in zip(forward, logprobs, values, strict=True):
+        examples[index] = custom_losses.as_cross_entropy(request.custom[index], value.gradient)
+        results[request.start + index] = value.to_result(example_logprobs)
     return tuple(examples), results
 
 

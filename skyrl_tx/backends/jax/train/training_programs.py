@@ -1,6 +1,7 @@
-"""The compiled programs of training steps, by what their shapes follow from, and which of them are likely.
+"""Compile training programs in the background, the most likely shapes first.
 
-Programs are compiled for shapes alone, so the first are compiled while the base weights are read.
+Programs are compiled from shapes alone, so compilation begins while the base weights are being
+read.
 """
 
 import hashlib
@@ -27,50 +28,55 @@ from skyrl_tx.layers.sharding import Layout
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchShape:
-    """The shape and the kind of loss that a program of `forward_backward.accumulate` is compiled for.
-
-    `length` is that of each row, `rank` is padded.
-    """
+    """Everything that a program of `forward_backward.accumulate` is compiled for."""
 
     num_rows: int
     length: int
+    """Length of each row."""
     num_targets: int
+    """Targets per position."""
     rank: int
+    """The padded LoRA rank."""
     remat: RematPolicy
     is_local: bool = True
-    """Whether the program is that of local losses, see `losses.base.Loss`."""
+    """Whether the program is for local losses, see `losses.base.Loss`."""
 
     @property
     def name(self) -> str:
-        """The name in the file of popular programs. The remat policy follows from the memory plan."""
+        """The name in the file of popular programs. The memory plan implies the remat policy."""
         return f"{self.num_rows} {self.length} {self.num_targets} {self.rank} {int(self.is_local)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchShapes:
-    """The shapes of the micro-batches that a server of a model computes."""
+    """The micro-batch shapes that are possible with the settings of a server."""
 
     budget: int
-    """Tokens of a row, at most, unless an example is longer."""
+    """Maximum tokens of a row. Only a longer example exceeds it."""
     num_rows: int
     multiple: int
     """The length of a row is a multiple of this number."""
     rank: int
-    """The padded rank that clients use unless they choose another."""
+    """The padded LoRA rank that clients use by default."""
     remat: Any  # the remat policy of a micro-batch: (tokens of all rows) -> RematPolicy
 
     def iter_likely(self, popular: Iterator[str]) -> Iterator[MicroBatchShape]:
-        """Yield the shapes of popular programs, then full micro-batches, then those that are the last of several.
+        """Yield likely shapes, the most likely first. Shapes may repeat.
 
-        Then all others in ascending order. Only popular ones have losses that are not local. Those that no micro-batch
-        has are left out: another version, or other settings, may have used them.
+        The order is: popular programs, full micro-batches, the last micro-batches of long requests,
+        then all other lengths in ascending order. Only popular programs can have losses that are
+        not local. Popular programs that are impossible with these settings are skipped: another
+        version or other settings used them.
         """
+        # Popular programs
         for name in popular:
             fields = name.split()
-            if len(fields) == 5 and all(each.isdigit() for each in fields):
+            if len(fields) == 5 and all(field.isdigit() for field in fields):
                 *sizes, is_local = map(int, fields)
                 if self._is_possible(*sizes[:3]):
                     yield self._make_shape(*sizes, is_local=bool(is_local))
+
+        # All lengths
         lengths = list(iter_ascending(lambda size: packing.choose_micro_batch_length(size, self.budget), self.budget))
         parts = range(packing.REMAINDERS, 0, -1) if self.num_rows == 1 else ()
         totals = (max(1, part * self.budget // packing.REMAINDERS) for part in parts)
@@ -79,7 +85,7 @@ class MicroBatchShapes:
             yield self._make_shape(self.num_rows, self._round_up(length), 1, self.rank)
 
     def _is_possible(self, num_rows: int, length: int, num_targets: int) -> bool:
-        """Return whether a micro-batch may have rows of that length."""
+        """Return whether a micro-batch with these settings can have this shape."""
         if num_rows != self.num_rows or num_targets == 0:
             return False
         budget = packing.choose_row_budget(self.budget, num_targets, num_rows)
@@ -101,38 +107,49 @@ class TrainingPrograms:
     def __init__(
         self, params: models.DecoderParams, config: models.ModelConfig, compiler: Compiler[MicroBatchShape]
     ) -> None:
-        """`params` has the shapes of the base weights in training."""
+        """Store the arguments.
+
+        `params` has the shapes of the base weights, with the layout of training.
+        """
         self.ready: dict[MicroBatchShape, CompiledProgram] = compiler.ready
         """The compiled programs."""
+
         self._params, self._config, self._compiler = params, config, compiler
         self._popularity: Popularity | None = None
 
     def start(self, shapes: MicroBatchShapes, cache_dir: Path | None) -> None:
-        """Begin with the likeliest programs. Which are popular is kept in `cache_dir`."""
+        """Begin to compile likely programs.
+
+        The file with the popular programs is in `cache_dir`.
+        """
         if cache_dir is not None:
             layout = self._params.layout
-            about = (self._config, layout.mesh, self._params.embed.dtype.name)
-            name = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
+            key = (self._config, layout.mesh, self._params.embed.dtype.name)
+            name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
             self._popularity = Popularity(cache_dir / "popular" / f"{name}.json")
+
         popular = iter(() if self._popularity is None else self._popularity.read())
         self._compiler.queue_likely(
-            (each, self._make_program(each)) for each in dict.fromkeys(shapes.iter_likely(popular))
+            (shape, self._make_program(shape)) for shape in dict.fromkeys(shapes.iter_likely(popular))
         )
 
     def queue_needed(self, shape: MicroBatchShape) -> None:
-        """Compile a program before the likely ones. A request waits for it, or will."""
+        """Compile a program that a request needs now or soon, before the likely ones."""
         self._compiler.queue_needed(shape, partial(self._make_program, shape))
 
     def wait(self, shape: MicroBatchShape, timeout_s: float) -> bool:
-        """Wait for a program that is needed; return whether it is ready."""
+        """Wait until a needed program is ready, at most `timeout_s` seconds.
+
+        Returns whether it is ready.
+        """
         return self._compiler.wait(shape, timeout_s)
 
     def progress(self) -> str | None:
-        """Describe what is left to compile; None if nothing is."""
+        """Describe the progress of background compilation; None if nothing is left to compile."""
         return self._compiler.progress()
 
     def close(self) -> None:
-        """End the threads, and keep how often programs were called. Idempotent."""
+        """Stop the threads, and store how often programs were called. Idempotent."""
         self._compiler.close()
         counts = {shape.name: program.num_calls for shape, program in self.ready.items() if program.num_calls}
         if counts and self._popularity is not None:
@@ -149,7 +166,7 @@ class TrainingPrograms:
 def make_param_shapes(
     described: models.DecoderParams, layout: Layout, kernels: Kernels, dtype: np.dtype
 ) -> models.DecoderParams:
-    """Return the shapes of base weights on a mesh."""
+    """Return the shapes of the base weights, with their shardings on a mesh."""
 
     def make_leaf(_: str, parameter: Parameter) -> Any:
         stored = np.dtype(np.float32) if parameter.is_float32 else dtype
@@ -161,13 +178,13 @@ def make_param_shapes(
 def make_adapter_shapes(
     layout: Layout, config: models.ModelConfig, rank: int, *, num_slots: int | None = None
 ) -> Adapter:
-    """Return the shapes of an adapter on a mesh, or with `num_slots` those of a pool of as many."""
+    """Return the shapes of an adapter on a mesh, or of a pool of `num_slots` adapters."""
     shapes, axes = models.describe_adapter(config, rank), models.get_adapter_axes(config)
     slots, no_axis = ((), ()) if num_slots is None else ((num_slots,), (None,))
 
-    def make_leaf(leaf: jax.Array, of: tuple[Any, ...]) -> Any:
+    def make_leaf(leaf: jax.Array, leaf_axes: tuple[Any, ...]) -> Any:
         shape = (*slots, *leaf.shape)
-        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=layout.sharding((*no_axis, *of), shape))
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=layout.sharding((*no_axis, *leaf_axes), shape))
 
     weights = {
         name: LoraPair(a=make_leaf(pair.a, axes[name][0]), b=make_leaf(pair.b, axes[name][1]))

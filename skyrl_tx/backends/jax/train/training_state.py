@@ -1,8 +1,9 @@
-"""The models in training: one immutable record per model.
+"""The models in training on the device: one immutable record per model.
 
-Each model has its own tree of arrays, not a slot in a stacked pool, because a micro-batch holds the examples of one
-request and so needs one adapter. Memory then follows the number and the ranks of the models, a step of one model cannot
-reach another's arrays, and a snapshot only keeps a reference.
+Each model has its own arrays instead of a slot in a stacked pool. A micro-batch needs only one
+adapter, because it holds the examples of one request. So memory depends on the number and the ranks
+of the models, an optimizer step of one model cannot touch another model's arrays, and a snapshot
+only needs references.
 """
 
 from dataclasses import dataclass, replace
@@ -26,13 +27,15 @@ SMALLEST_RANK = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingState:
-    """One model. The trees have padded ranks. `gradient` is None if nothing was accumulated since the last step."""
+    """The state of one model. Its arrays have padded ranks."""
 
     lora: LoraSpec
     targets: tuple[str, ...]
+    """Names of the linear maps that are trained."""
     adapter: Adapter
     optimizer: OptimizerState
     gradient: AdapterWeights | None = None
+    """The accumulated gradient. None if nothing was accumulated since the last optimizer step."""
 
     def with_gradient(self, gradient: AdapterWeights | None) -> "TrainingState":
         """Return the same model with another accumulated gradient."""
@@ -40,25 +43,25 @@ class TrainingState:
 
 
 class TrainingStates:
-    """Training states by model, at most `capacity` of them."""
+    """The states of up to `capacity` models."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._states: dict[ModelId, TrainingState] = {}
 
     def get(self, model_id: ModelId) -> TrainingState:
-        """Return a model's state. Raises UserError if there is no such model."""
+        """Return the state of a model. Raises UserError if the model is not on the device."""
         if model_id not in self._states:
             raise UserError(f"model_id {model_id!r}: no such model here")
         return self._states[model_id]
 
     def put(self, model_id: ModelId, state: TrainingState) -> None:
-        """Add or replace a model. Raises CapacityError if it is new and the pool is full."""
+        """Add or replace a model. Raises CapacityError if it is new and all slots are taken."""
         self.check_capacity(model_id)
         self._states[model_id] = state
 
     def check_capacity(self, model_id: ModelId) -> None:
-        """Raise CapacityError unless `put` of this model would succeed."""
+        """Raise CapacityError if `put` would fail for this model."""
         if model_id not in self._states and len(self._states) >= self._capacity:
             raise CapacityError(f"all {self._capacity} adapter slots for training are taken")
 
@@ -68,12 +71,12 @@ class TrainingStates:
 
 
 def pad_rank(rank: int) -> int:
-    """Return the rank of the arrays, so that adapters of all ranks share a few compiled programs."""
+    """Return the padded rank, so that adapters of all ranks share a few compiled programs."""
     return round_up_to_bucket(rank, SMALLEST_RANK)
 
 
 def make_training_state(config: models.ModelConfig, lora: LoraSpec) -> TrainingState:
-    """Return a new model as host arrays: A drawn from the seed, B zero, no gradient, no optimizer step."""
+    """Return a new model as host arrays: A drawn from the seed, B zero, and no gradient."""
     adapter = models.init_adapter(config, lora, pad_rank(lora.rank))
     return TrainingState(
         lora=lora,
@@ -84,20 +87,27 @@ def make_training_state(config: models.ModelConfig, lora: LoraSpec) -> TrainingS
 
 
 def put_on_devices(state: TrainingState, place: Placement) -> TrainingState:
-    """Return the state on the devices. Waits, so that an out-of-memory error is raised here and not later."""
+    """Put a state on the devices.
+
+    Waits for the copies, so that an out-of-memory error is raised here.
+    """
     parts = {name: place(getattr(state, name)) for name in ("adapter", "optimizer", "gradient")}
     return replace(state, **jax.block_until_ready(parts))
 
 
 def make_zero_gradient(weights: AdapterWeights) -> AdapterWeights:
-    """Return a gradient of zeros, placed as the weights: another placement would compile `accumulate` again."""
+    """Return a gradient of zeros with the sharding of the weights.
+
+    Another sharding would compile `accumulate` again.
+    """
     return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, device=leaf.sharding), weights)
 
 
 def apply_gradient(state: TrainingState, params: OptimizerParams) -> tuple[TrainingState, jax.Array]:
-    """Take one optimizer step. Return the new state, without gradient, and the gradient's norm before clipping.
+    """Take one optimizer step.
 
-    Without a gradient, take a step with zeros, as torch does: moments and weights decay.
+    Returns the new state without gradient, and the gradient's norm before clipping. If nothing was
+    accumulated, the gradient is zero, and moments and weights decay, as in torch.
     """
     weights = state.adapter.weights
     gradient = make_zero_gradient(weights) if state.gradient is None else state.gradient
@@ -108,7 +118,10 @@ def apply_gradient(state: TrainingState, params: OptimizerParams) -> tuple[Train
 
 
 def resize_rank(weights: AdapterWeights, rank: int) -> AdapterWeights:
-    """Return host arrays cut or padded with zeros to another rank. Only padding may be cut off."""
+    """Return host arrays with another rank, cut or padded with zeros.
+
+    Callers cut off padding only.
+    """
 
     def resize(array: np.ndarray, axis: int) -> np.ndarray:
         array = np.asarray(array)

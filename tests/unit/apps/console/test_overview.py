@@ -3,10 +3,9 @@ from typing import Any
 
 import pytest
 
+from skyrl_tx.apps.console.health import EngineView, describe_engine
 from skyrl_tx.apps.console.overview import (
-    EngineView,
     RecentCache,
-    describe_engine,
     flatten_meters,
     make_gauge_tiles,
     make_rate_tiles,
@@ -16,6 +15,7 @@ from skyrl_tx.apps.console.queries import OpenGroup
 from skyrl_tx.apps.teams.usage import Total
 from skyrl_tx.contract.ids import ModelId, SessionId
 from skyrl_tx.server.monitoring.engine_status import EngineReport
+from skyrl_tx.server.monitoring.server_monitor import read_gauges
 
 
 def test_rates_are_tokens_a_second_of_the_last_buckets() -> None:
@@ -36,15 +36,24 @@ def test_gauges_are_read_from_any_nesting_and_may_be_missing() -> None:
     assert make_gauge_tiles(None, []) == []
     meters = {
         "backend": {"kv_cache_tokens": 100, "kv_cache_tokens_used": 61, "compilations": None},
-        "device_memory": [{"used_bytes": 2**30, "limit_bytes": 2**31}] * 2,
+        "device_memory": [{"used_bytes": used, "limit_bytes": 2**31} for used in (2**29, 2**30)],
     }
-    assert flatten_meters(meters)["device_memory_bytes"] == 2**31
+    assert flatten_meters(meters)["memory_used_bytes"] == 2**30
     memory, cache = make_gauge_tiles(meters, [(1, {"kv_cache_tokens_used": 3.0}), (2, {"kv_cache_tokens_used": 9.0})])
-    assert (memory.value, memory.detail, memory.share) == ("2.0 GiB", "of 4.0 GiB", 0.5)
+    assert (memory.value, memory.detail, memory.share) == ("1.0 GiB", "of 2.0 GiB on the fullest device", 0.5)
     assert cache.share == 0.61 and cache.spark
     compared = {"compared_tokens": 2000, "trainer_gap_nats": 0.5, "trainer_gap_max_nats": 0.01}
     (gap,) = make_gauge_tiles({"backend": compared}, [])
-    assert (gap.value, gap.detail) == ("2.5e-04 nats", "1.0e-02 at most, 2.0k tokens")
+    assert (gap.value, gap.detail) == ("2.5e-04 nats", "maximum 1.0e-02, 2.0k tokens")
+
+
+def test_the_memory_tile_has_a_curve_from_the_stored_gauges() -> None:
+    backend = {"device_memory": [{"used_bytes": 3, "limit_bytes": 8}, {"used_bytes": 5, "limit_bytes": 8}]}
+    reading: Any = SimpleNamespace(meters={"queues": {}, "places": {}, "backend": backend})
+    gauges = read_gauges(reading)
+    assert flatten_meters({"backend": backend}).items() >= gauges.items()
+    (tile,) = make_gauge_tiles({"backend": backend}, [(0, {**gauges, "memory_used_bytes": 1.0}), (10, gauges)])
+    assert tile.title == "Device memory" and tile.value == "5 B" and tile.spark.count(",") == 2
 
 
 @pytest.mark.parametrize(
@@ -58,7 +67,7 @@ def test_gauges_are_read_from_any_nesting_and_may_be_missing() -> None:
     ],
 )
 def test_the_engine_in_a_few_words(report: EngineReport, expected: EngineView) -> None:
-    visit: Any = SimpleNamespace(context=SimpleNamespace(engine=SimpleNamespace(report=lambda: report)))
+    visit: Any = SimpleNamespace(context=SimpleNamespace(engine=SimpleNamespace(read_report=lambda: report)))
     state: Any = SimpleNamespace(status="ready", activity="sampling")
     assert describe_engine(visit, state) == expected
 

@@ -89,7 +89,7 @@ def test_a_large_run_is_thinned_by_its_bytes(store: Store, monkeypatch: pytest.M
 def test_an_owner_has_a_limited_number_of_runs(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logged_metrics, "MAX_RUNS", 1)
     write(store, point(1))
-    with pytest.raises(UserError, match="ann has logged 1 runs"):
+    with pytest.raises(UserError, match="ann has 1 logged runs, and the limit is 1"):
         write(store, point(1), run=LoggedRun(owner="ann", project="p", key="k", name="n"))
     assert write(store, point(1), run=LoggedRun(owner="bob", project="p", key="k", name="n")) == 1
 

@@ -61,11 +61,6 @@ def test_newest_points_of_one_kind_are_in_order_of_arrival(store: Store) -> None
     assert positions(store.read(lambda tx: points.read_newest(tx, RUN, 2, "step"))) == [5, 7]
 
 
-def test_points_of_a_range_of_steps(store: Store) -> None:
-    add(store, *(point(position, position // 2) for position in range(1, 9)))
-    assert positions(store.read(lambda tx: points.read_steps(tx, RUN, 1, 2))) == [2, 3, 4, 5]
-
-
 def test_every_second_step_of_the_older_half_is_superfluous(store: Store) -> None:
     add(store, *(point(position, position // 2) for position in range(2, 42)), point(50, 0, model_id=OTHER))
     assert store.read(lambda tx: points.find_superfluous(tx, RUN, 40)) == []

@@ -112,7 +112,7 @@ def test_show_warns_as_the_page_does(data_dir: Path, capsys: pytest.CaptureFixtu
     assert run(data_dir, "show", RUN) == 0
     found = capsys.readouterr().out
     assert "\nerror: The loss was NaN or infinite in step 9. Load the last good checkpoint" in found
-    assert "\nwarning: 75% of the samples of steps 4–8 were cut by max_tokens." in found
+    assert "\nwarning: 75% of the samples of steps 4–8 were cut off by max_tokens." in found
     assert run(data_dir, "show", RUN, "--json") == 0
     assert json.loads(capsys.readouterr().out)["hints"][0]["level"] == "error"
 
@@ -133,7 +133,7 @@ def test_list_has_step_and_last_loss(data_dir: Path, capsys: pytest.CaptureFixtu
 
 def test_show_names_an_unknown_run(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(data_dir, "show", "nothing") == 1
-    assert "'nothing': there is no such run" in capsys.readouterr().err
+    assert "run 'nothing' does not exist" in capsys.readouterr().err
 
 
 def test_sparkline_shows_what_is_not_finite() -> None:

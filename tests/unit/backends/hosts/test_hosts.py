@@ -176,8 +176,8 @@ def test_an_error_of_all_hosts_is_an_ordinary_failure(tmp_path):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (OtherNumbers, r"host 1 computed another result than host 0 in optim_step, call \d+"),
-        (Failing, r"host 1 raised MemoryError: no memory here in optim_step, call \d+, where host 0 returned"),
+        (OtherNumbers, r"the results of host 1 and host 0 in optim_step, call \d+, differ"),
+        (Failing, r"host 1 raised MemoryError: no memory here in optim_step, call \d+, but host 0 returned"),
     ],
 )
 def test_a_host_that_does_something_else_loses_the_backend(tmp_path, other, message):
@@ -203,9 +203,9 @@ def test_a_pass_goes_on_with_less_memory_if_all_hosts_ran_out_of_it(tmp_path, is
 @pytest.mark.parametrize(
     ("own", "other", "message"),
     [
-        ((), ("half",), r"host 1 raised MemoryExhausted: no memory here in step_pass, call \d+, where host 0 returned"),
-        (("half",), (), r"host 1 returned in step_pass, call \d+, where host 0 raised MemoryExhausted: no memory here"),
-        (("half",), ("quarter",), r"host 1 computed another result than host 0 of plan in step_pass"),
+        ((), ("half",), r"host 1 raised MemoryExhausted: no memory here in step_pass, call \d+, but host 0 returned"),
+        (("half",), (), r"host 1 returned in step_pass, call \d+, but host 0 raised MemoryExhausted: no memory here"),
+        (("half",), ("quarter",), r"the results of host 1 and host 0 in step_pass, call \d+, differ in plan"),
     ],
 )
 def test_a_host_that_alone_runs_out_of_memory_loses_the_backend(tmp_path, own, other, message):
@@ -225,7 +225,7 @@ def test_hosts_that_start_differently_are_named_with_what_differs(tmp_path):
 
     with (
         pytest.raises(
-            BackendLost, match=r"host 1 computed another result than host 0 of fingerprint, max_models in start"
+            BackendLost, match=r"the results of host 1 and host 0 in start, call \d+, differ in fingerprint, max_models"
         ),
         two_hosts(tmp_path, other=OtherPackage("tiny", CONFIG)),
     ):
@@ -324,7 +324,10 @@ def test_a_failure_of_one_host_in_a_call_that_others_do_not_leave_ends_the_proce
         calling = threading.Thread(target=step_until_lost, args=(hosts,))
         calling.start()
         reason = hosts.lost.get(timeout=60)
-        assert "host 1 raised MemoryError in step_sample" in reason and "host 0 did not end: no memory here" in reason
+        assert (
+            "host 1 raised MemoryError in step_sample" in reason
+            and "host 0 is still computing: no memory here" in reason
+        )
         own.may_continue.set()
         calling.join(60)
 
@@ -375,7 +378,9 @@ def test_a_file_that_becomes_shorter_while_it_is_sent_loses_the_backend(tmp_path
             return encode(message)
 
         monkeypatch.setattr(calls, "encode", encode_and_cut)
-        with pytest.raises(BackendLost, match=r"host 0 cannot read what it sends in open_snapshot: .*file has changed"):
+        with pytest.raises(
+            BackendLost, match=r"host 0 cannot read the files that it sends in open_snapshot: .*file has changed"
+        ):
             hosts.driver.backend.open_snapshot(tmp_path)
         monkeypatch.undo()
 
@@ -402,11 +407,16 @@ def test_a_host_joins_only_with_the_key_the_version_and_the_size_of_rank_0(tmp_p
         accepting.start()
         with socket.create_connection(settings.host_and_port):
             pass  # a stranger, such as a probe of the port
-        with pytest.raises(UserError, match=r"hosts.key: not that of host 0 at 127.0.0.1"):
+        with pytest.raises(UserError, match=r"hosts.key: host 0 at 127.0.0.1:.* has a different key"):
             connect(settings.model_copy(update={"rank": 1, "key": SecretStr("other")}))
-        with pytest.raises(UserError, match=r"refuses this host: its hosts.size is 3, and that of host 0 2"):
+        with pytest.raises(
+            UserError, match=r"refuses this host: its hosts.size is 3, but the hosts.size of host 0 is 2"
+        ):
             connect(settings.model_copy(update={"rank": 1, "size": 3}))
-        with monkeypatch.context() as patched, pytest.raises(UserError, match=r"there is no host 0 to wait for"):
+        with (
+            monkeypatch.context() as patched,
+            pytest.raises(UserError, match=r"its hosts.rank is 0, but host 0 waits for ranks 1 to 1"),
+        ):
             patched.setattr(channel, "_RETRY_S", 0)
             connect(settings)
         connection, found = connect(settings.model_copy(update={"rank": 1}))

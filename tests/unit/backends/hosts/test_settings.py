@@ -16,7 +16,7 @@ def test_the_backend_has_the_port_after_that_of_the_calls():
 
 @pytest.mark.parametrize("address", ["host0", ":7700", "host0:x", "host0:0", "host0:65535"])
 def test_an_address_has_a_host_and_a_port(address):
-    with pytest.raises(ValidationError, match=r"is not host:port, with a port from 1 to 65534"):
+    with pytest.raises(ValidationError, match=r"must be host:port with a port from 1 to 65534"):
         HostsSettings(size=2, address=address)
 
 
@@ -32,7 +32,8 @@ def test_an_address_that_others_reach_takes_a_key():
         HostsSettings(size=size, address=address, key=key and SecretStr(key)).check_joinable()
     for address in "host0:7700", "10.0.0.1:7700", "0.0.0.0:7700":
         with pytest.raises(
-            ValueError, match=r"hosts.key is required: others can reach hosts.address .*\n.*rand -hex 32"
+            ValueError,
+            match=r"hosts.key is required, because other machines can reach hosts.address .*\n.*rand -hex 32",
         ):
             HostsSettings(size=2, address=address, key=SecretStr("")).check_joinable()
 

@@ -138,7 +138,7 @@ def test_files_that_do_not_fit_are_refused_by_name(form, tmp_path):
 def test_a_snapshot_of_another_kind_of_model_is_refused(form):
     source = checkpoint.capture(trained(form, rank=2), WEIGHTS, form.files)
     other = make_training_state(form.config, LoraSpec(rank=3, seed=0))
-    with pytest.raises(UserError, match="rank is 2, the model's 3"):
+    with pytest.raises(UserError, match="rank is 2, but the rank of the model is 3"):
         checkpoint.restore(other, source, WEIGHTS)
     fewer = make_training_state(form.config, LoraSpec(rank=2, seed=0, train_mlp=False))
     with pytest.raises(UserError, match="targets"):

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from skyrl_tx.backends.jax.backend import configure_jax
-from skyrl_tx.backends.jax.compiler import set_cpu_options
+from skyrl_tx.backends.jax.compiler import configure_jax, set_cpu_options
 from skyrl_tx.backends.jax.config import JaxConfig
 
 

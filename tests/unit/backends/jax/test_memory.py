@@ -16,7 +16,6 @@ from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.backends.jax.memory import (
     DEFAULT_MICRO_BATCH_TOKENS,
     MAX_MODELS,
-    MemoryPlan,
     add_long_row_policies,
     choose_max_models,
     choose_memory_plan,
@@ -25,6 +24,7 @@ from skyrl_tx.backends.jax.memory import (
     plan_sample_memory,
     plan_training_memory,
 )
+from skyrl_tx.backends.jax.memory_plan import MemoryPlan
 from skyrl_tx.backends.jax.shapes import SampleMemory
 from skyrl_tx.backends.jax.start_plan import make_abstract_layout
 from skyrl_tx.backends.jax.train import forward_backward as training
@@ -126,7 +126,7 @@ def test_devices_that_cannot_copy_to_the_host_refuse_the_setting_by_name(tiny, m
 
 
 def test_offloading_needs_rematerialization():
-    with pytest.raises(ValidationError, match="offload: only the inputs of rematerialized layers"):
+    with pytest.raises(ValidationError, match="offload: true needs remat, but remat is false"):
         JaxConfig(offload=True, remat=False)
 
 

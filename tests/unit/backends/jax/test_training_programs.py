@@ -87,7 +87,7 @@ class Recorded(Compiler[MicroBatchShape]):
         super().__init__(0, CompilationMonitor())
         self.expected: list[MicroBatchShape] = []
 
-    def expect(self, programs: Iterable[tuple[MicroBatchShape, Program]]) -> None:
+    def queue_likely(self, programs: Iterable[tuple[MicroBatchShape, Program]]) -> None:
         self.expected += [shape for shape, _ in programs]
 
 

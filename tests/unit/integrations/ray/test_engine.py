@@ -127,7 +127,7 @@ def test_a_stop_ends_hosts_that_are_not_ready_or_not_placed(
         assert full.removed == full.groups and not full.actors
 
     run(work)
-    text = "waiting for 2 nodes of the Ray cluster, which has 1, with 1 CPU free on each; one is this machine"
+    text = "waiting for 2 nodes with 1 CPU free on each (the Ray cluster has 1 nodes); one of them must be this machine"
     assert text in caplog.text
 
 
@@ -148,7 +148,7 @@ def test_another_version_on_a_node_is_refused(launch: EngineLaunch) -> None:
     async def work() -> None:
         end = await RayEngine(StubRay(version="0.0.1"), launch, {"CPU": 1}).wait(lambda _: None)
         assert end.is_final
-        assert end.message.startswith(r"host 0, node0 (10.0.0.0), has skyrl_tx 0.0.1, and this machine ")
+        assert end.message.startswith(r"host 0, node0 (10.0.0.0), has skyrl_tx 0.0.1, but this machine has ")
 
     run(work)
 

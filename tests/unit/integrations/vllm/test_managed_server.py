@@ -64,7 +64,7 @@ def test_a_server_is_started_used_started_again_and_ended(
         os.kill(first, signal.SIGKILL)
         assert get_tokens(draw(sampler, request(sampler="s"))) == before
         [_, second] = logged()
-        assert "vLLM ended with status 137; it starts again in 1 s, and training goes on" in caplog.text
+        assert "vLLM ended with status 137; restarting it in 1 s (training continues)" in caplog.text
         assert "waiting for vLLM" in caplog.text
         world.wait(lambda: sampler.meters(Meters()).outage is None)
     finally:
@@ -87,7 +87,7 @@ def test_a_command_that_is_missing_is_named_before_anything_starts(
         VllmSampler("tiny", VllmConfig(command="novllm --x"))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    with pytest.raises(UserError, match=r"install vLLM, name the program with --vllm-command, or .* with --vllm-url"):
+    with pytest.raises(UserError, match=r"Install vLLM, name the program with --vllm-command, or .* with --vllm-url"):
         find_command(VllmConfig())
     (tmp_path / "vllm").write_text("#!/bin/sh\n")
     (tmp_path / "vllm").chmod(0o755)
@@ -105,7 +105,7 @@ def test_flags_follow_from_the_trainer_and_the_operators_come_last() -> None:
     assert given["--max-num-seqs"] == "9" and given["--max-model-len"] == "64" and given["--host"] == "127.0.0.1"
     assert flags.index("bfloat16") < flags.index("float16") and flags[-2:] == ["--max-loras", "2"]
     assert "--dtype" not in make_serve_flags(VllmConfig(), "m", CAPABILITIES, 1), "vLLM has no float64"
-    with pytest.raises(UserError, match=r"--backend-config.max-lora-rank 513: vLLM has at most 512"):
+    with pytest.raises(UserError, match=r"--backend-config.max-lora-rank 513: vLLM supports at most 512"):
         make_serve_flags(VllmConfig(), "m", replace(CAPABILITIES, max_lora_rank=513), 1)
 
 

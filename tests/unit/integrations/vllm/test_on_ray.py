@@ -151,10 +151,10 @@ def test_a_server_elsewhere_is_reached_at_a_port_of_this_machine(
 
 def test_a_node_without_the_adapters_or_the_program_is_named(tmp_path: Path) -> None:
     found = serve(LocalRay(), tmp_path / "not-shared", "true")
-    assert found.startswith("vLLM runs on node7 (127.0.0.1), where the engine's directory ")
-    assert found.endswith("name one that all nodes share with --sampler-config.adapter-dir")
+    assert found.startswith("Ray placed vLLM on node7 (127.0.0.1), which does not have the engine's directory ")
+    assert found.endswith("name a directory that all nodes share with --sampler-config.adapter-dir")
     found = serve(LocalRay(), tmp_path, "no-such-vllm", "serve")
-    assert found == ("--vllm-command: there is no program 'no-such-vllm' on node7 (127.0.0.1), where vLLM is to run")
+    assert found == ("--vllm-command: Ray placed vLLM on node7 (127.0.0.1), which has no program 'no-such-vllm'")
 
 
 def test_the_program_ends_with_the_engine(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_the_program_ends_with_the_engine(tmp_path: Path) -> None:
         on_ray.signal.raise_signal(on_ray.signal.SIGTERM)
         return await task
 
-    assert asyncio.run(work()) == "vLLM ends with the engine"
+    assert asyncio.run(work()) == "the engine has stopped vLLM"
     assert len(ray.killed) == 1
 
 
@@ -209,7 +209,7 @@ def test_without_ray_or_a_cluster_the_program_says_so(
 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))
     assert on_ray.main(arguments) == 1
-    assert capsys.readouterr().out.endswith("this machine is in no Ray cluster: no address\n")
+    assert capsys.readouterr().out.endswith("this machine is not part of a Ray cluster: no address\n")
 
 
 def test_an_engine_runs_the_program_in_place_of_the_command() -> None:

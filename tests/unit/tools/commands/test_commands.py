@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -134,7 +135,7 @@ def test_checkpoint_expiry_and_deletion(data_dir, runs, capsys) -> None:
     assert "never expires" in skyrl_tx(capsys, "checkpoints", "keep", path, "--data-dir", data_dir)[1]
     for seconds in ("0", "100000000000000"):  # beyond the range of datetime
         status, _, err = skyrl_tx(capsys, "checkpoints", "keep", path, "--for", seconds, "--data-dir", data_dir)
-        assert status == 1 and f"--for {seconds}: must be above 0 and at most" in err
+        assert status == 1 and f"--for {seconds} must be from 1 to" in err
     assert json.loads(skyrl_tx(capsys, *listing)[1])[0]["expires"] is None
     assert skyrl_tx(capsys, "checkpoints", "delete", path, "--data-dir", data_dir)[0] == 0
     assert json.loads(skyrl_tx(capsys, *listing)[1]) == []
@@ -200,12 +201,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model") / "base", tied_embeddings=False)
 
 
-def adapter(folder: Path, *, module: str = "model.layers.0.self_attn.q_proj", size: int = 64, **config: object) -> Path:
-    """Write a PEFT adapter for one module of `write_model`."""
+def adapter(
+    folder: Path,
+    *,
+    module: str = "model.layers.0.self_attn.q_proj",
+    size: int = 64,
+    inputs: int = 32,
+    **config: object,
+) -> Path:
+    """Write a PEFT adapter for one module; the default sizes are those of `write_model`."""
     folder.mkdir()
     fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], **config}
     (folder / "adapter_config.json").write_text(json.dumps(fields))
-    a, b = np.ones((2, 32), np.float32), np.ones((size, 2), np.float32)
+    a, b = np.ones((2, inputs), np.float32), np.ones((size, 2), np.float32)
     names = [f"base_model.model.{module}.{factor}.weight" for factor in ("lora_A", "lora_B")]
     save_file(dict(zip(names, (a, b), strict=True)), folder / "adapter_model.safetensors")
     return folder
@@ -231,7 +239,27 @@ def test_import_and_export_round_trip(data_dir, model, tmp_path, capsys) -> None
     np.testing.assert_allclose(b * 32 / 2, np.full((64, 2), 4 / 2))
     assert not tensors["base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"].any()
     status, _, err = skyrl_tx(capsys, "export", path, out_dir, "--data-dir", data_dir)
-    assert status == 1 and "exists already" in err
+    assert status == 1 and f"{out_dir} already exists" in err
+
+
+def test_import_and_export_know_the_built_in_model(data_dir, tmp_path, capsys, monkeypatch) -> None:
+    """The name `tiny` works without a server and without the hub, and is the name that the files record."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    config = json.loads((files("skyrl_tx.tools.quickstart") / "tiny_model" / "config.json").read_text())
+    outputs = config["num_attention_heads"] * config["head_dim"]
+    source = adapter(tmp_path / "adapter", size=outputs, inputs=config["hidden_size"])
+    status, out, err = skyrl_tx(capsys, "import", source, "--base-model", "tiny", "--data-dir", data_dir)
+    assert status == 0, err
+    path = next(word for word in out.split() if "/weights/imported" in word)
+
+    status, out, err = skyrl_tx(capsys, "export", path, tmp_path / "adapter-out", "--data-dir", data_dir)
+    assert (status, out) == (0, f"wrote adapter for tiny: {tmp_path / 'adapter-out'}\n"), err
+    written = json.loads((tmp_path / "adapter-out" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == "tiny"
+
+    assert skyrl_tx(capsys, "export", path, tmp_path / "model", "--merge", "--data-dir", data_dir)[0] == 0
+    merged = load_file(tmp_path / "model" / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
+    assert merged.shape == (outputs, config["hidden_size"])
 
 
 @pytest.mark.parametrize(

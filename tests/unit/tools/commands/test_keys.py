@@ -29,7 +29,7 @@ def test_create_list_and_revoke(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (listed["note"], listed["revoked"]) == ("for tests", None)
     assert run(tmp_path / "new", "revoke", str(listed["id"])) == 0
     assert run(tmp_path / "new", "revoke", str(listed["id"])) == 1
-    assert "it has been revoked" in capsys.readouterr().err
+    assert "is already revoked" in capsys.readouterr().err
 
 
 def list_keys(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, str | None]]:
@@ -90,7 +90,7 @@ def test_a_public_address_requires_a_key(tmp_path: Path, capsys: pytest.CaptureF
 def test_owner_of_an_import(tmp_path: Path) -> None:
     with closing(Store.open(tmp_path, role="tool")) as store:
         assert adapters._choose_owner(store, None) == "local"
-        with pytest.raises(CommandError, match=r"--owner 'ann': there are no keys"):
+        with pytest.raises(CommandError, match=r"--owner 'ann': this server has no API keys"):
             adapters._choose_owner(store, "ann")
         for name, expected in (("ann", "ann"), ("ann", "ann"), ("bob", None)):
             store.write(lambda tx, name=name: keys.create(tx, owner=name, scope="user", name="", note="", now=1.0))
@@ -99,5 +99,5 @@ def test_owner_of_an_import(tmp_path: Path) -> None:
         with pytest.raises(CommandError, match=r"--owner is required.*ann, bob"):
             adapters._choose_owner(store, None)
         assert adapters._choose_owner(store, "bob") == "bob"
-        with pytest.raises(CommandError, match=r"--owner 'bod': has no key.*'ann', 'bob'"):
+        with pytest.raises(CommandError, match=r"--owner 'bod' has no API key.*'ann', 'bob'"):
             adapters._choose_owner(store, "bod")

@@ -74,7 +74,7 @@ def test_doctor_and_recover_read_the_object_store(path: str, url: str, tmp_path:
 
 def test_a_backup_is_refused(path: str, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = skyrl_tx(capsys, "backup", tmp_path / "backup", "--data-dir", tmp_path / "data")
-    assert status == 1 and f"the weights are in {url}, which a backup does not copy" in err
+    assert status == 1 and f"the weights are in the object store {url}, which this command does not copy" in err
     assert not (tmp_path / "backup").exists()
 
 

@@ -238,7 +238,7 @@ def test_deletion_before_the_first_start_after_an_upgrade_leaves_nothing_unclaim
 
 def test_recover_creates_no_directory(tmp_path, capsys) -> None:
     status, _, err = skyrl_tx(capsys, "recover", "--data-dir", tmp_path / "mistyped")
-    assert status == 1 and "no server has stored artifacts there" in err and not (tmp_path / "mistyped").exists()
+    assert status == 1 and "no server has stored weights there" in err and not (tmp_path / "mistyped").exists()
 
 
 def test_recover_names_an_unknown_artifact(trained, capsys) -> None:

@@ -78,7 +78,7 @@ def test_status_of_a_running_server(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "100 tokens/s" in shown and "▁" in shown and "█" in shown
     assert "models 2/8" in shown and "slots 7/64" in shown and "memory 1.0 GiB/8.0 GiB" in shown
     assert "\nvLLM has not responded for 12 s (ConnectError); samples wait\n" in shown
-    assert "gap to the trainer 2.5e-04 nats, 1.0e-02 at most, in 2,000 tokens" in " ".join(shown.split())
+    assert "gap to the trainer 2.5e-04 nats (max 1.0e-02) over 2,000 tokens" in " ".join(shown.split())
     assert re.search(r"open requests 2, oldest 1\d\d s", shown)
     assert "lr is [red]NaN" in shown, "texts of users are no markup"
 
@@ -98,7 +98,7 @@ def test_a_dead_server_is_described_with_exit_status_1(tmp_path: Path, capsys: p
     fill(tmp_path, age_s=3600)
     assert main(["status", "--data-dir", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
-    assert "engine not running, last heard of 60 min ago" in shown and "ann" in shown
+    assert "engine not running, last status 60 min ago" in shown and "ann" in shown
 
 
 def test_a_directory_without_an_engine_is_described_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,4 +143,4 @@ def test_watch_shows_the_screen_repeatedly(tmp_path: Path, capsys: pytest.Captur
 
 def test_times_are_refused_without_watch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--times", "2", "--data-dir", str(tmp_path)]) == 2
-    assert "--times: only with --watch" in capsys.readouterr().err
+    assert "--times requires --watch" in capsys.readouterr().err

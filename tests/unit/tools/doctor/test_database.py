@@ -37,13 +37,13 @@ def test_none_is_fine_unless_it_was_lost(subject, tmp_path) -> None:
     assert not (tmp_path / "data").exists()
     (tmp_path / "data" / "artifacts" / "art-0").mkdir(parents=True)
     (found,) = problems(subject())
-    assert found.level == "error" and "there are weights" in found.message
+    assert found.level == "error" and "has weights but no database" in found.message
 
 
 def test_a_current_one_is_fine(subject, data_dir) -> None:
     assert problems(subject()) == [] and database.is_current(subject().settings)
     shown = [finding.message for finding in database.check_database(subject(pids={"engine": 5}))]
-    assert "the engine runs as process 5" in shown and any("SQLite" in text for text in shown)
+    assert "the engine is running as process 5" in shown and any("SQLite" in text for text in shown)
 
 
 @pytest.mark.parametrize(("version", "level", "text"), [("0004", "warning", "migrates"), ("9999", "error", "newer")])
@@ -96,7 +96,7 @@ def test_postgresql(subject, postgresql_url, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(database.shutil, "which", lambda _: "/usr/bin/pg_dump")
     findings = list(database.check_database(subject(*flags)))
     assert [finding for finding in findings if finding.level != "ok"] == []
-    assert f"schema {HEAD} is this release's" in findings[-1].message and "PostgreSQL" in findings[0].message
+    assert f"schema {HEAD} is current" in findings[-1].message and "PostgreSQL" in findings[0].message
     assert database.is_current(subject(*flags).settings)
     monkeypatch.setattr(database.shutil, "which", lambda _: None)
     monkeypatch.setattr(database, "_SLOW_ROUND_TRIP_S", 0.0)

@@ -98,7 +98,7 @@ def test_a_fitting_model_is_fine(subject, monkeypatch) -> None:
     ("device", "change", "level", "text"),
     [
         (GPU, {"weight_bytes": 61 * GIB}, "error", "does not fit"),
-        (GPU, {"max_length": 1000}, "warning", "longest sample has 1000"),
+        (GPU, {"max_length": 1000}, "warning", "at most 1000 tokens"),
         (GPU, {"max_models": 1}, "warning", "only one model of rank 64"),
         (GPU, {"has_end": False}, "warning", "no token that ends"),
         (CPU, {"weight_bytes": 2**60}, "error", "does not fit"),

@@ -34,7 +34,7 @@ def test_this_environment_is_fine(subject) -> None:
 @pytest.mark.parametrize(
     ("versions", "level", "text"),
     [
-        ({"jax": "0.4.1"}, "error", "jax 0.4.1 is installed, needed is jax>="),
+        ({"jax": "0.4.1"}, "error", "jax 0.4.1 is installed, but jax>="),
         ({"uvicorn": None}, "error", "uvicorn is not installed"),
         ({"skyrl_tx_server": None}, "error", "skyrl-tx-server is not installed"),
         ({"tinker": "0.1.0"}, "warning", "tinker 0.1.0 is older"),
@@ -73,7 +73,7 @@ def test_no_limit_is_fine(subject, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"RLIMIT_NOFILE": 4096}, "at most 4096 open files"),
+        ({"RLIMIT_NOFILE": 4096}, "at most 4096 files can be open"),
         ({"RLIMIT_NPROC": 100}, "at most 100 processes"),
         ({"RLIMIT_AS": 2**33}, "limited to 8.0 GiB"),
     ],
@@ -92,4 +92,6 @@ def test_memory_of_a_container_is_found(subject, monkeypatch, tmp_path) -> None:
     assert machine.read_memory_limit() is None
     (tmp_path / "memory.max").write_text(f"{2**20}\n")
     assert machine.read_memory_limit() == 2**20
-    assert "1.0 MiB for this container" in "".join(finding.message for finding in machine.check_limits(subject()))
+    assert "1.0 MiB of memory for this container" in "".join(
+        finding.message for finding in machine.check_limits(subject())
+    )

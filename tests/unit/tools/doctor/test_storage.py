@@ -30,8 +30,8 @@ def statvfs(*, free: int, files: int = 10**9) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("free", "files", "level", "text"),
     [
-        (2**29, 10**9, "error", "saves fail"),
-        (2 * 2**30, 10**9, "warning", "saves fail below 1.0 GiB"),
+        (2**29, 10**9, "error", "saving weights fails below"),
+        (2 * 2**30, 10**9, "warning", "saving weights will fail below 1.0 GiB"),
         (2**39, 5, "warning", "only 5 more files"),
     ],
 )
@@ -63,7 +63,7 @@ def test_unsuitable_file_systems_are_found(subject, monkeypatch, tmp_path, name:
 def test_a_directory_that_cannot_be_created_is_an_error(subject, monkeypatch, tmp_path) -> None:
     (tmp_path / "file").touch()
     (found,) = by_level(storage.check_data_dir(subject("--data-dir", tmp_path / "file" / "data")), "error")
-    assert "is no directory" in found.message
+    assert "is not a directory" in found.message
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from skyrl_tx.tools.plan.roofline import GIB, KINDS, DeviceError, parse_devices
+from skyrl_tx.tools.plan.hardware import GIB, KINDS, DeviceError, parse_devices
 
 
 @pytest.mark.parametrize(
@@ -23,12 +23,12 @@ def test_devices_are_named(text: str, number: int, shown: str) -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("h300", "'h300' is not known; known are b200, h200"),
-        ("h200:", "'' must be a number of devices, such as h200:8"),
+        ("h300", "unknown device 'h300'; the known devices are b200, h200"),
+        ("h200:", "'' must be a number of devices, for example h200:8"),
         ("h200:2x4", "'2x4' must be a number of devices"),
         ("h200:0", "'0' must be"),
-        ("v5e:8", "'8' must be a topology of two sizes, such as v5e:2x4"),
-        ("v5p:2x2", "a topology of three sizes, such as v5p:2x2x1"),
+        ("v5e:8", "'8' must be a topology of two sizes, for example v5e:2x4"),
+        ("v5p:2x2", "a topology of three sizes, for example v5p:2x2x1"),
         ("v5e:2x-4", "'2x-4' must be"),
     ],
 )

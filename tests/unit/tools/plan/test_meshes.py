@@ -4,8 +4,8 @@ import jax.numpy as jnp
 
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
+from skyrl_tx.tools.plan.hardware import parse_devices
 from skyrl_tx.tools.plan.meshes import find_fitting_candidate, list_meshes, rank_meshes
-from skyrl_tx.tools.plan.roofline import parse_devices
 from tests.support.model_configs import QWEN3_8B
 
 DENSE = models.find_family(QWEN3_8B).config_from_hf(QWEN3_8B)

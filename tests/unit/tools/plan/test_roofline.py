@@ -10,8 +10,9 @@ import pytest
 from skyrl_tx import models
 from skyrl_tx.backends.jax.config import JaxConfig, MeshConfig
 from skyrl_tx.models.flops import count_exchanged_numbers
+from skyrl_tx.tools.plan.hardware import parse_devices
 from skyrl_tx.tools.plan.meshes import list_meshes, rank_meshes
-from skyrl_tx.tools.plan.roofline import Workload, bound_decoding, bound_training, parse_devices
+from skyrl_tx.tools.plan.roofline import Workload, bound_decoding, bound_training
 from tests.support.model_configs import QWEN3_8B, QWEN3_30B_A3B
 
 CONFIGS = Path(__file__).parents[2] / "models" / "hub_configs"

@@ -1,0 +1,160 @@
+"""Figures of the supported devices: memory, FLOPs per second, bandwidths, and devices per host.
+
+Sources, as published in 2025:
+
+- NVIDIA: the data sheets "H200 Tensor Core GPU", "H100 Tensor Core GPU", "A100 Tensor Core GPU", "L40S GPU", "L4
+  Tensor Core GPU" and "DGX B200". All except A100 give FLOPs with sparsity, so this table has half of the figure.
+- GeForce: the appendices of the white papers "NVIDIA Ada GPU Architecture" and "NVIDIA RTX Blackwell GPU
+  Architecture", for bfloat16 products with float32 accumulation.
+- Google: the pages "TPU v4", "TPU v5e", "TPU v5p" and "TPU v6e" of the Cloud TPU documentation.
+
+The figures of v5e, v5p and v6e were compared with these pages. The FLOPs of the other devices were compared only with
+tables that third parties derived from these sources.
+"""
+
+import math
+import os
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+GIB = 2**30
+MEASURED = {"h200": {"training": 0.50, "sampling": 0.54}}
+"""The measured share of the roofline bound that one device reaches, by device and kind of work.
+
+Measured with `make gpu` and Qwen3-8B: training in micro-batches of 16,384 tokens, and decoding 256 samples of 1,000
+tokens.
+"""
+GPU_SHARE = 0.75
+"""The share of a GPU's memory that JAX takes by default (docs.jax.dev, GPU memory allocation)."""
+_SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_TPU_RESERVED_BYTES = GIB // 4
+"""Memory that the TPU runtime reserves. On v5e the compiler reports 15.75 of 16 GiB as usable."""
+
+
+class DeviceError(ValueError):
+    """A device name, topology or share of memory is invalid. The message names the valid values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceKind:
+    """A kind of device, for example an H200."""
+
+    name: str
+    family: Literal["gpu", "tpu"]
+    memory_bytes: int
+    flops: float
+    """FLOPs per second of dense bfloat16 products."""
+    bytes_per_s: float
+    """Memory bandwidth."""
+    link_bytes_per_s: float
+    """Bandwidth to the other devices of the host, in one direction, over all links of the device."""
+    per_host: int
+    """The number of devices in the largest common host."""
+    dims: int = 1
+    """The number of dimensions of a topology. It is 1 for GPUs, whose topology is a number of devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """Devices of one kind, for example h200:8."""
+
+    kind: DeviceKind
+    topology: tuple[int, ...]
+
+    @property
+    def number(self) -> int:
+        """The number of devices."""
+        return math.prod(self.topology)
+
+    @property
+    def limit_bytes(self) -> int:
+        """The memory that JAX may take on each device, in bytes."""
+        if self.kind.family == "gpu":
+            return int(_read_gpu_share() * self.kind.memory_bytes)
+        return self.kind.memory_bytes - _TPU_RESERVED_BYTES
+
+    def __str__(self) -> str:
+        return f"{self.kind.name}:{'x'.join(map(str, self.topology))}"
+
+
+def _make_gpu(name: str, gigabytes: float, tflops: float, gb_per_s: float, link_gb_per_s: float) -> DeviceKind:
+    return DeviceKind(
+        name=name,
+        family="gpu",
+        memory_bytes=int(gigabytes * 1e9),
+        flops=tflops * 1e12,
+        bytes_per_s=gb_per_s * 1e9,
+        link_bytes_per_s=link_gb_per_s * 1e9,
+        per_host=8,
+    )
+
+
+def _make_tpu(
+    name: str, gibibytes: int, tflops: float, gb_per_s: float, link_gb_per_s: float, *, per_host: int, dims: int
+) -> DeviceKind:
+    return DeviceKind(
+        name=name,
+        family="tpu",
+        memory_bytes=gibibytes * GIB,
+        flops=tflops * 1e12,
+        bytes_per_s=gb_per_s * 1e9,
+        link_bytes_per_s=link_gb_per_s * 1e9,
+        per_host=per_host,
+        dims=dims,
+    )
+
+
+# Link bandwidths: for GPUs with NVLink, one direction, which is half of the figure in data sheets. For other GPUs,
+# PCIe x16. For TPUs, all links together.
+KINDS = {
+    kind.name: kind
+    for kind in (
+        _make_gpu("b200", 180, 2250, 8000, 900),
+        _make_gpu("h200", 141, 989.5, 4800, 450),
+        _make_gpu("h100", 80, 989.5, 3350, 450),  # SXM
+        _make_gpu("h100-nvl", 94, 835.5, 3900, 300),
+        _make_gpu("h100-pcie", 80, 756.5, 2000, 64),
+        _make_gpu("a100-80", 80, 312, 2039, 300),  # SXM
+        _make_gpu("a100-40", 40, 312, 1555, 300),
+        _make_gpu("l40s", 48, 362, 864, 32),
+        _make_gpu("l4", 24, 121, 300, 32),
+        _make_gpu("rtx5090", 32, 209.5, 1792, 64),
+        _make_gpu("rtx4090", 24, 165.2, 1008, 32),
+        _make_tpu("v4", 32, 275, 1200, 300, per_host=4, dims=3),
+        _make_tpu("v5e", 16, 197, 800, 200, per_host=8, dims=2),
+        _make_tpu("v5p", 95, 459, 2765, 600, per_host=4, dims=3),
+        _make_tpu("v6e", 32, 918, 1600, 400, per_host=8, dims=2),
+    )
+}
+
+
+def parse_devices(text: str) -> Devices:
+    """Parse the name of devices, such as h200, h200:8, v5e:2x4 or v5p:2x2x1. Raises DeviceError."""
+    name, colon, topology = text.lower().partition(":")
+    kind = KINDS.get(name)
+    if kind is None:
+        raise DeviceError(f"unknown device {name!r}; the known devices are {', '.join(KINDS)}")
+    if kind.family == "gpu":
+        _read_gpu_share()
+    if not colon:
+        return Devices(kind, (1,) * kind.dims)
+    form, example = ("a number of devices", "8") if kind.dims == 1 else _FORMS[kind.dims]
+    if re.fullmatch(r"x".join([r"[1-9]\d{0,3}"] * kind.dims), topology) is None:
+        raise DeviceError(f"{topology!r} must be {form}, for example {name}:{example}")
+    return Devices(kind, tuple(map(int, topology.split("x"))))
+
+
+def _read_gpu_share() -> float:
+    """Return the share of a GPU's memory that JAX takes with this process's environment. Raises DeviceError."""
+    text = os.environ.get(_SHARE_VARIABLE) or str(GPU_SHARE)
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise DeviceError(f"{_SHARE_VARIABLE} is {text!r} but must be a number above 0 and at most 1")
+    return share
+
+
+_FORMS = {2: ("a topology of two sizes", "2x4"), 3: ("a topology of three sizes", "2x2x1")}
