@@ -1,4 +1,4 @@
-"""A bit flip in a stored value fails its future, and no wrong value is served."""
+"""A bit flip in a stored value fails the request's future, and the damaged value is never served."""
 
 import os
 from typing import Any
@@ -17,7 +17,7 @@ from tests.support.polling import until
 
 
 def flip(harness: EngineHarness, request_id: RequestId, column: str) -> None:
-    """Change one bit of a value, and no checksum."""
+    """Flip one bit of a stored value and leave its checksum unchanged."""
 
     def work(tx: Session) -> None:
         row = tx.exec(select(RequestRow).where(col(RequestRow.request_id) == request_id)).one()

@@ -1,4 +1,4 @@
-"""Each kind of request on one engine."""
+"""Every request type on a single engine."""
 
 from dataclasses import replace
 
@@ -89,7 +89,7 @@ def test_unexpected_error_reaches_the_log_and_not_the_client(harness, caplog):
 
 
 def test_step_with_a_gradient_that_is_not_finite_changes_nothing(harness):
-    """It fails, also in a replay; the next step has a new gradient."""
+    """The step fails, also when it is replayed. The next step starts with a new gradient."""
 
     class Diverging(FakeBackend):
         def gradient_norm(self, model_id):
@@ -111,7 +111,10 @@ def test_step_with_a_gradient_that_is_not_finite_changes_nothing(harness):
 
 
 def test_diverged_model_is_reported(harness):
-    """An absurd learning rate is applied as asked; the next gradient overflows and is refused."""
+    """An absurd learning rate is applied as requested.
+
+    The next gradient overflows and is rejected.
+    """
     model_id, _ = harness.create()
     for step in range(8):
         harness.submit(forward_backward(), model_id=model_id, seq_id=2 * step + 1)
@@ -141,7 +144,7 @@ def test_pass_behind_a_sequence_gap_runs_after_the_gap_timeout(harness):
     harness.answer(optim_step(), model_id=model_id, seq_id=5)
     late = harness.answer(forward_backward(), model_id=model_id, seq_id=4)
     assert late.category == ErrorCategory.USER and "seq_id 4 arrived too late: seq_id 5" in late.message
-    # Its gradient was already applied; the next gradient is complete.
+    # The gradient was already applied, and the next gradient is complete.
     harness.answer(forward_backward(), model_id=model_id, seq_id=6)
     assert harness.answer(optim_step(), model_id=model_id, seq_id=7).metrics["unclipped_grad_l2:mean"] > 0
 
@@ -281,7 +284,7 @@ def test_invalid_samples_fail_alone(harness):
 
 
 def test_sampling_and_training_interleave(harness):
-    """A model trains while a long sample runs, and neither waits for the other to end."""
+    """A model trains while a long sample runs, and neither waits for the other to finish."""
     order = []
 
     class Watched(FakeBackend):

@@ -1,4 +1,4 @@
-"""Ephemeral samplers are usable before their files are written, and are recreated after a crash."""
+"""Ephemeral samplers can be used before their files are written, and are recreated after a crash."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +17,7 @@ from tests.support.logged_error import find_logged_error
 from tests.support.polling import until
 
 
-class Disk:
+class FaultyArtifacts:
     """Fails or delays the writes of artifacts."""
 
     def __init__(self, harness):
@@ -50,13 +50,13 @@ def get_row(harness, number):
 
 
 def draw_sample(harness, number):
-    """Return a greedy sample of a sampling session."""
+    """Draw a sample from a sampling session and return its tokens and logprobs."""
     output = harness.answer(sample(sampler=get_row(harness, number).sampler_id, temperature=1.0, max_tokens=20))
     return output.sequences[0].tokens.tolist(), output.sequences[0].logprobs.tobytes()
 
 
 def train_and_save(harness, model_id, first=0, last=3):
-    """Submit several steps, each with an ephemeral save; return the request ids."""
+    """Submit multiple training steps, each followed by an ephemeral save, and return the request ids."""
     ids, seq_id = [], 3 * first
     for number in range(first, last):
         for request in (forward_backward(number), optim_step(), save(number)):
@@ -77,7 +77,7 @@ def undisturbed(tmp_path_factory):
 def test_sampler_is_usable_before_its_files_are_written(harness):
     model_id, _ = harness.create()
     saved = train_and_save(harness, model_id, last=1)[-1]
-    disk, sampled = Disk(harness), []
+    disk, sampled = FaultyArtifacts(harness), []
 
     def until_sampled():
         assert until(lambda: harness.api.read(lambda tx: futures.get_outcomes(tx, [saved]))) == {saved: "done"}
@@ -86,7 +86,7 @@ def test_sampler_is_usable_before_its_files_are_written(harness):
 
     disk.before = until_sampled
     named = harness.submit(SaveWeights(kind="weights", name="later"), model_id=model_id, seq_id=4)
-    harness.run(named)  # its files come after those of the sampler
+    harness.run(named)  # the checkpoint's files are written after the sampler's files
     assert len(sampled) == 1 and harness.result(sampled[0]).sequences
     row = get_row(harness, 0)
     assert harness.artifacts.describe(row.sampler_id).size_bytes == row.size_bytes > 0
@@ -100,7 +100,7 @@ def test_next_engine_recreates_a_lost_sampler(tmp_path, undisturbed, snapshot_in
     harness = EngineHarness(tmp_path, snapshot_interval_requests=snapshot_interval_requests)
     model_id, _ = harness.create()
     harness.run(*train_and_save(harness, model_id, last=1))
-    disk = Disk(harness)
+    disk = FaultyArtifacts(harness)
     room = [None] * num_written
 
     def some_room():
@@ -115,7 +115,7 @@ def test_next_engine_recreates_a_lost_sampler(tmp_path, undisturbed, snapshot_in
         def step_sample(self):
             raise BackendLost("unplugged")
 
-    harness.run(*ids)  # the files of one sampler at least could not be written when this engine ended
+    harness.run(*ids)  # when this engine ended, the files of at least one sampler could not be written
     assert disk.num_refused >= 1
     doomed = harness.submit(sample(sampler=get_row(harness, 2).sampler_id))
     with pytest.raises(BackendLost):
@@ -133,7 +133,7 @@ def test_no_snapshot_is_recorded_past_an_unwritten_sampler(tmp_path):
     model_id, _ = harness.create()
     harness.run(harness.submit(forward_backward(), model_id=model_id, seq_id=1))
     before = harness.api.read(lambda tx: models.get_snapshot(tx, model_id)).effect_order
-    disk = Disk(harness)
+    disk = FaultyArtifacts(harness)
     disk.before = fail
     harness.submit(save(0), model_id=model_id, seq_id=2)
     harness.run(harness.submit(optim_step(), model_id=model_id, seq_id=3))
@@ -147,7 +147,7 @@ def test_no_snapshot_is_recorded_past_an_unwritten_sampler(tmp_path):
 
 def test_writes_are_retried_after_a_full_disk(tmp_path):
     harness = EngineHarness(tmp_path, max_pending_sampler_writes=1, housekeeping_interval_s=0.001)
-    disk = Disk(harness)
+    disk = FaultyArtifacts(harness)
     disk.before = fail
     model_id, created = harness.create()
     harness.run(created)
@@ -209,8 +209,8 @@ def test_samplers_outlive_an_unloaded_model(harness):
     assert draw_sample(harness, 0)
 
 
-class Deadly(FakeBackend):
-    """Loses its device in each `optim_step`."""
+class DeadlyBackend(FakeBackend):
+    """Loses its device in every `optim_step`."""
 
     num_steps = 0
 
@@ -222,7 +222,7 @@ class Deadly(FakeBackend):
 def lost_sampler(harness):
     """Create a model whose only sampler has no files, because its engine crashed."""
     model_id, _ = harness.create()
-    disk = Disk(harness)
+    disk = FaultyArtifacts(harness)
     disk.before = fail
     harness.run(*train_and_save(harness, model_id, last=1))
     assert disk.num_refused
@@ -236,8 +236,8 @@ def test_replay_that_crashes_engines_is_given_up(harness, caplog):
     others = harness.submit(sample())
     for _ in range(harness.settings.max_attempts):
         with pytest.raises(BackendLost):
-            harness.run(wanted, backend=Deadly("tiny", harness.config))
-    last = Deadly("tiny", harness.config)
+            harness.run(wanted, backend=DeadlyBackend("tiny", harness.config))
+    last = DeadlyBackend("tiny", harness.config)
     harness.run(wanted, others, backend=last)
     assert last.num_steps == 0, "it is not replayed again"
     failure = harness.result(wanted)
@@ -251,7 +251,7 @@ def test_lost_sampler_is_recreated_when_its_model_is_restored(harness, undisturb
     model_id = lost_sampler(harness)
     for _ in range(harness.settings.max_attempts):
         with pytest.raises(BackendLost):
-            harness.run(harness.submit(sample()), backend=Deadly("tiny", harness.config))
+            harness.run(harness.submit(sample()), backend=DeadlyBackend("tiny", harness.config))
     harness.run(harness.submit(forward_backward(9), model_id=model_id, seq_id=4))
     assert draw_sample(harness, 0) == undisturbed[0]
 
@@ -270,10 +270,10 @@ def test_failed_replay_does_not_prevent_serving(harness, caplog):
 
 def test_successful_replays_count_no_delivery_attempts(harness, undisturbed):
     lost_sampler(harness)
-    disk = Disk(harness)
+    disk = FaultyArtifacts(harness)
     for _ in range(harness.settings.max_attempts + 1):
         disk.before = fail
-        harness.run(harness.submit(sample()))  # made again, and again not written
+        harness.run(harness.submit(sample()))  # the sampler is recreated, and its files are again not written
     disk.before = lambda: None
     assert draw_sample(harness, 0) == undisturbed[0]
 

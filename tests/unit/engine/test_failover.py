@@ -1,4 +1,4 @@
-"""A database that lost its newest rows: a replica that lagged at a failover, or an older copy."""
+"""A database that lost its newest rows, for example in a failover to a lagging replica."""
 
 import asyncio
 import threading

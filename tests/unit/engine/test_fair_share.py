@@ -1,4 +1,7 @@
-"""Shares by weight: of turns, of the device in training, and of slots in sampling; and no bit changes."""
+"""Weighted fair sharing of turns, of device time in training and of slots in sampling.
+
+Results do not depend on weights.
+"""
 
 import time
 from collections import Counter
@@ -21,7 +24,7 @@ from skyrl_tx.engine.schedule import FairShare
 from skyrl_tx.store import audit
 from skyrl_tx.testing.fake.config import FakeConfig
 from tests.support.engine_harness import EngineHarness, datum, forward_backward, optim_step, sample
-from tests.unit.engine.test_owners import ANN, BOB, Recorded, Trained, ask
+from tests.unit.engine.test_owners import ANN, BOB, ArrivalBackend, RecordingBackend, ask
 from tests.unit.engine.test_schedule import make_request, schedule
 
 WEIGHTS = {"ann": 3}
@@ -38,7 +41,10 @@ Make = Callable[..., EngineHarness]
 def test_owners_that_always_have_work_differ_by_one_piece_at_most(
     weights: list[int], pieces: list[tuple[int, int]]
 ) -> None:
-    """The bound of start-time fair queuing: the largest piece of each, divided by its weight."""
+    """The bound of start-time fair queuing.
+
+    For each owner, it is the largest piece of work divided by the owner's weight.
+    """
     by_owner = {f"owner-{number}": weight for number, weight in enumerate(weights)}
     share, done = FairShare(lambda: by_owner), Counter[str]()
     for owner in by_owner:
@@ -134,7 +140,7 @@ def test_the_order_of_one_owner_does_not_depend_on_weights() -> None:
 
 
 def test_passes_of_weight_0_run_when_no_other_could() -> None:
-    """Also before the second model of another owner, which has turns of its own otherwise."""
+    """They also wait for the second model of another owner, although models normally take turns."""
     made = schedule(*passes("ann", 3, "a"), *passes("bob", 2, "b"), *passes("bob", 2, "c"), max_pass_tokens=10)
     made.fair_share = FairShare(lambda: {"ann": 0})
     order: list[str | None] = []
@@ -148,8 +154,8 @@ def test_passes_of_weight_0_run_when_no_other_could() -> None:
     assert step is not None and step.requests[0].owner == "ann"
 
 
-class Paused(Admission):
-    """Lets the requests of some owners wait."""
+class PausedOwners(Admission):
+    """Keeps the requests of some owners waiting."""
 
     def __init__(self, owners: set[str]) -> None:
         self.owners = owners
@@ -159,10 +165,10 @@ class Paused(Admission):
 
 
 def test_a_paused_owner_does_not_save_up() -> None:
-    """After a day's pause it shares from then on, and does not get back what others used meanwhile."""
+    """After a pause the owner gets its normal share, and is not compensated for the time it was paused."""
     made = schedule(*passes("ann", 40, "a"), *passes("bob", 40, "b"), max_pass_tokens=10)
     paused = {"ann"}
-    made.admission = Paused(paused)
+    made.admission = PausedOwners(paused)
     owners: list[str] = []
     for turn in range(40):
         if turn == 20:
@@ -216,7 +222,7 @@ def test_training_shares_micro_batches_by_weight(
                 else:
                     ended = harness.submit(forward_backward(data=data), model_id=model_id, seq_id=seq_id + 1)
             last += [ended] if owner == "ann" else []
-    backend = Trained(harness.config, None)
+    backend = ArrivalBackend(harness.config, None)
     harness.run(*last, backend=backend)
     owners = [sessions[session] for session in backend.steps]
     under_load = Counter(owners[: len(owners) - owners[::-1].index("ann")])
@@ -225,8 +231,8 @@ def test_training_shares_micro_batches_by_weight(
     assert abs(ratio / SHARE - 1) <= TOLERANCE, under_load
 
 
-class Decoded(Recorded):
-    """Records the tokens that each slice added to the samples of each owner."""
+class TokenCountingBackend(RecordingBackend):
+    """Records how many tokens each decode slice adds to the samples of each owner."""
 
     def __init__(self, config: FakeConfig) -> None:
         super().__init__(config)
@@ -249,17 +255,22 @@ def test_sampling_shares_decoded_tokens_by_weight(make_harness: Make, slots: int
     for owner, token in (("bob", BOB), ("ann", ANN)):
         harness.become(owner)
         of_ann = [harness.submit(ask(token, max_tokens=48 + 16 * (number % 3))) for number in range(count)]
-    backend = Decoded(harness.config)
+    backend = TokenCountingBackend(harness.config)
     harness.run(*of_ann, backend=backend)
     tenth = len(backend.tokens) // 10
-    decoded = sum(backend.tokens[2 * tenth : 8 * tenth], Counter[int]())  # while samples of both owners wait
+    decoded = sum(
+        backend.tokens[2 * tenth : 8 * tenth], Counter[int]()
+    )  # only the slices during which samples of both owners are waiting
     ratio = decoded[ANN] / decoded[BOB]
     print(f"sampling, {slots} slots: {ratio:.2f}")
     assert abs(ratio / SHARE - 1) <= TOLERANCE, decoded
 
 
 def test_micro_batches_of_weight_0_wait_for_those_of_others(make_harness: Make) -> None:
-    """Its pass that has started waits too; all of its passes run in the end."""
+    """A pass of weight 0 that has already started waits too.
+
+    All of its passes finish in the end.
+    """
     harness = make_harness({"micro_batch_tokens": 64, "max_pass_tokens": 65_536}, {"ann": 0})
     long = forward_backward(data=(datum(length=64),) * 30)
     harness.become("bob")
@@ -276,7 +287,7 @@ def test_micro_batches_of_weight_0_wait_for_those_of_others(make_harness: Make) 
             harness.submit(long, model_id=of_bob, seq_id=seq_id)
 
     running = harness.submit(sample(max_tokens=16 * 30, eos_stops=False))
-    backend = Trained(harness.config, arrive)
+    backend = ArrivalBackend(harness.config, arrive)
     harness.run(running, last, backend=backend)
     first = backend.steps.index(bob)
     assert 10 <= first <= 14
@@ -294,7 +305,7 @@ def test_samples_of_weight_0_start_when_no_other_could(make_harness: Make, slots
     for owner, token in (("ann", ANN), ("bob", BOB)):
         harness.become(owner)
         asked += [harness.submit(ask(token, max_tokens=64)) for _ in range(12)]
-    backend = Recorded(harness.config)
+    backend = RecordingBackend(harness.config)
     harness.run(*asked, backend=backend)
     started = [int(request.prompt[0]) for request in backend.requests.values()]
     assert started == [BOB] * 12 + [ANN] * 12
@@ -304,13 +315,13 @@ def test_an_owner_alone_gets_everything_whatever_its_weight(make_harness: Make) 
     harness = make_harness({"sample_slots": 8}, {"ann": 1000, "bob": 0})
     harness.become("bob")
     asked = [harness.submit(ask(BOB, max_tokens=64)) for _ in range(30)]
-    backend = Recorded(harness.config)
+    backend = RecordingBackend(harness.config)
     harness.run(*asked, backend=backend)
     assert max(num_open[BOB] for num_open in backend.slices) == 9
 
 
 def test_no_bit_depends_on_weights(make_harness: Make) -> None:
-    """Two owners train and sample at the same time, with equal weights and with others."""
+    """Two owners train and sample at the same time, first with equal and then with different weights."""
 
     def results(weights: dict[str, int]) -> list[Any]:
         harness, ids = make_harness({"sample_slots": 4, "micro_batch_tokens": 16}, weights), list[RequestId]()
@@ -348,7 +359,7 @@ def test_a_weight_that_is_set_while_the_engine_runs_is_followed(make_harness: Ma
         ]
         if owner == "ann":
             until = last[-1]
-    backend = Trained(harness.config.model_copy(update={"step_delay_s": 0.003}), None)
+    backend = ArrivalBackend(harness.config.model_copy(update={"step_delay_s": 0.003}), None)
 
     def arrive() -> None:
         subject = Subject("owner", "ann")

@@ -1,4 +1,4 @@
-"""An engine waits while the database cannot be written, and no request fails."""
+"""The engine waits while the database is not writable, and no request fails."""
 
 import re
 import shutil
@@ -27,7 +27,7 @@ from tests.support.polling import until
 
 @pytest.fixture
 def is_full():
-    """While set, databases cannot grow on new connections: large writes fail."""
+    """While this event is set, databases cannot grow on new connections, so large writes fail."""
     full = threading.Event()
 
     def limit_size(connection, _record):
@@ -95,7 +95,7 @@ def test_stop_ends_the_wait_for_disk_space_and_counts_no_attempt(tmp_path, is_fu
 
     def undo_late(attempts, stop):
         stop.wait()
-        time.sleep(0.3)  # until the engine has failed
+        time.sleep(0.3)  # wait until a write of the engine has failed
         undo_all_on_stop(attempts, stop)
 
     monkeypatch.setattr(DeliveryAttempts, "undo_all_on_stop", undo_late)

@@ -1,4 +1,4 @@
-"""A lost device ends the engine, whatever call met it, and fails no request."""
+"""A lost device ends the engine, regardless of which backend call detects it, and fails no request."""
 
 import numpy as np
 import pytest
@@ -11,8 +11,11 @@ from skyrl_tx.testing.fake.state import FakeSnapshot
 from tests.support.engine_harness import forward_backward, optim_step, sample
 
 
-class LosesDevice(FakeBackend):
-    """A fake backend whose device is lost at the nth computation; every later one fails as well."""
+class LosingDeviceBackend(FakeBackend):
+    """A fake backend that loses its device at the nth computation.
+
+    All later computations fail too.
+    """
 
     def __init__(self, harness, computations_left):
         super().__init__("tiny", harness.config)
@@ -25,7 +28,7 @@ class LosesDevice(FakeBackend):
 
 
 def submit_all(harness):
-    """Submit the work of two models, with samples."""
+    """Submit training and samples for two models."""
     submitted = []
     for name in ("a", "b"):
         model_id, created = harness.create(name)
@@ -57,7 +60,7 @@ def test_every_request_runs_again_and_no_gradient_is_incomplete(harness, undistu
     num_lost = 0
     for computations in range(0, 24, 2):  # each engine gets a little further before its device is lost
         try:
-            harness.run(*request_ids, backend=LosesDevice(harness, computations))
+            harness.run(*request_ids, backend=LosingDeviceBackend(harness, computations))
         except BackendLost:
             num_lost += 1
         else:

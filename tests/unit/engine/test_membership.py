@@ -1,4 +1,7 @@
-"""Several engines share a PostgreSQL database: what an ended one had goes on elsewhere, with the same bits."""
+"""Multiple engines share a PostgreSQL database.
+
+Work of an engine that ended continues on another engine, bit for bit.
+"""
 
 from collections import Counter
 
@@ -33,7 +36,7 @@ def get_engine(harness: EngineHarness, model_id: ModelId) -> int:
 
 
 def steps(harness: EngineHarness, model_id: ModelId, first: int, count: int) -> list[RequestId]:
-    """Submit some steps of training; return the passes."""
+    """Submit training steps and return the request ids of the passes."""
     passes = []
     for step in range(first, first + count):
         passes.append(harness.submit(forward_backward(step), model_id=model_id, seq_id=2 * step + 1))
@@ -141,6 +144,6 @@ def test_a_request_that_ended_two_engines_waits_for_one_of_its_number(harness):
 
 
 def record_status(tx: Session, number: int) -> None:
-    """Let an ended engine have published its status just now."""
+    """Record a status for an engine that has ended, as if it had just been published."""
     row = next(row for row in engine_state.list_engines(tx) if row.number == number)
     row.updated_at = engine_state.get_shared_time(tx)

@@ -1,4 +1,4 @@
-"""Conversion of requests to batches and of results to outputs."""
+"""Conversion of requests to batches, and of results to outputs."""
 
 import numpy as np
 import pytest
@@ -62,7 +62,7 @@ def test_metrics_are_combined_as_the_sdk_combines_chunks():
 
 
 def test_means_over_chunks_are_correct_or_absent():
-    """A chunk without counted positions, as with zero advantages, has no mean, and its sums are correct."""
+    """A chunk without counted positions, for example one with zero advantages, has no mean but correct sums."""
 
     def chunk(*terms):
         logprobs = np.zeros(2, np.float32)

@@ -1,4 +1,4 @@
-"""Signals and ends of the engine process."""
+"""Signals and exits of the engine process."""
 
 import asyncio
 import itertools
@@ -61,7 +61,9 @@ def test_sigterm_stops_cleanly(harness):
 
 def test_clean_stop_counts_no_delivery_attempt(harness):
     start = multiprocessing.get_context("spawn").Process
-    process = start(target=run_fake_engine, args=(harness.settings, 60.0))  # a step takes longer than anybody waits
+    process = start(
+        target=run_fake_engine, args=(harness.settings, 60.0)
+    )  # the step takes longer than the shutdown timeout
     process.start()
     try:
         model_id, _ = harness.create()
@@ -199,7 +201,7 @@ def test_a_metrics_port_that_is_in_use_is_named(harness):
 
 @pytest.mark.parametrize("has_published", [False, True])
 def test_a_crash_counts_only_for_what_this_run_of_a_container_ran(harness, monkeypatch, has_published):
-    """Both runs have the host name and the process id of this process, as a container has after a restart."""
+    """Both runs have the same host name and process id, as happens when a container restarts."""
     passed = harness.submit(forward_backward(), model_id=harness.create()[0], seq_id=1)
     harness.api.write(lambda tx: futures.count_delivery_attempt(tx, [passed], is_alone=True))
     publish(harness.api, "the run before")
@@ -228,7 +230,7 @@ def publish(store: Store, boot_id: str) -> None:
 def test_rank_0_in_the_foreground_does_not_wait_for_hosts_that_are_gone(
     harness, monkeypatch, caplog, num_hosts, status
 ):
-    """The shutdown of JAX waits for all hosts, and aborts the process in the end."""
+    """JAX's own shutdown would wait for all hosts and finally abort the process."""
 
     def lose(*_: object, **__: object) -> None:
         raise EngineLost("host 1 has ended during step_sample")

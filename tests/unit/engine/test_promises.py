@@ -27,7 +27,10 @@ DAY_S = 86_400.0
 
 
 def train(harness, num_steps=3):
-    """Train a model and stop, so that a snapshot has all its log records; return its logprobs."""
+    """Train a model and stop the engine, so that the snapshot includes all log records.
+
+    Returns the model id and its logprobs.
+    """
     model_id, _ = harness.create()
     names = []
     for step in range(num_steps):
@@ -87,8 +90,8 @@ def test_damaged_snapshot_without_its_log_reports_the_lost_model(harness):
     assert failure.message.endswith("have been removed; checkpoints that were saved by name can still be loaded")
 
 
-class OtherBase(FakeBackend):
-    """The fake backend with another base model hash."""
+class OtherBaseBackend(FakeBackend):
+    """The fake backend with a different base model hash."""
 
     def start(self):
         return dataclasses.replace(super().start(), base_model_hash="0123456789abcdef")
@@ -97,7 +100,7 @@ class OtherBase(FakeBackend):
 def test_models_of_another_base_model_are_refused(harness):
     model_id, _ = train(harness)
     with pytest.raises(UserError) as refusal:
-        harness.run(harness.submit(optim_step(), model_id=model_id), backend=OtherBase("tiny", harness.config))
+        harness.run(harness.submit(optim_step(), model_id=model_id), backend=OtherBaseBackend("tiny", harness.config))
     assert refusal.value.message == (
         f"1 models in this data directory, for example {model_id}, were trained on other weights than tiny: "
         "their base model has the hash fake-128, tiny has 0123456789ab; serve the base model that they were trained "
@@ -152,7 +155,7 @@ def test_abandoned_models_are_not_restored_and_their_checkpoints_load_on_their_b
     assert [row.model_id for row in harness.api.write(models.abandon_all)] == [model_id]
     load = LoadWeights(path=saved.path, artifact_id=artifact_id, spec=SPEC, optimizer=True, create=True)
     _, elsewhere = harness.make(load, "elsewhere")
-    harness.run(elsewhere, backend=OtherBase("tiny", harness.config))
+    harness.run(elsewhere, backend=OtherBaseBackend("tiny", harness.config))
     assert harness.result(elsewhere).message == (
         "these weights belong to another base model, with the hash fake-128: this server's has 0123456789ab; "
         "load them on a server of their base model"
@@ -267,7 +270,7 @@ def test_moved_data_directory_works(tmp_path):
 
 
 class Clock:
-    """The current time of API, engine and store."""
+    """The current time as seen by the API, the engine and the store."""
 
     def __init__(self, monkeypatch):
         self.ahead_s = 0.0
@@ -275,8 +278,8 @@ class Clock:
         monkeypatch.setattr(time, "time", lambda: real() + self.ahead_s)
 
 
-class Watched(FakeBackend):
-    """Counts the deletions of models."""
+class CountingBackend(FakeBackend):
+    """Counts deleted models."""
 
     num_deleted = 0
 
@@ -295,7 +298,7 @@ def test_heartbeat_timeout_evicts_and_retention_removes_the_model(tmp_path, monk
 
     def after(ahead_s):
         clock.ahead_s = ahead_s
-        backend = Watched("tiny", harness.config)
+        backend = CountingBackend("tiny", harness.config)
         first = harness.submit(forward_backward(99, backward=False), model_id=model_id)
         harness.run(first, harness.submit(sample(max_tokens=200, eos_stops=False)), backend=backend)
         return backend.num_deleted, harness.result(first)
@@ -304,7 +307,7 @@ def test_heartbeat_timeout_evicts_and_retention_removes_the_model(tmp_path, monk
         num_deleted, seen = after(ahead_s)
         assert num_deleted == leaves
         assert seen.logprobs[0].tobytes() == expected, "the restored model is bit-equal"
-    clock.ahead_s = 14.0 * DAY_S  # 7.1 after it was last asked
+    clock.ahead_s = 14.0 * DAY_S  # 7.1 days after the last request
     harness.run(harness.submit(sample(max_tokens=200, eos_stops=False)))
     gone = run_forward(harness, model_id)
     assert gone.message.startswith(f"model_id '{model_id}' was removed because its session sent no heartbeats")

@@ -22,7 +22,7 @@ BODIES = (forward_backward(), optim_step(), sample())
 
 
 def new_request(harness: EngineHarness, model_id, number: int) -> NewRequest:
-    """Return the session's n-th request: a pass, an optim_step and a sample in turn."""
+    """Return the session's n-th request. Requests cycle through pass, optim_step and sample."""
     request = BODIES[number % 3]
     is_sample = isinstance(request, requests.Sample)
     where = {"sampling_session_id": SAMPLER} if is_sample else {"model_id": model_id}
@@ -60,7 +60,7 @@ def size(harness: EngineHarness) -> int:
 
 
 def wait_until_pruned(harness: EngineHarness) -> int:
-    """Return the size of the database once it is pruned."""
+    """Wait until the database is pruned and return its size."""
     until(lambda: num_rows(harness) <= 1)
     until(
         lambda: harness.api.read(lambda tx: tx.connection().exec_driver_sql("PRAGMA freelist_count").scalar_one()) == 0
@@ -70,7 +70,7 @@ def wait_until_pruned(harness: EngineHarness) -> int:
 
 @pytest.mark.parametrize("num_rounds", [4, pytest.param(80, marks=(pytest.mark.slow, pytest.mark.exhaustive))])
 def test_database_size_is_bounded(tmp_path, num_rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Points are kept as long as their run; the bound of 200,000 would take too long to reach.
+    # Points are kept as long as their run. Reaching the limit of 200,000 would take too long.
     monkeypatch.setattr(points, "find_superfluous", partial(points.find_superfluous, max_points=2 * A_ROUND))
     quick = {"result_retention_s": 0.0, "request_retention_s": 0.0, "housekeeping_interval_s": 0.05}
     harness = EngineHarness(tmp_path, snapshot_interval_s=0.05, **quick)
@@ -99,7 +99,7 @@ NUM_SAVES = 6
 
 
 def run_killed_client(harness: EngineHarness) -> None:
-    """Run a client that saves and samples in turn, fetches half of the results, and is killed."""
+    """Run a client that alternates saves and samples, fetches half of the results, and is then killed."""
     harness.session_id = harness.new_session()
     model_id, _ = harness.create()
     names = [SamplingSessionId(f"{harness.session_id}:sample:{number}") for number in range(NUM_SAVES)]
@@ -115,7 +115,7 @@ def run_killed_client(harness: EngineHarness) -> None:
 
 
 def count_rows(harness: EngineHarness) -> dict[str, int]:
-    """Count the rows of each table that grows with requests."""
+    """Count the rows in each table that grows with the number of requests."""
     tables = {"requests": RequestRow, "samplers": SamplingSessionRow, "marks": PrunedRow, "snapshots": SnapshotRow}
 
     def count(tx):
@@ -135,7 +135,7 @@ def test_killed_clients_leave_only_their_runs(tmp_path, monkeypatch) -> None:
             ahead_s += 8 * 86_400.0
             if num_runs == 1:  # nearly
                 harness.api.write(lambda tx: sessions.record_heartbeat(tx, harness.session_id, time.time()))
-                until(lambda: count_rows(harness)["samplers"] == 4)  # the newest of its model
+                until(lambda: count_rows(harness)["samplers"] == 4)  # the newest sampler of the model
                 ahead_s += 8 * 86_400.0
             until(
                 lambda: (

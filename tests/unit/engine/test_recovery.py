@@ -1,4 +1,4 @@
-"""After a device loss at any point, the next engine continues bit-equal."""
+"""After a device loss at any point, the next engine continues with bit-identical results."""
 
 import tracemalloc
 
@@ -15,7 +15,7 @@ from tests.support.engine_harness import SPEC, EngineHarness, Perishable, datum,
 NUM_TURNS = 6
 
 
-class Keeping(FakeBackend):
+class KeepingBackend(FakeBackend):
     """Records the final state of its models."""
 
     def close(self):
@@ -24,7 +24,7 @@ class Keeping(FakeBackend):
 
 
 def submit_run(harness):
-    """Submit training with accumulation and saves of two models, and samples; return all requests."""
+    """Submit training with gradient accumulation, saves and samples for two models, and return all request ids."""
     names = []
     for model in ("a", "b"):
         model_id, created = harness.create(model)
@@ -35,7 +35,7 @@ def submit_run(harness):
             if turn == 2:
                 steps.insert(1, SaveWeights(kind="weights", name="middle"))
             if turn == NUM_TURNS - 1:
-                steps.append(forward_backward(99))  # a gradient that stays pending
+                steps.append(forward_backward(99))  # this gradient stays pending
             for request in steps:
                 seq_id += 1
                 names.append(harness.submit(request, model_id=model_id, seq_id=seq_id))
@@ -44,7 +44,7 @@ def submit_run(harness):
 
 
 def strip_ids(result):
-    """Return a result without the ids of this session."""
+    """Return a result in a comparable form, without the session's ids."""
     if hasattr(result, "logprobs"):
         return [array.tobytes() for array in result.logprobs], result.metrics
     if hasattr(result, "sequences"):
@@ -67,7 +67,7 @@ def get_states(harness, backend):
 def undisturbed(tmp_path_factory):
     harness = EngineHarness(tmp_path_factory.mktemp("undisturbed"), snapshot_interval_requests=10_000)
     names = submit_run(harness)
-    backend = Keeping("tiny", harness.config)
+    backend = KeepingBackend("tiny", harness.config)
     harness.run(*names, backend=backend)
     yield [strip_ids(harness.result(name)) for name in names], get_states(harness, backend)
     harness.close()
@@ -81,11 +81,11 @@ def test_device_loss_changes_no_bit(tmp_path, undisturbed, calls_left, snapshot_
     for extra in (0, 7):
         with pytest.raises(BackendLost):
             harness.run(*names, backend=Perishable(harness.config, calls_left + extra))
-    backend = Keeping("tiny", harness.config)
+    backend = KeepingBackend("tiny", harness.config)
     harness.run(*names, backend=backend)
     results, weights = undisturbed
     assert [strip_ids(harness.result(name)) for name in names] == results
-    # A model whose requests all had results before the loss is restored only on demand.
+    # If all requests of a model had results before the loss, the model is only restored on demand.
     found = get_states(harness, backend)
     assert found == {name: weights[name] for name in found}
     harness.close()
@@ -116,7 +116,7 @@ def test_full_disk_costs_only_snapshots(tmp_path, caplog):
     )
 
     def run_requests(harness, model_id, first, last):
-        """Return the results of passes and steps with these numbers."""
+        """Run passes and optimizer steps with the given sequence ids and return their results."""
         requests = {number: forward_backward(number) if number % 2 else optim_step() for number in range(first, last)}
         names = [harness.submit(request, model_id=model_id, seq_id=number) for number, request in requests.items()]
         harness.run(*names)
@@ -131,7 +131,7 @@ def test_full_disk_costs_only_snapshots(tmp_path, caplog):
         raise OSError(28, "No space left on device")
 
     harness.artifacts.create = refuse
-    for first in (4, 8):  # the second engine repeats what the first could not keep
+    for first in (4, 8):  # the second engine repeats the work that the first engine lost
         assert run_requests(harness, model_id, first, first + 4) == run_requests(twin, twin_id, first, first + 4)
     assert harness.api.read(lambda tx: models.get_snapshot(tx, model_id)) == kept
     assert "No space left" in caplog.text
@@ -152,7 +152,7 @@ def test_load_after_the_newest_snapshot_is_replayed(harness):
     copy, loaded = harness.make(load, "copy")
     trained = harness.submit(forward_backward(5), model_id=copy, seq_id=1)
     with pytest.raises(BackendLost):
-        # The pass is the first call: it has no result, but the load has one.
+        # The pass is the first device call. It has no result, but the load has one.
         harness.run(trained, backend=Perishable(harness.config, 0))
     assert harness.result(loaded).model_id == copy
     harness.run(trained)
@@ -172,7 +172,7 @@ def test_request_that_crashes_three_engines_while_it_runs_alone_fails(harness):
     fine = harness.submit(forward_backward(), model_id=other_id, seq_id=1)
     deadly = harness.submit(forward_backward(data=(datum(0, 13),)), model_id=model_id, seq_id=1)
     step = harness.submit(optim_step(), model_id=model_id, seq_id=2)
-    for _ in range(1 + 3):  # the first time together with another request
+    for _ in range(1 + 3):  # the first time it ran together with another request
         with pytest.raises(BackendLost):
             harness.run(fine, deadly, step, backend=Allergic("tiny", harness.config))
     harness.run(fine, deadly, step, backend=Allergic("tiny", harness.config))

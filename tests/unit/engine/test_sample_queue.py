@@ -1,4 +1,7 @@
-"""The order in which sample requests start: owners have equal shares, sessions take turns, no request starves."""
+"""Start order of sample requests.
+
+Owners have equal shares, sessions take turns, and no request starves.
+"""
 
 from itertools import count
 
@@ -47,7 +50,7 @@ def make_weighted_queue(weights):
 
 
 def start_requests(queue, number, **changes):
-    """Start requests of one sample each."""
+    """Start requests with one sample each and return them."""
     found = []
     for _ in range(number):
         head = choose_next(queue, **changes)
@@ -177,8 +180,8 @@ def test_requeued_request_is_the_head_of_its_queue():
     assert start_requests(queue, 2) == [first, second]
 
 
-class Decided(Admission):
-    """Gives the requests of an owner their decision."""
+class DecidingAdmission(Admission):
+    """Returns a fixed decision for each owner."""
 
     is_counting = True
 
@@ -191,7 +194,7 @@ class Decided(Admission):
 
 def test_an_owner_that_waits_is_passed_and_one_that_fails_gets_the_reason():
     waiting, failing = make_request(owner="ann"), make_request("b", owner="bob")
-    queue = SampleQueue(Decided(ann=Wait("later"), bob=Fail("too much")))
+    queue = SampleQueue(DecidingAdmission(ann=Wait("later"), bob=Fail("too much")))
     queue.add(waiting)
     assert choose_next(queue) is None and queue.is_paused(waiting)
     assert choose_next(queue, {waiting.request_id}) == waiting, "the samples of one that runs start"

@@ -1,4 +1,4 @@
-"""The order of a model's requests, and the turns of owners and models."""
+"""Order of a model's requests, and turns of owners and models."""
 
 import time
 from dataclasses import replace
@@ -77,7 +77,7 @@ def test_gap_timeout_ends_the_wait():
     assert take_seq_ids(made, now=5.0) is None
     assert take_seq_ids(made, now=14.9) is None
     assert take_seq_ids(made, now=15.0) == [2]
-    # The next sequence gap has its own timeout, which starts at its model's turn.
+    # The next sequence gap has a separate timeout, which starts when it is the model's turn.
     assert take_seq_ids(made, now=16.0) is None
     assert take_seq_ids(made, now=26.0) == [5]
 
@@ -118,7 +118,7 @@ def test_models_take_turns():
 
 
 def test_batch_holds_many_models_within_its_token_budget():
-    requests = [make_request(n, model_id=name) for name in (A, B, C) for n in (1, 2)]  # of 10 tokens each
+    requests = [make_request(n, model_id=name) for name in (A, B, C) for n in (1, 2)]  # 10 tokens each
     assert [request.model_id for request in schedule(*requests).take(0.0).requests] == [A, A, B, B, C, C]
     assert [request.model_id for request in schedule(*requests, max_models=2).take(0.0).requests] == [A, A, B, B]
     assert [request.model_id for request in schedule(*requests, max_pass_tokens=30).take(0.0).requests] == [A, A, B]
@@ -192,7 +192,7 @@ def test_owners_take_turns_and_so_do_their_models():
 
 
 def test_batch_holds_a_model_of_each_owner_before_a_second_one_of_any():
-    requests = [make_request(1, model_id=ModelId(name)) for name in "abc"]  # of 10 tokens each
+    requests = [make_request(1, model_id=ModelId(name)) for name in "abc"]  # 10 tokens each
     made = schedule(*requests, make_request(1, model_id=ModelId("z"), owner="bob"), max_pass_tokens=30)
     assert [request.model_id for request in made.take(0.0).requests] == ["a", "z", "b"]
 
@@ -205,7 +205,7 @@ def test_one_long_batch_slot_each_is_reserved_for_other_owners_and_for_other_ses
     made = schedule(*mine, make_request(1, optim_step(), ModelId("z"), session="u", owner="bob"), max_pass_tokens=10)
 
     def take(*running):
-        """Take a step next to the running long passes of these models."""
+        """Take the next batch while long passes of these models are running."""
         sessions = {SessionId({"a": "s", "c": "t", "z": "u"}[name]) for name in running}
         owners = {"bob" if name == "z" else "ann" for name in running}
         step = made.take(
@@ -279,10 +279,10 @@ def test_rejected_requests_keep_their_sequence_number():
 
 @given(st.data())
 def test_any_order_of_arrival_gives_seq_id_order(data):
-    """Chunks of a call arrive in any order, calls one after the other; steps are taken at any time."""
+    """The chunks of a call arrive in any order, calls arrive one after the other, and batches are taken at any time."""
     calls = data.draw(
         st.lists(st.integers(0, 4), min_size=1, max_size=6)
-    )  # 0: an optim_step, else the number of chunks
+    )  # 0 means optim_step, any other value is the number of chunks
     made = Schedule(gap_timeout_s=10.0, max_pass_tokens=data.draw(st.sampled_from([1, 25, 10_000])), max_models=1)
     made.add_model(A, SequenceCursor())
     order = []
@@ -310,8 +310,8 @@ def test_pass_size_is_its_number_of_tokens():
     assert np.sum([example.tokens.size for example in forward_backward().data]) == 10
 
 
-class Asked(Admission):
-    """Gives each request its decision, and records which requests were asked about and which started."""
+class RecordingAdmission(Admission):
+    """Returns a fixed decision for each owner, and records which requests were checked and started."""
 
     is_counting = True
 
@@ -328,7 +328,7 @@ class Asked(Admission):
 
 def test_admission_is_asked_once_when_there_is_a_place():
     made = schedule(*(make_request(number) for number in range(1, 4)), make_request(4, optim_step()))
-    made.admission = admission = Asked()
+    made.admission = admission = RecordingAdmission()
     assert made.take(0.0, busy=[A]) is None and made.take(0.0, num_running=MAX_RUNNING_BATCHES) is None
     assert admission.asked == []
     assert [take_seq_ids(made) for _ in range(3)] == [[1, 2, 3], [4], None]
@@ -337,7 +337,7 @@ def test_admission_is_asked_once_when_there_is_a_place():
 
 def test_a_request_that_waits_lets_those_of_other_owners_start():
     made = schedule(make_request(1), make_request(2), make_request(1, model_id=B, owner="bob"))
-    made.admission = admission = Asked(ann=Wait("later"))
+    made.admission = admission = RecordingAdmission(ann=Wait("later"))
     step = made.take(0.0)
     assert step is not None and [request.owner for request in step.requests] == ["bob"]
     assert made.num_paused == 2 and admission.numbers == [1]
@@ -347,7 +347,7 @@ def test_a_request_that_waits_lets_those_of_other_owners_start():
 
 def test_a_request_that_may_not_start_is_taken_alone_with_the_reason():
     made = schedule(make_request(1), make_request(2, optim_step()))
-    made.admission = admission = Asked(ann=Fail("too much"))
+    made.admission = admission = RecordingAdmission(ann=Fail("too much"))
     steps = [made.take(0.0) for _ in range(2)]
     assert [(step.failure, len(step.requests)) for step in steps if step] == [("too much", 1)] * 2
     assert admission.numbers == [], "it does not count as started"

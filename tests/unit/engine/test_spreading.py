@@ -1,4 +1,4 @@
-"""Samples that wait at one engine are executed by another one that has nothing to do, each once."""
+"""Samples that wait on a busy engine are executed by an idle engine, exactly once."""
 
 import threading
 import time
@@ -19,8 +19,8 @@ from tests.support.several_engines import SeveralEngines
 NUM_SAMPLES = 12
 
 
-class Held(FakeBackend):
-    """A backend with one slot, whose samples have no token before `released`."""
+class BlockedBackend(FakeBackend):
+    """A backend with one slot. Its samples produce no tokens until `released` is set."""
 
     def __init__(self, harness: EngineHarness, executed: list[RequestId], released: threading.Event) -> None:
         super().__init__("tiny", harness.config.model_copy(update={"sample_slots": 1}))
@@ -33,7 +33,7 @@ class Held(FakeBackend):
     def step_sample(self):
         if self._released.is_set():
             return super().step_sample()
-        time.sleep(0.005)  # a slice
+        time.sleep(0.005)  # duration of a slice
         return []
 
 
@@ -46,9 +46,9 @@ def harness(tmp_path: Path, postgresql_url: str) -> Iterator[EngineHarness]:
 
 @pytest.fixture
 def world(harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> tuple[list[RequestId], threading.Event]:
-    """Let engines be held, and look at each other often."""
+    """Use blocked backends and short membership and status periods."""
     executed, released = list[RequestId](), threading.Event()
-    monkeypatch.setattr(harness, "backend", lambda: Held(harness, executed, released))
+    monkeypatch.setattr(harness, "backend", lambda: BlockedBackend(harness, executed, released))
     monkeypatch.setattr("skyrl_tx.engine.membership.PERIOD_S", 0.05)
     monkeypatch.setattr("skyrl_tx.engine.metrics._STATUS_PERIOD_S", 0.05)
     return executed, released
@@ -63,7 +63,7 @@ def tokens(harness: EngineHarness, request_ids: list[RequestId]) -> list[list[in
 
 
 def count_started(harness: EngineHarness) -> Counter[int]:
-    """Return the number of samples of each engine that have started."""
+    """Return how many samples have started on each engine."""
     found = harness.api.read(lambda tx: tx.connection().execute(text("SELECT engine FROM requests WHERE attempts > 0")))
     return Counter(engine for (engine,) in found)
 

@@ -1,4 +1,4 @@
-"""Stop strings are found across any token boundaries."""
+"""Stop strings are found across token boundaries."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +7,7 @@ from skyrl_tx.engine.sample_output import StopStringMatcher
 
 
 def pieces(*texts):
-    """Return a decoder of byte strings, as byte-level tokenizers have."""
+    """Return a decoder for a vocabulary of byte strings, like in byte-level tokenizers."""
     vocabulary = [text if isinstance(text, bytes) else text.encode() for text in texts]
     return lambda tokens: b"".join(vocabulary[token] for token in tokens).decode(errors="replace")
 

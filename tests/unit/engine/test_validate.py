@@ -1,4 +1,4 @@
-"""Invalid requests: the message names field, value and bound."""
+"""Invalid requests are rejected with a message that names the field, the value and the limit."""
 
 import math
 import re
@@ -101,7 +101,7 @@ def test_invalid_passes(changes, text):
 
 def test_valid_passes():
     prepare.check_pass(forward_backward(), CAPABILITIES)
-    for width in (3, 128):  # as many as there are tokens, and listed twice
+    for width in (3, 128):  # as many entries as there are tokens, with duplicates
         top_k = np.zeros((6, width), np.int64)
         prepare.check_pass(forward_backward(data=(datum(target_tokens=top_k),)), CAPABILITIES)
     config = {"clip_low_threshold": 0.5}
