@@ -1,4 +1,4 @@
-"""The place of the artifacts of a data directory."""
+"""The location of a data directory's artifacts."""
 
 import stat
 import sys

@@ -1,4 +1,4 @@
-"""Micro-batches of a pass, and when its gradients count."""
+"""Micro-batches of a pass, and when its gradients are applied."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The life of a sample without a device."""
+"""The lifecycle of a sample, tested without a device."""
 
 import numpy as np
 import pytest

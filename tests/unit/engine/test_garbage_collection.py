@@ -1,4 +1,4 @@
-"""Garbage collection: a lost or an older database loses no weights, and deleted checkpoints go to the trash first."""
+"""Garbage collection after the loss of the database or a restore of an older copy, and the trash."""
 
 import logging
 import os

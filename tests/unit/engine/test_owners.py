@@ -1,4 +1,4 @@
-"""Owners share the device equally, whatever number of sessions each has, and cached prompts stay with their owner."""
+"""Owners share the device equally for any number of sessions, and do not share cached prompts."""
 
 import time
 from collections import Counter

@@ -61,9 +61,7 @@ def test_sigterm_stops_cleanly(harness):
 
 def test_clean_stop_counts_no_delivery_attempt(harness):
     start = multiprocessing.get_context("spawn").Process
-    process = start(
-        target=run_fake_engine, args=(harness.settings, 60.0)
-    )  # the step takes longer than the shutdown timeout
+    process = start(target=run_fake_engine, args=(harness.settings, 60.0))  # each step takes 60 s
     process.start()
     try:
         model_id, _ = harness.create()

@@ -1,4 +1,4 @@
-"""Settings of the last release that no longer exist: accepted, ignored and named."""
+"""Settings removed since the last release are accepted and ignored with a warning."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The schemas know every field that the installed SDK may send, in requests and nested objects."""
+"""The schemas cover every field that the installed SDK may send, including nested objects."""
 
 import dataclasses
 import importlib
@@ -28,7 +28,7 @@ OUR_NAMES = {
     "FuturesRetrieveRequest": "RetrieveFuturesRequest",
     "SampleRequest": "AsampleRequest",
 }
-"""The SDK's name and ours, where they differ."""
+"""Class names in the SDK and here, where they differ."""
 
 WITHOUT_SCHEMA = {
     "ClientConfigRequest": "client/config",  # accepted in any shape: all clients get the same flags
@@ -38,7 +38,7 @@ WITHOUT_SCHEMA = {
     "SessionSearchRequest": "sessions/search",
     "TelemetrySendRequest": "telemetry",  # accepted in any shape and discarded
 }
-"""Requests without a schema, with their paths: they are unsupported, or take the fields as a query."""
+"""Requests without a schema and their paths. They are unsupported or use query parameters."""
 
 INSIDE: list[tuple[type, type[WireModel]]] = [
     (types.LoraConfig, training.LoraConfig),
@@ -96,7 +96,9 @@ def test_sdk_has_requests() -> None:
 def test_schema_has_every_field_of_the_sdk(name: str, routes: dict[str, Any]) -> None:
     ours = OURS.get(OUR_NAMES.get(name, name))
     if ours is not None:
-        own = {"optim_params"} if name == "OptimStepRequest" else set[str]()  # sent as one of two others, see below
+        own = (
+            {"optim_params"} if name == "OptimStepRequest" else set[str]()
+        )  # sent as one of two other classes, see below
         assert get_fields(THEIRS[name]) - own <= get_fields(ours)
         return
     path = WITHOUT_SCHEMA[name]
@@ -123,7 +125,10 @@ def test_chunk_has_every_field_of_the_sdk() -> None:
 
 
 def is_unbounded(schema: dict[str, Any]) -> bool:
-    """Whether a schema accepts integers of any size; lists are checked when they become arrays."""
+    """Return whether a schema accepts unbounded integers.
+
+    Lists are checked when converted to arrays.
+    """
     if schema.get("type") == "integer":
         return not schema.keys() & {"maximum", "exclusiveMaximum"}
     return any(is_unbounded(part) for part in schema.get("anyOf", ()))

@@ -35,7 +35,7 @@ def test_writes_survive_reopening(open_store) -> None:
     assert list_owned(open_store(), "ann") == [session_id]
 
 
-@pytest.mark.parametrize("database_url", [None])  # test_postgresql has the counterpart
+@pytest.mark.parametrize("database_url", [None])  # test_postgresql.py has the counterpart for PostgreSQL
 def test_a_role_is_exclusive(tmp_path: Path, open_store) -> None:
     api = open_store("api")
     open_store("engine")
@@ -71,7 +71,7 @@ def test_readers_cannot_write(store: Store) -> None:
 
 def test_failing_work_rolls_back_alone(store: Store) -> None:
     gate = threading.Event()
-    store.write_soon(lambda tx: gate.wait(60))  # makes the three below one group
+    store.write_soon(lambda tx: gate.wait(60))  # the three writes below share a group commit
 
     def fail(tx: Session) -> None:
         add_session(tx, "failed")

@@ -1,4 +1,4 @@
-"""New tokens of streamed samples: written per slice, read by position, removed with the result."""
+"""New tokens of streamed samples are written per slice, read by position and removed with the result."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Which requests wait for a published pause, and with which reason."""
+"""Requests that wait because of a published pause, and the reasons they report."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def pause(kind: str, name: str, limit: str) -> Pause:
 
 
 def submit(store: Store, kind: str) -> RequestId:
-    """Submit a request of ann, with key 3 and in the project math."""
+    """Submit a request of owner ann with API key 3 in the project math."""
 
     def work(tx) -> RequestId:
         session_id = sessions.create(tx, owner="ann", now=1.0, key_id=3, project_id="math")

@@ -1,4 +1,4 @@
-"""Choices over rows: which engine gets a model, and what of an ended one goes where."""
+"""Placement of models on engines, and reassignment of the work of an engine that ended."""
 
 import time
 from collections.abc import Iterator
@@ -88,7 +88,7 @@ def add_request(
 
 
 def waiting(api: Store, engine: int) -> list[RequestId]:
-    """Return the open requests of an engine, in the order in which it reads them."""
+    """Return the open requests of an engine in the order in which the engine reads them."""
     return [row.request_id for row in api.read(lambda tx: futures.list_pending(tx, 0, 100, engine=engine))]
 
 
@@ -252,7 +252,7 @@ def test_an_engine_that_runs_keeps_what_it_has(api: Store, session_id: SessionId
     assert not second.write(lambda tx: leases.take(tx, 1))
     assert first.write(leases.become_keeper) and not second.write(leases.become_keeper)
     first.close()
-    until(lambda: second.write(leases.become_keeper))  # the server ends a connection a moment later
+    until(lambda: second.write(leases.become_keeper))  # the server closes the connection a moment later
     assert second.write(lambda tx: leases.take(tx, 1))
     assert api.read(placement.find_ended) == {1}
     second.close()

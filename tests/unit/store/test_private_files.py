@@ -15,7 +15,7 @@ def get_mode(path: Path) -> int:
 
 
 def open_files(directory: Path) -> dict[str, int]:
-    """Return the modes of the entries to which others have access. Sockets need write access, which others have not."""
+    """Return the modes of entries that other users can access, and of sockets that they can write to."""
     return {
         path.name: get_mode(path) for path in directory.iterdir() if get_mode(path) & 0o077 and not path.is_socket()
     }
@@ -41,7 +41,7 @@ def test_files_of_a_new_data_directory_are_private(tmp_path: Path, caplog: pytes
 def test_files_of_a_new_directory_of_a_database_on_a_server_are_private(
     tmp_path: Path, postgresql_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for _ in range(2):  # the second one would warn about files of the first
+    for _ in range(2):  # the second store would warn about the files of the first
         Store.open(tmp_path / "data", role="api", url=postgresql_url).close()
         assert open_files(tmp_path / "data") == {}
     assert caplog.text == ""
@@ -51,7 +51,7 @@ def test_files_of_a_new_directory_of_a_database_on_a_server_are_private(
 def test_existing_data_directory_is_made_private_with_its_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     data_dir = tmp_path / "data"
     data_dir.mkdir(mode=0o755)
-    with_log = Store.open(data_dir, role="engine")  # keeps the write-ahead log
+    with_log = Store.open(data_dir, role="engine")  # an open connection keeps the write-ahead log
     for name in ("skyrl_tx.db", "skyrl_tx.db-wal", "skyrl_tx.db-shm", "schema.lock"):
         (data_dir / name).chmod(0o644)
     data_dir.chmod(0o755)
@@ -76,7 +76,7 @@ def test_database_elsewhere_is_private_and_its_directory_unchanged(tmp_path: Pat
 def test_shared_directory_keeps_its_mode_and_a_warning_names_it(
     tmp_path: Path, is_sticky: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A volume of another owner cannot be closed; the files in it are."""
+    """The mode of a directory with another owner cannot be changed, but the files in it are private."""
     data_dir = tmp_path / "data"
     data_dir.mkdir()
     data_dir.chmod(0o1777 if is_sticky else 0o777)

@@ -1,4 +1,4 @@
-"""Pruning of results, tombstones, sampling sessions, runs and sessions, and their high-water marks."""
+"""Pruning of results, tombstones, sampling sessions, runs and sessions, with high-water marks."""
 
 from dataclasses import replace
 
@@ -92,7 +92,7 @@ def prune(store: Store, now: float = 500.0) -> int:
 
 
 class TestResults:
-    """Results are pruned a while after they were fetched, unless recovery needs them."""
+    """Results are pruned some time after they were fetched, unless recovery still needs them."""
 
     @pytest.mark.parametrize("effect_order", [None, 10])
     def test_a_pruned_request_becomes_a_tombstone(self, store, new: NewRequest, effect_order) -> None:
@@ -129,7 +129,7 @@ class TestResults:
 
 
 class TestRequests:
-    """Tombstones are deleted later, and a high-water mark stays."""
+    """Tombstones are deleted later, and a high-water mark remains."""
 
     @pytest.mark.parametrize("make", [to_model, to_sampler])
     def test_a_deleted_sequence_number_is_refused(self, store, session_id: SessionId, make) -> None:
@@ -195,7 +195,7 @@ class TestRequests:
 
 
 class TestSamplingSessions:
-    """Sampling sessions that cannot be used are deleted with the high-water marks of their clients."""
+    """Sampling sessions that can no longer be used are deleted with their clients' high-water marks."""
 
     @pytest.fixture(autouse=True)
     def _sampling_sessions(self, store: Store, session_id: SessionId) -> None:
@@ -259,7 +259,7 @@ class TestSamplingSessions:
 
 
 class TestRunsAndSessions:
-    """Ended runs and finished sessions are deleted when nothing is left of them."""
+    """Ended runs and finished sessions are deleted once nothing refers to them."""
 
     @pytest.fixture(autouse=True)
     def _ended(self, store: Store, session_id: SessionId) -> None:
@@ -307,7 +307,7 @@ class TestRunsAndSessions:
         assert self.delete(store) == (0, 0)
 
     def test_a_run_of_an_open_session_stays(self, store, session_id: SessionId) -> None:
-        """Its id could be created again."""
+        """If it were deleted, its id could be created again."""
 
         def reopen(tx: Session) -> None:
             row = sessions.get(tx, session_id)

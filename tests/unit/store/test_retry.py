@@ -20,7 +20,7 @@ LARGE = "x" * 2**20
 
 
 class Disk:
-    """A disk that may be full for new connections; SQLite limits the size per connection."""
+    """A disk that can be full for new connections, because SQLite limits the size per connection."""
 
     def __init__(self) -> None:
         self.is_full = False
@@ -62,7 +62,7 @@ def add(tx: Session, name: str = "") -> str:
 
 
 def fill(store: Store, disk: Disk) -> None:
-    """Make large writes fail, on the present connection and on later ones."""
+    """Make large writes fail on the current connection and on new connections."""
     disk.is_full = True
     store.write(lambda tx: tx.connection().exec_driver_sql("PRAGMA max_page_count = 1").scalar())
 

@@ -62,7 +62,7 @@ def test_a_database_of_a_newer_release_is_refused_unchanged(tmp_path: Path) -> N
 def test_a_failed_migration_rolls_back(tmp_path: Path) -> None:
     engine = create_engine(f"sqlite:///{tmp_path / 'skyrl_tx.db'}")
     with engine.begin() as connection:
-        connection.execute(text("CREATE VIEW sampling_sessions AS SELECT 1"))  # the last table
+        connection.execute(text("CREATE VIEW sampling_sessions AS SELECT 1"))  # the last table in the schema
     with pytest.raises(StoreError, match="sampling_sessions already exists"):
         Store.open(tmp_path, role="api")
     assert inspect(engine).get_table_names() == []
@@ -98,7 +98,7 @@ OLD_ROWS = (
 
 
 def write_old_database(path: Path, revision: str) -> None:
-    """Write a data directory with an earlier schema, a complete request and an open one."""
+    """Write a data directory with an earlier schema, one completed request and one open request."""
     engine = create_engine(f"sqlite:///{path}")
     with engine.begin() as connection:
         old_schemas.create(connection, revision)

@@ -91,7 +91,7 @@ def test_sessions_without_heartbeat_or_requests_time_out(store: Store) -> None:
 
 
 def test_heartbeats_and_housekeeping_do_not_read_metadata(store: Store, session_id: SessionId) -> None:
-    """Metadata may be long: reading it with each heartbeat delayed the writes of all sessions."""
+    """Metadata can be large, and reading it with every heartbeat would delay the writes of all sessions."""
     statements: list[str] = []
 
     def record(*arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""SQLite only: vacuum, and the check of the file when it is opened."""
+"""SQLite only: vacuum, and the integrity check when a file is opened."""
 
 import sqlite3
 import threading
@@ -55,7 +55,7 @@ def test_files_of_early_releases_become_vacuumable(tmp_path: Path) -> None:
 
 @pytest.fixture
 def num_checks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Count the checks of database files."""
+    """Count how often database files are checked."""
     checked: list[Path] = []
     check = Sqlite.check
 
@@ -69,7 +69,7 @@ def num_checks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 
 def test_a_file_is_checked_once_while_any_process_has_it_open(tmp_path: Path, num_checks: Callable[[], int]) -> None:
     api = Store.open(tmp_path, role="api")
-    for _ in range(2):  # an engine that crashes and starts again
+    for _ in range(2):  # simulates an engine that crashes and restarts
         Store.open(tmp_path, role="engine").close()
     assert num_checks() == 1
     engine = Store.open(tmp_path, role="engine")

@@ -1,4 +1,4 @@
-"""Reasoning and tool calls, found in any division of the text."""
+"""Reasoning and tool calls are found regardless of how the text is split."""
 
 import json
 from itertools import pairwise
@@ -24,7 +24,7 @@ ARGUMENTS = {"city": "Zürich", "n": 2}
 
 
 def parse(text: str, cuts: list[int], *, inside: bool = False, tools: ParserName = "none") -> list[tuple[str, str]]:
-    """Parse a text that comes in pieces; return adjacent parts of one kind joined."""
+    """Parse text that arrives in pieces, and return the parts with adjacent parts of one kind joined."""
     parser = MessageParser(ReasoningSplit(inside=inside), tools)
     edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     parts: list[Part] = []

@@ -1,4 +1,4 @@
-"""Rendered prompts have the tokens of `AutoTokenizer.apply_chat_template`."""
+"""Rendered prompts have the same tokens as `AutoTokenizer.apply_chat_template`."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.support.tiny_tokenizer import PACKAGED
 TEMPLATES = Path(__file__).parent / "templates"
 FAMILIES = "gemma3", "llama3", "qwen2", "qwen3", "tiny"
 TRIMMING = "gemma3", "llama3"
-"""Families whose templates remove space around the content of messages."""
+"""Model families whose templates strip whitespace around message content."""
 TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
@@ -66,7 +66,7 @@ def make_text(directory: Path, **settings: Any) -> ModelText:
         (family, conversation)
         for family in FAMILIES
         for conversation in CONVERSATIONS
-        if (family, conversation) != ("gemma3", "called")  # which it refuses
+        if (family, conversation) != ("gemma3", "called")  # the template rejects this
     ],
 )
 @pytest.mark.parametrize("more", [{}, {"enable_thinking": False}, {"date_string": "1 Nov 2026"}], ids=str)

@@ -1,4 +1,4 @@
-"""The queries of the console, with the same answers from both kinds of databases."""
+"""Console queries return the same results on SQLite and PostgreSQL."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Kept samples: whole groups, seen by their owner, with what training made of them, within age and size."""
+"""Kept samples: whole groups, visible to their owner, limited by age and size."""
 
 import numpy as np
 

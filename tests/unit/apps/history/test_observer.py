@@ -1,4 +1,4 @@
-"""Points, usage and kept samples of completed requests: each once, whatever ended the engine."""
+"""Points, usage and kept samples of completed requests are written once, even if the engine crashes."""
 
 import math
 from dataclasses import replace
@@ -37,7 +37,7 @@ def curve(harness: EngineHarness, model_id: ModelId) -> list[Point]:
 
 
 def work(harness: EngineHarness) -> dict[tuple[str, str], tuple[int, int]]:
-    """Return tokens and requests of each model, by its name, and kind."""
+    """Return the tokens and requests by model name and kind of work."""
     totals = harness.api.read(lambda tx: usage.read_totals(tx, OWNER, 0.0, ["model_id"]))
     return {(total.group[0].rpartition(":")[2], total.kind): (total.tokens, total.requests) for total in totals}
 
@@ -47,7 +47,10 @@ def read_kept(harness: EngineHarness, model_id: str, step: int | None) -> list[k
 
 
 def train(harness: EngineHarness, num_steps: int = 2) -> tuple[ModelId, RequestId]:
-    """Submit steps of two passes each, the second one forward only in the first step."""
+    """Submit optimizer steps with two passes each.
+
+    In the first step, the second pass is forward only.
+    """
     model_id, last = harness.create()
     seq_id = 0
     for step in range(num_steps):
@@ -107,7 +110,7 @@ def test_device_seconds_of_a_shared_batch_are_split_by_tokens(harness: EngineHar
         passes.append((model_id, harness.submit(forward_backward(data=data), model_id=model_id, seq_id=1)))
     harness.run(*(request_id for _, request_id in passes))
     (small,), (large,) = (curve(harness, model_id) for model_id, _ in passes)
-    if small.started_at == large.started_at:  # they ran as one batch
+    if small.started_at == large.started_at:  # both ran as one batch
         assert large.device_s == pytest.approx(3 * small.device_s)
 
 
@@ -236,7 +239,7 @@ def test_only_the_chosen_groups_of_a_step_are_kept(tmp_path: Path) -> None:
         harness.run(*ids)
         assert [group.request_id for group in read_kept(harness, "", None)] == sorted(ids)[:3]
         more = [harness.submit(sample((65, number))) for number in range(1, 8)]
-        harness.run(*more)  # another engine continues with the same choice
+        harness.run(*more)  # another engine makes the same choice
         assert [group.request_id for group in read_kept(harness, "", None)] == sorted(ids + more)[:3]
     finally:
         harness.close()

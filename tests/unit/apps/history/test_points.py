@@ -1,4 +1,7 @@
-"""Points of curves: read by cursor, thinned by whole steps, null for what is not finite."""
+"""Curve points are read by cursor and thinned by whole steps.
+
+Values that are not finite are null.
+"""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Sums over the samples of each step, apart for each owner and gone with their run."""
+"""Sums over the samples of each step, separate for each owner and deleted with the run."""
 
 from dataclasses import replace
 

@@ -69,14 +69,14 @@ def point(position: int, kind: PointKind = "train", **values: float | None) -> P
 
 
 def read_tracks(trace: "perfetto.Trace") -> dict[int, tuple[str, int]]:
-    """Return name and parent of each track."""
+    """Return the name and parent of each track."""
     described = [packet.track_descriptor for packet in trace.packet if packet.HasField("track_descriptor")]
     assert len({track.uuid for track in described}) == len(described)
     return {track.uuid: (track.name, track.parent_uuid) for track in described}
 
 
 def read_slices(trace: "perfetto.Trace") -> dict[str, list[tuple[str, float, float]]]:
-    """Return the slices of each track by its title; fails unless they are nested and in order."""
+    """Return the slices by track title, and check that they are nested and in order."""
     tracks = read_tracks(trace)
     open_slices: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
     slices: defaultdict[str, list[tuple[str, float, float]]] = defaultdict(list)
@@ -152,7 +152,7 @@ TIMES = st.floats(0, 100, allow_nan=False)
 
 @given(st.lists(st.tuples(TIMES, st.none() | TIMES, TIMES, st.floats(0, 5)), max_size=30))
 def test_slices_are_nested_whatever_the_clocks_say(times: list[tuple[float, float | None, float, float]]) -> None:
-    """Clocks of two machines differ, and requests end in any order."""
+    """The clocks of two machines differ, and requests end in any order."""
     spans = [span("r", created, started, created + ended - 10, device) for created, started, ended, device in times]
     spans.sort(key=lambda span: span.created_at)
     found = read_slices(decode_trace([TimelineGroup(title="m", spans=spans)]))

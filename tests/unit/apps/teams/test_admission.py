@@ -1,4 +1,4 @@
-"""Quotas in the engine: which requests wait or fail, for how long, and with which words."""
+"""Quotas in the engine: which requests wait or fail, for how long, and the messages."""
 
 import logging
 import threading
@@ -29,7 +29,7 @@ from tests.unit.engine.test_schedule import make_request
 
 DAY = 20_000 * 86_400.0
 PASS_TOKENS = 10
-"""Tokens of `forward_backward()`."""
+"""Number of tokens in `forward_backward()`."""
 
 
 @pytest.fixture
@@ -45,14 +45,14 @@ def put(store: Store, subject: str, name: str, value: int | None, over: OverQuot
 
 
 class World:
-    """The admission of an engine whose clock and results the test controls."""
+    """Admission control with a clock and results that the test controls."""
 
     def __init__(self, store: Store) -> None:
         self.store, self.now, self.num_waits = store, DAY + 100.0, 0
         self.admission = QuotaAdmission(store, self.wait_for_commits, clock=lambda: self.now)
 
     def wait_for_commits(self) -> None:
-        """Stand for the log of requests."""
+        """Replace the log of requests."""
         self.num_waits += 1
 
     def later(self, seconds: float) -> None:
@@ -63,7 +63,7 @@ class World:
         return isinstance(self.admission.may_start(request), Wait)
 
     def start(self, request: QueuedRequest) -> QueuedRequest:
-        """Start a request that may start."""
+        """Check that a request may start, and record its start."""
         assert self.admission.may_start(request) == START
         self.admission.record_start(request)
         return request
@@ -172,7 +172,7 @@ def test_samples_count_what_was_computed_and_drawn(world: World) -> None:
     put(world.store, "ann", "sample_tokens_per_day", 6)
     world.admission.refresh()
     output = an_output(num_tokens=4, cached=1)
-    world.admission.record_end(a_sample(), output)  # 1 of the prompt and 4 new ones
+    world.admission.record_end(a_sample(), output)  # 1 prompt token and 4 new tokens
     assert not world.waits(a_sample())
     world.admission.record_end(a_sample(), output)
     assert world.waits(a_sample()) and not world.waits(a_pass())
@@ -262,7 +262,7 @@ def test_paused_passes_wait_while_saves_and_other_owners_go_on(harness: EngineHa
     other = [harness.submit(forward_backward(), model_id=bob, seq_id=1 + number) for number in range(5)]
     harness.run(*first, *other, drawn)
     assert harness.api.read(lambda tx: futures.get_outcomes(tx, waiting)) == {}
-    harness.run(harness.submit(forward_backward(), model_id=bob, seq_id=6))  # the next engine knows from usage
+    harness.run(harness.submit(forward_backward(), model_id=bob, seq_id=6))  # the next engine reads this from usage
     assert harness.api.read(lambda tx: futures.get_outcomes(tx, waiting)) == {}
     put(harness.api, "ann", "training_tokens_per_day", None)
     harness.run(*waiting)
@@ -293,7 +293,7 @@ def test_passes_and_samples_beyond_a_quota_fail_and_leave_the_gradient_incomplet
 
 
 def test_results_are_those_of_a_server_without_quotas(harness: EngineHarness, tmp_path: Path) -> None:
-    """A pause changes when a request runs, and no bit of its result."""
+    """A pause changes when a request runs, but not a single bit of its result."""
 
     def train(of: EngineHarness) -> list[object]:
         model_id, created = of.create()
@@ -350,7 +350,10 @@ def test_the_status_names_the_pause_and_the_oldest_request_is_another(harness: E
 
 
 def test_new_models_and_checkpoints_beyond_a_quota_fail(harness: EngineHarness) -> None:
-    """The quota is set while an engine works: it follows within about a second, without a restart."""
+    """The quota is set while an engine runs.
+
+    The engine applies it within about a second, without a restart.
+    """
     harness.become("ann")
     model_id, created = harness.create("first")
     save = harness.submit(SaveWeights(kind="weights", name="one"), model_id=model_id, seq_id=1)

@@ -1,4 +1,4 @@
-"""The use of quotas: tokens of the day, models in training, bytes of checkpoints."""
+"""Quota use: training and sample tokens per day, models in training, checkpoint bytes."""
 
 import pytest
 
@@ -17,7 +17,7 @@ ANN, KEY, MATH = Subject("owner", "ann"), Subject("key", "4"), Subject("project"
 
 @pytest.fixture
 def team(store: Store) -> dict[str, SessionId]:
-    """Sessions of ann, one with a key and a project, and one of bob in the same project."""
+    """Two sessions of ann, one with a key and a project, and a session of bob in the same project."""
 
     def make(tx) -> dict[str, SessionId]:
         return {

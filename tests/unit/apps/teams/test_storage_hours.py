@@ -1,4 +1,4 @@
-"""Storage of checkpoints by hour: once an hour, of those that exist, and after its session."""
+"""Hourly checkpoint storage is recorded once per hour for existing checkpoints, and outlives the session."""
 
 from skyrl_tx.apps.teams import storage_hours
 from skyrl_tx.apps.teams.usage import HOUR_S, RETENTION_S
@@ -11,7 +11,7 @@ NOON = 500_000 * HOUR_S
 
 
 def save(store: Store, name: str, size: int, *, owner: str = "ann") -> CheckpointPath:
-    """Store a checkpoint in a run of its own; its session is in the project `p`."""
+    """Store a checkpoint in a new run. The session is in the project `p`."""
 
     def work(tx) -> CheckpointPath:
         session_id = sessions.create(tx, owner=owner, project_id="p", now=1.0)

@@ -1,4 +1,4 @@
-"""Placing, starting and ending the hosts of an engine in a Ray cluster, and why it ended."""
+"""Placing, starting and stopping the hosts of an engine in a Ray cluster, and the reason it ended."""
 
 import asyncio
 import os
@@ -199,7 +199,7 @@ def test_settings_of_ray_are_checked_by_name(tmp_path: Path, monkeypatch: pytest
 def test_a_cluster_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in "ray", "ray.util", "ray.util.scheduling_strategies":
         monkeypatch.setitem(sys.modules, module, StubRay())  # type: ignore[arg-type]
-    with socket.socket() as held:  # bound, and nothing listens
+    with socket.socket() as held:  # the port is bound, but nothing listens
         held.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{held.getsockname()[1]}"
         refused = rf"^--ray.address {address}: .*refused; `ray start --head` starts a cluster"
@@ -244,7 +244,7 @@ class StubProcess:
     location = EngineLocation("node0", 100, "run0")
 
     environment: Mapping[str, str] = {}
-    """The variables of the last one."""
+    """The environment variables of the most recent process."""
 
     def __init__(self, launch: EngineLaunch) -> None:
         StubProcess.environment = launch.environment

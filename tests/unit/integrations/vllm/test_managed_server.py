@@ -1,4 +1,4 @@
-"""A vLLM server that the engine starts: a stub of the command."""
+"""A vLLM server that the engine starts, replaced by a stub command."""
 
 import logging
 import os
@@ -35,7 +35,7 @@ CAPABILITIES = FakeBackend("tiny", FakeConfig(max_context_length=64)).start()
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[int]]]:
-    """The process ids of the stubs that have started, from the log that the engine forwards."""
+    """Return a function that reads the process ids of started stubs from the forwarded log."""
     with caplog.at_level(logging.INFO, "skyrl_tx.integrations.vllm"):
         yield lambda: [int(number) for number in STARTED.findall(caplog.text)]
 
@@ -126,7 +126,7 @@ def test_settings_of_an_own_server_do_not_go_with_a_url(settings: dict[str, obje
 
 @pytest.mark.parametrize("end", ["input", "kill"])
 def test_a_guard_leaves_nothing_behind(end: str, world: World) -> None:
-    """Also of what the command has started; a killed guard takes the command with it."""
+    """The command's child processes end too, and a killed guard ends the command with it."""
     script = "sleep 600 & echo $$ $!; wait"
     with subprocess.Popen(
         [sys.executable, "-P", guard.__file__, "sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -1,4 +1,4 @@
-"""Limits of connections on real sockets, before any key is looked at."""
+"""Connection limits on real sockets, which apply before any API key is checked."""
 
 import logging
 import os
@@ -57,7 +57,7 @@ def connect(server: Server, sent: bytes = b"") -> socket.socket:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Wait until the server closes the connection; return whether it does."""
+    """Wait for the server to close the connection, and return whether it did."""
     try:
         while connection.recv(1000):
             pass
@@ -73,7 +73,7 @@ def read_status(connection: socket.socket) -> int:
 
 
 def num_accepted_bytes(server: Server, first: bytes, piece: bytes, num_pieces: int) -> int:
-    """Send pieces until the server closes the connection."""
+    """Send pieces until the server closes the connection, and return the number of bytes sent."""
     sent = 0
     with connect(server, first) as connection:
         try:
@@ -98,7 +98,7 @@ def num_accepted_bytes(server: Server, first: bytes, piece: bytes, num_pieces: i
     ],
 )
 def test_endless_head_or_trailer_ends_the_connection(server: Server, first: bytes, piece: bytes) -> None:
-    """More than the limit is only what was in socket buffers."""
+    """Bytes beyond the limit were only accepted into socket buffers."""
     assert num_accepted_bytes(server, first, piece, 1000) < 16 * 2**20
 
 
@@ -127,7 +127,7 @@ def test_trailers_do_not_become_headers(server: Server) -> None:
 
 
 def test_pipelined_requests_are_bounded(server: Server) -> None:
-    """The first request waits for its result, and each later one would take memory meanwhile."""
+    """The first request waits for its result, and every request behind it would take memory."""
     model_id = server.model()
     request_id = server.post("optim_step", model_id=model_id, seq_id=1, adam_params={"learning_rate": 0.1}).json()
     body = b'{"request_id": "%s"}' % request_id["request_id"].encode()

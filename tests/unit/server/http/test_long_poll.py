@@ -1,4 +1,4 @@
-"""Long polls: which polls are woken, by what, and at what cost."""
+"""Long polls: which events wake them, and what they cost."""
 
 import asyncio
 import sqlite3
@@ -36,12 +36,12 @@ def submit(store: Store, session_id: SessionId) -> RequestId:
 
 def complete(store: Store, request_id: RequestId) -> None:
     store.write(lambda tx: futures.complete(tx, request_id, b"r", failed=False, effect_order=None, now=2.0))
-    store.wake()  # the engine notifies after a commit
+    store.wake()  # the engine sends a notification after a commit
 
 
 @pytest.fixture
 def run(store: Store) -> Callable[..., Any]:
-    """Run a coroutine with a result watcher on a new event loop."""
+    """Return a function that runs a coroutine with a result watcher on a new event loop."""
 
     def run_on_loop(work: Callable[[ResultWatcher], Any]) -> Any:
         async def main() -> Any:
@@ -163,7 +163,7 @@ def test_results_arrive_after_an_error_of_the_look_for_commits(
 def test_id_that_the_database_refuses_ends_only_its_poll(
     store: Store, session_id: SessionId, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PostgreSQL refuses text with a zero character."""
+    """PostgreSQL rejects text with a NUL character."""
     monkeypatch.setattr("skyrl_tx.server.http.long_poll._WAIT_S", 0.02)
     query = futures.get_open_owners
 
@@ -187,7 +187,7 @@ def test_id_that_the_database_refuses_ends_only_its_poll(
 def test_results_arrive_while_the_database_is_locked(
     store: Store, session_id: SessionId, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The marks of fetched results wait for the write lock; polls do not."""
+    """Marking results as fetched waits for the write lock, but polls do not."""
     monkeypatch.setattr("skyrl_tx.server.http.long_poll._MARK_FETCHED_EVERY_S", 0.0)
     fetched, polled = submit(store, session_id), submit(store, session_id)
     complete(store, fetched)

@@ -1,4 +1,4 @@
-"""Credentials: how long they are remembered, and wrong ones from one address."""
+"""Credentials: how long they are cached, and limits for wrong keys from one address."""
 
 import time
 from collections.abc import Callable
@@ -78,7 +78,7 @@ def test_last_use_is_recorded_without_a_commit_for_each_call(store: Store, make,
     for _ in range(5):
         authenticator.authenticate(key, NEAR)
         clock.now += 2
-        store.write(lambda tx: None)  # what was queued before is committed
+        store.write(lambda tx: None)  # everything queued earlier is now committed
     assert len(written) == 1
     row = store.read(lambda tx: keys.find(tx, key))
     assert row is not None and row.last_used_at is not None and abs(row.last_used_at - time.time()) < 60

@@ -1,4 +1,4 @@
-"""Samples of the server's state: rates between two words of the engine, gauges, and rows each ten seconds."""
+"""Samples of the server's state: rates between two engine reports, gauges, and a row every ten seconds."""
 
 import time
 from pathlib import Path

@@ -13,7 +13,10 @@ COUNT = 8 * MAX_PARTS
 
 
 def nest_messages(*path: tuple[int, bytes]) -> bytes:
-    """Return the bytes of messages inside one another, by field number; the last is repeated."""
+    """Return the bytes of nested messages, given by field number.
+
+    The innermost message is repeated.
+    """
     number, data = path[-1]
     data = (bytes([number << 3 | 2, len(data)]) + data) * COUNT
     for number, before in reversed(path[:-1]):

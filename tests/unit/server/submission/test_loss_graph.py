@@ -1,4 +1,4 @@
-"""A graph becomes operations of the contract, or is refused with the node and what is wrong with it."""
+"""A graph is compiled to contract operations, or rejected with an error that names the node."""
 
 import time
 from typing import Any
@@ -85,7 +85,7 @@ def test_a_loss_knows_the_fewest_sizes_and_its_elements() -> None:
 @pytest.mark.parametrize(
     ("nodes", "text"),
     [
-        # What is not in the vocabulary.
+        # Unknown operations and names.
         ([call("e", "os.system", "ls")], "graph.nodes[2] 'e': function 'os.system' is not supported"),
         ([call("e", "builtins.eval", "1")], "function 'builtins.eval' is not supported"),
         ([call("e", "torch.load", "/etc/passwd")], "function 'torch.load' is not supported"),

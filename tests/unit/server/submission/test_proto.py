@@ -1,4 +1,4 @@
-"""Our messages against those of the installed SDK, field by field."""
+"""Compare our protobuf messages with the installed SDK's, field by field."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from tinker.proto import tinker_public_pb2
 from skyrl_tx.server.submission import wire_pb2
 
 NOT_ON_THE_WIRE = {"SamplingParams", "StopStrings", "StopTokens"}
-"""In the SDK's schema, but every version samples in JSON."""
+"""Messages in the SDK's schema that we do not need, because every SDK version samples in JSON."""
 
 
 def get_fields(message: object) -> dict[int, tuple[str, int, int]]:

@@ -1,4 +1,4 @@
-"""Spans resolved: what is fill_recorded in, and what is refused with the span's name."""
+"""Provenance spans: values filled from recorded samples, and errors that name the span."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def make_sampled_span(sequence_id: str, offset: int, length: int) -> Span:
     return Span("sampled_tokens", sequence_id, offset, length)
 
 
-# Two turns: 2 prompt tokens, 3 sampled, 2 of the environment, 2 sampled. Targets are one ahead of the input.
+# Two turns: 2 prompt tokens, 3 sampled, 2 from the environment, 2 sampled. Targets are shifted by one.
 INPUT = (
     prompt("first", 0, 2),
     make_sampled_span("first", 0, 3),

@@ -1,4 +1,4 @@
-"""Submissions: passes completed with recorded samples, and idempotency digests."""
+"""Submissions: passes filled with recorded samples, and idempotency digests."""
 
 import logging
 import time

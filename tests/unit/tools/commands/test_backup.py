@@ -29,7 +29,7 @@ def skyrl_tx(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tupl
 
 
 def submit_run(harness: EngineHarness, num_steps: int) -> tuple[ModelId, list[RequestId]]:
-    """Submit a run that saves in each step, to sample and by one of three names; return its requests."""
+    """Submit a run that saves a sampler and a named checkpoint in every step, and return its request ids."""
     model_id, created = harness.create()
     submitted = [created]
     for step in range(num_steps):
@@ -45,7 +45,7 @@ def submit_run(harness: EngineHarness, num_steps: int) -> tuple[ModelId, list[Re
 
 
 def busy_harness(data_dir: Path, url: str | None) -> EngineHarness:
-    """Replace snapshots and collect garbage all the time."""
+    """Return a harness that replaces snapshots and collects garbage continuously."""
     harness = EngineHarness(
         data_dir,
         database_url=url,
@@ -60,7 +60,10 @@ def busy_harness(data_dir: Path, url: str | None) -> EngineHarness:
 
 @pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
 def test_a_backup_under_load_is_restored_and_trains_on_bit_equal(kind, tmp_path, request, capsys) -> None:
-    """The copied database has open requests; they get the results there that they get in the server itself."""
+    """The backup contains open requests.
+
+    After a restore they get the same results as on the original server.
+    """
     url = other_url = None
     if kind == "postgresql":
         url = request.getfixturevalue("postgresql_url")

@@ -68,7 +68,7 @@ def data_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def runs(data_dir: Path) -> list[ModelId]:
-    """Store two runs of a server that no longer runs."""
+    """Store two runs in the data directory of a stopped server."""
     store = Store.open(data_dir, role="api")
     made = [add_run(store, data_dir, "a"), add_run(store, data_dir, "b")]
     store.close()
@@ -109,7 +109,7 @@ def test_delete_requires_confirmation(data_dir, runs, capsys, monkeypatch) -> No
 
 
 def test_delete_unloads_a_run_of_a_running_server(data_dir, capsys) -> None:
-    """The engine has the run in memory and keeps serving the others."""
+    """The engine has the run in memory, unloads it and keeps serving other runs."""
     settings = EngineSettings(data_dir=data_dir, base_model="fake")
     api = Store.open(data_dir, role="api")
     runs = [add_run(api, data_dir, name) for name in "ab"]
@@ -133,7 +133,7 @@ def test_checkpoint_expiry_and_deletion(data_dir, runs, capsys) -> None:
     (record,) = json.loads(skyrl_tx(capsys, *listing)[1])
     assert record["expires"] is not None
     assert "never expires" in skyrl_tx(capsys, "checkpoints", "keep", path, "--data-dir", data_dir)[1]
-    for seconds in ("0", "100000000000000"):  # beyond the range of datetime
+    for seconds in ("0", "100000000000000"):  # outside the range of datetime
         status, _, err = skyrl_tx(capsys, "checkpoints", "keep", path, "--for", seconds, "--data-dir", data_dir)
         assert status == 1 and f"--for {seconds} must be from 1 to" in err
     assert json.loads(skyrl_tx(capsys, *listing)[1])[0]["expires"] is None
@@ -156,7 +156,7 @@ def test_deleted_checkpoint_is_restored_unless_deleted_now(data_dir, runs, capsy
     assert list_names(capsys, data_dir, "checkpoints", "--deleted") == {a, b}
     assert skyrl_tx(capsys, "checkpoints", "undelete", a, "--data-dir", data_dir)[1] == f"restored {a}\n"
     assert list_names(capsys, data_dir, "checkpoints") == {a}
-    for path in (a, b):  # deleted before, or not
+    for path in (a, b):  # already deleted, or never deleted
         status, out, _ = skyrl_tx(capsys, "checkpoints", "delete", path, "--now", "--data-dir", data_dir)
         assert status == 0 and "unused artifacts" in out
     status, _, err = skyrl_tx(capsys, "checkpoints", "undelete", a, "--data-dir", data_dir)
@@ -220,7 +220,7 @@ def adapter(
 
 
 def test_import_and_export_round_trip(data_dir, model, tmp_path, capsys) -> None:
-    """The update is the same, with another alpha and with all modules of its group."""
+    """The weight update is the same, with a different alpha and all modules of the group."""
     extra = {"peft_version": "0.21.2", "init_lora_weights": "gaussian", "use_dora": False, "lora_dropout": 0.1}
     source = adapter(tmp_path / "adapter", **extra, megatron_core="megatron.core", of_next_year=None)
     command = ("import", source, "--name", "mine", "--base-model", model, "--data-dir", data_dir)
@@ -315,7 +315,7 @@ def test_export_refuses_an_encrypted_checkpoint(data_dir, capsys, tmp_path) -> N
 
 
 def test_output_into_a_pipe_that_is_closed_is_no_error(tmp_path: Path) -> None:
-    """As with `skyrl-tx audit | head`, whose reader ends first."""
+    """For example, in `skyrl-tx audit | head` the reader ends first."""
     Store.open(tmp_path, role="tool").close()
     command = [sys.executable, "-m", "skyrl_tx", "keys", "list", "--json", "--data-dir", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:

@@ -1,4 +1,4 @@
-"""Commands on a data directory whose artifacts are in an object store, which the directory names."""
+"""Commands on a data directory whose artifacts are in an object store."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ def url(tmp_path: Path) -> str:
 
 @pytest.fixture
 def path(tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Import an adapter; return the path of its checkpoint."""
+    """Import an adapter and return the path of its checkpoint."""
     model = write_model(tmp_path / "model", tied_embeddings=False)
     (tmp_path / "adapter").mkdir()
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
@@ -79,7 +79,7 @@ def test_a_backup_is_refused(path: str, url: str, tmp_path: Path, capsys: pytest
 
 
 def test_files_are_left_to_the_server(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its engine may run on another machine, where the lock of this data directory is not seen."""
+    """The server's engine may run on another machine, which does not see this data directory's lock."""
     status, out, _ = skyrl_tx(capsys, "checkpoints", "delete", "--now", path, "--data-dir", tmp_path / "data")
     assert status == 0 and "the server removes the unused files" in out
     assert list((tmp_path / "objects").glob("art-*/manifest.json"))

@@ -31,7 +31,7 @@ def skyrl_tx(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tupl
 
 @pytest.fixture
 def trained(tmp_path: Path) -> tuple[Path, ModelId, float]:
-    """Train a run for two steps, save it after the first one, and stop; return its loss after the first step, too."""
+    """Train a run for two steps with a save after the first, and return its loss after the first step."""
     harness = EngineHarness(tmp_path / "data")
     model_id, _ = harness.create()
     harness.submit(forward_backward(), model_id=model_id, seq_id=1)
@@ -76,7 +76,7 @@ def lose_database(data_dir: Path) -> None:
 
 
 def checkpoint_rows(data_dir: Path) -> dict[str, tuple[CheckpointRow, ModelRow, str]]:
-    """Return each checkpoint by its path, with its run and owner."""
+    """Return the run and owner of each checkpoint, by path."""
 
     def look(tx):
         rows = [
@@ -89,7 +89,7 @@ def checkpoint_rows(data_dir: Path) -> dict[str, tuple[CheckpointRow, ModelRow, 
 
 
 def load(data_dir: Path, path: str) -> float:
-    """Load a training checkpoint as the API does; return the loss of the next pass."""
+    """Load a training checkpoint like the API, and return the loss of the next pass."""
     harness = EngineHarness(data_dir)
     row = harness.api.read(lambda tx: checkpoints.get(tx, CheckpointPath.parse(path), time.time()))
     model = harness.api.read(lambda tx: models.get(tx, CheckpointPath.parse(path).model_id))
@@ -138,7 +138,7 @@ def test_recover_restores_checkpoints_and_the_newest_snapshot(trained, capsys) -
 def test_unclaimed_artifacts_go_to_the_trash_on_request_and_return(trained, capsys) -> None:
     data_dir, model_id, _ = trained
     lose_database(data_dir)
-    for _ in range(2):  # a server starts and stops in between: removal and recovery do not depend on it
+    for _ in range(2):  # a server starts and stops in between, which must not affect removal and recovery
         Store.open(data_dir, role="tool").close()
         status, out, _ = skyrl_tx(capsys, "doctor", "--remove-unclaimed", "--yes", "--data-dir", data_dir)
         assert status == 0 and "to the trash" in out
@@ -166,7 +166,10 @@ def test_recovered_data_before_keys_belongs_to_the_admin(trained, capsys) -> Non
 
 
 def test_recover_from_manifests_of_early_releases(trained, capsys) -> None:
-    """Names, owners and specifications are missing there: the files tell the rank, and names are generated."""
+    """Early manifests lack names, owners and specifications.
+
+    The rank is read from the files, and names are generated.
+    """
     data_dir, model_id, loss = trained
     for path in (data_dir / "artifacts").glob("art-*/manifest.json"):
         manifest = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""`skyrl-tx status` on data directories of servers that never ran, run, and are dead."""
+"""`skyrl-tx status` on data directories of servers that never ran, are running, or have died."""
 
 import json
 import re
@@ -35,7 +35,7 @@ METERS = {
 
 
 def fill(data_dir: Path, *, age_s: float) -> None:
-    """Store an engine's status of some seconds ago, two open requests, a failed one and some gauges."""
+    """Store an engine status that is a few seconds old, two open requests, a failed one and gauges."""
     now = time.time()
 
     def work(tx: Session) -> None:
@@ -110,7 +110,7 @@ def test_a_directory_without_an_engine_is_described_too(tmp_path: Path, capsys: 
 def test_here_says_whether_an_engine_of_this_machine_is_ready(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As the check of a container's engine, whose host name is its own."""
+    """This is the health check of an engine in a container, which has a separate host name."""
 
     def publish(number: int, host: str, status: str) -> None:
         row = EngineStateRow(

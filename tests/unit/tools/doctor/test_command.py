@@ -17,7 +17,7 @@ def doctor(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[
 
 
 def replace_checks(monkeypatch: pytest.MonkeyPatch, *findings: Finding | Exception) -> list[ExaminedServer]:
-    """Replace all checks by those that find these; return the subjects that they get."""
+    """Replace all checks by ones with the given findings, and return the subjects they receive."""
     seen: list[ExaminedServer] = []
 
     def make_check(finding: Finding | Exception):
@@ -95,7 +95,7 @@ def test_without_a_database_there_is_nothing_to_remove(capsys, tmp_path) -> None
 
 
 def test_all_checks_on_the_fake_backend(capsys, tmp_path) -> None:
-    """No check fails by itself, and the directory stays as it is."""
+    """No check fails, and the directory is not changed."""
     flags = ("--base-model", "m", "--backend", "fake", "--port", "0", "--data-dir", tmp_path / "data", "--json")
     status, out, _ = doctor(capsys, *flags)
     findings = [Finding(**finding) for finding in json.loads(out)["findings"]]

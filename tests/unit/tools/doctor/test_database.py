@@ -1,4 +1,4 @@
-"""The database, without a change of it."""
+"""Database checks, which do not change the database."""
 
 import hashlib
 import sqlite3

@@ -1,4 +1,4 @@
-"""Driver, devices and the memory plan."""
+"""Checks of the driver, the devices and the memory plan."""
 
 import stat
 from pathlib import Path
@@ -38,7 +38,7 @@ CPU = Device(kind="cpu", platform="cpu", limit_bytes=None)
 
 
 def fake_answers(monkeypatch: pytest.MonkeyPatch, answer: ProbeAnswer | Finding, *gpus: list[str]) -> None:
-    """Let the probe and the driver's program answer this."""
+    """Replace the results of the probe and of the driver's command."""
     monkeypatch.setattr(machine, "_ask", lambda *_: answer)
     monkeypatch.setattr(machine, "_list_nvidia_gpus", lambda: iter(gpus))
 
@@ -48,7 +48,7 @@ def problems(subject, *flags: str, **more: object) -> list[Finding]:
 
 
 def test_the_probe_plans_as_the_backend_does(tmp_path: Path) -> None:
-    """In a process of its own, without loading the weights."""
+    """The probe runs in a separate process and does not load the weights."""
     model = write_tiny_model(tmp_path / "tiny")
     config = JaxConfig(compile_cache_dir=None, max_lora_rank=8)
     answer = machine._ask(str(model), config)
@@ -164,7 +164,7 @@ def test_other_backends_are_not_examined(subject) -> None:
 
 
 def test_the_plan_is_for_the_form_of_adapters_that_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of models that fit is replaced by the number of parameters of one, at rank 1."""
+    """The test replaces the number of models that fit by the number of parameters of one model at rank 1."""
 
     def num_parameters(*arguments: object) -> int:
         (model,) = (argument for argument in arguments if isinstance(argument, models.ModelConfig))

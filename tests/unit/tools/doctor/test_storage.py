@@ -1,4 +1,4 @@
-"""The data directory and the directory of compiled programs."""
+"""Checks of the data directory and of the compilation cache."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The command as a user calls it."""
+"""`skyrl-tx plan`, run like a user would."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The choice of a mesh for long rows, with made-up lengths."""
+"""The choice of a mesh for long rows, with synthetic lengths."""
 
 import jax.numpy as jnp
 
