@@ -1,4 +1,4 @@
-"""A lost device ends the engine, regardless of which backend call detects it, and fails no request."""
+"""A lost device ends the engine, no matter which backend call detects it, and fails no request."""
 
 import numpy as np
 import pytest

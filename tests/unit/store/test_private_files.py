@@ -15,7 +15,10 @@ def get_mode(path: Path) -> int:
 
 
 def open_files(directory: Path) -> dict[str, int]:
-    """Return the modes of entries that other users can access, and of sockets that they can write to."""
+    """Return the modes of entries that other users can access.
+
+    Sockets are skipped, because connecting needs write access, which other users do not have.
+    """
     return {
         path.name: get_mode(path) for path in directory.iterdir() if get_mode(path) & 0o077 and not path.is_socket()
     }

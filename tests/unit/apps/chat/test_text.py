@@ -39,7 +39,7 @@ class ByteFallbackDecoder:
 
 
 SLICES = st.lists(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6), max_size=12)
-"""Arbitrary tokens, many of which are parts of characters."""
+"""Arbitrary tokens. Many of them are parts of characters."""
 
 
 @given(slices=SLICES, skip_special=st.booleans())

@@ -1,4 +1,4 @@
-"""Kept samples: whole groups, visible to their owner, limited by age and size."""
+"""Kept samples: whole groups, visible to their owner, marked when trained on, limited by age and size."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Quotas and weights: rows, audit log entries, and which rules apply to which subject."""
+"""Quotas and weights: rows, audit log entries, and the rules that apply to a subject."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A vLLM server in a Ray cluster: the program that starts it, with actors on threads in place of Ray.
+"""A vLLM server in a Ray cluster: the program that starts it, with threads instead of Ray actors.
 
 `tests/serve/test_ray.py` has a real cluster.
 """

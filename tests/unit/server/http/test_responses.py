@@ -17,7 +17,7 @@ from skyrl_tx.server.http.responses import encode_pass, encode_sample, make_resu
 
 PROTOBUF = "application/x-protobuf"
 CELLS = Cells(crow=np.array([0, 3]), columns=np.array([3, 1, 0]))
-"""Indices in arbitrary order, two of which are 0."""
+"""One sparse row with cells in unsorted columns."""
 
 
 def floats(*values: float) -> Any:

@@ -89,7 +89,7 @@ def objects() -> Mapping[str, object]:
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in USED_NAMES.items() for name in names])
 def test_uvicorn_has_each_attribute(objects: Mapping[str, object], kind: str, name: str) -> None:
-    """The class still has the attribute, with the type that the adapter expects."""
+    """The object still has the expected class and the attribute."""
     assert type(objects[kind]).__name__ == kind
     assert hasattr(objects[kind], name), f"uvicorn {uvicorn.__version__}: {kind} has no attribute {name!r}"
 
@@ -113,14 +113,8 @@ def test_every_attribute_of_uvicorn_is_listed() -> None:
                 part for path in node.args if isinstance(path, ast.Constant) for part in str(path.value).split(".")
             }
     ours = set(vars(UvicornConnection))
-    public = {
-        "append",
-        "call_later",
-        "close",
-        "feed_data",
-        "is_closing",
-        "write",
-    }  # attributes of asyncio and httptools
+    # attributes of asyncio and httptools
+    public = {"append", "call_later", "close", "feed_data", "is_closing", "write"}
     assert used - ours - public == {name for names in USED_NAMES.values() for name in names}
 
 

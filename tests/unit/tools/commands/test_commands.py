@@ -156,7 +156,7 @@ def test_deleted_checkpoint_is_restored_unless_deleted_now(data_dir, runs, capsy
     assert list_names(capsys, data_dir, "checkpoints", "--deleted") == {a, b}
     assert skyrl_tx(capsys, "checkpoints", "undelete", a, "--data-dir", data_dir)[1] == f"restored {a}\n"
     assert list_names(capsys, data_dir, "checkpoints") == {a}
-    for path in (a, b):  # already deleted, or never deleted
+    for path in (a, b):  # one is not deleted, the other already is
         status, out, _ = skyrl_tx(capsys, "checkpoints", "delete", path, "--now", "--data-dir", data_dir)
         assert status == 0 and "unused artifacts" in out
     status, _, err = skyrl_tx(capsys, "checkpoints", "undelete", a, "--data-dir", data_dir)
@@ -209,7 +209,7 @@ def adapter(
     inputs: int = 32,
     **config: object,
 ) -> Path:
-    """Write a PEFT adapter for one module; the default sizes are those of `write_model`."""
+    """Write a PEFT adapter for one module, with the sizes of `write_model` by default."""
     folder.mkdir()
     fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], **config}
     (folder / "adapter_config.json").write_text(json.dumps(fields))

@@ -53,9 +53,9 @@ def trained(tmp_path: Path) -> tuple[Path, ModelId, float]:
 
 
 def doctor(capsys: pytest.CaptureFixture[str], data_dir: Path, *flags: str) -> tuple[dict[str, str], dict[str, dict]]:
-    """Return the worst level of what the doctor finds about the database and the artifacts, and each artifact.
+    """Return the worst level of the findings about the database and the artifacts, and each artifact.
 
-    What it finds about this machine is no concern of these tests.
+    Findings about this machine are ignored.
     """
     status, out, err = skyrl_tx(capsys, "doctor", "--backend", "fake", "--json", "--data-dir", data_dir, *flags)
     content = json.loads(out)
