@@ -60,6 +60,7 @@ def test_an_outage_is_reported_without_secrets(
     server: S3Server, tmp_path: Path, monkeypatch, caplog: pytest.LogCaptureFixture, fault: Fault
 ) -> None:
     caplog.set_level(logging.DEBUG)
+
     with flaky_proxy(server.url, lambda path, nth: fault) as proxy:
         for name, value in variables(proxy.url).items():
             monkeypatch.setenv(name, value)
@@ -73,6 +74,7 @@ def test_an_outage_is_reported_without_secrets(
             lambda: bucket.get_modification_time("a"),
             lambda: bucket.delete(["a"]),
         ]
+
         for call in calls:
             with pytest.raises(ArtifactsUnreachable, match="the object store cannot") as caught:
                 call()

@@ -123,11 +123,13 @@ def test_a_kill_leaves_a_whole_artifact_or_none(tmp_path: Path, point: str, exis
         [sys.executable, "-c", CREATE, tmp_path / "data", url, NAMED], env={**os.environ, failpoints.VARIABLE: point}
     )
     assert killed.returncode == -9
+
     (tmp_path / "elsewhere").mkdir()
     store = places.open_artifacts(tmp_path / "elsewhere", url)
     assert isinstance(store, ObjectArtifacts)
     assert store.has(NAMED) == exists and store.list_ids() == [NAMED] * exists
     assert store.collect(set()) == [] and list((tmp_path / "objects").glob("art-*/*/a.safetensors"))
+
     if exists:
         assert (store.open(NAMED).path / "a.safetensors").read_bytes() == b"weights"
     else:

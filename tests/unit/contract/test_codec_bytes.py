@@ -147,6 +147,7 @@ RECORDS: Mapping[str, Record] = {
 def assert_equal(found: object, wanted: object) -> None:
     """Compare records that contain arrays, bit by bit."""
     assert type(found) is type(wanted)
+
     if isinstance(wanted, np.ndarray):
         assert isinstance(found, np.ndarray)
         assert (found.dtype, found.shape, found.tobytes()) == (wanted.dtype, wanted.shape, wanted.tobytes())

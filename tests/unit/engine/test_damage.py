@@ -78,8 +78,10 @@ def test_housekeeping_continues_with_a_damaged_load(tmp_path, is_open: bool) -> 
         harness.api.write(lambda tx: tx.connection().exec_driver_sql("DELETE FROM snapshots"))
     harness.api.write(lambda tx: checkpoints.delete(tx, CheckpointPath.parse(saved.path)))
     assert artifact_id in (harness.api.read(checkpoints.find_referenced_artifacts) or ())
+
     flip(harness, loaded, "body")
     assert harness.api.read(checkpoints.find_referenced_artifacts) == (None if is_open else set())
+
     os.utime(harness.artifacts.open(artifact_id).path, (0, 0))
     with live_engine(harness.settings, harness.backend()):
         until(lambda: not harness.artifacts.has(artifact_id))

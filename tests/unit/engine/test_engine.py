@@ -156,21 +156,27 @@ def test_checkpoint_round_trip(harness):
     save = SaveWeights(kind="weights", name="a", ttl_s=3600, user_metadata={"step": "1"})
     saved = harness.answer(save, model_id=model_id, seq_id=3)
     assert saved.path == f"tinker://{model_id}/weights/a"
+
     row = harness.api.read(lambda tx: checkpoints.get(tx, CheckpointPath.parse(saved.path), 0.0))
     assert row.size_bytes > 0 and row.user_metadata == {"step": "1"} and row.expires_at == row.created_at + 3600
+
     taken = harness.answer(save, model_id=model_id, seq_id=4)
     assert taken.category == ErrorCategory.USER and "'a'" in taken.message
+
     again = harness.answer(replace(save, overwrite=True), model_id=model_id, seq_id=5)
     assert again.path == saved.path
+
     row = harness.api.read(lambda tx: checkpoints.get(tx, CheckpointPath.parse(saved.path), 0.0))
     load = LoadWeights(path=saved.path, artifact_id=row.artifact_id, spec=SPEC, optimizer=True, create=True)
     copy, loaded = harness.make(load, "copy")
     answers = []
+
     for name in (model_id, copy):
         harness.submit(forward_backward(7), model_id=name, seq_id=6 if name == model_id else 1)
         step = harness.submit(optim_step(), model_id=name, seq_id=7 if name == model_id else 2)
         answers.append(harness.submit(forward_backward(8, backward=False), model_id=name, seq_id=None))
         harness.run(loaded, step, answers[-1])
+
     first, second = (harness.result(answer) for answer in answers)
     assert harness.result(loaded).model_id == copy
     assert first.metrics == second.metrics
@@ -234,10 +240,12 @@ def test_models_and_samplers_are_evicted_and_restored_bit_equal(harness):
     harness.config = harness.config.model_copy(update={"max_models": 2, "max_samplers": 1})
     names = [harness.create(f"m{n}")[0] for n in range(4)]
     passes, steps, saves = [], [], []
+
     for turn in range(2):
         for n, name in enumerate(names):
             passes.append(harness.submit(forward_backward(n), model_id=name, seq_id=2 * turn + 1))
             steps.append(harness.submit(optim_step(), model_id=name, seq_id=2 * turn + 2))
+
     for name in names:
         save = SaveWeights(kind="sampler_weights", name="final")
         saves.append(harness.submit(save, model_id=name, seq_id=5))
@@ -246,6 +254,7 @@ def test_models_and_samplers_are_evicted_and_restored_bit_equal(harness):
     assert len(set(losses[4:])) == 4 and all(
         later < earlier for earlier, later in zip(losses[:4], losses[4:], strict=True)
     )
+
     rows = [
         harness.api.read(lambda tx, path=path: checkpoints.get(tx, CheckpointPath.parse(path), 0.0))
         for path in (harness.result(save).path for save in saves)

@@ -188,6 +188,7 @@ def test_inflight_sessions_get_new_weights_and_others_do_not(harness):
     assert rows[1].sampler_id == rows[2].sampler_id not in (before, rows[0].sampler_id)
     assert rows[1].size_bytes == rows[2].size_bytes > 0
     assert draw_sample(harness, 1) == draw_sample(harness, 2) != draw_sample(harness, 0)
+
     kept = harness.result(queued).sequences[0]
     assert (kept.tokens.tolist(), kept.logprobs.tobytes()) == draw_sample(harness, 0), (
         "the sample started before the save"
@@ -289,10 +290,13 @@ def test_unreferenced_sampler_is_kept_for_unread_requests(tmp_path, settings):
     with ThreadPoolExecutor(30) as at_once:
         asked = [*at_once.map(harness.submit, others), harness.submit(sample(sampler=first))]
     assert get_row(harness, 0).sampler_id == make_sampler_id(saves[1]), "the in-flight session has the newest weights"
+
     os.utime(harness.artifacts.open(first).path, (0, 0))
     harness.run(*asked)
     assert harness.result(asked[-1]).sequences
+
     later = harness.submit(sample(max_tokens=500, eos_stops=False))
     harness.run(later)
     assert not harness.artifacts.has(first), "no request refers to it any more"
+
     harness.close()

@@ -116,6 +116,7 @@ def test_rules_of_a_feature_run_with_those_of_the_core(harness: EngineHarness) -
     run = ModelId("run")
     harness.api.write(lambda tx: retention.expire(tx, clock))
     assert harness.api.write(lambda tx: retention.prune(tx, clock)) == 7
+
     harness.api.write(lambda tx: retention.delete_runs(tx, [run]))
     assert calls == [
         ("expire", clock),

@@ -208,6 +208,7 @@ def test_training_shares_micro_batches_by_weight(
 ) -> None:
     harness = make_harness({"micro_batch_tokens": 64, "max_pass_tokens": 256})
     data, sessions, last = (datum(length=64),) * num_micro_batches, dict[str, str](), list[RequestId]()
+
     for owner, number in (("ann", 60), ("bob", 60)):
         harness.become(owner)
         sessions[harness.session_id] = owner
@@ -222,6 +223,7 @@ def test_training_shares_micro_batches_by_weight(
                 else:
                     ended = harness.submit(forward_backward(data=data), model_id=model_id, seq_id=seq_id + 1)
             last += [ended] if owner == "ann" else []
+
     backend = ArrivalBackend(harness.config, None)
     harness.run(*last, backend=backend)
     owners = [sessions[session] for session in backend.steps]

@@ -203,10 +203,12 @@ def test_client_behind_a_backlog_beyond_memory_is_served_in_turn(open_harness):
     size = len(codec.encode(large))
     queued = [harness.submit(large, model_id=greedy, seq_id=seq_id) for seq_id in range(1, 201)]
     assert 200 * size > 4 * 2**20
+
     last = harness.submit(large, model_id=modest, seq_id=1), harness.submit(sample())
     backend = RecordingBackend(harness.config)
     harness.run(*last, backend=backend)
     assert len(backend.passes) <= 20 and all(harness.result(request_id) is not None for request_id in last)
+
     harness.run(*queued)
     orders = harness.api.read(
         lambda tx: tx.exec(

@@ -93,6 +93,7 @@ def test_an_older_database_loses_no_weights(tmp_path, is_same_start):
     harness = EngineHarness(data_dir)
     run_housekeeping(harness)
     assert {monday, tuesday} <= present(harness)
+
     harness.close()
 
 
@@ -137,10 +138,12 @@ def test_a_deleted_checkpoint_goes_to_the_trash_first(tmp_path, caplog):
         f"moved artifact {artifact_id} (tinker://{harness.session_id}:train:monday/weights/monday) to the"
         in caplog.text
     )
+
     harness.settings = harness.settings.model_copy(update={"trash_retention_s": 0.0})
     run_housekeeping(harness)
     assert harness.artifacts.list_ids(trashed=True) == []
     assert f"removed artifact {artifact_id} (tinker://" in caplog.text
+
     harness.close()
 
 
@@ -193,6 +196,7 @@ def test_a_kill_on_the_way_to_the_trash_or_out_of_it_loses_no_other_artifact(tmp
     assert store.has(deleted) == (nth == 1) and store.open(kept)
     assert store.collect([kept], min_age_s=0) == ([deleted] if nth == 1 else [])
     assert store.list_ids(trashed=True) == ([deleted] if nth == 1 else [])
+
     store.empty_trash(retention_s=0, max_bytes=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == [kept, "trash"]
 

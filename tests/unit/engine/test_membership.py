@@ -140,6 +140,7 @@ def test_a_request_that_ended_two_engines_waits_for_one_of_its_number(harness):
         ]
         assert get_engine(harness, model_id) == other, "only what the request needs stays"
         assert engines.start().number == victim.number
+
         engines.wait(quarantined)
 
 

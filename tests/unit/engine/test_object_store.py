@@ -172,12 +172,14 @@ def test_a_database_is_served_with_its_own_artifacts_only(
     artifact_id = save(harness, model_id, 1)
     right = harness.artifacts
     empty = Bucket.open_url(f"file://{tmp_path}/others")
+
     for wrong in (on_machine(tmp_path, empty, "second"), LocalArtifacts(tmp_path / "data" / "artifacts")):
         harness.artifacts = wrong
         with pytest.raises(
             UserError, match=r"the database refers to \d artifacts, but .* has none of them: set --artifacts"
         ):
             harness.run(created)
+
     harness.artifacts = right
     harness.run(created)
     right.forget_identity()  # simulates a damaged database

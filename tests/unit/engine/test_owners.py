@@ -230,6 +230,7 @@ def test_owner_behind_a_backlog_of_another_beyond_memory_is_served_in_turn(make_
     harness.run(last)
     done = harness.api.read(lambda tx: futures.get_outcomes(tx, queued))
     assert len(done) < 300, "it is next once it is read"
+
     harness.run(*queued)
     in_order = select(RequestRow.seq_id).where(RequestRow.model_id == of_ann, RequestRow.seq_id > 0)
     orders = harness.api.read(lambda tx: tx.exec(in_order.order_by(RequestRow.answer_order)).all())

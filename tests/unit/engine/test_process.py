@@ -40,6 +40,7 @@ def own_signals():
 def test_sigterm_stops_cleanly(harness):
     process = multiprocessing.get_context("spawn").Process(target=run_fake_engine, args=(harness.settings,))
     process.start()
+
     try:
         model_id, _ = harness.create()
         harness.submit(forward_backward(), model_id=model_id, seq_id=1)
@@ -55,6 +56,7 @@ def test_sigterm_stops_cleanly(harness):
     finally:
         process.kill()
         process.join()
+
     assert harness.api.read(lambda tx: models.get_snapshot(tx, model_id)).effect_order == 2
     assert harness.api.read(engine_state.get).status == "stopping"
 

@@ -137,6 +137,7 @@ def test_models_with_adapters_of_another_form_are_refused_with_the_setting(harne
         f"1 models in this data directory, for example {model_id}, have adapters of {named[0]}, but this server makes "
         f"adapters of {named[1]}; start it with {named[2]}, or add --fresh to leave these models behind"
     )
+
     artifact_id = next(iter(harness.api.read(lambda tx: checkpoints.list_by_run(tx, model_id, 0.0)))).artifact_id
     harness.api.write(models.abandon_all)
     load = LoadWeights(path=saved.path, artifact_id=artifact_id, spec=SPEC, optimizer=True, create=True)
@@ -153,6 +154,7 @@ def test_abandoned_models_are_not_restored_and_their_checkpoints_load_on_their_b
     saved = harness.answer(SaveWeights(kind="weights", name="a"), model_id=model_id)
     artifact_id = next(iter(harness.api.read(lambda tx: checkpoints.list_by_run(tx, model_id, 0.0)))).artifact_id
     assert [row.model_id for row in harness.api.write(models.abandon_all)] == [model_id]
+
     load = LoadWeights(path=saved.path, artifact_id=artifact_id, spec=SPEC, optimizer=True, create=True)
     _, elsewhere = harness.make(load, "elsewhere")
     harness.run(elsewhere, backend=OtherBaseBackend("tiny", harness.config))
@@ -160,8 +162,10 @@ def test_abandoned_models_are_not_restored_and_their_checkpoints_load_on_their_b
         "these weights belong to another base model, with the hash fake-128: this server's has 0123456789ab; "
         "load them on a server of their base model"
     )
+
     copy, _ = harness.make(load, "copy")
     assert run_forward(harness, copy).metrics
+
     failure = run_forward(harness, model_id)
     assert failure.message == (
         f"model_id '{model_id}' was left behind by a start with --fresh; its saved weights can be loaded"

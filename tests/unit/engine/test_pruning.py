@@ -76,6 +76,7 @@ def test_database_size_is_bounded(tmp_path, num_rounds: int, monkeypatch: pytest
     harness = EngineHarness(tmp_path, snapshot_interval_s=0.05, **quick)
     model_id, created = harness.create()
     sizes: list[int] = []
+
     with live_engine(harness.settings, harness.backend()):
         for number in range(num_rounds):
             send(harness, model_id, 1 + A_ROUND * number, A_ROUND)
@@ -88,9 +89,11 @@ def test_database_size_is_bounded(tmp_path, num_rounds: int, monkeypatch: pytest
             with pytest.raises(RequestPruned):
                 harness.api.write(partial(futures.submit, new=new_request(harness, model_id, number), now=time.time()))
         send(harness, model_id, last + 1, 3)
+
     assert max(sizes[1:]) <= sizes[0] * 1.25, sizes
     assert row.effect_order == 1 + 2 * last // 3, "the creation, and each pass and step once"
     assert harness.api.read(lambda tx: futures.get_outcomes(tx, [created])) == {created: "done"}
+
     harness.run(harness.submit(optim_step(), model_id=model_id, seq_id=last + 4))
     harness.close()
 
@@ -129,6 +132,7 @@ def test_killed_clients_leave_only_their_runs(tmp_path, monkeypatch) -> None:
     harness = EngineHarness(tmp_path, result_retention_s=0.0, request_retention_s=0.0, housekeeping_interval_s=0.1)
     real, ahead_s = time.time, 0.0
     monkeypatch.setattr(time, "time", lambda: real() + ahead_s)
+
     with live_engine(harness.settings, harness.backend()):
         for num_runs in (1, 2):
             run_killed_client(harness)
@@ -145,6 +149,7 @@ def test_killed_clients_leave_only_their_runs(tmp_path, monkeypatch) -> None:
             assert count_rows(harness)["marks"] == num_runs, "one per model"
             row = harness.api.read(lambda tx: sessions.get(tx, harness.session_id))
             assert row.finish_reason == "no heartbeat for 604800 s"
+
     harness.close()
 
 

@@ -73,19 +73,23 @@ def test_restore_failure_fails_only_the_request_that_needs_it(tmp_path, where, e
         others = [harness.submit(sample(sampler=other))]
     others.append(harness.submit(forward_backward(1), model_id=good, seq_id=4))
     is_deadly = isinstance(error, BackendLost)
+
     for _ in range(
         (1 + harness.settings.max_attempts) * is_deadly
     ):  # together with the other requests the first time, then alone
         with pytest.raises(BackendLost):
             harness.run(deadly, *others, backend=FaultyBackend(harness, where, bad, error))
+
     harness.run(deadly, *others, backend=FaultyBackend(harness, where, bad, error))
     failure = harness.result(deadly)
     assert failure.category == ErrorCategory.SERVER
+
     if is_deadly:
         assert "the engine crashed 3 times" in failure.message
     else:
         assert find_logged_error(failure.message, caplog) is error
     assert not any(isinstance(harness.result(request_id), Failure) for request_id in others)
+
     harness.close()
 
 
@@ -343,8 +347,10 @@ def test_crash_in_the_start_up_phase_counts_for_the_running_request_only(harness
     with pytest.raises(BackendLost):
         harness.run(deadly, backend=PoisonedBackend(harness, length=13))
     assert set(harness.api.read(lambda tx: futures.get_outcomes(tx, [first, deadly, save, waiting]))) == {first}
+
     attempts = {row.request_id: row.attempts for row in harness.api.read(lambda tx: futures.list_pending(tx, 0, 10))}
     assert attempts == {deadly: 2, save: 1, waiting: 0}
+
     harness.run(deadly, save, waiting)
     assert harness.result(save).path
 

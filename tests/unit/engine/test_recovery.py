@@ -26,6 +26,7 @@ class KeepingBackend(FakeBackend):
 def submit_run(harness):
     """Submit training with gradient accumulation, saves and samples for two models, and return all request ids."""
     names = []
+
     for model in ("a", "b"):
         model_id, created = harness.create(model)
         names.append(created)
@@ -40,6 +41,7 @@ def submit_run(harness):
                 seq_id += 1
                 names.append(harness.submit(request, model_id=model_id, seq_id=seq_id))
         names.append(harness.submit(sample(temperature=1.0, max_tokens=40)))
+
     return names
 
 
@@ -196,21 +198,26 @@ def test_replay_holds_one_request_in_memory(tmp_path):
     harness = EngineHarness(tmp_path, snapshot_interval_requests=10_000)
     model_id, last = harness.create()
     size, count = 2**20, 16
+
     for seq_id in range(1, count + 1):
         name = SamplingSessionId(f"{harness.session_id}:sample:{seq_id}")
         save = SaveWeights(
             kind="sampler_weights", name=None, sampling_session_id=name, user_metadata={"large": "x" * size}
         )
         last = harness.submit(save, model_id=model_id, seq_id=seq_id)
+
     harness.run(last)
     harness.api.write(lambda tx: models.delete_snapshot(tx, model_id))
     last = harness.submit(forward_backward(), model_id=model_id, seq_id=count + 1)
     tracemalloc.start()
+
     try:
         harness.run(last)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
+
     assert harness.result(last).metrics["num_datums:sum"] == 2
     assert peak < 8 * size, f"{peak / 2**20:.0f} MiB"
+
     harness.close()

@@ -123,6 +123,7 @@ def test_blocked_queue_is_passed_until_the_starvation_bound():
     blocked, others = make_request("blocked"), [make_request(f"s{n % 3}") for n in range(STARVATION_BOUND + 5)]
     queue = make_queue(blocked, *others)
     num_started = 0
+
     while True:
         queue.start_round()
         assert choose_next(queue) == blocked
@@ -132,7 +133,9 @@ def test_blocked_queue_is_passed_until_the_starvation_bound():
         queue.record_start(head)
         queue.end_turn(head, has_more=False)
         num_started += 1
+
     assert num_started == STARVATION_BOUND
+
     queue.start_round()
     assert start_requests(queue, 1) == [blocked], "its sampler has a slot now"
     assert len(start_requests(queue, 5)) == 5

@@ -170,10 +170,12 @@ def test_last_long_batch_slot_is_reserved_for_sessions_without_a_long_pass():
     )
     first = made.take(0.0)
     assert (first.requests[0].model_id, first.is_long) == (A, True)
+
     third = made.take(0.0, busy={A}, num_running=2, sessions_with_long={SessionId("s")})
     assert third.requests[0].model_id == C, "B is next, but its session has a running long pass"
     assert made.take(0.0, busy={A, C}, num_running=3, sessions_with_long={SessionId("s"), SessionId("other")}) is None
     assert made.take(0.0, busy={C}, num_running=2, sessions_with_long={SessionId("other")}).requests[0].model_id == B
+
     made = schedule(make_request(1, large), make_request(1, model_id=B), max_pass_tokens=10)
     assert made.take(0.0, busy={C}, num_running=1, sessions_with_long={SessionId("s")}).is_long, (
         "two places are free for long"

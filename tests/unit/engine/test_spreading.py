@@ -71,6 +71,7 @@ def count_started(harness: EngineHarness) -> Counter[int]:
 @pytest.mark.parametrize("victim", [None, "giver", "taker"])
 def test_an_idle_engine_gets_half_of_what_waits_elsewhere(harness, world, tmp_path_factory, victim) -> None:
     executed, released = world
+
     with SeveralEngines(harness, 2) as engines:
         request_ids = submit(harness, 1)
         engines.until(lambda: count_started(harness).keys() == {1, 2})
@@ -78,13 +79,16 @@ def test_an_idle_engine_gets_half_of_what_waits_elsewhere(harness, world, tmp_pa
             engines.get_engine(1 if victim == "giver" else 2).lose()
         released.set()
         engines.wait(*request_ids)
+
     assert set(executed) == set(request_ids)
+
     if victim is None:
         assert len(executed) == NUM_SAMPLES, "each was executed once"
     alone = EngineHarness(tmp_path_factory.mktemp("alone"))
     expected = submit(alone, 1)
     alone.run(*expected)
     assert tokens(harness, request_ids) == tokens(alone, expected)
+
     alone.close()
 
 

@@ -145,16 +145,19 @@ def test_invalid_lora_specs(lora, text):
 def test_invalid_models():
     with raises("base_model 'huge' is not served here; this server has tiny"):
         prepare.check_create(CreateModel(base_model="huge", spec=SPEC), CAPABILITIES, ["tiny"])
+
     with raises("optimizer 'dimuon' is not one of adamw"):
         prepare.check_create(
             CreateModel(base_model="tiny", spec=replace(SPEC, optimizer="dimuon")), CAPABILITIES, ["tiny"]
         )
+
     with raises("lora_config.train_mlp True: this server cannot train these layers"):
         prepare.check_create(
             CreateModel(base_model="tiny", spec=SPEC),
             replace(CAPABILITIES, lora_targets=frozenset({"attn", "unembed"})),
             ["tiny"],
         )
+
     load = LoadWeights(
         path="tinker://a/weights/b",
         artifact_id=ArtifactId("x"),

@@ -45,6 +45,7 @@ def state(store: Store, request_id: RequestId, owner: str = "ann") -> FutureStat
 def test_pending_returns_a_request_as_submitted(store: Store, new: NewRequest) -> None:
     submitted = submit(store, new, now=7.5)
     (request,) = pending(store)
+
     assert submitted.is_new
     assert request == futures.PendingRequest(
         position=1,

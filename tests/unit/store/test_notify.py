@@ -61,7 +61,9 @@ def test_two_processes_notify_each_other(
     monkeypatch.setattr(sqlite, "_POLL_S", 60.0)  # without notifications, no commit would be noticed in time
     data_dir = tmp_path.joinpath(*["long-name-" * 4] * (depth - 1), "data")
     assert (len(str(data_dir)) > 108) == (depth > 1)
+
     store = open_store("api", data_dir)
+
     with subprocess.Popen([sys.executable, "-c", ECHO, data_dir, database_url or ""]) as engine:
         await_text(store, "started")
         durations: list[float] = []
@@ -72,6 +74,7 @@ def test_two_processes_notify_each_other(
             durations.append(time.perf_counter() - started)
         ask(store, "stop")
         assert engine.wait(20) == 0
+
     assert min(durations) < 0.1, (
         "notified rather than polled; benchmarks measure the latency, because a busy machine adds to it"
     )

@@ -64,4 +64,5 @@ def test_pauses_of_several_engines_are_listed_once() -> None:
         for n in (1, 2, 3)
     ]
     rows[0].pauses, rows[1].pauses = published, published[:1]
+
     assert pauses.collect_pauses(*rows, None) == (one, two)

@@ -237,6 +237,7 @@ def test_samples_of_weights_in_memory_follow_their_model(api: Store, session_id:
         return placement.move(tx, 3, [1, 2]), model_id, request_id
 
     moved, model_id, request_id = api.write(work)
+
     assert moved.models == {model_id: 2}
     assert request_id in waiting(api, 2), "though engine 1 has fewer requests"
 

@@ -73,6 +73,7 @@ def test_inflight_sessions_of_a_model_share_a_sampler(store: Store, session_id: 
         new = row(session_id, f"s-{number}")
         new.is_inflight, new.request_id = is_inflight, RequestId(f"req-{number}")
         store.write(lambda tx, new=new: sampling_sessions.create_session(tx, new))
+
     model, newest = ModelId("run"), SamplerId("art-new")
     store.write(lambda tx: sampling_sessions.update_inflight(tx, model, newest))
     store.write(lambda tx: sampling_sessions.set_size(tx, model, newest, 100))

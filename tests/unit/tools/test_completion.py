@@ -104,6 +104,7 @@ def test_zsh_completes(shell: Path, typed: str, completed: str) -> None:
         ["zsh", "-i"], stdin=end, stdout=end, stderr=end, env=variables, start_new_session=True, close_fds=True
     )
     os.close(end)
+
     try:
         assert "loaded" in read_until(terminal, "loaded")
         os.write(terminal, f"skyrl-tx {typed}\t".encode())

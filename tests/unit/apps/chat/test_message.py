@@ -32,6 +32,7 @@ def parse(text: str, cuts: list[int], *, inside: bool = False, tools: ParserName
         parts += parser.feed(text[start:end])
     parts += parser.feed("", is_last=True)
     joined: list[tuple[str, str]] = []
+
     for part in parts:
         kind, value = (part.kind, part.text) if isinstance(part, Piece) else ("call", part.name)
         if isinstance(part, ToolCall):
@@ -40,7 +41,9 @@ def parse(text: str, cuts: list[int], *, inside: bool = False, tools: ParserName
             joined[-1] = kind, joined[-1][1] + value
         else:
             joined.append((kind, value))
+
     assert parser.has_calls == any(isinstance(part, ToolCall) for part in parts)
+
     return joined
 
 

@@ -79,6 +79,7 @@ def filled(store: Store) -> Store:
         logged_metrics.add_points(
             tx, row, [NewLoggedPoint(log_id=str(n), step=n, values={"reward": n / 2}) for n in (2, 1)], NOW
         )
+
         for number in range(2):
             tx.add(
                 SamplingSessionRow(
@@ -89,6 +90,7 @@ def filled(store: Store) -> Store:
                     last_used_at=2.0,
                 )
             )
+
         for owner in ("ann", "bob", "ann"):
             keys.create(tx, owner=owner, scope="user", name=owner, note="", now=NOW)
         first = keys.list_all(tx)[0]

@@ -72,10 +72,12 @@ def test_each_pass_and_step_is_a_point(harness: EngineHarness) -> None:
         ("train", 1, 10, 2),
         ("step", 2, 0, 0),
     ]
+
     first, step = found[0], found[2]
     assert first.created_at <= first.started_at <= first.at and first.device_s > 0
     assert first.values["num_tokens:sum"] == 10 and math.isfinite(first.values["loss:sum"] or 0)
     assert found[-1].values == harness.result(last).metrics and step.device_s > 0
+
     row = harness.api.read(lambda tx: models.get(tx, model_id))
     assert row is not None and row.num_steps == 2
     assert work(harness) == {("m", "training"): (30, 5), ("m", "forward"): (10, 1)}
@@ -163,20 +165,24 @@ def test_samples_are_used_and_kept_with_the_step_of_their_weights(harness: Engin
     harness.run(last, harness.submit(save, model_id=model_id, seq_id=7))
     row = harness.api.read(lambda tx: sampling_sessions.get(tx, name))
     assert row is not None and row.sampler_id is not None
+
     request = replace(sample((65, 66, 67), row.sampler_id), num_samples=2, sequence_ids=("seq-0", "seq-1"))
     output = harness.answer(request, sampling_session_id=name)
     (group,) = read_kept(harness, model_id, 2)
     assert group.prompt.tolist() == [65, 66, 67] and group.owner == OWNER
     assert [kept_sample.sequence_id for kept_sample in group.samples] == ["seq-0", "seq-1"]
+
     for found, sequence in zip(group.samples, output.sequences, strict=True):
         assert found.tokens.tolist() == sequence.tokens.tolist() and found.stop_reason == sequence.stop_reason
         assert found.logprobs.tobytes() == sequence.logprobs.tobytes()
     num_sampled = sum(sequence.tokens.size for sequence in output.sequences)
     assert work(harness)["m", "prefill"] == (3, 1) and work(harness)["m", "sampled"] == (num_sampled, 1)
+
     (sampled,) = [
         total for total in harness.api.read(lambda tx: usage.read_totals(tx, OWNER, 0.0)) if total.kind == "sampled"
     ]
     assert sampled.device_s > 0
+
     warm = harness.answer(replace(request, params=replace(request.params, temperature=1.0)), sampling_session_id=name)
     (sums,) = harness.api.read(lambda tx: points.read_sampled(tx, model_id, OWNER))
     both = [*output.sequences, *warm.sequences]
@@ -186,6 +192,7 @@ def test_samples_are_used_and_kept_with_the_step_of_their_weights(harness: Engin
     assert sums.logprob_sum == pytest.approx(
         sum(float(sequence.logprobs.sum()) for sequence in warm.sequences), rel=1e-5
     )
+
     scored = replace(request, num_samples=1, sequence_ids=None, options=requests.PromptOptions(logprobs=True))
     harness.answer(replace(scored, params=replace(request.params, max_tokens=1)), sampling_session_id=name)
     assert harness.api.read(lambda tx: points.read_sampled(tx, model_id, OWNER)) == [sums]
@@ -287,6 +294,7 @@ def test_pass_records_the_advantages_of_kept_sequences(harness: EngineHarness) -
     (group,) = read_kept(harness, "", None)
     first, second, third = group.samples
     (trained,) = output.logprobs
+
     assert first.advantage == pytest.approx(1.0) and first.kl == pytest.approx(
         float((-0.5 - trained[[2, 3, 5]]).mean())
     )

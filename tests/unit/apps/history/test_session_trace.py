@@ -81,6 +81,7 @@ def read_slices(trace: "perfetto.Trace") -> dict[str, list[tuple[str, float, flo
     open_slices: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
     slices: defaultdict[str, list[tuple[str, float, float]]] = defaultdict(list)
     last: defaultdict[int, int] = defaultdict(int)
+
     for packet in trace.packet:
         event = packet.track_event
         if not packet.HasField("track_event") or event.type == COUNTER:
@@ -93,7 +94,9 @@ def read_slices(trace: "perfetto.Trace") -> dict[str, list[tuple[str, float, flo
             name, begin = open_slices[event.track_uuid].pop()
             title = tracks[tracks[event.track_uuid][1]][0]
             slices[title].append((name, round(begin / 1e9 - NOW, 3), round(packet.timestamp / 1e9 - NOW, 3)))
+
     assert not any(open_slices.values()), "every slice ends"
+
     return dict(slices)
 
 
@@ -131,6 +134,7 @@ def test_a_point_replaces_its_request_and_others_stay() -> None:
     group = make_model_group("m", "run-1", requests, points, logged, NOW + 10)
     trace = decode_trace([group])
     assert [row[1:] for row in read_slices(trace)["m"] if row[0] == "optim_step"] == [(1, 3), (3, 10), (2, 2.5)]
+
     notes = [
         {note.name: note.string_value or note.int_value or note.double_value for note in event.debug_annotations}
         for packet in trace.packet
@@ -138,6 +142,7 @@ def test_a_point_replaces_its_request_and_others_stay() -> None:
     ]
     assert {"step": 1, "tokens": 7, "datums": 1, "device_s": 0.5, "loss:sum": 0.5} in notes
     assert {"request_id": "req-2", "status": "failed", "seq_id": 2} in notes
+
     tracks = read_tracks(trace)
     counts = {
         tracks[packet.track_event.track_uuid][0]: packet.track_event.double_counter_value

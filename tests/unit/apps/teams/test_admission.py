@@ -262,8 +262,10 @@ def test_paused_passes_wait_while_saves_and_other_owners_go_on(harness: EngineHa
     other = [harness.submit(forward_backward(), model_id=bob, seq_id=1 + number) for number in range(5)]
     harness.run(*first, *other, drawn)
     assert harness.api.read(lambda tx: futures.get_outcomes(tx, waiting)) == {}
+
     harness.run(harness.submit(forward_backward(), model_id=bob, seq_id=6))  # the next engine reads this from usage
     assert harness.api.read(lambda tx: futures.get_outcomes(tx, waiting)) == {}
+
     put(harness.api, "ann", "training_tokens_per_day", None)
     harness.run(*waiting)
     assert harness.result(waiting[0]).metrics["num_tokens:sum"] == PASS_TOKENS
@@ -279,12 +281,14 @@ def test_passes_and_samples_beyond_a_quota_fail_and_leave_the_gradient_incomplet
     drawn = [harness.submit(sample(max_tokens=4, eos_stops=False)) for _ in range(40)]
     harness.run(created, *passes, step, *drawn)
     assert not isinstance(harness.result(passes[0]), Failure)
+
     for failed_id, text in (
         (passes[1], "ann has used 10 of today's 10 training tokens"),
         (step, "the gradient is incomplete"),
     ):
         failure = harness.result(failed_id)
         assert isinstance(failure, Failure) and failure.category is ErrorCategory.USER and text in failure.message
+
     late = harness.submit(sample())
     harness.run(late)
     failures = [result for result in map(harness.result, [*drawn, late]) if isinstance(result, Failure)]
@@ -366,6 +370,7 @@ def test_new_models_and_checkpoints_beyond_a_quota_fail(harness: EngineHarness) 
     harness.become("bob")
     _, other = harness.create("first")
     harness.run(late, refused, following, other)
+
     for request_id, text in (
         (late, "checkpoint_bytes: the checkpoints of ann take "),
         (refused, f"models_in_training: ann has 1 models in training, and the quota is 1: unload one of {model_id}"),
@@ -373,6 +378,7 @@ def test_new_models_and_checkpoints_beyond_a_quota_fail(harness: EngineHarness) 
     ):
         failure = harness.result(request_id)
         assert isinstance(failure, Failure) and failure.category is ErrorCategory.USER and text in failure.message
+
     assert not isinstance(harness.result(other), Failure)
 
 

@@ -75,6 +75,7 @@ def test_a_forward_backward_and_a_sample_take_one_decision_each(tmp_path: Path) 
         model_id = server.model()
         body = {"session_id": server.session(), "sampling_session_seq_id": 0, "base_model": PUBLIC_NAME}
         sampler = server.post("create_sampling_session", **body).json()["sampling_session_id"]
+
         for seq_id in range(1, REQUESTS + 2):
             recorder.is_on = seq_id > 1  # the model exists before the first result
             answer = server.post(
@@ -93,6 +94,8 @@ def test_a_forward_backward_and_a_sample_take_one_decision_each(tmp_path: Path) 
                 sampling_params={"max_tokens": 4, "seed": 1},
             )
             assert len(server.result(answer)["sequences"]) == 2
+
         recorder.is_on = False
+
     assert recorder.calls == {"may_start": 2 * REQUESTS}
     assert recorder.statements == []

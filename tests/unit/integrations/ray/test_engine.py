@@ -52,18 +52,22 @@ def test_all_hosts_start_and_end_together(launch: EngineLaunch, monkeypatch: pyt
         [group] = ray.groups
         assert group.strategy == "STRICT_SPREAD"
         assert group.bundles == [{"GPU": 8, "fast": 1, "node:10.0.0.9": 0.001}, {"GPU": 8, "fast": 1}]
+
         zero, one = ray.actors
         assert [zero.options[name] for name in ("num_cpus", "num_gpus", "resources")] == [0, 8, {"fast": 1}]
         assert one.options["scheduling_strategy"].placement_group_bundle_index == 1
         assert zero.launch is not None and one.launch is not None
+
         first, second = zero.launch.hosts, one.launch.hosts
         assert (first.size, first.rank, first.address) == (2, 0, "10.0.0.0:4000")
         assert second == first.model_copy(update={"rank": 1}) and len(first.key_bytes) == 64
         assert one.launch.environment["XLA_FLAGS"] == "--of-all"
+
         zero.is_ready.set_result(READY)
         assert await ready.get() == READY
         assert engine.location == EngineLocation("node0", 100, "run0")
         assert "beat" in zero.calls and "beat" in one.calls
+
         one.finish(KILL)
         zero.finish(FOLLOWER_LOST)
         assert await living == replace(KILL, message="host 1: killed by SIGKILL")

@@ -165,6 +165,7 @@ def test_a_lost_server_is_reported_before_a_sample_needs_it(world: World, caplog
     stub, other = world.stub(), world.stub()
     sampler = world.sampler(lost_after_s=0.05)
     assert sampler.meters(Meters()) == Meters(sampler_servers=2, sampler_servers_lost=0)
+
     stub.stop()
     world.wait(lambda: sampler.meters(Meters()).sampler_servers_lost)
     found = sampler.meters(Meters())
@@ -172,6 +173,7 @@ def test_a_lost_server_is_reported_before_a_sample_needs_it(world: World, caplog
     assert re.fullmatch(
         r"1 of 2 vLLM servers have not responded for \d+ s \(\w+\); the other servers draw all samples", found.outage
     )
+
     other.stop()
     world.wait(lambda: sampler.is_away)
     stub.start()

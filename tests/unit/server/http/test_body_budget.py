@@ -128,11 +128,13 @@ def test_a_request_that_is_cancelled_leaves_no_bytes_behind() -> None:
         last = Holder(budget, "bob", MIB)
         await settle()
         assert last.is_in
+
         last.task.cancel()
         await asyncio.gather(last.task, return_exceptions=True)
         again = Holder(budget, "bob", MIB)
         await settle()
         assert again.is_in
+
         await again.end()
 
     run(test)

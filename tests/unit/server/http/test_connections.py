@@ -192,13 +192,16 @@ def test_half_sent_requests_keep_no_client_out(server: Server) -> None:
 
 def test_idle_connection_makes_room_and_a_poll_does_not(server: Server) -> None:
     model_id, polls = server.model(), []
+
     for number in range(1, MAX_PER_ADDRESS + 1):
         fields = {"model_id": model_id, "seq_id": number, "adam_params": {"learning_rate": 0.1}}
         body = b'{"request_id": "%s"}' % server.post("optim_step", **fields).json()["request_id"].encode()
         head = b"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
         polls.append(head + body)
+
     server.client.close()
     until(lambda: server.api.connections.num_open == 0)
+
     with ExitStack() as stack:
         polling = [stack.enter_context(connect(server, poll)) for poll in polls[:-1]]
         idle = stack.enter_context(connect(server, HEAD + b"\r\n"))
@@ -230,10 +233,12 @@ def run_out_of_file_descriptors(data_dir: Path) -> None:
     handler = logging.Handler()
     handler.emit = records.append
     logging.getLogger().addHandler(handler)
+
     with live_api(settings(data_dir)) as server, ExitStack() as stack:
         url = httpx.URL(server.url)
         clients = [stack.enter_context(socket.socket()) for _ in range(40)]
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
+
         with ExitStack() as filled:
             filled.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
             resource.setrlimit(resource.RLIMIT_NOFILE, (clients[-1].fileno() + 5, before[1]))
@@ -247,7 +252,9 @@ def run_out_of_file_descriptors(data_dir: Path) -> None:
             assert all(map(is_closed, clients))
             time.sleep(0.5)
             assert time.process_time() - started < 0.4, "the event loop does not spin"
+
         assert server.client.get("/api/v1/nothing").status_code == 404
+
     logged = [record for record in records if record.levelno >= logging.WARNING and record.name != "httpx"]
     assert len(logged) < 10
 

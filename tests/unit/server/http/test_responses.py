@@ -59,6 +59,7 @@ def test_sample_round_trips() -> None:
     assert [sequence.stop_reason for sequence in read.sequences] == ["stop", "length"]
     assert read.prompt_logprobs == [None, -0.5]
     assert read.topk_prompt_logprobs == [None, [(5, -1.0), (6, -2.0)]]
+
     targets = read.target_prompt_logprobs
     assert targets is not None and (targets.shape, list(targets.data)) == ([1, 4], [0, -1.5, 0])
     assert (targets.sparse_crow_indices, targets.sparse_col_indices) == ([0, 3], [3, 1, 0])

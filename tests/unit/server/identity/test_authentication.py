@@ -94,16 +94,20 @@ def test_wrong_keys_from_one_address_are_refused_without_queries(store: Store, m
     reads: list[object] = []
     read = store.read
     monkeypatch.setattr(store, "read", lambda work: reads.append(work) or read(work))
+
     for number in range(50):
         error = refusal(authenticator, "nonsense" if number % 2 else f"tml-{number}")
         assert error.status == HTTPStatus.TOO_MANY_REQUESTS
         assert error.headers is not None and int(error.headers["Retry-After"]) in (2, 3)
+
     assert len(reads) <= 1
     assert refusal(authenticator, "tml-0", FAR).status == HTTPStatus.UNAUTHORIZED, "another address"
+
     principal = authenticator.authenticate(valid, NEAR)
     assert principal.owner == "ann", "a valid key from the same address"
     assert authenticator.authenticate(authenticator.issue_token(principal), NEAR) == principal
     assert refusal(authenticator, key).status == HTTPStatus.UNAUTHORIZED, "a revoked key is not a guess"
+
     clock.now += 3
     new, _ = new_key(store)
     assert authenticator.authenticate(new, NEAR).owner == "ann"

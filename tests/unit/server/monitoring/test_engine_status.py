@@ -123,6 +123,7 @@ def test_submitted_samples_count_until_the_published_load_includes_them(
         check(admission, "ann", 0)
     assert caught.value.status == 429
     assert caught.value.headers == {"Retry-After": "1", "X-Tinker-Sampling-Backpressure": "1"}
+
     publish_load(store, 4 * REQUEST_BYTES, position=6)  # 2 completed, 4 queued, 4 not yet read by the engine
     check(admission, "ann", REQUEST_BYTES)
     with pytest.raises(ApiError):

@@ -67,6 +67,7 @@ def test_the_number_of_series_is_bounded_and_no_label_names_a_user(server: Serve
                 server.client.request(
                     method, filled, json={"session_id": "secret-session"} if method == "POST" else None
                 )
+
     text = server.client.get("/metrics").text
     found = samples(text)
     assert len(found) < 600, "half of the bound for both processes"

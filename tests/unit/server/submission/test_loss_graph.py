@@ -60,6 +60,7 @@ def test_a_graph_becomes_operations_and_what_is_not_needed_is_left_out() -> None
         call("twice", "operator.mul", {"ref": "neg"}, 2),
         output({"ref": "twice"}, **{"custom/total:sum": TOTAL}),
     )
+
     assert loss.constants == (2.0,) and [loss_input.name for loss_input in loss.inputs] == ["logprobs", "weights"]
     assert loss.operations == (
         Operation(name="mul", values=(0, 1)),

@@ -226,18 +226,24 @@ def test_import_and_export_round_trip(data_dir, model, tmp_path, capsys) -> None
     command = ("import", source, "--name", "mine", "--base-model", model, "--data-dir", data_dir)
     status, out, err = skyrl_tx(capsys, *command)
     assert status == 0, err
+
     path = next(word for word in out.split() if "/weights/mine" in word)
     out_dir = tmp_path / "out"
     assert skyrl_tx(capsys, "export", path, out_dir, "--data-dir", data_dir)[0] == 0
+
     config = json.loads((out_dir / "adapter_config.json").read_text())
     assert config["lora_alpha"] == 32 and set(config["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
     tensors = load_file(out_dir / "adapter_model.safetensors")
     assert len(tensors) == 2 * 4 * 2
+
     modes = {file.stat().st_mode for file in out_dir.iterdir()}
     assert modes == {(source / "adapter_config.json").stat().st_mode}, "all files have the default mode"
+
     b = tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"]
     np.testing.assert_allclose(b * 32 / 2, np.full((64, 2), 4 / 2))
     assert not tensors["base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"].any()
+
     status, _, err = skyrl_tx(capsys, "export", path, out_dir, "--data-dir", data_dir)
     assert status == 1 and f"{out_dir} already exists" in err
 
@@ -311,6 +317,7 @@ def test_export_refuses_an_encrypted_checkpoint(data_dir, capsys, tmp_path) -> N
     path = CheckpointPath(run, CheckpointKind.EXTERNAL, "encrypted")
     store.close()
     status, _, err = skyrl_tx(capsys, "export", str(path), tmp_path / "out", "--data-dir", data_dir)
+
     assert status == 1 and "is encrypted" in err
 
 

@@ -111,14 +111,19 @@ def test_recover_restores_checkpoints_and_the_newest_snapshot(trained, capsys) -
     harness.close()
     levels, found = doctor(capsys, data_dir)
     assert levels["artifacts"] == "warning" and "unclaimed" in {record["state"] for record in found.values()}
+
     out = skyrl_tx(capsys, "doctor", "--backend", "fake", "--data-dir", data_dir)[1]
     assert "unclaimed" in out and "skyrl-tx recover" in out
+
     status, out, err = skyrl_tx(capsys, "recover", "--list", "--data-dir", data_dir)
     assert status == 0 and "first" in out and "snapshot" in out and checkpoint_rows(data_dir) == {}
+
     status, out, err = skyrl_tx(capsys, "recover", "--data-dir", data_dir)
     assert status == 0, err
+
     after = checkpoint_rows(data_dir)
     assert after.keys() - before.keys() == {f"tinker://{model_id}/weights/snapshot-6"}
+
     for path, (row, run, owner) in before.items():
         restored, restored_run, restored_owner = after[path]
         assert (restored.artifact_id, restored.size_bytes) == (row.artifact_id, row.size_bytes)
@@ -128,9 +133,11 @@ def test_recover_restores_checkpoints_and_the_newest_snapshot(trained, capsys) -
         assert (restored.expires_at is None) == (row.expires_at is None)
         assert (restored_run.base_model, restored_run.spec, restored_owner) == (run.base_model, run.spec, owner)
         assert restored_run.status == "unloaded" and restored_run.base_model_hash == run.base_model_hash
+
     assert after[f"tinker://{model_id}/weights/snapshot-6"][0].step == 2
     assert load(data_dir, f"tinker://{model_id}/weights/first") == loss
     assert load(data_dir, f"tinker://{model_id}/weights/snapshot-6") < loss
+
     status, out, _ = skyrl_tx(capsys, "recover", "--data-dir", data_dir)
     assert status == 0 and out == "nothing to restore\n"
 
@@ -171,18 +178,22 @@ def test_recover_from_manifests_of_early_releases(trained, capsys) -> None:
     The rank is read from the files, and names are generated.
     """
     data_dir, model_id, loss = trained
+
     for path in (data_dir / "artifacts").glob("art-*/manifest.json"):
         manifest = json.loads(path.read_text())
         for key in (*OLD_KEYS, *(["base_model"] if "effect_order" in manifest["metadata"] else [])):
             manifest["metadata"].pop(key, None)
         path.write_text(json.dumps(manifest))
+
     lose_database(data_dir)
     assert skyrl_tx(capsys, "recover", "--data-dir", data_dir)[0] == 0
+
     found = checkpoint_rows(data_dir)
     (training,) = (path for path in found if "/weights/recovered-" in path)
     assert {path.rsplit("/", 1)[0] for path in found} >= {
         f"tinker://{model_id}/{kind}" for kind in ("weights", "sampler_weights")
     }
+
     _, run, owner = found[training]
     spec = codec.decode(run.spec)
     assert spec.lora.rank == SPEC.lora.rank and owner == "local"  # type: ignore[union-attr]
@@ -193,6 +204,7 @@ def test_doctor_finds_damaged_and_missing_files(trained, capsys) -> None:
     data_dir, model_id, _ = trained
     levels, found = doctor(capsys, data_dir)
     assert set(levels.values()) == {"ok"} and [record["state"] for record in found.values()] == ["ok"] * 4
+
     rows = {path: row for path, (row, _, _) in checkpoint_rows(data_dir).items()}
     damaged, missing = (
         rows[f"tinker://{model_id}/{kind}/first"].artifact_id for kind in ("weights", "sampler_weights")
@@ -206,6 +218,7 @@ def test_doctor_finds_damaged_and_missing_files(trained, capsys) -> None:
     assert found[missing]["used_by"] == f"tinker://{model_id}/sampler_weights/first"
     assert "it is in the trash" in found[missing]["detail"]
     assert skyrl_tx(capsys, "recover", missing, "--data-dir", data_dir)[0] == 0
+
     levels, _ = doctor(capsys, data_dir, "--no-hashes")
     assert levels["artifacts"] == "ok" and LocalArtifacts(data_dir / "artifacts").open(ArtifactId(missing))
 

@@ -50,6 +50,7 @@ def fill(data_dir: Path, *, age_s: float) -> None:
         state.activity, state.activity_since, state.meters = "forward_backward", now - age_s - 5, METERS
         engine_state.publish(tx, state)
         session = sessions.create(tx, owner="ann", now=now)
+
         for number in range(3):
             new = NewRequest(key=f"k{number}", kind="model_pass", owner="ann", session_id=session, body=b"x")
             submitted = futures.submit(tx, new, now - 100)
@@ -58,11 +59,13 @@ def fill(data_dir: Path, *, age_s: float) -> None:
             if number == 2:
                 failure = codec.encode(Failure(message="lr is [red]NaN", category=ErrorCategory.USER))
                 futures.complete(tx, submitted.request_id, failure, failed=True, effect_order=None, now=now - 30)
+
         at = int(now) // 10 * 10
         for step in range(3):
             engine_state.add_gauges(tx, at - 10 * step, {"training_tokens_per_s": 100.0 * step})
 
     store = Store.open(data_dir, role="api")
+
     try:
         store.write(work)
     finally:

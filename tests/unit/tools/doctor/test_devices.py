@@ -53,9 +53,11 @@ def test_the_probe_plans_as_the_backend_does(tmp_path: Path) -> None:
     config = JaxConfig(compile_cache_dir=None, max_lora_rank=8)
     answer = machine._ask(str(model), config)
     assert isinstance(answer, ProbeAnswer) and answer.plan is not None, answer
+
     backend = JaxBackend(str(model), config)
     found = backend.start()
     assert answer.devices == [CPU] and len(found.devices) == 1
+
     plan = answer.plan
     assert (plan.num_parameters, plan.max_length, plan.kv_tokens, plan.micro_batch_tokens, plan.max_models) == (
         found.num_parameters,
@@ -65,6 +67,7 @@ def test_the_probe_plans_as_the_backend_does(tmp_path: Path) -> None:
         found.max_models,
     )
     assert plan.file_bytes == (model / "model.safetensors").stat().st_size and plan.has_end
+
     backend.close()
 
 

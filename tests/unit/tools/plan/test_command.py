@@ -64,8 +64,10 @@ def test_the_plan_as_json(dense: str, capsys: pytest.CaptureFixture[str]) -> Non
         *("base weights", "sampler adapters", "KV cache"),
         *("adapters in training", "optimizer", "temporary"),
     ]
+
     used = sum(item["bytes"] for item in found["memory"])
     assert used + found["free_bytes"] == found["device"]["usable_bytes"] == 15.75 * GIB
+
     of_rank_1 = 36 * (2 * (4096 + 4096 // 8) + 2 * (4096 + 1024 // 8) + 3 * (4096 + 12288 // 8)) + 4096 + 151936 // 8
     assert found["memory"][4]["bytes"] == 2 * 2 * 4 * 8 * of_rank_1, "two moments of two models in float32"
     assert found["limits"]["context_tokens"] == 8192 and found["limits"]["models"] == 2
