@@ -97,7 +97,7 @@ class PreparedEnvironment:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables of its programs, without those that add modules of other environments."""
+        """Environment variables for its programs, without modules of other environments."""
         return {**_clean_variables(), **self.variables}
 
 
@@ -285,7 +285,7 @@ def _call(environment: ClientEnvironment, command: list[str]) -> None:
 
 
 def _clean_variables() -> dict[str, str]:
-    """Return the variables of this process but those that add modules, or that forbid to keep compiled ones."""
+    """Return this process's environment without variables that add modules or disable bytecode files."""
     dropped = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE"}
     return {key: value for key, value in os.environ.items() if key not in dropped}
 

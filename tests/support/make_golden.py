@@ -60,7 +60,7 @@ def _git(*arguments: str) -> bytes:
 
 
 def _write_entry_points(source: Path) -> None:
-    """Declare the backends of the commit, whose modules may have other names than those that are installed.
+    """Declare the commit's backends, whose modules may be named differently from the installed ones.
 
     Under the name of this distribution, in any commit, so that Python finds it instead of the installed one.
     """

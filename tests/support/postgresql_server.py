@@ -24,7 +24,7 @@ PASSWORD = "secret-password"
 _TEMPLATE = "template_skyrl"
 _PORT = 5432  # only part of the socket's name
 _UNTIL_INPUT_ENDS = 'exec 3<&0; "$@" <&- & read _ <&3; kill -QUIT $!; wait $!'
-"""Runs a command until the process that started it ends, in whatever way."""
+"""Runs a command until the process that started it ends, even if that process is killed."""
 _SETTINGS = ("listen_addresses=", "max_connections=200", "shared_buffers=32MB")
 _NOT_DURABLE = ("fsync=off", "full_page_writes=off")
 """Faster; tests kill processes, not the machine."""

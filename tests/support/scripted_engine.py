@@ -123,7 +123,7 @@ class ScriptedEngine:
 
 
 def _samples(request: requests.Sample) -> results.SampleOutput:
-    """Return ascending tokens with logprobs of -1; those of the prompt are -2."""
+    """Return ascending tokens with logprobs of -1. Prompt logprobs are -2."""
     count = request.params.max_tokens or 4
     sequence = results.SampledSequence(
         tokens=np.arange(count, dtype=np.int32), logprobs=np.full(count, -1.0, np.float32), stop_reason="length"

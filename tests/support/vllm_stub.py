@@ -58,9 +58,9 @@ class StubOptions:
     other_seeds: list[int] = field(default_factory=list[int])
     """Added to the seeds of the next streams, one each."""
     ignores_adapters: bool = False
-    """Samples of adapters are those of the base model."""
+    """Samples with an adapter equal the base model's samples."""
     logprob_error: float = 0.0
-    """Added to the log-probabilities of sampled tokens, not to those of prompts."""
+    """Added to the log-probabilities of sampled tokens, not to log-probabilities of prompts."""
     is_paused: bool = False
     """Streams send nothing."""
 
@@ -321,7 +321,7 @@ class _Call:
         params = self._request.params
         temperature = params.temperature or 1.0
         if self._options.logprobs_mode == "raw_logprobs" and temperature != 1:
-            scale = np.log(np.exp(values * temperature).sum())  # only of what is known
+            scale = np.log(np.exp(values * temperature).sum())  # only over the known log-probabilities
             own, values = own * temperature - scale, values * temperature - scale
         elif params.temperature and (params.top_k > 0 or params.top_p < 1):
             before = np.cumsum(np.exp(values)) - np.exp(values)

@@ -60,7 +60,7 @@ class Kill:
 
 
 def random_kills(seed: int, num_kills: int) -> list[Kill]:
-    """Return a schedule: mostly of the engine, 60% at crash points, each of which comes once before any repeats."""
+    """Return a schedule that mostly kills the engine, 60% at crash points. No point repeats before all were used."""
     dice = random.Random(seed)
     decks: dict[Victim, list[Point]] = {"engine": [], "api": []}
     kills: list[Kill] = []
@@ -196,7 +196,7 @@ class ServerProcesses:
         return False
 
     def _compare_results(self) -> None:
-        """Compare the stored results with those of the last call."""
+        """Count stored results that have changed since the last call."""
         wanted = "SELECT request_id, result FROM requests WHERE result IS NOT NULL"
         found = dict(rows(self.data_dir, self.database_url, wanted))
         with self._lock:

@@ -1,6 +1,7 @@
 """A run of one or two training clients on a server whose processes are killed by a schedule.
 
-Results, saved weights and the log on disk are compared with those of the same clients on an undisturbed server.
+Results, saved weights and the log on disk must equal a run of the same clients on an undisturbed
+server.
 """
 
 import hashlib
@@ -152,7 +153,7 @@ def _read_outcome(processes: ServerProcesses, transcripts: list[Transcript]) -> 
 
 _HISTORY = {
     "point": 'SELECT model_id, kind, step, tokens, datums, "values" FROM run_points',
-    # A prefix cache is empty after a kill, so tokens that were cached count as others.
+    # A prefix cache is empty after a kill, so cached tokens count like other prefill tokens.
     "usage": "SELECT model_id, REPLACE(kind, '_cached', '') AS work, CAST(SUM(tokens) AS BIGINT),"
     " CAST(SUM(CASE WHEN kind = 'prefill_cached' THEN 0 ELSE requests END) AS BIGINT)"  # PostgreSQL sums to a decimal
     " FROM usage GROUP BY session_id, owner, model_id, work",

@@ -224,7 +224,7 @@ def call(server: Server, tally: Tally, route: Route, attempt: Attempt) -> None:
 
 
 def _message(body: dict[str, Any]) -> object:
-    """Return the message of an error: a `detail`, or that of the OpenAI and Anthropic forms."""
+    """Return the message of an error, from `detail` or from the OpenAI or Anthropic format."""
     return body.get("detail") or body.get("error", {}).get("message")
 
 

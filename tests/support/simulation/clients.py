@@ -151,7 +151,7 @@ class Client:
     # Requests
 
     def send(self, sent: Sent) -> Sent:
-        """Send a request and fetch its result, at the same time as others."""
+        """Send a request and fetch its result, concurrently with other requests."""
         self.spawn(lambda: self._exchange(sent), sent.kind)
         return sent
 

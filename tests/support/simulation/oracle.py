@@ -1,4 +1,4 @@
-"""Checks a history against a model of what the server promises.
+"""Check a history against a model of the server's guarantees.
 
 The model is the fake backend itself, driven in one thread by the requests that clients sent: each takes effect once, in
 the order of its sequence number, and its result is a function of the model's earlier requests alone.

@@ -1,4 +1,4 @@
-"""Histories with clients of their own: each tries one promise that training alone does not."""
+"""Histories with special clients. Each tests a guarantee that training alone does not cover."""
 
 import sys
 from collections.abc import Callable

@@ -25,7 +25,7 @@ EXECUTE = database.execute
 
 
 class _Rows(IteratorResult[Any]):
-    """The result of a prepared statement, as far as the product uses `CursorResult`."""
+    """The result of a prepared statement, with the parts of `CursorResult` that the product uses."""
 
     returns_rows = True
     rowcount = -1
@@ -159,7 +159,7 @@ class FastSession(Session):
         self._is_reading = False
 
     def begin_for(self, statements: Statements) -> None:
-        """Begin the transaction. One that only reads needs none of SQLAlchemy's objects."""
+        """Begin the transaction. A read-only transaction needs no SQLAlchemy objects."""
         if not self._only_reads:
             self.connection()
         elif not self._is_reading:

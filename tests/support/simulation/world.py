@@ -136,7 +136,7 @@ class Api:
     def receive(
         self, exchange: _Exchange, key: str, route: Callable[..., Any], body: Any, path: dict[str, Any]
     ) -> None:
-        """Handle a call on a fiber of its own, or for a long poll on the event loop."""
+        """Handle a call on a new fiber, or on the event loop if it is a long poll."""
         if self.process.is_dead or self._loop is None or self.context is None:
             exchange.lose()
             return
@@ -239,10 +239,10 @@ class EngineProcess:
         self._world.scheduler.kill(self.process)
 
     def crash(self) -> None:
-        """End the process in the way of an invalid memory access.
+        """End the process as an invalid memory access would.
 
-        No parent sees that of an engine that runs alone, and the request is tried again without end: there the device
-        is lost instead.
+        An engine without a supervisor has no parent that sees the crash, and the request would be retried
+        forever. In that case the device is lost instead.
         """
         if self._records_crashes:
             raise BackendLost("the device was lost")

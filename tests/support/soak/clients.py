@@ -1,4 +1,4 @@
-"""Thousands of clients on one event loop and plain sockets, each of which polls one future after another."""
+"""Thousands of clients on one event loop and plain sockets. Each polls one future after another."""
 
 import asyncio
 import contextlib
