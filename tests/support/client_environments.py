@@ -224,6 +224,7 @@ def prepare(environment: ClientEnvironment, cache: Path | None = None) -> Prepar
     python = directory / "bin" / "python"
     complete = directory / "complete"
     below = None if environment.over is None else prepare(environment.over, cache)
+
     with _lock(cache / f"{environment.key}.lock"):
         if not complete.exists():
             shutil.rmtree(directory, ignore_errors=True)  # left by an interrupted build
@@ -233,6 +234,7 @@ def prepare(environment: ClientEnvironment, cache: Path | None = None) -> Prepar
                 shutil.rmtree(directory, ignore_errors=True)
                 raise
             complete.touch()
+
     return PreparedEnvironment(python=python)
 
 

@@ -164,8 +164,10 @@ class FakeModelRunner:
     def dispatch(self, samples: Sequence[RunningSample], num_steps: int) -> "FakeSlice":
         on_shard = Counter(sample.table.shard for sample in samples)
         assert max(on_shard.values()) <= self._memory.per_shard.num_slots
+
         self.decoded.append(num_steps)
         found: list[RowTokens] = []
+
         for sample in samples:
             is_read = sample.num_drawn > sample.position - sample.size
             assert self.runs_ahead or is_read
@@ -184,6 +186,7 @@ class FakeModelRunner:
             own, k = drawn.row(0, num), sample.request.options.sample_topk
             topk = TopK(token_ids=own.topk_tokens[:, :k], logprobs=own.topk_logprobs[:, :k]) if k else None
             found.append((sample, sample.position, own.tokens, own.logprobs, is_stopped, topk))
+
         return FakeSlice(found)
 
     def compile_all(self, sampler: SamplerId) -> None:

@@ -49,6 +49,7 @@ def main() -> int:
         parser.error("--fresh removes what --link would find")
     if fresh:
         os.environ["PIP_NO_CACHE_DIR"] = "1"
+
     with (
         tempfile.TemporaryDirectory() if fresh else nullcontext(cache_directory()) as folder,
         ThreadPoolExecutor(CONCURRENT) as pool,
@@ -60,6 +61,7 @@ def main() -> int:
             pool.shutdown(cancel_futures=True)
             print(error, file=sys.stderr)
             return 1
+
     if arguments.link:
         print(link({environment.name: environment for environment in ALL}[arguments.link]))
     return 0

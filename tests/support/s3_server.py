@@ -55,6 +55,7 @@ def s3_server(environment: PreparedEnvironment) -> Generator[S3Server]:
         env=environment.environment,
     )
     assert process.stdin is not None and process.stdout is not None
+
     try:
         yield S3Server(int(process.stdout.readline()))
     finally:

@@ -92,6 +92,7 @@ class ScriptedEngine:
     def _save(self, tx: Session, model_id: ModelId, request: requests.SaveWeights, now: float) -> results.Result:
         row = models.get(tx, model_id)
         assert row is not None
+
         artifact = f"artifact-{len(self.seen)}"
         if request.name is None:
             assert request.sampling_session_id is not None

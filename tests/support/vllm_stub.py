@@ -199,11 +199,13 @@ class VllmStub:
             return _error(404, f"The model `{model}` does not exist.")
         if not 0 <= sampling.get("temperature", 1.0) <= 2:
             return _error(400, f"temperature must be in [0, 2], got {sampling['temperature']}.")
+
         for kind in ("logprobs", "prompt_logprobs"):
             if (sampling.get(kind) or 0) > options.max_logprobs:
                 name = "sample" if kind == "logprobs" else "prompt"
                 most = options.max_logprobs
                 return _error(400, f"Requested {name} logprobs of {sampling[kind]}, which is greater than max {most}")
+
         sampler = None if options.ignores_adapters else self._samplers.get(model)
         call = _Call(self, body, RequestId(f"stub-{next(self._numbers)}"), sampler)
         if body.get("stream"):
@@ -286,6 +288,7 @@ class _Call:
             options.error_events -= 1
             yield _event({"error": {"message": "Internal server error", "type": "InternalServerError", "code": 500}})
             return
+
         try:
             async for delta in self._stub.deltas(self._request):
                 while options.is_paused:
@@ -301,6 +304,7 @@ class _Call:
         except (asyncio.CancelledError, GeneratorExit):
             self._stub.aborted.append(self._request.request_id)
             raise
+
         yield "data: [DONE]\n\n"
 
     def _choice(self, delta: SampleDelta) -> dict[str, Any]:
@@ -316,6 +320,7 @@ class _Call:
     def _entry(self, delta: SampleDelta, place: int, count: int) -> dict[str, Any]:
         """Return the sampled token, then the likeliest ones, all in one list of at most `count`."""
         assert delta.topk is not None
+
         token, own = int(delta.tokens[place]), float(delta.logprobs[place])
         ids, values = delta.topk.token_ids[place], delta.topk.logprobs[place].astype(np.float64)
         params = self._request.params

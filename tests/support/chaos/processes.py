@@ -150,6 +150,7 @@ class ServerProcesses:
 
     def _run(self, role: Role, number: int, kills: Sequence[Kill]) -> None:
         left = list(kills)
+
         while not self._end.is_set():
             kill = left[0] if left else None
             process = self._start(role, number, kill)

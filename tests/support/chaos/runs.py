@@ -117,12 +117,14 @@ def run(server: Server, num_tenants: int, kills: Sequence[Kill], network: Networ
             server.slowness,
             server.num_engines,
         )
+
         try:
             with processes, network(processes.url) as url:
                 transcripts = run_tenants(url, server.base_model, num_tenants)
         except BaseException as error:
             error.add_note(f"{kills}\n{processes.log_path.read_text()[-8000:]}")
             raise
+
         return _read_outcome(processes, transcripts)
 
 
@@ -184,12 +186,14 @@ def _hash(artifact: Path) -> str:
 def find_differences(found: Outcome, undisturbed: Outcome) -> list[str]:
     """Return all differences between a run and the undisturbed one; the guarantee is that there are none."""
     differing: list[str] = []
+
     for tenant, (one, other) in enumerate(zip(found.transcripts, undisturbed.transcripts, strict=True)):
         differing += [
             f"tenant {tenant}, line {line}: {a} is not {b}"
             for line, (a, b) in enumerate(zip(one, other, strict=True))
             if a != b
         ]
+
     if found.kinds != undisturbed.kinds:
         differing.append(f"requests {found.kinds} are not {undisturbed.kinds}")
     if found.weights != undisturbed.weights:

@@ -202,6 +202,7 @@ def _texts(schema: Json, ids: Mapping[str, str]) -> st.SearchStrategy[str]:
 def call(server: Server, tally: Tally, route: Route, attempt: Attempt) -> None:
     """Make a call and check the response. Raises ServerError, Hang or Finding."""
     said = f"{route.method} {attempt.place} {attempt.query} {attempt.headers} {attempt.body!r}"
+
     with tally.watch():
         try:
             answer = server.client.request(
@@ -216,6 +217,7 @@ def call(server: Server, tally: Tally, route: Route, attempt: Attempt) -> None:
             raise Hang(said) from error
         except httpx.TransportError as error:
             raise ServerError(f"{said}: {error!r}") from error
+
     tally.statuses[answer.status_code] = tally.statuses.get(answer.status_code, 0) + 1
     if answer.status_code >= 500:
         raise ServerError(f"{said}: {answer.status_code} {answer.text}")

@@ -129,6 +129,7 @@ class Statements:
             return EXECUTE(tx, statement, parameters)
         tx.flush()
         tx.begin_for(self)  # type: ignore[attr-defined]
+
         try:
             return prepared.execute(self._connection, parameters or {})
         except sqlite3.Error:

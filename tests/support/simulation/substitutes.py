@@ -210,6 +210,7 @@ def install_substitutes(
     methods = {name: getattr(Future, name) for name in ("result", "exception")}
     for name, method in methods.items():
         setattr(Future, name, _make_waiter(scheduler, method))
+
     try:
         yield
     finally:

@@ -252,9 +252,11 @@ class EngineProcess:
     def _run(self) -> None:
         world = self._world
         world.trace("starts")
+
         try:
             try:
                 self.store = engine_process.open_store(world.engine_settings, self.stop)  # pyright: ignore
+
                 try:
                     device = Device(CONFIG.model_copy(update=world.plan.device), world.faults.use_device, self.crash)
                     artifacts = LocalArtifacts(world.disk.root)
@@ -278,6 +280,7 @@ class EngineProcess:
             self._end(dataclasses.replace(end, is_final=False))
         else:
             self._end(_STOPPED)
+
         world.scheduler.kill(self.process)
 
     def _on_stuck(self, reason: str) -> None:
